@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import aiohttp
 import zmq
 from aiohttp import web
 
-from p2pkv.control.discovery import Ping, encode_ping
+from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping
 
 ROOT = Path(__file__).parents[1]
 EVENT = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
@@ -83,6 +84,7 @@ class Candidate:
 
     Attributes:
         costs: microseconds of processor time per request, of each round.
+        rest: seconds of processor time in a second without requests.
     """
 
     name: str
@@ -92,10 +94,19 @@ class Candidate:
     pings: list[bytes]
     pinger: zmq.Socket[bytes]
     costs: list[float] = field(default_factory=list)
+    rest: float = 0.0
 
     def ping(self) -> None:
         for each in self.pings:
             self.pinger.send(each)
+
+    async def at_rest(self) -> None:
+        """All ping, evenly, each every 3 s, and nobody asks."""
+        before, begin = self.cpu(), time.monotonic()
+        for number, each in enumerate(self.pings * 3):
+            await asyncio.sleep(begin + number * PING_INTERVAL / len(self.pings) - time.monotonic())
+            self.pinger.send(each)
+        self.rest = (self.cpu() - before) / (time.monotonic() - begin)
 
     def cpu(self) -> float:
         """Seconds of processor time of the process so far."""
@@ -187,6 +198,8 @@ async def measured(args: argparse.Namespace) -> list[Candidate]:
                 await asked(client, each, args.requests, 4)
                 if turn:  # the first one warms up
                     each.costs.append((each.cpu() - before) / args.requests * 1e6)
+        for each in candidates:
+            await each.at_rest()
         return candidates
 
 
@@ -207,7 +220,10 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
     candidates = asyncio.run(measured(parser.parse_args()))
     for each in candidates:
-        print(f"{each.name}, {each.size} instances: {statistics.median(each.costs):.0f} us a request")
+        cost = statistics.median(each.costs)
+        print(
+            f"{each.name}, {each.size} instances: {cost:.0f} us a request, {each.rest:.1%} of a core at rest"
+        )
     first = candidates[0]
     for each in candidates[1:]:
         ratios = [mine / its for mine, its in zip(each.costs, first.costs, strict=True)]

@@ -1,15 +1,14 @@
 """A simulation of a fleet: the proxy's own code in virtual time, in front of engines that are only modelled.
 
 Real, from p2pkv_proxy: membership (each instance pings every 3 s), breakers, admission, the policies,
-retries, streams that go on elsewhere. Not real: HTTP, and the engines. A P computes one prompt after another,
-and keeps blocks of 512 tokens, least recently used out. A D decodes its streams in a batch. See `Costs` for
-the numbers and where they are from. Latencies of a real fleet are not to be had from this: it compares
-policies, and shows what faults do to requests.
+retries, streams that go on elsewhere, the partners that D's connect to. Not real: HTTP, and what
+fleet_engines.py models. Latencies of a real fleet are not to be had from this: it compares policies, and
+shows what faults do to requests.
 
 Requests are those of a trace (Mooncake's, FAST '25: kvcache-ai/Mooncake on GitHub, FAST25-release/traces):
 copies of it, each with block hashes of its own, played so fast that the load is the same in all runs.
 
-    python benchmarks/fleet_simulation.py --trace conversation_trace.jsonl [--fleet 200 1000]
+    python benchmarks/fleet_simulation.py --trace conversation_trace.jsonl [--fleet 200 1000] [--processes 4]
 """
 
 from __future__ import annotations
@@ -18,59 +17,33 @@ import argparse
 import asyncio
 import json
 import logging
+import multiprocessing
 import random
-import selectors
 import statistics
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
+
+from fleet_engines import BLOCK, COSTS, Decode, Links, Lost, Prefill, VirtualLoop
 
 from p2pkv import __version__
 from p2pkv.control.discovery import Ping
 from p2pkv_proxy.admission import Admission, RequestPlace
-from p2pkv_proxy.bodies import Prompt
+from p2pkv_proxy.bodies import MOST_PIECES, PIECE_TOKENS, Prompt
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.membership.partners import PartnerLists
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policies import Pick, Policy, Routing, RoutingRequest
 from p2pkv_proxy.retries import Retries
 from p2pkv_proxy.routing import POLICIES, NoInstance, Router, UnknownModel
 
-BLOCK, LINKS = 512, 8
-"""Tokens of a block of the traces, and pieces of a prompt in p2pkv's chain for each (64 tokens)."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """An instance of eight H100s that serves a model of 8 billion parameters.
-
-    Attributes:
-        prefill: prompt tokens a second. Mooncake's figure for 4,096 tokens on H800 TP 8: a transfer of 4.75
-            ms is 3.8% of the time to first token, which is 125 ms.
-        begin: seconds before a prompt begins. Assumed.
-        exposed: seconds of a transfer that computing does not hide: Splitwise's 5 to 8 ms.
-        step: seconds of a decode step: the P2pNcclConnector's documented 10.45 ms a token on 8 x H100.
-        step_stream, step_token: what each stream and each token of its KV adds. 131,072 bytes a token at
-            8 x 3.35 TB/s; a stream's share of the rest is assumed.
-        cache: prompt tokens that a P keeps. Assumed.
-    """
-
-    prefill: float = 32_768.0
-    begin: float = 0.005
-    exposed: float = 0.008
-    step: float = 0.0095
-    step_stream: float = 2e-5
-    step_token: float = 5e-9
-    cache: int = 2_000_000
-
-
-COSTS = Costs()
 FIRST_TOKEN, PAUSE = 2.0, 0.025
 """A request is good if its first token comes within these seconds, and its mean pause is no longer."""
 PING_SECONDS = 3.0
@@ -78,153 +51,10 @@ PREFILL_SHARE = 0.7
 """Of the instances, that are P's."""
 LOAD = 0.8
 """Of the P's capacity, if no prompt were cached."""
-
-
-class Clock(selectors.SelectSelector):
-    """Nothing is waited for: time passes to the next timer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("nothing is left that could happen")
-        self.now += max(0.0, timeout)
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is virtual."""
-
-    def __init__(self) -> None:
-        self._virtual = Clock()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now
-
-
-# Engines.
-
-
-class Lost(Exception):
-    """The instance is gone."""
-
-
-def _finish(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-class Prefill:
-    """A P: one prompt after another."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-        self._free_at = 0.0
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._open: set[asyncio.Future[None]] = set()
-        self.alive = True
-
-    def cached(self, blocks: Sequence[int]) -> int:
-        """How many of them, from the first, it has."""
-        return next((at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks))
-
-    async def compute(self, blocks: Sequence[int], tokens: int) -> int:
-        """Returns how many tokens it had."""
-        if not self.alive:
-            raise Lost
-        had = min(tokens - 1, BLOCK * self.cached(blocks))
-        work = COSTS.begin + (tokens - had) / COSTS.prefill
-        self._free_at = max(self._free_at, self._loop.time()) + work
-        await self._until(self._free_at)
-        for block in blocks:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) * BLOCK > COSTS.cache:
-            self._blocks.popitem(last=False)
-        return had
-
-    async def _until(self, when: float) -> None:
-        done: asyncio.Future[None] = self._loop.create_future()
-        timer = self._loop.call_at(when, _finish, done)
-        self._open.add(done)
-        try:
-            await done
-        finally:
-            self._open.discard(done)
-            timer.cancel()
-
-    def die(self) -> None:
-        self.alive = False
-        for each in list(self._open):
-            each.set_exception(Lost())
-
-
-class Decode:
-    """A D: its streams advance together, a token a step."""
-
-    def __init__(self, loop: VirtualLoop, pauses: dict[int, float]) -> None:
-        self._loop = loop
-        self._pauses = pauses
-        self._streams: dict[asyncio.Future[None], tuple[float, int]] = {}
-        """Of each the progress at which it ends, and tokens of its KV."""
-        self._progress = self._since = 0.0
-        self._step = COSTS.step
-        self._timer: asyncio.TimerHandle | None = None
-        self.alive = True
-
-    async def generate(self, tokens: int, context: int, sent: Callable[[int], None]) -> None:
-        """`sent` is called at the end, whatever that is, with how many tokens came. Raises Lost."""
-        if not self.alive:
-            raise Lost
-        self._advance()
-        begun, done = self._progress, self._loop.create_future()
-        self._streams[done] = (self._progress + tokens, context + tokens // 2)
-        self._plan()
-        try:
-            await done
-        finally:
-            self._advance()
-            self._streams.pop(done, None)
-            sent(min(tokens, int(self._progress - begun)))
-            self._plan()
-
-    def _advance(self) -> None:
-        now = self._loop.time()
-        steps = (now - self._since) / self._step
-        if self._streams and steps:
-            bucket = int(self._step * 1e4)
-            self._pauses[bucket] = self._pauses.get(bucket, 0.0) + steps * len(self._streams)
-            self._progress += steps
-        self._since = now
-
-    def _plan(self) -> None:
-        """The next end."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._streams or not self.alive:
-            return
-        context = sum(kv for _, kv in self._streams.values())
-        self._step = COSTS.step + COSTS.step_stream * len(self._streams) + COSTS.step_token * context
-        first = min(end for end, _ in self._streams.values())
-        self._timer = self._loop.call_later(max(0.0, first - self._progress) * self._step, self._end)
-
-    def _end(self) -> None:
-        self._advance()
-        for stream, (end, _) in list(self._streams.items()):
-            if end - self._progress < 1e-6 and not stream.done():
-                stream.set_result(None)
-        self._timer = None
-
-    def die(self) -> None:
-        self._advance()
-        self.alive = False
-        for each in list(self._streams):
-            if not each.done():
-                each.set_exception(Lost())
+SHARED_BLOCKS = 2
+"""A prompt that has more than so many first blocks of an earlier one goes on with its conversation."""
+CLIENT_PAUSE = 0.1
+"""Seconds after which a client whose proxy has died asks another one."""
 
 
 # Requests.
@@ -232,12 +62,13 @@ class Decode:
 
 @dataclass(frozen=True)
 class Asked:
-    """One line of a trace."""
+    """One line of a trace; `session`: its conversation."""
 
     at: float
     tokens: int
     answer: int
     blocks: tuple[int, ...]
+    session: str
 
 
 @dataclass(frozen=True)
@@ -247,26 +78,43 @@ class ModelledPrompt:
     tokens: int
     blocks: tuple[int, ...]
 
-    @property
-    def chain(self) -> tuple[bytes, ...]:
-        return tuple(b"%d/%d" % (block, at) for block in self.blocks[:64] for at in range(LINKS))
+    @cached_property
+    def chain(self) -> tuple[int, ...]:
+        pieces = BLOCK // PIECE_TOKENS
+        return tuple(8 * block + at for block in self.blocks[: MOST_PIECES // pieces] for at in range(pieces))
 
 
-def requests(trace: Path, rate: float, seconds: float, speed: float, seed: int) -> list[Asked]:
-    """The first `seconds` of as many copies of the trace, each played about `speed` times as fast, as
+def sessions(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """The conversation of each line."""
+    of: dict[int, int] = {}
+    found = []
+    for number, line in enumerate(lines):
+        blocks = line["hash_ids"]
+        known = next((at for at, block in enumerate(blocks) if block not in of), len(blocks))
+        session = of[blocks[known - 1]] if known > SHARED_BLOCKS else number
+        found.append(session)
+        for block in blocks:
+            of.setdefault(block, session)
+    return found
+
+
+def requests(trace: Path, rate: float, seconds: float, span: float, seed: int) -> list[Asked]:
+    """The first `seconds` of as many copies of the trace, each played within about `span` seconds, as
     together have `rate` prompt tokens a second."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     length = max(line["timestamp"] for line in lines) / 1e3
     tokens = sum(line["input_length"] for line in lines)
-    copies, dice, made = max(1, round(rate * length / speed / tokens)), random.Random(seed), []
+    copies, dice, made = max(1, round(rate * span / tokens)), random.Random(seed), []
     span = copies * tokens / rate
+    talks = sessions(lines)
     for copy in range(copies):
         begin = dice.random() * span
-        for line in lines:
+        for line, talk in zip(lines, talks, strict=True):
             at = (line["timestamp"] / 1e3 * span / length - begin) % span
             if at < seconds:
                 blocks = tuple(copy << 32 | each for each in line["hash_ids"])
-                made.append(Asked(at, line["input_length"], max(2, line["output_length"]), blocks))
+                answer = max(2, line["output_length"])
+                made.append(Asked(at, line["input_length"], answer, blocks, f"{copy}/{talk}"))
     return sorted(made, key=lambda each: each.at)
 
 
@@ -280,9 +128,10 @@ class Ended:
     lost: dict[str, int] = field(default_factory=dict)
     prompt: int = 0
     hit: int = 0
+    asked_again: int = 0
     pauses: dict[int, float] = field(default_factory=dict)
 
-    def figures(self, asked: int, loads: Sequence[int]) -> dict[str, Any]:
+    def figures(self, asked: int) -> dict[str, Any]:
         first = sorted(self.first)
         seen, most = 0.0, 0.99 * sum(self.pauses.values())
         slowest = 0
@@ -292,14 +141,14 @@ class Ended:
                 break
         return {
             "asked": asked,
-            "goodput": self.good / asked,
+            "goodput": round(self.good / asked, 4),
             "not answered": asked - self.answered,
             "why": self.lost,
-            "first token, p50": statistics.median(first) if first else None,
-            "first token, p99": first[int(0.99 * len(first))] if first else None,
+            "first token, p50": round(statistics.median(first), 3) if first else None,
+            "first token, p99": round(first[int(0.99 * len(first))], 3) if first else None,
             "pause, p99": slowest / 1e4,
-            "hits": self.hit / max(1, self.prompt),
-            "busiest P": max(loads) / statistics.mean(loads) if loads else None,
+            "hits": round(self.hit / max(1, self.prompt), 3),
+            "asked again": self.asked_again,
         }
 
 
@@ -328,31 +177,59 @@ class Member:
     computed: int = 0
 
 
-class Fleet:
-    """The proxy's parts, the engines, and the requests."""
+class Proxy:
+    """The proxy's parts, as its service puts them together.
 
-    def __init__(self, loop: VirtualLoop, size: int, policy: str, limits: Limits) -> None:
-        self.loop = loop
-        self.ended = Ended()
+    Attributes:
+        open: requests of clients.
+    """
+
+    def __init__(self, clock: Callable[[], float], policy: str, limits: Limits) -> None:
+        self.clock = clock
+        self.limits = limits
         self.registry = Registry()
         self.counters = RequestCounters()
-        self.router = Router(
-            self.registry,
-            Routing(prefill=policy, decode="least_loaded", prefix_memory=1 << 22),
-            room=limits.max_requests,
-            alone=limits.alone,
-        )
-        self.admission = Admission(self.router, limits, self.counters, loop.time)
-        self.retries = Retries(self.admission, limits, self.counters, loop.time)
-        self.limits = limits
+        routing = Routing(prefill=policy, decode=DECODE.get(policy, "least_loaded"), prefix_memory=1 << 22)
+        self.router = Router(self.registry, routing, room=limits.max_requests, alone=limits.alone)
+        self.admission = Admission(self.router, limits, self.counters, clock)
+        self.retries = Retries(self.admission, limits, self.counters, clock)
+        self.partners = PartnerLists(self.registry)
+        self.open: set[asyncio.Task[None]] = set()
+
+    def observe(self, member: Member) -> Instance | None:
+        instance = self.registry.observe(member.ping, self.clock(), member.source)
+        if instance is not None:
+            instance.healthy = True
+        return instance
+
+    def tick(self) -> None:
+        self.registry.expire(self.clock())
+        self.admission.advance()
+
+    def record(self, instance: Instance, place: RequestPlace, *, success: bool) -> None:
+        outcome = instance.breaker.succeeded if success else instance.breaker.failed
+        outcome(self.clock(), place.key)
+
+
+class Fleet:
+    """Proxies, engines, and the requests."""
+
+    def __init__(self, loop: VirtualLoop, size: int, policy: str, limits: Limits, proxies: int) -> None:
+        self.loop = loop
+        self.ended = Ended()
+        self.links = Links()
+        self.proxies = [Proxy(loop.time, policy, limits) for _ in range(proxies)]
         self.members: dict[str, Member] = {}
         self.split: set[str] = set()
         """Those whose pings do not arrive."""
+        self._dice = random.Random(4)
         prefills = round(size * PREFILL_SHARE)
         for number in range(size):
             self.start(number, "P" if number < prefills else "D")
+        for name in self.members:
+            self._preconnect(name)
 
-    def start(self, number: int, role: Any, incarnation: str = "first") -> None:
+    def start(self, number: int, role: Any, incarnation: str = "first") -> str:
         address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         ping = Ping(
             type=role,
@@ -361,15 +238,24 @@ class Fleet:
             incarnation=incarnation,
             model="m",
             tp_size=1,
+            partners=COSTS.max_links if role == "D" else 0,
         )
         engine = Prefill(self.loop) if role == "P" else Decode(self.loop, self.ended.pauses)
         self.members[ping.http_address] = Member(ping, engine, Source())
         self._observe(self.members[ping.http_address])
+        return ping.http_address
 
     def _observe(self, member: Member) -> None:
-        instance = self.registry.observe(member.ping, self.loop.time(), member.source)
-        if instance is not None:
-            instance.healthy = True
+        for proxy in self.proxies:
+            proxy.observe(member)
+
+    def _preconnect(self, name: str) -> None:
+        """A D connects to the P's that a proxy names."""
+        proxy, ping = self.proxies[0], self.members[name].ping
+        instance = proxy.registry.of(ping)
+        if ping.type == "D" and instance is not None:
+            for address in proxy.partners.of(instance, self.loop.time()):
+                self.links.preconnect(address.replace(":14579", ":8000"), name)
 
     async def pings(self) -> None:
         while True:
@@ -377,37 +263,72 @@ class Fleet:
             for name, member in self.members.items():
                 if member.engine.alive and name not in self.split:
                     self._observe(member)
-            self.registry.expire(self.loop.time())
-            self.admission.advance()
+            for proxy in self.proxies:
+                proxy.tick()
 
     def kill(self, name: str) -> None:
         member = self.members[name]
         member.engine.die()
         member.source.open = False
+        self.links.forget(name)
+
+    def again(self, name: str) -> None:
+        """It has started again."""
+        host = [int(part) for part in name.partition(":")[0].split(".")]
+        number = (host[1] << 16) + (host[2] << 8) + host[3]
+        self._preconnect(self.start(number, self.members[name].ping.type, "second"))
+
+    def figures(self, asked: int) -> dict[str, Any]:
+        ps = [each.computed for each in self.members.values() if isinstance(each.engine, Prefill)]
+        ds = [each.engine.generated for each in self.members.values() if isinstance(each.engine, Decode)]
+        return {
+            **self.ended.figures(asked),
+            "busiest P": round(max(ps) / statistics.mean(ps), 3),
+            "busiest D": round(max(ds) / statistics.mean(ds), 3),
+            "links": self.links.most,
+            "links built in the way": self.links.built,
+            "resumed or retried": sum(proxy.counters.retried for proxy in self.proxies),
+        }
+
+    async def client(self, asked: Asked) -> None:
+        """Asks one of the proxies, and another one if that dies."""
+        began = self.loop.time()
+        while True:
+            proxy = self._dice.choice(self.proxies)
+            task = asyncio.create_task(self._serve(proxy, asked, began))
+            proxy.open.add(task)
+            try:
+                await task
+                return
+            except asyncio.CancelledError:
+                self.ended.asked_again += 1
+                await asyncio.sleep(CLIENT_PAUSE)
+            finally:
+                proxy.open.discard(task)
 
     # One request, as service.py and attempt.py do it.
 
-    async def serve(self, asked: Asked) -> None:
-        request = RoutingRequest("m", cast(Prompt, ModelledPrompt(asked.tokens, asked.blocks)))
-        self.ended.prompt += asked.tokens
+    async def _serve(self, proxy: Proxy, asked: Asked, began: float) -> None:
+        request = RoutingRequest(
+            "m", cast(Prompt, ModelledPrompt(asked.tokens, asked.blocks)), session=asked.session
+        )
         try:
-            async with self.admission.place(request, paired=True) as place:
-                await self._attempts(asked, place)
+            async with proxy.admission.place(request, paired=True) as place:
+                await self._attempts(proxy, asked, place, began)
         except (ProxyError, NoInstance, UnknownModel) as error:
             self._lost(str(error).partition(";")[0][:60])
 
     def _lost(self, why: str) -> None:
         self.ended.lost[why] = self.ended.lost.get(why, 0) + 1
 
-    async def _attempts(self, asked: Asked, place: RequestPlace) -> None:
+    async def _attempts(self, proxy: Proxy, asked: Asked, place: RequestPlace, began: float) -> None:
         failed: frozenset[Instance] = frozenset()
         sent, tries, resumes, first = 0, 1, 0, None
-        began = self.loop.time()
         while True:
             choice = place.choice
             try:
                 if choice.prefill is not None:
-                    await self._prefill(choice.prefill, place, asked, sent)
+                    await self._prefill(proxy, choice.prefill, place, asked, sent)
                 else:
                     await asyncio.sleep((asked.tokens + sent) / COSTS.prefill)
                 if first is None:
@@ -422,47 +343,47 @@ class Fleet:
 
                 with choice.decode.busy(lambda loss: None):
                     await engine.generate(asked.answer - sent, asked.tokens + sent, note)
-                self._record(choice.decode, place, success=True)
+                proxy.record(choice.decode, place, success=True)
                 self._done(asked, first, self.loop.time() - began)
                 return
             except Lost:
                 prefill, decode = choice.prefill, choice.decode
                 culprit = decode if prefill is None or self._engine(prefill).alive else prefill
-                self._record(culprit, place, success=False)
+                proxy.record(culprit, place, success=False)
                 culprit.healthy = False  # its port refuses, as the next call and the prober find
                 failed |= {culprit}
-                if sent and resumes < self.limits.resumes:
-                    if await self.retries.resume(place, failed, resumes):
+                if sent and resumes < proxy.limits.resumes:
+                    if await proxy.retries.resume(place, failed, resumes):
                         resumes += 1
                         continue
-                elif not sent and await self.retries.elsewhere(place, culprit, failed, tries):
+                elif not sent and await proxy.retries.elsewhere(place, culprit, failed, tries):
                     tries += 1
                     continue
-                elif not sent and culprit is prefill and self.admission.stay_alone(place, failed):
+                elif not sent and culprit is prefill and proxy.admission.stay_alone(place, failed):
                     continue
                 self._lost("lost with its instance")
                 return
 
-    async def _prefill(self, instance: Instance, place: RequestPlace, asked: Asked, sent: int) -> None:
+    async def _prefill(
+        self, proxy: Proxy, instance: Instance, place: RequestPlace, asked: Asked, sent: int
+    ) -> None:
         engine = self._engine(instance)
         assert isinstance(engine, Prefill)
+        name, tokens = instance.ping.http_address, asked.tokens + sent
+        link_at = self.loop.time()
+        if not self.links.stands(name, place.choice.decode.ping.http_address):
+            link_at += COSTS.link
         place.sent()
         with instance.busy(lambda loss: None, place.choice.prefill_tokens):
-            had = await engine.compute(asked.blocks, asked.tokens + sent)
+            had = await engine.compute(asked.blocks, tokens)
+        self.ended.prompt += tokens
         self.ended.hit += had
-        self.members[instance.ping.http_address].computed += asked.tokens + sent - had
-        self._record(instance, place, success=True)
-        await asyncio.sleep(COSTS.exposed)
+        self.members[name].computed += tokens - had
+        proxy.record(instance, place, success=True)
+        await asyncio.sleep(COSTS.exposed + max(0.0, link_at - self.loop.time()))
 
     def _engine(self, instance: Instance) -> Prefill | Decode:
         return self.members[instance.ping.http_address].engine
-
-    def _record(self, instance: Instance, place: RequestPlace, *, success: bool) -> None:
-        now = self.loop.time()
-        if success:
-            instance.breaker.succeeded(now, place.key)
-        else:
-            instance.breaker.failed(now, place.key)
 
     def _done(self, asked: Asked, first: float, whole: float) -> None:
         ended = self.ended
@@ -491,7 +412,7 @@ class CacheAware(Policy):
         if max(loads) - min(loads) > 32 and max(loads) > 1.1 * min(loads):
             chosen = min(candidates, key=lambda each: each.load)
         else:
-            chosen = max(candidates, key=lambda each: cached.get(each, 0))
+            chosen = max(cached or candidates, key=lambda each: cached.get(each, 0))
             if cached.get(chosen, 0) <= 0.5 * request.prompt.tokens:
                 chosen = min(candidates, key=lambda each: self._given.get(each.name, 0))
         self._given[chosen.name] = self._given.get(chosen.name, 0) + request.prompt.tokens
@@ -499,7 +420,24 @@ class CacheAware(Policy):
         return Pick(chosen, cached.get(chosen, 0))
 
 
-OTHERS: dict[str, type[Policy]] = {"cache_aware (as vllm-router's)": CacheAware}
+CACHE_AWARE = "cache_aware"
+OTHERS: dict[str, type[Policy]] = {CACHE_AWARE: CacheAware}
+SYSTEMS = {
+    "prefix_aware": "p2pkv: prefix_aware",
+    "least_loaded": "p2pkv: least_loaded",
+    "round_robin": "round robin",
+    "power_of_two": "power of two",
+    "consistent_hash": "consistent hash",
+    CACHE_AWARE: "cache-aware",
+}
+"""By P's policy; what the page calls them."""
+DECODE = {
+    "round_robin": "round_robin",
+    "power_of_two": "power_of_two",
+    "consistent_hash": "consistent_hash",
+    CACHE_AWARE: "power_of_two",
+}
+"""D's policy, where it is not least_loaded."""
 
 
 # Faults.
@@ -519,72 +457,83 @@ async def split(fleet: Fleet) -> None:
     fleet.split = set()
 
 
+async def proxy_dies(fleet: Fleet) -> None:
+    """With it end the requests that it has under way; its clients ask the others."""
+    victim = fleet.proxies.pop()
+    for task in list(victim.open):
+        task.cancel()
+
+
 async def restarts(fleet: Fleet) -> None:
-    """Three in ten are killed and started again within a minute, one after the other."""
+    """Three in ten are killed one after the other within 20 s, and each is there again 10 s later."""
     names = random.Random(3).sample(list(fleet.members), 3 * len(fleet.members) // 10)
     for name in names:
         fleet.kill(name)
-        fleet.loop.call_later(10.0, again, fleet, name)
-        await asyncio.sleep(60.0 / len(names))
+        fleet.loop.call_later(10.0, fleet.again, name)
+        await asyncio.sleep(20.0 / len(names))
 
 
-def again(fleet: Fleet, name: str) -> None:
-    host = [int(part) for part in name.partition(":")[0].split(".")]
-    number = (host[1] << 16) + (host[2] << 8) + host[3]
-    fleet.start(number, fleet.members[name].ping.type, "second")
+@dataclass(frozen=True)
+class Fault:
+    """What happens, after a third of the usual time; and how many times as long requests come."""
+
+    happens: Callable[[Fleet], Awaitable[None]]
+    proxies: int = 1
+    longer: float = 1.0
 
 
-FAULTS = {"rack of 4% dies": rack, "half unheard for 20 s": split, "30% restarted in a minute": restarts}
-
-
-async def after(seconds: float, fault: Callable[[Fleet], Awaitable[None]], fleet: Fleet) -> None:
-    await asyncio.sleep(seconds)
-    await fault(fleet)
+FAULTS = {
+    "4% die at once": Fault(rack),
+    "pings of half lost for 20 s": Fault(split, longer=3.0),
+    "one of four proxies dies": Fault(proxy_dies, proxies=4),
+    "30% restart within half a minute": Fault(restarts, longer=4.0),
+}
 
 
 def simulated(
     trace: Path, size: int, policy: str, fault: str | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures of one run."""
+    random.seed(args.seed)
+    what = FAULTS[fault] if fault else Fault(lambda _: asyncio.sleep(0))
     rate = LOAD * round(size * PREFILL_SHARE) * COSTS.prefill
-    asked = requests(trace, rate, args.seconds, args.speed, args.seed)
+    seconds = args.seconds * what.longer
+    asked = requests(trace, rate, seconds, max(args.span, seconds), args.seed)
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     limits = Limits(max_requests=256, max_waiting=1 << 20, max_wait=30.0)
-    fleet = Fleet(loop, size, policy, limits)
+    began = time.process_time()
+    fleet = Fleet(loop, size, policy, limits, what.proxies)
+
+    async def fault_comes() -> None:
+        await asyncio.sleep(args.seconds / 3)
+        await what.happens(fleet)
 
     async def run() -> None:
-        background = [asyncio.create_task(fleet.pings())]
-        if fault is not None:
-            background.append(asyncio.create_task(after(args.seconds / 3, FAULTS[fault], fleet)))
+        background = [asyncio.create_task(fleet.pings()), asyncio.create_task(fault_comes())]
         tasks = []
         for each in asked:
             await asyncio.sleep(max(0.0, each.at - loop.time()))
-            tasks.append(asyncio.create_task(fleet.serve(each)))
+            tasks.append(asyncio.create_task(fleet.client(each)))
         await asyncio.gather(*tasks)
         for task in background:
             task.cancel()
 
-    began = time.process_time()
     try:
         loop.run_until_complete(run())
     finally:
         loop.close()
-    loads = [each.computed for each in fleet.members.values() if isinstance(each.engine, Prefill)]
-    figures = fleet.ended.figures(len(asked), loads)
-    figures["resumed"] = fleet.counters.retried
-    figures["CPU, us a request"] = 1e6 * (time.process_time() - began) / max(1, len(asked))
-    return figures
+    spent = time.process_time() - began
+    return fleet.figures(len(asked)) | {"CPU, us a request": round(1e6 * spent / max(1, len(asked)))}
 
 
 def runs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     POLICIES.update(OTHERS)
     for trace in args.trace:
         for size in args.fleet:
-            for policy in args.policy or POLICIES:
-                yield {"trace": trace, "size": size, "policy": policy, "fault": None}
-            for fault in FAULTS:
-                yield {"trace": trace, "size": size, "policy": "prefix_aware", "fault": fault}
+            for fault in args.fault or [None, *FAULTS]:
+                for policy in args.policy or SYSTEMS:
+                    yield {"trace": trace, "size": size, "policy": policy, "fault": fault or None}
 
 
 def page(rows: Sequence[dict[str, Any]], when: str) -> Iterator[str]:
@@ -594,44 +543,69 @@ def page(rows: Sequence[dict[str, Any]], when: str) -> Iterator[str]:
         "**A simulation**: the proxy's own code in virtual time, modelled engines; see fleet_simulation.py. "
         f"Good: first token within {FIRST_TOKEN:g} s and a mean pause of at most {PAUSE * 1e3:g} ms."
     )
-    yield ""
-    heads = "trace|instances|policy|fault|good|not answered|first token p50, p99|pause p99|hits|busiest P"
-    yield "| " + " | ".join(heads.split("|")) + " |"
-    yield "|---|---:|---|---|---:|---:|---|---:|---:|---:|"
-    for row in rows:
-        p50, p99 = row["first token, p50"], row["first token, p99"]
-        yield (
-            f"| {row['trace'].partition('_')[0]} | {row['size']:,} | {row['policy']} "
-            f"| {row['fault'] or '-'} | "
-            f"{row['goodput']:.3f} | {row['not answered']} of {row['asked']:,} | {p50:.2f} s, {p99:.2f} s | "
-            f"{1e3 * row['pause, p99']:.1f} ms | {row['hits']:.2f} | {row['busiest P']:.2f} |"
-        )
+    heads = "system|good|not answered|first token p50, p99|pause p99|hits|busiest P, D|links, built late"
+    for trace, size, fault in dict.fromkeys((row["trace"], row["size"], row["fault"]) for row in rows):
+        yield ""
+        yield f"## {trace}, {size:,} instances: {fault or 'no fault'}"
+        yield ""
+        yield "| " + " | ".join(heads.split("|")) + " |"
+        yield "|---|---:|---:|---|---:|---:|---|---|"
+        for row in rows:
+            if (row["trace"], row["size"], row["fault"]) == (trace, size, fault):
+                yield line(row)
+
+
+def line(row: dict[str, Any]) -> str:
+    p50, p99 = row["first token, p50"], row["first token, p99"]
+    late = row["links built in the way"] / row["asked"]
+    return (
+        f"| {SYSTEMS[row['policy']]} | {row['goodput']:.3f} | {row['not answered']} of {row['asked']:,} "
+        f"| {p50:.2f} s, {p99:.2f} s | {1e3 * row['pause, p99']:.1f} ms | {row['hits']:.2f} "
+        f"| {row['busiest P']:.2f}, {row['busiest D']:.2f} | {row['links']}, {late:.0%} |"
+    )
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, nargs="+", required=True)
     parser.add_argument("--fleet", type=int, nargs="+", default=[200])
-    parser.add_argument("--policy", nargs="+", help="(default: all)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of requests (default: %(default)g)")
-    parser.add_argument("--speed", type=float, default=60.0, help="of the trace (default: %(default)g)")
+    parser.add_argument("--policy", nargs="+", choices=SYSTEMS, help="(default: all)")
+    parser.add_argument("--fault", nargs="+", choices=["", *FAULTS], help="(default: all; '': none)")
+    parser.add_argument("--seconds", type=float, default=9.0, help="of requests (default: %(default)g)")
+    parser.add_argument(
+        "--span", type=float, default=24.0, help="seconds for all of a trace, at least (default: %(default)g)"
+    )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args()
 
 
+def one(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
+    logging.disable(logging.WARNING)
+    POLICIES.update(OTHERS)
+    return run | {"trace": run["trace"].stem.partition("_")[0]} | simulated(**run, args=args)
+
+
 def main() -> int:
     args = arguments()
-    logging.disable(logging.WARNING)
-    rows = []
-    for run in runs(args):
-        rows.append(run | {"trace": run["trace"].stem} | simulated(**run, args=args))
-        print(json.dumps(rows[-1]), flush=True)
+    written = args.out / "fleet_simulation.json"
+    rows = json.loads(written.read_text()) if written.exists() else []
+    with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool:
+        for row in pool.imap_unordered(partial(one, args), runs(args)):
+            print(json.dumps(row), flush=True)
+            same = ("trace", "size", "policy", "fault")
+            rows = [each for each in rows if any(each[name] != row[name] for name in same)] + [row]
+    faults, systems = [None, *FAULTS], [*SYSTEMS]
+    rows.sort(
+        key=lambda row: (
+            row["trace"], row["size"], faults.index(row["fault"]), systems.index(row["policy"])
+        )
+    )  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "fleet_simulation.json").write_text(json.dumps(rows) + "\n")
-    (args.out / "fleet_simulation.md").write_text(
-        "\n".join(page(rows, f"{datetime.now(UTC):%Y-%m-%d}, p2pkv {__version__}")) + "\n"
-    )
+    written.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    text = page(rows, f"{datetime.now(UTC):%Y-%m-%d}, p2pkv {__version__}")
+    (args.out / "fleet_simulation.md").write_text("\n".join(text) + "\n")
     return 0
 
 

@@ -109,10 +109,6 @@ def _check(call: str, result: int) -> None:
 PASSED: Fence = _Passed()
 
 
-def _record_passed() -> Fence:
-    return PASSED
-
-
 def cuda_index(device: torch.device | None) -> int:
     """The number of this CUDA device; of the calling thread's current one, if that is not given."""
     return torch.cuda.current_device() if device is None or device.index is None else device.index
@@ -124,7 +120,7 @@ def make_recorder(device: torch.device) -> Callable[[], Fence]:
     Raises ValueError for a device that is neither a CPU nor CUDA.
     """
     if device.type == "cpu":
-        return _record_passed
+        return lambda: PASSED
     if device.type == "cuda":
         index = cuda_index(device)
         with torch.cuda.device(index):

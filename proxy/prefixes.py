@@ -13,11 +13,14 @@ from collections.abc import Hashable, Sequence
 from typing import Self
 
 from .bodies import PIECE_TOKENS, Chain
-from .membership.instance import Instance
+from .membership.instance import Instance, least_busy
 from .policies import Pick, Policy, Routing, RoutingRequest
 
 MOST_HOLDERS = 32
 """Instances that are remembered for one piece."""
+_EACH, _EVERY = 32, 8
+"""Of a prompt each of so many pieces is remembered, and after those every eighth: a long prompt would cost
+the proxy four times as much memory and time, to know by 64 tokens and not by 512 what is cached."""
 
 
 class PrefixAware(Policy):
@@ -52,21 +55,26 @@ class PrefixAware(Policy):
             work, load, turn = instance.order
             return work + (tokens - cached.get(instance, 0)) / instance.ping.tp_size, load, turn
 
+        if len({each.ping.tp_size for each in candidates}) == 1:
+            candidates = [least_busy(candidates), *cached]  # the least cost is one of theirs
         chosen = min(candidates, key=cost)
-        self._index.add(request.prompt.chain, _holder(chosen))
+        self._index.add(_remembered(request.prompt.chain), chosen.cache)
         return Pick(chosen, cached.get(chosen, 0))
 
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
-        held = self._index.held(request.prompt.chain)
+        held = self._index.held(_remembered(request.prompt.chain))
         if not held:
             return {}
-        found = {each: held.get(_holder(each), 0) for each in candidates}
-        return {each: min(request.prompt.tokens, n * PIECE_TOKENS) for each, n in found.items() if n}
+        found = {each: held[each.cache] for each in candidates if each.cache in held}
+        return {each: min(request.prompt.tokens, _pieces(n) * PIECE_TOKENS) for each, n in found.items()}
 
 
-def _holder(instance: Instance) -> Hashable:
-    """A restarted instance has an empty cache, so it is another holder."""
-    return instance.name, instance.ping.incarnation
+def _remembered(chain: Chain) -> Chain:
+    return *chain[:_EACH], *chain[_EACH + _EVERY - 1 :: _EVERY]
+
+
+def _pieces(remembered: int) -> int:
+    return remembered if remembered <= _EACH else _EACH + _EVERY * (remembered - _EACH)
 
 
 class PrefixIndex:

@@ -25,6 +25,7 @@ from enum import Enum, auto
 from functools import cached_property
 
 from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, fewest, least_busy
+from .membership.partners import Nearby
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction, ignore_error
 from .policies import Pick, Policy, Routing, RoutingRequest
@@ -65,6 +66,9 @@ class PowerOfTwo(Policy):
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
 
+
+_BUSIER = 8
+"""Requests."""
 
 POLICIES: dict[str, type[Policy]] = {
     "least_loaded": LeastLoaded,
@@ -174,6 +178,11 @@ class _Fleet:
         """The best P's, and the best D's that match one of them. Raises as `sound`."""
         prefillers = _best(self._matching_prefillers, self._now)
         return prefillers, _best(_without(_matching(self._decoders, prefillers), self._avoid), self._now)
+
+    @cached_property
+    def nearby(self) -> Nearby | None:
+        """Which pairs of `pair` have links; None if that is no matter."""
+        return Nearby.of(*self.pair) if self.alike else None
 
     @cached_property
     def alike(self) -> bool:
@@ -314,6 +323,8 @@ class Router:
         prefill, cached = self._pick(self._pick_prefill, prefillers, request)
         if not fleet.alike:
             decoders = _matching(decoders, [prefill])
+        elif fleet.nearby is not None:
+            decoders = self._linked(fleet.nearby.decoders(prefill), decoders)
         decode = self._pick(self._pick_decode, decoders, request).instance
         if decode is prefill:
             return self._beside(decode, prefillers, request)
@@ -357,6 +368,13 @@ class Router:
 
     def _may_be_whole(self, decode: Instance) -> bool:
         return decode.role == "both" or decode.alone < self._alone
+
+    def _linked(self, nearby: Sequence[Instance], decoders: Sequence[Instance]) -> Sequence[Instance]:
+        """Those of the D's that are near a P, unless they are much busier than others."""
+        linked = [each for each in nearby if each not in self._registry.full]
+        if linked and least_busy(linked).load <= 2 * least_busy(decoders).load + _BUSIER:
+            return linked
+        return decoders
 
     def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
         """Those that would compute so few tokens of this prompt that P is not needed."""

@@ -14,11 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine_support import Engine, Geometry, engines, prefill, wait_for, wrong_cells
+from engine_support import Engine, Geometry, engines, prefill, wrong_cells
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.waiting import wait_for
 
 BLOCKS = list(range(6))
 

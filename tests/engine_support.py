@@ -27,6 +27,7 @@ from p2pkv.packings import DENSE
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.sharding import Shape
+from support.waiting import wait_for
 
 READY = make_recorder(torch.device("cpu"))()
 
@@ -37,14 +38,6 @@ def plain_links(kind: str) -> Callable[[str, int], LinkFactory]:
     if kind == "memory":
         return lambda side, rank: network.rank()
     return lambda side, rank: make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:
-    """Poll until `condition()` is true. Raises AssertionError after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come true in {seconds:g} s"
-        time.sleep(0.002)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from links_support import NCCL_KINDS, ipc_links, nccl_links, send_sizes, wait_until
+from links_support import NCCL_KINDS, ipc_links, nccl_links, send_sizes
 
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
+from support.waiting import wait_for
 
 STAGING = 1 << 25
 
@@ -36,7 +37,7 @@ def be_d(links: LinkFactory) -> None:
     say(acceptance=acceptance.hex())
     receives = [inbound.post(nbytes) for nbytes in asked["sizes"]]
     say(remote_slots=[receive.remote_slot for receive in receives])
-    wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
+    wait_for(lambda: inbound.poll() or all(receive.done() for receive in receives))
     say(digests=[hashlib.sha256(receive.buffer.numpy().tobytes()).hexdigest() for receive in receives])
     for receive in receives:
         receive.release()

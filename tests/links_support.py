@@ -8,7 +8,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send, deco
 from p2pkv.links.host import HostAcceptance, HostInbound, HostLinks
 from p2pkv.links.ipc import IpcLinks
 from p2pkv.links.nccl import NcclLinks
+from support.waiting import wait_for
 
 NCCL_KINDS = ("nccl-blocking", "nccl-polled")
 KINDS = ("memory", "shared-memory", "tcp", "faulty", "ipc", *NCCL_KINDS)
@@ -101,7 +101,7 @@ class Pair:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Poll both ends until the condition holds."""
-        wait_until(lambda: self.poll() or condition())
+        wait_for(lambda: self.poll() or condition())
 
     def begin(self, nbytes: int) -> tuple[Receive, Send]:
         """A receive and the send that belongs to it."""
@@ -138,16 +138,8 @@ def connect(factories: tuple[LinkFactory, LinkFactory], window: int, *, ready: b
     inbound, acceptance = d.accept(invitation, window)
     pair = Pair(p.complete(invitation, acceptance), inbound)
     if ready:
-        wait_until(lambda: pair.outbound.ready() & pair.inbound.ready())
+        wait_for(lambda: pair.outbound.ready() & pair.inbound.ready())
     return pair
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return as soon as the condition holds; fail after a deadline."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.0002)
 
 
 def noise(nbytes: int, seed: int) -> torch.Tensor:
@@ -206,7 +198,7 @@ def starting() -> Iterator[Callable[..., Peer]]:
 
 def send_sizes(outbound: Outbound, sizes: list[int], remote_slots: list[int]) -> None:
     """One message of noise of each size, seeded by its number; returns when all have gone out."""
-    wait_until(outbound.ready)
+    wait_for(outbound.ready)
     sends = []
     for seed, (nbytes, remote_slot) in enumerate(zip(sizes, remote_slots, strict=True)):
         send = outbound.reserve(nbytes, remote_slot)
@@ -214,7 +206,7 @@ def send_sizes(outbound: Outbound, sizes: list[int], remote_slots: list[int]) ->
         send.buffer.copy_(noise(nbytes, seed))
         send.commit()
         sends.append(send)
-    wait_until(lambda: outbound.poll() or all(send.done() for send in sends))
+    wait_for(lambda: outbound.poll() or all(send.done() for send in sends))
 
 
 def send_all(links: LinkFactory, peer: Peer, sizes: list[int], window: int) -> tuple[Outbound, int]:
@@ -233,7 +225,7 @@ def receive_all(links: LinkFactory, peer: Peer, sizes: list[int], window: int) -
     inbound, acceptance = links.accept(bytes.fromhex(peer.hear()["invitation"]), window)
     receives = [inbound.post(nbytes) for nbytes in sizes]
     peer.tell(acceptance=acceptance.hex(), sizes=sizes, remote_slots=[each.remote_slot for each in receives])
-    wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
+    wait_for(lambda: inbound.poll() or all(receive.done() for receive in receives))
     for seed, (nbytes, receive) in enumerate(zip(sizes, receives, strict=True)):
         assert torch.equal(receive.buffer, noise(nbytes, seed))
         receive.release()

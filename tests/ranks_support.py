@@ -10,12 +10,13 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from engine_support import BUSY, READY, Geometry, make_rank, wait_for
+from engine_support import BUSY, READY, Geometry, make_rank
 
 from p2pkv.engine import commands as do
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan, make_plan
+from support.waiting import wait_for
 
 DEADLINE = 30.0
 NOTHING = -1.0

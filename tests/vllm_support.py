@@ -235,6 +235,11 @@ def assert_same(expected: Sequence[Answer], got: Sequence[Answer], tie: float = 
     assert not wrong, "\n".join(f"answer {index}: {sentence}" for index, sentence in wrong.items())
 
 
+def metric(server: VllmServer, name: str) -> float:
+    """Of its metrics page, summed over labels; 0 where it is not there."""
+    return client.metrics(server.base_url).get(name, 0.0)
+
+
 class Traffic:
     """What P has sent and D has written since this was made, by their own counters, in bytes."""
 

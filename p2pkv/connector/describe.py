@@ -221,19 +221,6 @@ def _chunked(spec: KVCacheSpec) -> bool:
     return isinstance(spec, ChunkedLocalAttentionSpec)
 
 
-def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """See `KvGroup.block`."""
-    transfer = config.kv_transfer_config
-    assert transfer is not None
-    matters = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
-    return spec.block_size if _window(spec) and matters else 1
-
-
-def _interleave(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """See `KvGroup.interleave`."""
-    return int(config.parallel_config.cp_kv_cache_interleave_size) if token_parts(config, spec) > 1 else 1
-
-
 def notifies_of_sleep() -> bool:
     """Whether vLLM notifies a connector before it takes the memory of the KV cache away, as 0.33 does."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -364,7 +351,9 @@ def _groups_of(
 ) -> Iterator[LocalGroup]:
     """The KV groups of layers that are alike: one for each plane of their rows. Raises ConfigError."""
     names, spec = [layers.names[n] for n in numbers], layers.specs[numbers[0]]
-    rows = row_form(names[0], spec)
+    rows, parts, transfer = row_form(names[0], spec), token_parts(config, spec), config.kv_transfer_config
+    assert transfer is not None
+    keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     views = [plane_views(layers.names[n], rows, layers.tensors[n]) for n in numbers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]
@@ -384,9 +373,9 @@ def _groups_of(
             codec=group.codec,
             layer_names="",
             window=_window(spec),
-            block=_kept_together(config, spec),
-            dcp=token_parts(config, spec),
-            interleave=_interleave(config, spec),
+            block=spec.block_size if _window(spec) and keeps_windows else 1,
+            dcp=parts,
+            interleave=int(config.parallel_config.cp_kv_cache_interleave_size) if parts > 1 else 1,
             chunked=_chunked(spec),
         )
         described = Described(f"{form} {plane}", plane, shape, tuple(names))

@@ -182,10 +182,7 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
 def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
     """`number`, `changed`: what distinguishes two adapters that lie in one folder one after the other. Raises
     OSError, which is not kept."""
-    digest = hashlib.blake2b(digest_size=12)
-    for file in _adapter_files(path):
-        _sample(digest, file)
-    return digest.hexdigest()
+    return weights_in_files(_adapter_files(path))
 
 
 def _adapter_files(path: str) -> list[Path]:

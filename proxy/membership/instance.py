@@ -7,6 +7,7 @@ nothing. No IO, no clock; all `now` are seconds of one monotonic clock.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -303,10 +304,20 @@ class Instance:
         """As they may stand in its answers."""
         return tuple({self.ping.http_address, self.ping.zmq_address, str(self.zmq_address)})
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Its address, and which of the replicas there it is: the same after a restart."""
         return f"{self.ping.http_address}/{self.ping.dp_rank}"
+
+    @cached_property
+    def cache(self) -> tuple[str, str]:
+        """Names its cache of KV, which is empty after a restart."""
+        return self.name, self.ping.incarnation
+
+    @cached_property
+    def point(self) -> int:
+        """Where it lies on the ring of partners; the same after a restart."""
+        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest())
 
     @property
     def replica(self) -> int | None:

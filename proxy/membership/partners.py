@@ -1,5 +1,5 @@
 """The answer to a D's pings: the P's that it may be paired with. It connects to them before the
-first request. No IO, no clock.
+first request. In a fleet that is larger than an instance's links, requests go to such pairs. No IO, no clock.
 
 Each D is sent as many as it asks for. If there are more, each D is sent others: all P's lie on a ring, at
 the hash of their names, and a D's part of it begins at the hash of its own. So the links spread over all P's,
@@ -8,10 +8,10 @@ each P gets about as many, and an instance that comes or goes changes the lists 
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect_left
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 from p2pkv.control.discovery import MAX_PARTNERS, Ping, encode_partners
@@ -29,7 +29,7 @@ class _Ring:
     """Some P's in the order of the hashes of their names."""
 
     def __init__(self, members: list[Instance]) -> None:
-        self._members = sorted((_point(each), each.ping.zmq_address) for each in members)
+        self._members = sorted((each.point, each.ping.zmq_address) for each in members)
 
     def after(self, point: int, most: int) -> Iterator[str]:
         """Addresses from `point` on, once around, at most so many."""
@@ -66,7 +66,7 @@ class PartnerLists:
         that get requests now. A drained P gets none, so it is left out."""
         most = min(decode.ping.partners, MAX_PARTNERS)
         around = self._around(decode, now)
-        found = chain.from_iterable(ring.after(_point(decode), most + 1) for ring in around)
+        found = chain.from_iterable(ring.after(decode.point, most + 1) for ring in around)
         others = (address for address in found if address != decode.ping.zmq_address)
         return [address for address, _ in zip(others, range(most), strict=False)]
 
@@ -86,6 +86,42 @@ class PartnerLists:
         return self._rings[decode.kind]
 
 
-def _point(instance: Instance) -> int:
-    """Where it lies on a ring; the same after a restart."""
-    return int.from_bytes(hashlib.blake2b(instance.name.encode(), digest_size=8).digest())
+class Nearby:
+    """With which D's a P makes pairs in a fleet in which not every pair can keep its link: those that connect
+    to it before any request, as `PartnerLists` has told them. A request for another pair would have to build
+    a link, and close one that others need.
+
+    Args:
+        most: links that an instance keeps.
+    """
+
+    def __init__(self, prefillers: Sequence[Instance], decoders: Sequence[Instance], most: int) -> None:
+        self._ps = sorted(each.point for each in prefillers)
+        self._ds = sorted(decoders, key=_POINT)
+        self._points = [each.point for each in self._ds]
+        # Of the P's that follow it on the ring, each D takes as many as leave no P with more than `most` D's.
+        self._each = max(1, min(most, most * len(self._ps) // len(self._ds)))
+        self._usual = max(2, self._each * len(self._ds) // len(self._ps))
+
+    @classmethod
+    def of(cls, prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> Nearby | None:
+        """None if all links can stand, or nothing is known about that."""
+        most = min((each.ping.partners for each in decoders), default=0)
+        if not most or max(len(prefillers), len(decoders)) <= most:
+            return None
+        return cls(prefillers, decoders, most)
+
+    def decoders(self, prefill: Instance) -> Sequence[Instance]:
+        """For a request that this P computes: at least two, and as many as an average P is connected to."""
+        if self._each >= len(self._ps):
+            return self._ds
+        last = bisect_right(self._points, prefill.point)
+        after = self._ps[bisect_left(self._ps, prefill.point) - self._each]
+        first = bisect_right(self._points, after)
+        if after > prefill.point:
+            first -= len(self._ds)
+        first = max(min(first, last - self._usual), last - len(self._ds))
+        return [self._ds[at] for at in range(first, last)]
+
+
+_POINT = attrgetter("point")

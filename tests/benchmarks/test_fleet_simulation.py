@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run(trace: Path, policy: str, fault: str | None = None) -> dict[str, Any]:
-    args = argparse.Namespace(seconds=20.0, speed=1.0, seed=1)
+    args = argparse.Namespace(seconds=20.0, span=60.0, seed=1)
     found = simulated(trace, SIZE, policy, fault, args)
     del found["CPU, us a request"]
     return found

@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from chaos.jobs import GRACE
+from chaos.live_run import LiveRun, draw_machines
 from chaos.model import ONE_GROUP, Model, draw_hybrid
 from chaos.schedule import DECODES, KINDS, LEASE, PREFILLS, Fault, schedule
-from chaos.world import World, draw_machines
 
 from p2pkv.protocol.handshake import REFUSED_FOR
 
@@ -50,34 +50,34 @@ def parts(seed: int, seconds: float) -> list[Part]:
     return out
 
 
-def afterwards(world: World) -> None:
+def afterwards(live: LiveRun) -> None:
     """The faults are over: everything ends, everybody is at the baseline, and every pair transfers."""
-    world.turn_until(lambda: not world.jobs.open, 2 * (LEASE + GRACE) + 1, "the end of every request")
-    quiet = world.now + REFUSED_FOR + 1  # a P that failed a handshake is left alone for so long
-    world.turn_until(lambda: world.now >= quiet, REFUSED_FOR + 5, "silence")
-    if not world.turn_until(world.baseline, 10.0, "the baseline after the faults"):
-        world.broken(f"still held: {world.held()}")
+    live.turn_until(lambda: not live.jobs.open, 2 * (LEASE + GRACE) + 1, "the end of every request")
+    quiet = live.now + REFUSED_FOR + 1  # a P that failed a handshake is left alone for so long
+    live.turn_until(lambda: live.now >= quiet, REFUSED_FOR + 5, "silence")
+    if not live.turn_until(live.baseline, 10.0, "the baseline after the faults"):
+        live.broken(f"still held: {live.held()}")
     for p, d in itertools.product(PREFILLS, DECODES):
-        world.ask(p, d)
-    world.turn_until(lambda: not world.jobs.open, LEASE + GRACE, "a transfer of every pair")
-    if not world.turn_until(world.baseline, 10.0, "the baseline at the end"):
-        world.broken(f"still held: {world.held()}")
-    world.stop_all()
+        live.ask(p, d)
+    live.turn_until(lambda: not live.jobs.open, LEASE + GRACE, "a transfer of every pair")
+    if not live.turn_until(live.baseline, 10.0, "the baseline at the end"):
+        live.broken(f"still held: {live.held()}")
+    live.stop_all()
 
 
-def report(part: Part, world: World) -> None:
+def report(part: Part, live: LiveRun) -> None:
     """What has happened, for a person."""
     due = Counter(fault.kind for fault in part.faults)
-    print(f"seed {part.seed}: {world.faults.total()} faults in {world.now:.0f} s")
+    print(f"seed {part.seed}: {live.faults.total()} faults in {live.now:.0f} s")
     print(f"the model has {part.model}")
-    print("ranks: " + ", ".join(f"{name} {each.build.tp}" for name, each in world.machines.items()))
-    groups = sorted({name[0] for name, each in world.machines.items() if each.build.engines > 1})
+    print("ranks: " + ", ".join(f"{name} {each.build.tp}" for name, each in live.machines.items()))
+    groups = sorted({name[0] for name, each in live.machines.items() if each.build.engines > 1})
     print(f"one data-parallel instance: {' and '.join(groups) or 'none'}")
     for kind in KINDS:
-        print(f"  {world.faults[kind]:5} of {due[kind]:4} planned  {kind}")
-    world.jobs.report()
-    print(f"{len(world.violations)} violations")
-    for each in world.violations:
+        print(f"  {live.faults[kind]:5} of {due[kind]:4} planned  {kind}")
+    live.jobs.report()
+    print(f"{len(live.violations)} violations")
+    for each in live.violations:
         print(f"  {each}")
 
 
@@ -93,11 +93,11 @@ def main() -> int:
         if args.plan:
             print(f"part {part.seed}: {part.model}", *part.faults, sep="\n")
             continue
-        with World(part.seed, draw_machines(part.seed, part.model)) as world:
-            world.run(part.faults, part.seconds)
-            afterwards(world)
-        report(part, world)
-        violations += len(world.violations)
+        with LiveRun(part.seed, draw_machines(part.seed, part.model)) as live:
+            live.run(part.faults, part.seconds)
+            afterwards(live)
+        report(part, live)
+        violations += len(live.violations)
     if not args.plan:
         print("FAIL" if violations else "PASS")
     return 1 if violations else 0

@@ -16,6 +16,7 @@ import pytest
 import torch
 from chaos.__main__ import parts
 from chaos.crew import Crew
+from chaos.live_run import draw_machines
 from chaos.model import (
     CANARY,
     NULL,
@@ -30,7 +31,6 @@ from chaos.model import (
 )
 from chaos.relay import Door, Doors
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
-from chaos.world import draw_machines
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do

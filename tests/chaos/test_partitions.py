@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from chaos.live_run import LiveRun
 from chaos.model import ONE_GROUP
 from chaos.namespaces import Cable, Dweller, Unavailable
 from chaos.schedule import LEASE
-from chaos.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +37,15 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.fixture(scope="module")
-def engines(cable: Cable) -> Iterator[World]:
-    with World(1, [Dweller("P0", cable), Dweller("D0", cable)]) as world:
-        yield world
-        world.stop_all()
-        assert world.violations == []
+def engines(cable: Cable) -> Iterator[LiveRun]:
+    with LiveRun(1, [Dweller("P0", cable), Dweller("D0", cable)]) as live:
+        yield live
+        live.stop_all()
+        assert live.violations == []
 
 
 @pytest.fixture
-def world(engines: World) -> Iterator[World]:
+def live(engines: LiveRun) -> Iterator[LiveRun]:
     """Both engines have worked; after the test they work again, and hold nothing."""
     engines.recover("P0", "D0", BACK_SECONDS)
     yield engines
@@ -55,24 +55,24 @@ def world(engines: World) -> Iterator[World]:
 @pytest.mark.parametrize("seconds", [0.4 * LEASE, 2.5 * LEASE], ids=["shorter than a lease", "longer"])
 @pytest.mark.parametrize("sides", ["P", "D", "PD"], ids=["of P", "of D", "of both"])
 def test_packets_are_lost_under_load_and_then_arrive_again(
-    cable: Cable, world: World, sides: str, seconds: float
+    cable: Cable, live: LiveRun, sides: str, seconds: float
 ) -> None:
-    world.load(1.0)
+    live.load(1.0)
     for side in sides:
         cable.lose(side)
-    world.nothing_comes_through(seconds)
+    live.nothing_comes_through(seconds)
     for side in sides:
         cable.find(side)
-    assert world.violations == []
+    assert live.violations == []
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-def test_one_side_has_no_way_to_the_other(cable: Cable, world: World, side: str) -> None:
-    world.load(1.0)
+def test_one_side_has_no_way_to_the_other(cable: Cable, live: LiveRun, side: str) -> None:
+    live.load(1.0)
     cable.blackhole(side)
-    world.nothing_comes_through(2 * LEASE)
+    live.nothing_comes_through(2 * LEASE)
     cable.open(side)
-    assert world.violations == []
+    assert live.violations == []
 
 
 @pytest.fixture
@@ -82,26 +82,26 @@ def narrow(cable: Cable) -> Iterator[Callable[[str], None]]:
 
 
 def test_a_cut_in_the_middle_of_a_transfer_ends_it_on_both_sides_while_it_lasts(
-    cable: Cable, world: World, narrow: Callable[[str], None]
+    cable: Cable, live: LiveRun, narrow: Callable[[str], None]
 ) -> None:
     narrow("1mbit")
-    loaded, failed, sent = *map(world.jobs.outcomes.__getitem__, ("loaded", "failed")), cable.sent("P")
-    world.jobs.ask(*world.machines.values(), plain=True, longest=TOKENS, shortest=TOKENS, fresh=True)
-    world.turn_until(lambda: cable.sent("P") > sent + NBYTES // 3, 3 * LEASE, "a third of the bytes")
+    loaded, failed, sent = *map(live.jobs.outcomes.__getitem__, ("loaded", "failed")), cable.sent("P")
+    live.jobs.ask(*live.machines.values(), plain=True, longest=TOKENS, shortest=TOKENS, fresh=True)
+    live.turn_until(lambda: cable.sent("P") > sent + NBYTES // 3, 3 * LEASE, "a third of the bytes")
     for side in "PD":
         cable.lose(side)
-    world.turn_until(lambda: not world.jobs.open, 2 * LEASE, "the end of the request on both sides")
-    assert (world.jobs.outcomes["loaded"], world.jobs.outcomes["failed"]) == (loaded, failed + 1)
+    live.turn_until(lambda: not live.jobs.open, 2 * LEASE, "the end of the request on both sides")
+    assert (live.jobs.outcomes["loaded"], live.jobs.outcomes["failed"]) == (loaded, failed + 1)
     for side in "PD":
         cable.find(side)
 
 
 def test_a_transfer_may_take_longer_than_the_lease_as_long_as_it_moves(
-    world: World, narrow: Callable[[str], None]
+    live: LiveRun, narrow: Callable[[str], None]
 ) -> None:
     """Chunks that wait behind others on a slow line are not late."""
     narrow("1mbit")
-    before = world.jobs.outcomes["loaded"]
-    world.jobs.ask(*world.machines.values(), must=True, longest=TOKENS, shortest=TOKENS, fresh=True)
-    world.turn_until(lambda: not world.jobs.open, 15 * LEASE, "the end of a slow transfer")
-    assert world.jobs.outcomes["loaded"] == before + 1
+    before = live.jobs.outcomes["loaded"]
+    live.jobs.ask(*live.machines.values(), must=True, longest=TOKENS, shortest=TOKENS, fresh=True)
+    live.turn_until(lambda: not live.jobs.open, 15 * LEASE, "the end of a slow transfer")
+    assert live.jobs.outcomes["loaded"] == before + 1

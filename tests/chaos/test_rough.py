@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from chaos.engine import Build
+from chaos.live_run import LiveRun
 from chaos.model import ONE_GROUP, Group, Model
 from chaos.rough import BACK, THERE, Manner, Relay
 from chaos.rough_engine import RoughMachine
 from chaos.schedule import LEASE
-from chaos.world import World
 
 BACK_SECONDS = 15.0
 """In which a transfer works again: a P that failed a handshake is left alone for five."""
@@ -39,21 +39,21 @@ MODELS = {"one group": (ONE_GROUP, 1), "hybrid, 1 to 2": (HYBRID, 2)}
 
 
 @pytest.fixture(scope="module")
-def engines(request: pytest.FixtureRequest) -> Iterator[World]:
+def engines(request: pytest.FixtureRequest) -> Iterator[LiveRun]:
     model, tp = MODELS[getattr(request, "param", "one group")]
     machines = [RoughMachine("P0", Build(model)), RoughMachine("D0", Build(model, tp))]
     try:
-        with World(2, machines) as world:
-            yield world
-            world.stop_all()
-            assert world.violations == []
+        with LiveRun(2, machines) as live:
+            yield live
+            live.stop_all()
+            assert live.violations == []
     finally:
         for machine in machines:
             machine.close()
 
 
 @pytest.fixture
-def world(engines: World) -> Iterator[World]:
+def live(engines: LiveRun) -> Iterator[LiveRun]:
     """Both engines have worked; after the test, in peace, they work again, and hold nothing."""
     engines.recover("P0", "D0", BACK_SECONDS)
     yield engines
@@ -62,12 +62,12 @@ def world(engines: World) -> Iterator[World]:
     engines.work_again("P0", "D0", BACK_SECONDS)
 
 
-def control(world: World, **values: Any) -> None:
-    vars(world.machines["P0"].control).update(values)  # type: ignore[attr-defined]
+def control(live: LiveRun, **values: Any) -> None:
+    vars(live.machines["P0"].control).update(values)  # type: ignore[attr-defined]
 
 
-def data(world: World, **values: Any) -> None:
-    world.machines["D0"].treat_data(**values)  # type: ignore[attr-defined]
+def data(live: LiveRun, **values: Any) -> None:
+    live.machines["D0"].treat_data(**values)  # type: ignore[attr-defined]
 
 
 PLANES: dict[str, Treat] = {"control": control, "data": data}
@@ -78,105 +78,105 @@ ways = pytest.mark.parametrize("way", [THERE, BACK])
 @pytest.mark.slow
 @planes
 @pytest.mark.parametrize("values", [{"late": 0.1}, {"slice": 61}, {"late": 0.03, "slice": 997}], ids=str)
-def test_late_and_in_slices_everything_comes(world: World, treat: Treat, values: dict[str, Any]) -> None:
-    before = world.jobs.outcomes["loaded"]
-    treat(world, **values)
+def test_late_and_in_slices_everything_comes(live: LiveRun, treat: Treat, values: dict[str, Any]) -> None:
+    before = live.jobs.outcomes["loaded"]
+    treat(live, **values)
     for _ in range(5):
-        world.ask("P0", "D0")
-    world.turn_until(lambda: not world.jobs.open, 10 * LEASE, "the end of every request")
-    assert world.jobs.outcomes["loaded"] == before + 5 and world.violations == []
+        live.ask("P0", "D0")
+    live.turn_until(lambda: not live.jobs.open, 10 * LEASE, "the end of every request")
+    assert live.jobs.outcomes["loaded"] == before + 5 and live.violations == []
 
 
 @pytest.mark.slow
 @planes
-def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
-    before = world.jobs.outcomes["loaded"]
+def test_short_stalls_cost_nothing_but_time(live: LiveRun, treat: Treat) -> None:
+    before = live.jobs.outcomes["loaded"]
     for _ in range(4):
-        world.ask("P0", "D0")
-        treat(world, held=[THERE, BACK])
-        held = world.jobs.ask(*world.machines.values(), must=True, shortest=100, fresh=True)
-        turn_for(world, 0.3 * LEASE)
+        live.ask("P0", "D0")
+        treat(live, held=[THERE, BACK])
+        held = live.jobs.ask(*live.machines.values(), must=True, shortest=100, fresh=True)
+        turn_for(live, 0.3 * LEASE)
         assert not held.outcome, "nothing was held"
-        treat(world, held=[])
-        turn_for(world, 0.1)
-    world.turn_until(lambda: not world.jobs.open, 5 * LEASE, "the end of every request")
-    assert world.jobs.outcomes["loaded"] == before + 8 and world.violations == []
+        treat(live, held=[])
+        turn_for(live, 0.1)
+    live.turn_until(lambda: not live.jobs.open, 5 * LEASE, "the end of every request")
+    assert live.jobs.outcomes["loaded"] == before + 8 and live.violations == []
 
 
 @pytest.mark.slow
-def test_a_cut_that_cuts_nothing_is_noticed(world: World) -> None:
+def test_a_cut_that_cuts_nothing_is_noticed(live: LiveRun) -> None:
     """So the tests of partitions cannot pass without one."""
     with pytest.raises(AssertionError, match="should have been cut"):
-        world.nothing_comes_through(LEASE)
+        live.nothing_comes_through(LEASE)
 
 
 @pytest.mark.slow
 @planes
-def test_while_both_ways_are_held_nothing_comes_through(world: World, treat: Treat) -> None:
-    world.load(0.5)
-    treat(world, held=[THERE, BACK])
-    world.nothing_comes_through(0.5 * LEASE)
+def test_while_both_ways_are_held_nothing_comes_through(live: LiveRun, treat: Treat) -> None:
+    live.load(0.5)
+    treat(live, held=[THERE, BACK])
+    live.nothing_comes_through(0.5 * LEASE)
 
 
 @pytest.mark.slow
 @planes
 @ways
-def test_one_way_is_frozen_for_longer_than_a_lease(world: World, treat: Treat, way: str) -> None:
-    world.load(0.5)
-    before = world.jobs.outcomes["failed"]
-    treat(world, held=[way])
-    world.load(2 * LEASE)
-    all_end(world)
-    assert world.jobs.outcomes["failed"] > before, "nothing was frozen"
+def test_one_way_is_frozen_for_longer_than_a_lease(live: LiveRun, treat: Treat, way: str) -> None:
+    live.load(0.5)
+    before = live.jobs.outcomes["failed"]
+    treat(live, held=[way])
+    live.load(2 * LEASE)
+    all_end(live)
+    assert live.jobs.outcomes["failed"] > before, "nothing was frozen"
 
 
-def reset_connections(world: World, treat: Treat) -> None:
+def reset_connections(live: LiveRun, treat: Treat) -> None:
     """Eight times, in the middle of messages."""
-    draw, failed = random.Random(3), world.jobs.outcomes["failed"]
+    draw, failed = random.Random(3), live.jobs.outcomes["failed"]
     most = 3_000 if treat is control else 200_000
     for _ in range(8):
-        treat(world, slice=997, reset_after=draw.randint(1, most))
-        world.load(0.5)
-    assert world.jobs.outcomes["failed"] > failed, "nothing was broken"
+        treat(live, slice=997, reset_after=draw.randint(1, most))
+        live.load(0.5)
+    assert live.jobs.outcomes["failed"] > failed, "nothing was broken"
 
 
 @pytest.mark.slow
 @planes
-def test_connections_are_reset_in_the_middle_of_messages(world: World, treat: Treat) -> None:
-    reset_connections(world, treat)
+def test_connections_are_reset_in_the_middle_of_messages(live: LiveRun, treat: Treat) -> None:
+    reset_connections(live, treat)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engines", ["hybrid, 1 to 2"], indirect=True)
-def test_links_that_carry_several_groups_are_reset_in_the_middle_of_messages(world: World) -> None:
-    recomputed = world.jobs.recomputed
-    reset_connections(world, data)
-    assert world.jobs.recomputed > recomputed, "no failed load was computed by D"
+def test_links_that_carry_several_groups_are_reset_in_the_middle_of_messages(live: LiveRun) -> None:
+    recomputed = live.jobs.recomputed
+    reset_connections(live, data)
+    assert live.jobs.recomputed > recomputed, "no failed load was computed by D"
 
 
 @pytest.mark.slow
 @planes
 @ways
-def test_connections_are_half_closed(world: World, treat: Treat, way: str) -> None:
-    world.load(0.5)
-    before = world.jobs.outcomes["failed"]
-    treat(world, half=[way])
-    world.load(LEASE)
-    all_end(world)
-    assert world.jobs.outcomes["failed"] > before, "nothing was cut"
+def test_connections_are_half_closed(live: LiveRun, treat: Treat, way: str) -> None:
+    live.load(0.5)
+    before = live.jobs.outcomes["failed"]
+    treat(live, half=[way])
+    live.load(LEASE)
+    all_end(live)
+    assert live.jobs.outcomes["failed"] > before, "nothing was cut"
 
 
-def all_end(world: World) -> None:
+def all_end(live: LiveRun) -> None:
     """Every request ends by itself while the connections are still treated so."""
-    world.turn_until(lambda: not world.jobs.open, 10 * LEASE, "the end of every request")
-    assert world.violations == []
+    live.turn_until(lambda: not live.jobs.open, 10 * LEASE, "the end of every request")
+    assert live.violations == []
 
 
-def turn_for(world: World, seconds: float) -> None:
+def turn_for(live: LiveRun, seconds: float) -> None:
     """Let so much time pass."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        world.turn()
+        live.turn()
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import zmq
 from connector_support import Instance, inner_id, make_request, pair_id, tokens
-from engine_support import wait_for
 from real_ranks_support import Engine, ask_both, finish, run, starting
 
 from p2pkv.connector.identity import Pairs
 from p2pkv.control.discovery import decode_ping, encode_partners
+from support.waiting import wait_for
 
 BOTH = ("both", "both")
 

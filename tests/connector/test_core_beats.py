@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 from connector_support import Instance, inner_id, pair_id, tokens
-from engine_support import wait_for
 from vllm.v1.core.sched.interface import PauseState
 
 from p2pkv.connector.core_beats import BEAT_SECONDS, BeatListener, BeatSender, state_of
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine.liveness import Beat
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import zmq
 from connector_support import BLOCK, inner_id, pair_id, tokens
-from engine_support import wait_for
 from real_ranks_support import Engine, abort_or_reset, ask_both, finish, starting
 
 from p2pkv.connector import connector
@@ -19,6 +18,7 @@ from p2pkv.control.announcer import Announcement, Announcer, Standing
 from p2pkv.control.discovery import DISCOVERY_VERSION, decode_ping, encode_partners
 from p2pkv.control.security import Members
 from p2pkv.protocol.messages import PROTOCOL_VERSION
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 

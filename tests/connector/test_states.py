@@ -128,7 +128,7 @@ def cases(draw: st.DrawFn) -> tuple[Model, Side, Side, tuple[torch.dtype, ...], 
 
 @pytest.mark.slow
 @given(case=cases())
-@settings(deadline=None, max_examples=800, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 def test_every_rank_of_d_holds_its_slice_of_the_global_state(
     case: tuple[Model, Side, Side, tuple[torch.dtype, ...], int, int],
 ) -> None:

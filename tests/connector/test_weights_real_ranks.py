@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from connector_support import inner_id, pair_id, tokens
-from engine_support import wait_for
 from real_ranks_support import Engine, ask_both, finish, run, starting
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo.processes import free_ports
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 

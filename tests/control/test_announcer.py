@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engine_support import wait_for
 from links_support import Peer, starting
 
 from p2pkv.control.announcer import Announcement, Announcer
@@ -25,6 +24,7 @@ from p2pkv.control.discovery import Ping, decode_ping, encode_partners, goodbye
 from p2pkv.control.security import Members
 from p2pkv.control.warm_up import REQUEST_MARK, WarmUp
 from p2pkv.demo.processes import free_ports
+from support.waiting import wait_for
 
 SCRIPT = Path(__file__).parents[1] / "announcer_peer.py"
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")

@@ -18,7 +18,6 @@ from engine_support import (
     plain_links,
     prefill,
     step,
-    wait_for,
     wrong_cells,
 )
 from faulty_links import Faults, FaultyLinks
@@ -28,6 +27,7 @@ from memory_links import MemoryNetwork
 from p2pkv.engine import commands as do
 from p2pkv.packings import DENSE
 from p2pkv.protocol import messages as m
+from support.waiting import wait_for
 
 ONE = Geometry()
 TWO = Geometry(tp=2)
@@ -45,6 +45,9 @@ def links(request):
     else:
         yield plain_links(request.param)
     nccl_simulated.let_go()
+
+
+one_kind = pytest.mark.parametrize("links", ["memory"], indirect=True)
 
 
 def value(engine: Engine, name: str) -> int:
@@ -95,6 +98,14 @@ def quiet(p: Engine, d: Engine) -> None:
     wait_for(lambda: at_baseline(p) and at_baseline(d) and not value(d, "ahead_bytes"), what="the baseline")
 
 
+def ends_well(p: Engine, d: Engine, key: str, tokens: int, start: int = 0) -> None:
+    """The request comes, every rank of D holds what P has computed from `start` on, and nothing is left."""
+    load(p, d, key, tokens, start)
+    assert [wrong_cells(rank, BLOCKS, start, tokens - 1) for rank in d.ranks] == [[]] * len(d.ranks)
+    finish(p, key)
+    quiet(p, d)
+
+
 @pytest.mark.parametrize("tokens", [2, 33, 100])
 def test_all_is_here_when_the_request_comes(links, tokens):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
@@ -102,10 +113,7 @@ def test_all_is_here_when_the_request_comes(links, tokens):
         prefill(p, "k", d.address, tokens, list(range(10, 20)), chunk=40)
         arrived(d, tokens * TOKEN)
         assert value(p, "prompts_held") == 1
-        load(p, d, "k", tokens)
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, tokens - 1) == []
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", tokens)
         assert value(p, "transfers_failed") == value(d, "transfers_failed") == 0
 
 
@@ -120,12 +128,9 @@ def test_what_d_has_cached_itself_is_not_written_to(links, codec, other_blocks):
         prefill(p, "k", d.address, 90, list(range(10)), chunk=40)
         wait_for(lambda: value(d, "bytes_ahead") >= 90 * 4 * 2 * 16 * 2)
         before = [page.clone() for page in d.ranks[0].pages]
-        load(p, d, "k", 90, start=32)
-        assert wrong_cells(d.ranks[0], BLOCKS, 32, 89) == []
+        ends_well(p, d, "k", 90, start=32)
         for old, new in zip(before, d.ranks[0].pages, strict=True):
             assert torch.equal(old[BLOCKS[0]], new[BLOCKS[0]])
-        finish(p, "k")
-        quiet(p, d)
 
 
 def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages(links):
@@ -148,12 +153,10 @@ def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages
 def test_ranks_of_any_shape(links, shapes):
     with engines(*shapes, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
-        load(p, d, "k", 40)
-        assert [wrong_cells(rank, BLOCKS, 0, 39) for rank in d.ranks] == [[]] * len(d.ranks)
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", 40)
 
 
+@one_kind
 def test_a_preempted_prompt_is_taken_anew(links):
     second = list(range(20, 28))
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
@@ -166,12 +169,10 @@ def test_a_preempted_prompt_is_taken_anew(links):
             page[BLOCKS] = 7.0
         step(p, "k", second, 0, 80)
         arrived(d, 80 * TOKEN)
-        load(p, d, "k", 80)
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 79) == []
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", 80)
 
 
+@one_kind
 def test_what_nobody_asks_for_goes_after_a_lease(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=1.0) as (p, d):
         push_ahead(p, d)
@@ -182,6 +183,7 @@ def test_what_nobody_asks_for_goes_after_a_lease(links):
         assert value(d, "transfers_failed") == 0
 
 
+@one_kind
 def test_without_room_it_waits_on_p(links):
     with engines(ONE, ONE, links, prefetch_bytes=60 * TOKEN) as (p, d):
         acquaint(p, d)
@@ -206,6 +208,7 @@ def test_p_may_die_when_all_is_here(links):
         wait_for(lambda: at_baseline(d) and not value(d, "ahead_bytes"), what="D's baseline")
 
 
+@one_kind
 def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=60.0) as (p, d):
         push_ahead(p, d)
@@ -218,6 +221,7 @@ def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
         assert value(p, "prompts_held") == 0 and p.ranks[0].rank.core.over
 
 
+@one_kind
 def test_nothing_wanted_of_it_frees_ps_at_once(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=60.0) as (p, d):
         push_ahead(p, d)
@@ -230,6 +234,7 @@ def test_nothing_wanted_of_it_frees_ps_at_once(links):
         assert p.ranks[0].rank.core.over, "a P that stops would wait for D's word"
 
 
+@one_kind
 @pytest.mark.parametrize("tokens, digest", [(40, b"another"), (41, b"digest")])
 def test_another_prompt_of_that_name_is_refused(links, tokens, digest):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
@@ -243,41 +248,35 @@ def test_another_prompt_of_that_name_is_refused(links, tokens, digest):
         quiet(p, d)
 
 
-def test_a_link_that_breaks_meanwhile_costs_nothing():
+@one_kind
+def test_a_link_that_breaks_meanwhile_costs_nothing(links):
     """P has kept its pages: the request loads as if nothing had come."""
-    network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), prefetch_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         before = value(p, "links_aborted")
         break_link(d)
         wait_for(lambda: value(p, "links_aborted") > before and value(d, "ahead_bytes") == 0)
         step(p, "k", BLOCKS, 48, 96)
-        load(p, d, "k", 96)
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", 96)
 
 
-def test_what_p_has_given_up_for_ds_silence_costs_nothing():
+@one_kind
+def test_what_p_has_given_up_for_ds_silence_costs_nothing(links):
     """D was frozen for a lease, say, and goes on with what P does not know any more."""
-    network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), prefetch_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         on_engine_thread(
             p.ranks[0].rank, lambda: p.ranks[0].rank.core.roles[0].transfers._expire(time.monotonic() + 5.5)
         )
         wait_for(lambda: value(d, "ahead_bytes") == 0)
         step(p, "k", BLOCKS, 48, 96)
-        load(p, d, "k", 96)
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", 96)
 
 
-def test_a_link_that_breaks_when_all_is_here_costs_nothing():
+@one_kind
+def test_a_link_that_breaks_when_all_is_here_costs_nothing(links):
     """P's end breaks, and P hears what D said before it knew."""
-    network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), prefetch_bytes=ROOM, lease_seconds=60.0) as (
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=60.0) as (
         p,
         d,
     ):
@@ -292,10 +291,7 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing():
             role.transfers.heartbeat(peer, claims, time.monotonic())
 
         on_engine_thread(p.ranks[0].rank, act)
-        load(p, d, "k", 40)
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 39) == []
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", 40)
         assert value(p, "transfers_failed") == value(d, "transfers_failed") == 0
 
 
@@ -313,10 +309,7 @@ def test_a_byte_that_changes_meanwhile_costs_nothing():
         on_engine_thread(d.ranks[0].rank, lambda: links["D"].change(**flip))
         prefill(p, "k", d.address, 100, BLOCKS, chunk=100)
         wait_for(lambda: value(d, "chunks_corrupt") == 1 and value(d, "ahead_bytes") == 0)
-        load(p, d, "k", 100)
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 99) == []
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", 100)
 
 
 def test_admitted_requests_go_before_it():
@@ -369,18 +362,17 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
         assert seen == [1.0, None]
 
 
+@one_kind
 def test_what_waits_for_its_request_is_let_go_when_weights_change_or_caches_are_reset(links):
     """The request then takes it from P, which has kept the blocks."""
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
         d.do(do.Invalidate("", "the caches were reset"))
         wait_for(lambda: not value(d, "ahead_bytes"), what="the end of the early buffer")
-        load(p, d, "k", 40)
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 39) == []
-        finish(p, "k")
-        quiet(p, d)
+        ends_well(p, d, "k", 40)
 
 
+@one_kind
 def test_a_request_whose_early_buffer_is_let_go_fails(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
@@ -393,6 +385,7 @@ def test_a_request_whose_early_buffer_is_let_go_fails(links):
         quiet(p, d)
 
 
+@one_kind
 def test_a_prompt_of_other_weights_is_not_taken_ahead(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         acquaint(p, d)

@@ -20,7 +20,6 @@ from engine_support import (
     on_engine_thread,
     prefill,
     soon_on_engine_thread,
-    wait_for,
     wrong_cells,
 )
 from memory_links import MemoryNetwork
@@ -30,6 +29,7 @@ from p2pkv.engine.roles import DecodeRole
 from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
+from support.waiting import wait_for
 
 ONE = Geometry((8,))
 TOKENS = 65

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_support import Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+from engine_support import Geometry, at_baseline, engines, prefill, step, wrong_cells
 
 import p2pkv
 from p2pkv.engine import commands as do
 from p2pkv.links.host import HostLinks
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))

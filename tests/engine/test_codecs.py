@@ -12,7 +12,6 @@ from engine_support import (
     plain_links,
     prefill,
     step,
-    wait_for,
     wrong_cells,
 )
 from memory_links import MemoryNetwork
@@ -21,6 +20,7 @@ from msgspec.structs import replace
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context
 from p2pkv.protocol.handshake import Refused
+from support.waiting import wait_for
 
 TOKENS = 300
 BF16, F32 = torch.bfloat16, torch.float32

@@ -16,7 +16,6 @@ from engine_support import (
     on_engine_thread,
     prefill,
     step,
-    wait_for,
     wrong_cells,
 )
 from fake_device import Device, DeviceCache, OrderedLinks
@@ -24,6 +23,7 @@ from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
+from support.waiting import wait_for
 
 ONE = Geometry()
 TOKENS = 96

@@ -20,7 +20,6 @@ from engine_support import (
     says,
     step,
     vanish,
-    wait_for,
     wrong_cells,
 )
 from memory_links import MemoryNetwork
@@ -29,6 +28,7 @@ from p2pkv.control.endpoint import PortTaken
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))

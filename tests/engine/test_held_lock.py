@@ -9,13 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_support import Geometry, at_baseline, make_engine, wait_for, wrong_cells
+from engine_support import Geometry, at_baseline, make_engine, wrong_cells
 from links_support import starting
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
+from support.waiting import wait_for
 
 SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
 BLOCKS = list(range(6))

@@ -17,7 +17,6 @@ from engine_support import (
     on_engine_thread,
     prefill,
     step,
-    wait_for,
     wrong_cells,
 )
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
@@ -31,6 +30,7 @@ from p2pkv.engine import decode_peers
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import negotiate
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))

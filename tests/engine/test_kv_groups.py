@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support import DEFAULTS, READY, Engine, at_baseline, break_link, plain_links, truth, wait_for
+from engine_support import DEFAULTS, READY, Engine, at_baseline, break_link, plain_links, truth
 from faulty_links import Faults, FaultyLinks
 from links_support import nccl_links
 from memory_links import MemoryNetwork
@@ -27,6 +27,7 @@ from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from support.waiting import wait_for
 
 TOKENS, BLOCK = 80, 16
 BLOCKS = 24
@@ -245,21 +246,6 @@ def test_a_preempted_prompt_comes_again_with_both_groups(links):
         step(p, OTHER_P_TABLES, 0, 40)
         step(p, OTHER_P_TABLES, 40, TOKENS)
         d.wait(do.Loaded("k"))
-        expect_all(d, D_TABLES, 0)
-
-
-def test_a_broken_link_fails_the_load_and_the_next_one_brings_both_groups(links):
-    with pair((1, 1), links) as (p, d):
-        begin(p, d)
-        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
-        step(p, P_TABLES, 0, 40)
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        break_link(d)
-        wait_for(lambda: failures(d))
-        begin(p, d, "again")
-        d.do(do.Load("again", 0, TOKENS - 1, D_TABLES))
-        step(p, OTHER_P_TABLES, 0, TOKENS, "again")
-        d.wait(do.Loaded("again"))
         expect_all(d, D_TABLES, 0)
 
 

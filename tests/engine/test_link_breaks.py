@@ -5,23 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from engine_support import (
-    Geometry,
-    at_baseline,
-    break_link,
-    engines,
-    plain_links,
-    prefill,
-    step,
-    wait_for,
-    wrong_cells,
-)
+from engine_support import Geometry, at_baseline, break_link, engines, plain_links, prefill, step, wrong_cells
 from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.decode_peers import OutboundLink
 from p2pkv.protocol import messages as m
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))

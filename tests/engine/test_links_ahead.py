@@ -8,17 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    Make,
-    make_engine,
-    other_group,
-    plain_links,
-    push,
-    says,
-    wait_for,
-)
+from engine_support import Engine, Geometry, Make, make_engine, other_group, plain_links, push, says
 from hostile_support import dealer
 from links_support import simulated
 from msgspec.structs import replace
@@ -28,6 +18,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine import preconnect
 from p2pkv.engine.liveness import Beat
 from p2pkv.protocol.messages import Partners, encode
+from support.waiting import wait_for
 
 ONE = Geometry()
 one_kind = pytest.mark.parametrize("make_nccl", ["nccl-polled"], indirect=True)

@@ -10,15 +10,7 @@ import time
 import msgspec
 import pytest
 import zmq
-from engine_support import (
-    Engine,
-    Geometry,
-    at_baseline,
-    engine_maker,
-    prefill,
-    push,
-    wait_for,
-)
+from engine_support import Engine, Geometry, at_baseline, engine_maker, prefill, push
 from hostile_support import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
 from memory_links import MemoryNetwork
 
@@ -28,6 +20,7 @@ from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.trust import Networks
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))

@@ -15,13 +15,13 @@ from engine_support import (
     prefill,
     push,
     step,
-    wait_for,
     wrong_cells,
 )
 from links_support import simulated
 from nccl_simulated import SimulatedNccl
 
 from p2pkv.engine import commands as do
+from support.waiting import wait_for
 
 BLOCKS = list(range(6))
 TOKENS = 32

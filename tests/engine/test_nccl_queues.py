@@ -12,21 +12,12 @@ from dataclasses import dataclass, field
 
 import nccl_simulated
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    hold_back,
-    make_engine,
-    prefill,
-    push,
-    vanish,
-    wait_for,
-    wrong_cells,
-)
+from engine_support import Engine, Geometry, hold_back, make_engine, prefill, push, vanish, wrong_cells
 from links_support import NCCL_KINDS, nccl_links, simulated
 from nccl_simulated_gpu import Model, SimulatedGpu
 
 from p2pkv.engine import commands as do
+from support.waiting import wait_for
 
 BLOCKS = list(range(6))
 TOKENS = 96

@@ -16,12 +16,12 @@ from engine_support import (
     plain_links,
     prefill,
     step,
-    wait_for,
     wrong_cells,
 )
 
 from p2pkv.engine import commands as do
 from p2pkv.kv.cache import PagedCache
+from support.waiting import wait_for
 
 ONE = Geometry()
 TOKENS = 96

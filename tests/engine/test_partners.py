@@ -125,6 +125,16 @@ class Rig:
         return self.counters.values["links_ahead"]
 
 
+def linked(p_ranks: int = 1) -> Rig:
+    """The proxy has named FIRST, and D has a link to it."""
+    d = Rig(p_ranks)
+    d.name(FIRST)
+    d.look()
+    d.ranks[FIRST].welcomes()
+    d.look()
+    return d
+
+
 def test_a_link_comes_up_and_is_kept() -> None:
     d = Rig()
     d.name(FIRST)
@@ -136,11 +146,7 @@ def test_a_link_comes_up_and_is_kept() -> None:
 
 
 def test_a_rank_that_a_request_needs_is_not_hung_up_on() -> None:
-    d = Rig(p_ranks=2)
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked(p_ranks=2)
     d.ranks[SECOND].welcomes()
     d.look()
     d.ranks[FIRST].needed = True
@@ -152,11 +158,7 @@ def test_a_rank_that_a_request_needs_is_not_hung_up_on() -> None:
 
 
 def test_a_partner_is_forgotten_a_while_after_it_was_named_last_however_often_others_are() -> None:
-    d = Rig()
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked()
     for _ in range(6):
         d.name(SECOND)
         assert FIRST not in d.hung_up
@@ -166,11 +168,7 @@ def test_a_partner_is_forgotten_a_while_after_it_was_named_last_however_often_ot
 
 
 def test_a_partner_that_is_named_again_in_time_stays() -> None:
-    d = Rig()
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked()
     d.name()
     d.look(LEFT_SECONDS - 1)
     d.name(FIRST)
@@ -194,11 +192,7 @@ def test_one_that_is_named_no_more_is_not_dialed() -> None:
 
 
 def test_a_p_is_up_only_with_all_of_its_links() -> None:
-    d = Rig(p_ranks=2)
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked(p_ranks=2)
     d.ranks[SECOND].welcomes(link=False)
     d.look(PATIENCE_SECONDS + 1)
     assert d.links_ahead == 0

@@ -6,11 +6,12 @@ Who is waited for, and how long, is in tests/virtual/test_silence.py.
 from __future__ import annotations
 
 import pytest
-from engine_support import Geometry, engines, wait_for
+from engine_support import Geometry, engines
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.waiting import wait_for
 
 ONE = Geometry()
 

@@ -7,21 +7,12 @@ import threading
 import ipc_simulated
 import nccl_simulated
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    at_baseline,
-    engines,
-    plain_links,
-    prefill,
-    step,
-    wait_for,
-    wrong_cells,
-)
+from engine_support import Engine, Geometry, at_baseline, engines, plain_links, prefill, step, wrong_cells
 from links_support import NCCL_KINDS, ipc_links, nccl_links
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.prefill_peers import Receiving
+from support.waiting import wait_for
 
 ONE = Geometry()
 
@@ -112,30 +103,6 @@ def test_nothing_wanted_releases_p(links):
         finish(p, "k")
         d.wait(do.Loaded("k"))
         d.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
-
-
-def test_nothing_wanted_is_said_before_p_knows_the_request(links):
-    with engines(ONE, ONE, links) as (p, d):
-        for key in ("unlinked", "linked"):
-            d.do(do.Expect(key, p.address, 1, b"digest"))
-            d.do(do.Load(key, 0, 0, ()))
-            d.wait(do.Loaded(key))
-            d.do(do.Forget(key))
-            prefill(p, key, d.address, 1, [3], chunk=16)
-            p.ranks[0].seen += p.ranks[0].rank.events()
-            finish(p, key)
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
-
-
-def test_d_cancels_before_p_knows_the_request(links):
-    with engines(ONE, ONE, links) as (p, d):
-        d.do(do.Expect("k", p.address, 20, b"digest"))
-        wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
-        d.do(do.Drop("k", "the client has left"))
-        d.do(do.Forget("k"))
-        prefill(p, "k", d.address, 20, [3, 4], chunk=20)
-        finish(p, "k")
         wait_for(lambda: at_baseline(p) and at_baseline(d))
 
 

@@ -11,24 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    Make,
-    at_baseline,
-    engine_maker,
-    prefill,
-    push,
-    step,
-    wait_for,
-    wrong_cells,
-)
+from engine_support import Engine, Geometry, Make, at_baseline, engine_maker, prefill, push, step, wrong_cells
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import FINISH_SECONDS
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -139,28 +129,6 @@ def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
         for each in (d, other):
             wait_for(lambda each=each: "is shutting down" in reasons(each).get("new", ""))
     wait_for(lambda: "is shutting down" in reasons(d).get("k", ""), what="the end of what D never admitted")
-
-
-@one_kind
-def test_a_d_that_stops_lets_ps_pages_go_at_once(make: Make) -> None:
-    """Of what it loads, and of what waits for it; P needs no lease to find out."""
-    p, d = make("P"), make("D")
-    for key in ("half", "waiting", "queued"):
-        d.do(do.Expect(key, p.address, 96, b"digest"))
-    p.do(do.OfferPrompt("half", d.address, 96, b"digest"))
-    d.wait(do.Begun("half"))
-    d.do(do.Load("half", 0, 95, (BLOCKS,)))
-    step(p, "half", BLOCKS, 0, 48)
-    prefill(p, "waiting", d.address, 96, BLOCKS, chunk=96)
-    d.wait(do.Begun("waiting"))
-    d.stop()
-    for key in ("half", "waiting"):
-        p.wait(do.BlocksFree(key))
-    prefill(p, "queued", d.address, 96, BLOCKS, chunk=96)
-    p.wait(do.BlocksFree("queued"))
-    for key in ("half", "waiting", "queued"):
-        p.do(do.Forget(key))
-    wait_for(lambda: at_baseline(p))
 
 
 @one_kind

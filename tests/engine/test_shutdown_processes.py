@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
+from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wrong_cells
 from links_support import Peer, starting
 
 from p2pkv.control.discovery import Ping, decode_ping
@@ -18,6 +18,7 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
+from support.waiting import wait_for
 
 SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
 BLOCKS = list(range(6))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support import Geometry, TestRank, make_rank, wait_for
+from engine_support import Geometry, TestRank, make_rank
 from memory_links import MemoryNetwork
 
 from p2pkv.connector.metadata import StepMetadata
@@ -17,6 +17,7 @@ from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import thread as engine_thread
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Beat
+from support.waiting import wait_for
 
 
 @pytest.fixture

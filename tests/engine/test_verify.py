@@ -16,7 +16,6 @@ from engine_support import (
     on_engine_thread,
     prefill,
     step,
-    wait_for,
     wrong_cells,
 )
 from fake_device import DeviceCache
@@ -32,6 +31,7 @@ from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, XXH3
 from p2pkv.links.host import HostLinks
 from p2pkv.protocol.messages import Sent, decode, encode
+from support.waiting import wait_for
 
 ONE = Geometry()
 TOKENS = 96

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 import torch
-from links_support import KINDS, connect, make_factories, wait_until
+from links_support import KINDS, connect, make_factories
 
 from p2pkv.links.base import LinkError, LinkFactory
+from support.waiting import wait_for
 
 Factories = tuple[LinkFactory, LinkFactory]
 WINDOW = 1 << 16
@@ -217,7 +218,7 @@ def test_ends_in_two_threads(factories: Factories) -> None:
                 receive.release()
             return len(got) == count
 
-        wait_until(step)
+        wait_for(step)
 
     thread = threading.Thread(target=receiver)
     thread.start()
@@ -233,7 +234,7 @@ def test_ends_in_two_threads(factories: Factories) -> None:
                 sends.append(send)
         return len(sends) == count and all(send.done() for send in sends)
 
-    wait_until(step)
+    wait_for(step)
     thread.join(10)
     assert got == [i % 251 for i in range(count)]
     assert (inbound.used, outbound.used) == (0, 0)
@@ -321,7 +322,7 @@ def test_ends_whose_owner_announces_each_send(factories: Factories) -> None:
             pair.inbound.launch()
         return all(receive is not None and receive.done() for receive in receives)
 
-    wait_until(turn)
+    wait_for(turn)
     for number, receive in enumerate(receives):
         assert receive is not None and receive.buffer.unique().tolist() == [number]
         receive.release()

@@ -7,11 +7,12 @@ import socket
 import msgspec
 import pytest
 from links_support import HOST_WINDOW as WINDOW
-from links_support import Pair, accepted, connect, wait_until
+from links_support import Pair, accepted, connect
 
 from p2pkv.links.base import LinkError, decode_blob, encode_blob
 from p2pkv.links.host import HostInbound, HostInvitation, HostLinks
 from p2pkv.links.tcp import HEADER, MAGIC, TAKEN
+from support.waiting import wait_for
 
 
 def test_strangers_do_not_get_in(tcp: HostLinks) -> None:
@@ -25,7 +26,7 @@ def test_strangers_do_not_get_in(tcp: HostLinks) -> None:
         inbound.poll()
     assert not inbound.ready()
     pair = Pair(tcp.complete(invitation, encode_blob(acceptance)), inbound)
-    wait_until(lambda: pair.outbound.ready() & inbound.ready())
+    wait_for(lambda: pair.outbound.ready() & inbound.ready())
     pair.carry(1000)
     for stranger in strangers:
         stranger.close()
@@ -41,7 +42,7 @@ def hello(tcp: HostLinks) -> tuple[HostInbound, socket.socket]:
     for byte in MAGIC + acceptance.nonce:
         peer.sendall(bytes([byte]))
         inbound.poll()
-    wait_until(inbound.ready)
+    wait_for(inbound.ready)
     assert len(peer.recv(16)) == 16
     return inbound, peer
 
@@ -63,7 +64,7 @@ def test_a_peer_that_breaks_the_rules_breaks_its_own_link_only(tcp: HostLinks, s
     inbound.post(100)
     peer.sendall(sent)
     with pytest.raises(LinkError, match=why):
-        wait_until(lambda: inbound.poll() or False)
+        wait_for(lambda: inbound.poll() or False)
     with pytest.raises(LinkError, match=why):
         inbound.post(1)
     inbound.abort()
@@ -84,7 +85,7 @@ def test_a_d_that_answers_wrongly_breaks_the_link(tcp: HostLinks, answer: bytes 
             nonce = decode_blob(invitation, HostInvitation).nonce
             peer.sendall(nonce + TAKEN.pack(1) if answer is None else answer)
             with pytest.raises(LinkError, match=r"does not know this link|took 1 messages of 0 sent"):
-                wait_until(lambda: outbound.poll() or False)
+                wait_for(lambda: outbound.poll() or False)
 
 
 def test_what_has_arrived_survives_the_end_of_the_connection(tcp: HostLinks) -> None:
@@ -100,7 +101,7 @@ def test_what_has_arrived_survives_the_end_of_the_connection(tcp: HostLinks) -> 
     receive.release()
     assert pair.inbound.used == 0
     with pytest.raises(LinkError, match="closed the connection"):
-        wait_until(lambda: pair.inbound.post(10) is not None and pair.inbound.poll() is not None)
+        wait_for(lambda: pair.inbound.post(10) is not None and pair.inbound.poll() is not None)
 
 
 def test_nobody_there(tcp: HostLinks) -> None:
@@ -108,5 +109,5 @@ def test_nobody_there(tcp: HostLinks) -> None:
     inbound.abort()
     outbound = tcp.complete(invitation, encode_blob(acceptance))
     with pytest.raises(LinkError, match="refused"):
-        wait_until(outbound.ready)
+        wait_for(outbound.ready)
     outbound.abort()

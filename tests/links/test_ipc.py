@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from ipc_simulated import GRANULARITY, SimulatedGpu, SimulatedMemory
-from links_support import Pair, connect, ipc_links, wait_until
+from links_support import Pair, connect, ipc_links
 
 from p2pkv.links import base, cuda_memory, ipc, ipc_ends, ipc_socket, make_factory
 from p2pkv.links.base import LinkError
 from p2pkv.links.cuda_memory import CudaError, allocate, open_block
 from p2pkv.links.ipc import IpcAcceptance, IpcInvitation, IpcLinks
+from support.waiting import wait_for
 
 WINDOW = 1 << 20
 OTHER_CARD = b"another GPU....."
@@ -102,7 +103,7 @@ def test_slots_stay_taken_while_p_may_write_there(p: IpcLinks, d: IpcLinks) -> N
     pair.inbound.abort()
     assert pair.inbound.used == 0 and d.staging.used == WINDOW
     with pytest.raises(LinkError, match="closed by the peer"):
-        wait_until(pair.outbound.poll)  # type: ignore[arg-type]
+        wait_for(pair.outbound.poll)  # type: ignore[arg-type]
     fresh = connect((p, d), WINDOW)
     late = send.buffer
     pair.outbound.abort()
@@ -114,7 +115,7 @@ def test_slots_stay_taken_while_p_may_write_there(p: IpcLinks, d: IpcLinks) -> N
     assert d.staging.used == 2 * WINDOW and p.shared.aborts.busy
     del late, send
     gpu(p).held = False
-    wait_until(lambda: d.staging.used == WINDOW)
+    wait_for(lambda: d.staging.used == WINDOW)
 
 
 def test_slots_that_p_cannot_write_come_back_at_once(p: IpcLinks, d: IpcLinks) -> None:
@@ -123,7 +124,7 @@ def test_slots_that_p_cannot_write_come_back_at_once(p: IpcLinks, d: IpcLinks) -
     send.commit()
     pair.until(receive.done)
     pair.inbound.abort()
-    wait_until(lambda: d.staging.used == 0)
+    wait_for(lambda: d.staging.used == 0)
 
 
 def test_a_frozen_p_keeps_its_slots_and_is_counted(
@@ -135,13 +136,13 @@ def test_a_frozen_p_keeps_its_slots_and_is_counted(
     for pair in pairs:
         pair.inbound.post(64)
         pair.inbound.abort()
-    wait_until(lambda: d.stuck == 2)
+    wait_for(lambda: d.stuck == 2)
     assert d.staging.used == 128
     with pytest.raises(LinkError, match="2 links to peers that neither answer nor end"):
         d.accept(p.invite(), 64)
     for pair in pairs:
         pair.outbound.abort()
-    wait_until(lambda: d.stuck == 0 and d.staging.used == 0)
+    wait_for(lambda: d.stuck == 0 and d.staging.used == 0)
 
 
 def test_an_abort_before_p_has_come(p: IpcLinks, d: IpcLinks) -> None:
@@ -149,7 +150,7 @@ def test_an_abort_before_p_has_come(p: IpcLinks, d: IpcLinks) -> None:
     inbound, acceptance = d.accept(invitation, WINDOW)
     assert inbound.post(WINDOW) is not None
     inbound.abort()
-    wait_until(lambda: d.staging.used == 0)
+    wait_for(lambda: d.staging.used == 0)
     with pytest.raises(LinkError, match="D's unix socket cannot be reached"):
         p.complete(invitation, acceptance)
 
@@ -164,7 +165,7 @@ def test_memory_is_mapped_once_for_a_peer_and_not_after_its_last_link(p: IpcLink
     first.outbound.abort()
     second.carry(100)
     second.outbound.abort()
-    wait_until(lambda: bool(gc.collect()) or driver(p).baseline)
+    wait_for(lambda: bool(gc.collect()) or driver(p).baseline)
     connect((p, d), WINDOW).carry(100)
     assert driver(p).opened == 2
 
@@ -197,11 +198,11 @@ def test_memory_that_cannot_be_mapped_is_a_sentence(p: IpcLinks, d: IpcLinks, ca
     driver(p).refuses = call
     pair = connect((p, d), WINDOW, ready=False)
     with pytest.raises(LinkError, match=r"cannot be mapped here .*CUDA_ERROR_INVALID_VALUE.*link=nccl"):
-        wait_until(lambda: pair.outbound.ready() | pair.inbound.ready())
+        wait_for(lambda: pair.outbound.ready() | pair.inbound.ready())
     pair.outbound.abort()
     with pytest.raises(LinkError, match="closed by the peer"):
-        wait_until(pair.inbound.ready)
-    wait_until(lambda: driver(p).baseline)
+        wait_for(pair.inbound.ready)
+    wait_for(lambda: driver(p).baseline)
 
 
 def test_blocks_of_two_processes_are_one_memory() -> None:
@@ -291,9 +292,9 @@ def test_strangers_at_the_door_get_nothing(p: IpcLinks, d: IpcLinks) -> None:
     name = base.decode_blob(acceptance, IpcAcceptance).door
     wrong, silent = call(name), call(name)
     wrong.send(b"not the nonce...")
-    wait_until(lambda: inbound.poll() or wrong.recv(64, socket.MSG_DONTWAIT) == b"")  # closed
+    wait_for(lambda: inbound.poll() or wrong.recv(64, socket.MSG_DONTWAIT) == b"")  # closed
     pair = Pair(p.complete(invitation, acceptance), inbound)
-    wait_until(lambda: pair.outbound.ready() & pair.inbound.ready())
+    wait_for(lambda: pair.outbound.ready() & pair.inbound.ready())
     assert silent.recv(64) == b""
     pair.carry(100)
     with pytest.raises(ConnectionRefusedError):
@@ -317,14 +318,14 @@ def test_a_p_that_breaks_the_protocol(
     pair.begin(10)
     pair.outbound._line.send(*record)  # type: ignore[attr-defined]
     with pytest.raises(LinkError, match=sentence):
-        wait_until(pair.inbound.poll)  # type: ignore[arg-type]
+        wait_for(pair.inbound.poll)  # type: ignore[arg-type]
 
 
 def test_a_d_that_breaks_the_protocol(p: IpcLinks, d: IpcLinks) -> None:
     pair = connect((p, d), WINDOW)
     pair.inbound._line.send(ipc_socket.TAKEN, 0)  # type: ignore[attr-defined]
     with pytest.raises(LinkError, match="not what D has to send next"):
-        wait_until(pair.outbound.poll)  # type: ignore[arg-type]
+        wait_for(pair.outbound.poll)  # type: ignore[arg-type]
 
 
 def test_records_that_the_socket_has_no_room_for_are_sent_later(p: IpcLinks, d: IpcLinks) -> None:

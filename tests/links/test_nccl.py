@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from links_support import NCCL_KINDS, connect, nccl_links, simulated, wait_until
+from links_support import NCCL_KINDS, connect, nccl_links, simulated
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
@@ -18,6 +18,7 @@ from p2pkv.bench.nccl import PARTS, parts_of, parts_table
 from p2pkv.links import nccl_communicator, nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
+from support.waiting import wait_for
 
 WINDOW = 1 << 16
 
@@ -42,7 +43,7 @@ def error_of(call: Callable[[], object]) -> str:
             caught.append(str(error))
         return bool(caught)
 
-    wait_until(tried)
+    wait_for(tried)
     return caught[0]
 
 
@@ -69,7 +70,7 @@ def test_ready_means_that_a_message_has_gone_through(blocking: bool) -> None:
     for _ in range(20):
         assert not inbound.ready()
     outbound = p.complete(invitation, acceptance)
-    wait_until(lambda: inbound.ready() and outbound.ready())
+    wait_for(lambda: inbound.ready() and outbound.ready())
     for links in (p, d):
         assert len(simulated(links).last) == 1 and all(op.done for op in simulated(links).last.values())
 
@@ -98,7 +99,7 @@ def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -
     with pytest.raises(LinkError, match="did not come up"):
         inbound.post(10)
     inbound.abort()
-    wait_until(lambda: d.stuck == (1 if blocking else 0) and simulated(d).live == 0)
+    wait_for(lambda: d.stuck == (1 if blocking else 0) and simulated(d).live == 0)
     d.shared.init_seconds = p.shared.init_seconds = 10.0
     connect((p, d), WINDOW).carry(100)
 
@@ -110,8 +111,8 @@ def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
     inbound.abort()
     outbound = p.complete(invitation, acceptance)
     if blocking:  # only then was D's thread still there, and P finds somebody
-        wait_until(lambda: simulated(d).aborted == 1)
-    wait_until(lambda: simulated(d).live == 0 and d.shared.openings.busy == 0)
+        wait_for(lambda: simulated(d).aborted == 1)
+    wait_for(lambda: simulated(d).live == 0 and d.shared.openings.busy == 0)
     outbound.poll()
     outbound.abort()
     assert d.staging.used == p.staging.used == 0
@@ -124,7 +125,7 @@ def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.Monk
         inbound, _ = d.accept(p.invite(), WINDOW)
         error_of(inbound.poll)
         inbound.abort()
-    wait_until(lambda: d.stuck == 2)
+    wait_for(lambda: d.stuck == 2)
     with pytest.raises(LinkError, match=r"2 calls to NCCL never returned.*restart it, and install nccl4py"):
         d.accept(p.invite(), WINDOW)
 
@@ -138,7 +139,7 @@ def test_an_error_of_init_is_the_links(blocking: bool) -> None:
     assert "NCCL's init failed with result 2" in error_of(inbound.ready)
     inbound.abort()
     outbound.abort()
-    wait_until(lambda: simulated(d).live == 0)
+    wait_for(lambda: simulated(d).live == 0)
 
 
 # Going down.
@@ -152,7 +153,7 @@ def test_an_error_that_nccl_reports_breaks_the_link(blocking: bool) -> None:
     with pytest.raises(LinkError, match="error 6"):
         receive.done()
     pair.abort()
-    wait_until(lambda: simulated(factories[1]).live == 0)
+    wait_for(lambda: simulated(factories[1]).live == 0)
 
 
 def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +184,11 @@ def test_slots_return_when_the_abort_does_and_not_before(
     assert time.monotonic() - began < 1.0, "the owner thread never waits for an abort"
     pair.outbound.abort()
     assert (pair.inbound.used, pair.outbound.used) == (0, 0)
-    wait_until(lambda: d.stuck == 1 and p.staging.used == 0)
+    wait_for(lambda: d.stuck == 1 and p.staging.used == 0)
     assert d.staging.used == WINDOW, "the device may still write there"
     connect(factories, WINDOW).carry(WINDOW)
     simulated(d).over.set()
-    wait_until(lambda: d.staging.used == 0 and d.stuck == 0)
+    wait_for(lambda: d.staging.used == 0 and d.stuck == 0)
     assert receive.buffer.numel() == send.buffer.numel() == WINDOW
 
 
@@ -223,7 +224,7 @@ def test_links_share_the_ranks_slots(blocking: bool) -> None:
         first.until(taken.done)
     for pair in (first, second):
         pair.abort()
-    wait_until(lambda: p.staging.used == d.staging.used == 0)
+    wait_for(lambda: p.staging.used == d.staging.used == 0)
 
 
 @pytest.mark.parametrize(("processors", "channels", "busy"), [(132, 8, 4), (132, 32, 1), (10, 8, 1)])
@@ -377,5 +378,5 @@ def test_the_owner_asks_the_device_for_nothing_once_its_links_are_made(
     for pair in pairs:
         pair.carry(100)
         pair.abort()
-    wait_until(lambda: all(simulated(links).live == 0 for links in factories))
+    wait_for(lambda: all(simulated(links).live == 0 for links in factories))
     assert asked == []

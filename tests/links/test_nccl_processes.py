@@ -6,10 +6,11 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from links_support import NCCL_KINDS, Peer, nccl_links, receive_all, send_all, starting, wait_until
+from links_support import NCCL_KINDS, Peer, nccl_links, receive_all, send_all, starting
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl import NcclLinks
+from support.waiting import wait_for
 
 SIZES = [1, 100_001, 1 << 21]
 WINDOW = 1 << 23
@@ -50,7 +51,7 @@ def test_d_dies_in_mid_message_and_another_takes_its_place(
         assert not send.done()
     assert links.staging.used == WINDOW
     outbound.abort()
-    wait_until(lambda: links.staging.used == 0)
+    wait_for(lambda: links.staging.used == 0)
     outbound, _ = send_all(links, other, SIZES, WINDOW)
     outbound.abort()
 
@@ -66,7 +67,7 @@ def test_p_dies_with_a_receive_posted(start: Callable[[str], Peer], links: NcclL
         assert not last.done()
     inbound.abort()
     assert inbound.used == 0
-    wait_until(lambda: links.staging.used == 0)
+    wait_for(lambda: links.staging.used == 0)
 
 
 def test_p_dies_before_it_joins(start: Callable[[str], Peer], mode: str) -> None:
@@ -76,7 +77,7 @@ def test_p_dies_before_it_joins(start: Callable[[str], Peer], mode: str) -> None
     peer.kill()
     inbound, _ = links.accept(invitation, WINDOW)
     with pytest.raises(LinkError, match=r"did not come up in 0\.1 s"):
-        wait_until(inbound.ready)
+        wait_for(inbound.ready)
     inbound.abort()
     links.close()
-    wait_until(lambda: links.stuck == (1 if mode == "nccl-blocking" else 0))
+    wait_for(lambda: links.stuck == (1 if mode == "nccl-blocking" else 0))

@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from links_support import NCCL_KINDS, connect, nccl_links, noise, simulated, wait_until
+from links_support import NCCL_KINDS, connect, nccl_links, noise, simulated
 from nccl_simulated_gpu import Model, SimulatedGpu
 
 from p2pkv.links import nccl_ends
@@ -22,6 +22,7 @@ from p2pkv.links.base import Guard, Inbound, Outbound, Receive, Send
 from p2pkv.links.nccl import NcclLinks
 from p2pkv.links.nccl_communicator import BusyEnds
 from p2pkv.links.nccl_ends import NcclEnd
+from support.waiting import wait_for
 
 WINDOW = 1 << 20
 NBYTES = 1000
@@ -116,7 +117,7 @@ class Mesh:
         for (i, p), (j, d) in itertools.product(*map(enumerate, self.ranks)):
             pair = connect((p, d), WINDOW)
             self.lines[i, j] = Line(pair.outbound, pair.inbound, announced)
-        wait_until(lambda: not self.occupied("P") and not self.occupied("D"))
+        wait_for(lambda: not self.occupied("P") and not self.occupied("D"))
 
     def occupied(self, side: str) -> int:
         return sum(gpu.occupied for gpu in self.gpus["PD".index(side)])
@@ -144,7 +145,7 @@ class Mesh:
                 line.turn_of_d()
             return all(line.arrived == count for line in self.lines.values())
 
-        wait_until(turn)
+        wait_for(turn)
         assert not any(line.wrong for line in self.lines.values())
 
     def abort(self) -> None:
@@ -179,7 +180,7 @@ def test_the_simulation_shows_a_step_that_waits_for_p(
     model = mesh.model("D")
     mesh.grant()
     gpus = mesh.gpus[1]
-    wait_until(lambda: mesh.turns_of_d(1) or all(gpu.launched == 2 * AHEAD for gpu in gpus))
+    wait_for(lambda: mesh.turns_of_d(1) or all(gpu.launched == 2 * AHEAD for gpu in gpus))
     ends = model.step()
     assert all(gpu.held_up(end) for gpu, end in zip(gpus, ends, strict=True))
     mesh.deliver(AHEAD)
@@ -191,7 +192,7 @@ def test_receives_that_p_has_not_announced_hold_no_multiprocessor(blocking: bool
     mesh.grant()
     assert mesh.occupied("D") == 0
     mesh.deliver(AHEAD)
-    wait_until(lambda: not mesh.occupied("P") and not mesh.occupied("D"))
+    wait_for(lambda: not mesh.occupied("P") and not mesh.occupied("D"))
 
 
 def test_links_that_are_not_announced_hold_one_operation_each(blocking: bool) -> None:
@@ -213,7 +214,7 @@ def test_d_computes_on_when_p_is_killed_after_it_announced(blocking: bool) -> No
         assert model.runs(SECONDS)
         mesh.turns_of_d()
     mesh.abort()
-    wait_until(lambda: mesh.occupied("D") == 0 and all(d.staging.used == 0 for d in mesh.ranks[1]))
+    wait_for(lambda: mesh.occupied("D") == 0 and all(d.staging.used == 0 for d in mesh.ranks[1]))
 
 
 def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> None:
@@ -230,7 +231,7 @@ def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> No
             line.turn_of_p()
     assert max(line.said for line in mesh.lines.values()) <= nccl_ends.ANNOUNCED
     mesh.abort()
-    wait_until(lambda: mesh.occupied("P") == 0)
+    wait_for(lambda: mesh.occupied("P") == 0)
 
 
 def test_steps_of_tensor_parallel_ranks_close_no_cycle(blocking: bool) -> None:
@@ -258,7 +259,7 @@ def test_steps_of_tensor_parallel_ranks_close_no_cycle(blocking: bool) -> None:
             line.turn_of_d()
         return first.arrived == second.arrived == 2
 
-    wait_until(turn)
+    wait_for(turn)
     assert all(gpu.wait(end, SECONDS) for gpu, end in zip(mesh.gpus[1], ends, strict=True))
     assert not first.wrong and not second.wrong
 
@@ -288,7 +289,7 @@ class Busy:
             return all(line.arrived == self._messages for line in self._mesh.lines.values())
 
         try:
-            wait_until(arrived)
+            wait_for(arrived)
         finally:
             self._over.set()
         for thread in self._threads:
@@ -376,7 +377,7 @@ def test_the_simulation_shows_launches_that_wait_in_a_circle() -> None:
     threads = [threading.Thread(target=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
-    wait_until(lambda: all(gpu.occupied == 8 for gpus in mesh.gpus for gpu in gpus))
+    wait_for(lambda: all(gpu.occupied == 8 for gpus in mesh.gpus for gpu in gpus))
     assert all(thread.is_alive() for thread in threads)
     assert not any(line.arrived for line in mesh.lines.values())
     for rank in itertools.chain(*mesh.ranks):
@@ -413,7 +414,7 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
     assert first.said == nccl_ends.ANNOUNCED
     second.turn_of_p()
     assert second.said == 0
-    wait_until(lambda: first.turn_of_p() or first.turn_of_d() or first.arrived == nccl_ends.ANNOUNCED)
+    wait_for(lambda: first.turn_of_p() or first.turn_of_d() or first.arrived == nccl_ends.ANNOUNCED)
     assert first.said == nccl_ends.ANNOUNCED, "the other's turn"
-    wait_until(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
+    wait_for(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
                first.arrived == second.arrived == AHEAD)  # fmt: skip

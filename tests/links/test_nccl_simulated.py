@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import torch
-from links_support import wait_until
 from nccl_simulated import SimulatedNccl
 
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS
+from support.waiting import wait_for
 
 
 def raw_pair(blocking: bool = True) -> tuple[SimulatedNccl, int, SimulatedNccl, int]:
@@ -43,13 +43,13 @@ def test_the_simulation_finds_a_second_thread() -> None:
 
 def test_the_simulation_finds_calls_during_a_launch_and_after_an_abort() -> None:
     p, comm, d, other = raw_pair(blocking=False)
-    wait_until(lambda: p.async_error(comm) == SUCCESS and d.async_error(other) == SUCCESS)
+    wait_for(lambda: p.async_error(comm) == SUCCESS and d.async_error(other) == SUCCESS)
     buffer = torch.zeros(64, dtype=torch.uint8)
     p.send(buffer.data_ptr(), 64, 1, comm, 1)
     p.send(buffer.data_ptr(), 64, 1, comm, 1)
     assert violations(p) == ["send before NCCL has launched the last call"]
     d.recv(buffer.data_ptr(), 64, 0, other, 2)
-    wait_until(lambda: p.async_error(comm) == SUCCESS)
+    wait_for(lambda: p.async_error(comm) == SUCCESS)
     p.abort(comm)
     p.abort(comm)
     assert violations(p, d) == ["abort of a communicator that is not there"]
@@ -57,10 +57,10 @@ def test_the_simulation_finds_calls_during_a_launch_and_after_an_abort() -> None
 
 def test_the_simulation_finds_sizes_that_differ() -> None:
     p, comm, d, other = raw_pair(blocking=False)
-    wait_until(lambda: p.async_error(comm) != IN_PROGRESS and d.async_error(other) != IN_PROGRESS)
+    wait_for(lambda: p.async_error(comm) != IN_PROGRESS and d.async_error(other) != IN_PROGRESS)
     buffers = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     p.send(buffers[0].data_ptr(), 64, 1, comm, 1)
     d.recv(buffers[1].data_ptr(), 63, 0, other, 2)
-    wait_until(lambda: [p.async_error(comm), d.async_error(other)] == [SUCCESS, SUCCESS])
-    wait_until(lambda: len(d.violations) == 1)
+    wait_for(lambda: [p.async_error(comm), d.async_error(other)] == [SUCCESS, SUCCESS])
+    wait_for(lambda: len(d.violations) == 1)
     assert violations(p, d) == ["64 bytes were sent where 63 were posted"]

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from links_support import Peer, receive_all, send_all, starting, wait_until
+from links_support import Peer, receive_all, send_all, starting
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.host import HostLinks
 from p2pkv.links.shared_memory import SharedOutbound
 from p2pkv.links.tcp import TcpOutbound
+from support.waiting import wait_for
 
 SIZES = [1, 4096, 100_001, 1 << 21, (1 << 23) + 7]
 WINDOW = 1 << 24
@@ -66,7 +67,7 @@ def test_from_another_process_which_is_killed(start: Callable[[str], Peer], link
     peer = start("P")
     inbound = receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
-    wait_until(lambda: inbound.poll() or peer.hear() == {"sent": True})
+    wait_for(lambda: inbound.poll() or peer.hear() == {"sent": True})
     peer.tell(nbytes=WINDOW, remote_slot=last.remote_slot)
     assert peer.hear() == {"half": True}
     peer.kill()

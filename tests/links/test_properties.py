@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from links_support import KINDS, connect, make_factories, noise, wait_until
+from links_support import KINDS, connect, make_factories, noise
 
 from p2pkv.links.staging import ALIGNMENT, Slots, aligned
+from support.waiting import wait_for
 
 
 class Conversation:
@@ -83,7 +84,7 @@ class Conversation:
 def test_every_interleaving_delivers(kind: str, sizes: list[int], window: int, seed: int) -> None:
     talk = Conversation(kind, sizes, window, seed)
     try:
-        wait_until(lambda: any(talk.step() for _ in range(30)))
+        wait_for(lambda: any(talk.step() for _ in range(30)))
         talk.pair.poll()
         assert talk.received == dict.fromkeys(range(len(sizes)), True)
         assert (talk.pair.inbound.used, talk.pair.outbound.used) == (0, 0)

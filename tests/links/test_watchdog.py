@@ -6,12 +6,13 @@ import threading
 import time
 
 import pytest
-from links_support import NCCL_KINDS, Pair, connect, nccl_links, simulated, wait_until
+from links_support import NCCL_KINDS, Pair, connect, nccl_links, simulated
 from nccl_simulated_gpu import SimulatedGpu
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl import NcclInbound, NcclLinks
 from p2pkv.links.watchdog import Watchdog
+from support.waiting import wait_for
 
 WINDOW = 1 << 16
 SECONDS = 0.2
@@ -27,10 +28,10 @@ def hanging(blocking: bool) -> tuple[SimulatedGpu, NcclLinks, Pair]:
     gpu = SimulatedGpu()
     p, d = nccl_links(blocking=blocking), nccl_links(blocking=blocking, gpu=gpu)
     pair = connect((p, d), WINDOW)
-    wait_until(lambda: not gpu.launched)
+    wait_for(lambda: not gpu.launched)
     assert pair.inbound.post(100) is not None
-    wait_until(lambda: pair.inbound.poll() or bool(gpu.launched))
-    wait_until(lambda: pair.inbound.poll() or not simulated(d).launching)
+    wait_for(lambda: pair.inbound.poll() or bool(gpu.launched))
+    wait_for(lambda: pair.inbound.poll() or not simulated(d).launching)
     return gpu, d, pair
 
 
@@ -50,7 +51,7 @@ def test_a_turn_that_hangs_on_the_device_ends_when_its_links_are_broken(blocking
     with pytest.raises(LinkError, match="hangs in a call to the device"):
         pair.inbound.poll()
     pair.inbound.abort()
-    wait_until(lambda: links.staging.used == 0 and simulated(links).live == 0)
+    wait_for(lambda: links.staging.used == 0 and simulated(links).live == 0)
     assert simulated(links).aborted == 1
     watchdog.close()
 
@@ -72,7 +73,7 @@ def test_the_communicator_that_the_owner_is_calling_comes_last(wherever: bool) -
     gpu = SimulatedGpu()
     p, d = nccl_links(), nccl_links(gpu=gpu)
     called, other = connect((p, d), WINDOW), connect((p, d), WINDOW)
-    wait_until(lambda: not gpu.launched)
+    wait_for(lambda: not gpu.launched)
     other_receive = other.inbound.post(100)
     assert other_receive is not None
     other.inbound.poll()
@@ -81,9 +82,9 @@ def test_the_communicator_that_the_owner_is_calling_comes_last(wherever: bool) -
     assert isinstance(inside, NcclInbound)
 
     def rescue() -> None:
-        wait_until(lambda: gpu.launched == 2)
+        wait_for(lambda: gpu.launched == 2)
         d.rescue("a test", wherever)
-        wait_until(lambda: simulated(d).live == (0 if wherever else 1))
+        wait_for(lambda: simulated(d).live == (0 if wherever else 1))
         if not wherever:
             assert inside._calling.locked(), "it has been left alone"
             d.rescue("a test", True)
@@ -98,7 +99,7 @@ def test_the_communicator_that_the_owner_is_calling_comes_last(wherever: bool) -
         with pytest.raises(LinkError, match="a test"):
             pair.inbound.poll()
         pair.abort()
-    wait_until(lambda: d.staging.used == 0)
+    wait_for(lambda: d.staging.used == 0)
     simulated(d).violations.clear()  # an abort during a call, as the last resort
 
 

@@ -21,7 +21,7 @@ from p2pkv.demo import client
 from p2pkv.demo.processes import answers_ok
 from p2pkv.demo.servers import ProxyServer
 from support.bare import closure, with_only
-from support.waiting import eventually_blocking
+from support.waiting import wait_for
 
 ROOT = Path(p2pkv.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -129,7 +129,7 @@ def test_the_proxy_alone_starts(alone: Path, tmp_path: Path) -> None:
     proxy.command[:3] = [str(alone / "p2pkv-proxy")]
     with proxy:
         metrics = f"{proxy.base_url}/metrics"
-        eventually_blocking(lambda: not proxy.running() or answers_ok(metrics), "the proxy", 30.0)
+        wait_for(lambda: not proxy.running() or answers_ok(metrics), 30.0, "the proxy")
         assert f'version="{p2pkv.__version__}"' in client.get(metrics), log.read_text()
 
 

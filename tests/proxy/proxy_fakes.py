@@ -199,6 +199,18 @@ class FakeInstance:
         return response
 
 
+async def serve_and_ping(
+    cleanup: AsyncExitStack, discovery: str, instance: FakeInstance, members: Members | None = None
+) -> Pinger:
+    """Have it serve, and ping the proxy at `discovery`, until `cleanup` stops both."""
+    await instance.start()
+    cleanup.push_async_callback(instance.stop)
+    pinger = Pinger(discovery, instance.ping, PING_SECONDS, members)
+    pinger.start()
+    cleanup.callback(pinger.stop)
+    return pinger
+
+
 @dataclass
 class Deployment:
     """A proxy, its instances and a client."""

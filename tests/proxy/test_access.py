@@ -10,10 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 from proxy_behaviours import answer_json, streams
-from proxy_fakes import PING_SECONDS, FakeInstance, called, deployed, error_of, quiet
+from proxy_fakes import FakeInstance, called, deployed, error_of, quiet, serve_and_ping
 from proxy_process import running
 
-from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy import cli, settings
 from p2pkv_proxy.access import Access
@@ -112,11 +111,7 @@ async def test_https(certificate: tuple[Path, Path], workers: int) -> None:
         done.set()
         for role, behaviour in (("P", answer_json), ("D", streams(done))):
             instance = FakeInstance("P" if role == "P" else "D", behaviour=behaviour)
-            await instance.start()
-            cleanup.push_async_callback(instance.stop)
-            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
-            pinger.start()
-            cleanup.callback(pinger.stop)
+            await serve_and_ping(cleanup, discovery, instance)
         trusted = ssl.create_default_context(cafile=file)
         client = await cleanup.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted, force_close=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from proxy_fakes import deployed, join, ping, prompt_of
-from test_partners import World
+from test_partners import PartnerRig
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.membership.instance import Instance
@@ -74,22 +74,22 @@ def test_alone_it_serves_all_whole() -> None:
 
 
 def test_it_is_named_the_others_and_not_itself() -> None:
-    world = World()
-    pool = [world.join("both", 8100 + n, partners=8) for n in range(3)]
-    p = world.join("P", 8200)
+    rig = PartnerRig()
+    pool = [rig.join("both", 8100 + n, partners=8) for n in range(3)]
+    p = rig.join("P", 8200)
     for each in pool:
-        world.hear(*each)
+        rig.hear(*each)
         others = {other[0].ping.zmq_address for other in (*pool, p) if other is not each}
         assert set(each[1].said[-1]) == others
 
 
 def test_no_other_instance_may_take_its_address() -> None:
-    world = World()
-    world.join("both", 8100)
+    rig = PartnerRig()
+    rig.join("both", 8100)
     thief = ping("D", 8101)
     same = type(thief)(type="D", http_address=thief.http_address, zmq_address=ping("both", 8100).zmq_address)
-    assert world.registry.observe(same, 0.1, type(world.join("P", 8300)[1])()) is None
-    assert world.registry.claims_refused == 1
+    assert rig.registry.observe(same, 0.1, type(rig.join("P", 8300)[1])()) is None
+    assert rig.registry.claims_refused == 1
 
 
 def both_of(address: str, line: str) -> bool:

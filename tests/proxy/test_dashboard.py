@@ -13,10 +13,9 @@ import pytest
 import pytest_asyncio
 from proxy_behaviours import dies, streams
 from proxy_browser import Browser, browsing, found
-from proxy_fakes import PING_SECONDS, Deployment, FakeInstance
+from proxy_fakes import Deployment, FakeInstance, serve_and_ping
 from proxy_process import Command, running
 
-from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 
 pytestmark = pytest.mark.asyncio
@@ -64,11 +63,7 @@ async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
         url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
         instances = [FakeInstance("P"), FakeInstance("D"), FakeInstance("D", models=("tiny", NASTY))]
         for instance in instances:
-            await instance.start()
-            cleanup.push_async_callback(instance.stop)
-            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
-            pinger.start()
-            cleanup.callback(pinger.stop)
+            await serve_and_ping(cleanup, discovery, instance)
             await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
         client = await cleanup.enter_async_context(aiohttp.ClientSession())
         assert CHROMIUM is not None

@@ -33,7 +33,7 @@ class Source:
         return True
 
 
-class World:
+class TwoRouters:
     """A few instances to which things happen, and two routers: one keeps what it can, one is always new."""
 
     def __init__(self, seed: int) -> None:
@@ -105,16 +105,16 @@ class World:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_kept_is_what_is_true(seed: int) -> None:
-    world = World(seed)
+    routers = TwoRouters(seed)
     reused = 0
     for _ in range(200):
-        before = world.kept._last
+        before = routers.kept._last
         for model in ("a", "b", "c", None):
             for mode in PrefillMode:
-                anew = Router(world.registry, room=3, alone=2)
-                assert world.able(world.kept, model, mode) == world.able(anew, model, mode)
-        reused += before is world.kept._last
-        world.step()
+                anew = Router(routers.registry, room=3, alone=2)
+                assert routers.able(routers.kept, model, mode) == routers.able(anew, model, mode)
+        reused += before is routers.kept._last
+        routers.step()
     assert reused > 30, "something is kept at all"
 
 

@@ -21,7 +21,7 @@ import pytest_asyncio
 from aiohttp import web
 from classic_router import ClassicRouter, by_aiohttp
 from proxy_behaviours import answer_json, completion, event, event_stream
-from proxy_fakes import PING_SECONDS, FakeInstance
+from proxy_fakes import PING_SECONDS, FakeInstance, serve_and_ping
 from router_support import MODES, vllm_router
 
 from p2pkv.control.discovery import encode_ping
@@ -56,15 +56,8 @@ async def classic() -> AsyncIterator[Classic]:
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pingers = []
         instances = FakeInstance("P"), FakeInstance("D")
-        for instance in instances:
-            await instance.start()
-            stack.push_async_callback(instance.stop)
-            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
-            pinger.start()
-            stack.callback(pinger.stop)
-            pingers.append(pinger)
+        pingers = [await serve_and_ping(stack, discovery, instance) for instance in instances]
         await eventually(lambda: bool(router.there("P") and router.there("D")), "both are registered")
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         yield Classic(url, discovery, router, *instances, pingers[0])

@@ -15,8 +15,10 @@ from proxy_fakes import Deployment, ping
 from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, PartnerLists
+from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, Nearby, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import Router
 from support.waiting import eventually
 
 
@@ -40,7 +42,7 @@ class Line:
         return not self.full
 
 
-class World:
+class PartnerRig:
     """A registry, and the connections of its instances."""
 
     def __init__(self) -> None:
@@ -67,39 +69,39 @@ def of(*instances: tuple[Instance, Line]) -> set[str]:
 
 
 def test_a_d_hears_of_the_ps_that_it_fits_and_of_changes_only() -> None:
-    world = World()
-    d = world.join("D", 8200, partners=8, fit="weights=one")
-    world.hear(*d)
-    ps = [world.join("P", 8100 + each, fit="weights=one") for each in range(3)]
-    world.join("P", 8150, fit="weights=another")
+    rig = PartnerRig()
+    d = rig.join("D", 8200, partners=8, fit="weights=one")
+    rig.hear(*d)
+    ps = [rig.join("P", 8100 + each, fit="weights=one") for each in range(3)]
+    rig.join("P", 8150, fit="weights=another")
     for _ in range(3):
-        world.hear(*d)
+        rig.hear(*d)
     line = d[1]
     assert line.said[0] == () and set(line.said[1]) == of(*ps) and len(line.said) == 2
-    world.registry.observe(goodbye(ps[0][0].ping), world.now, ps[0][1])
-    world.hear(*d)
+    rig.registry.observe(goodbye(ps[0][0].ping), rig.now, ps[0][1])
+    rig.hear(*d)
     assert set(line.said[2]) == of(*ps[1:]) and len(line.said) == 3
 
 
 def test_partners_are_sent_again_at_times_and_on_another_connection() -> None:
-    world = World()
-    p, d = world.join("P", 8100), world.join("D", 8200, partners=8)
+    rig = PartnerRig()
+    p, d = rig.join("P", 8100), rig.join("D", 8200, partners=8)
     for _ in range(int(REPEAT_SECONDS / RING_SECONDS) + 3):
-        world.hear(*p)
-        world.hear(*d)
+        rig.hear(*p)
+        rig.hear(*d)
     assert len(d[1].said) > 1 and set(d[1].said) == {tuple(of(p))}
     d[1].stands = lambda: False  # type: ignore[method-assign]
     again = Line()
-    world.hear(d[0], again)
+    rig.hear(d[0], again)
     assert again.said == [tuple(of(p))]
 
 
 def test_what_could_not_be_sent_is_sent_at_the_next_ping() -> None:
-    world = World()
-    p, d = world.join("P", 8100), world.join("D", 8200, line=Line(full=True), partners=8)
-    world.hear(*d)
+    rig = PartnerRig()
+    p, d = rig.join("P", 8100), rig.join("D", 8200, line=Line(full=True), partners=8)
+    rig.hear(*d)
     d[1].full = False
-    world.hear(*d)
+    rig.hear(*d)
     assert d[1].said == [tuple(of(p))]
 
 
@@ -107,52 +109,93 @@ def test_what_could_not_be_sent_is_sent_at_the_next_ping() -> None:
     ("role", "more"), [("D", {}), ("D", {"partners": 0}), ("P", {"partners": 8})], ids=["older", "off", "P"]
 )
 def test_who_does_not_ask_hears_nothing(role: Any, more: dict[str, Any]) -> None:
-    world = World()
-    world.join("P", 8100)
-    one = world.join(role, 8200, **more)
-    world.hear(*one)
+    rig = PartnerRig()
+    rig.join("P", 8100)
+    one = rig.join(role, 8200, **more)
+    rig.hear(*one)
     assert one[1].said == []
 
 
 def test_who_says_goodbye_or_claims_anothers_address_hears_nothing() -> None:
-    world = World()
-    world.join("P", 8100)
-    d, line = world.join("D", 8200, partners=8)
+    rig = PartnerRig()
+    rig.join("P", 8100)
+    d, line = rig.join("D", 8200, partners=8)
     thief = Line()
-    world.hear(d, thief)
-    world.hear(d, thief, msgspec.structs.replace(d.ping, incarnation="another"))
-    world.hear(d, line, goodbye(d.ping))
+    rig.hear(d, thief)
+    rig.hear(d, thief, msgspec.structs.replace(d.ping, incarnation="another"))
+    rig.hear(d, line, goodbye(d.ping))
     assert thief.said == line.said == []
 
 
 def test_those_that_get_requests_come_first_and_drained_ones_not_at_all() -> None:
-    world = World()
-    d = world.join("D", 8200, partners=8)
-    ps = [world.join("P", 8100 + each) for each in range(6)]
+    rig = PartnerRig()
+    d = rig.join("D", 8200, partners=8)
+    ps = [rig.join("P", 8100 + each) for each in range(6)]
     ps[0][0].healthy = ps[1][0].healthy = False
-    world.registry.drain(ps[2][0], True)
-    world.hear(*d)
+    rig.registry.drain(ps[2][0], True)
+    rig.hear(*d)
     (said,) = d[1].said
     assert set(said[:3]) == of(*ps[3:]) and set(said[3:]) == of(*ps[:2])
 
 
 def test_many_ps_are_spread_over_the_ds_and_one_more_changes_few_lists() -> None:
-    world = World()
-    ds = [world.join("D", 10_000 + each, partners=8) for each in range(200)]
-    ps = [world.join("P", 20_000 + each) for each in range(100)]
+    rig = PartnerRig()
+    ds = [rig.join("D", 10_000 + each, partners=8) for each in range(200)]
+    ps = [rig.join("P", 20_000 + each) for each in range(100)]
 
     def lists() -> list[tuple[str, ...]]:
-        world.now += RING_SECONDS
-        return [tuple(world.partners.of(d, world.now)) for d, _ in ds]
+        rig.now += RING_SECONDS
+        return [tuple(rig.partners.of(d, rig.now)) for d, _ in ds]
 
     before = lists()
     assert all(len(set(one)) == 8 for one in before)
     links = Counter(address for one in before for address in one)
     assert links.keys() == of(*ps), "a P that nobody hears of"
     assert max(links.values()) < 6 * 200 * 8 / 100
-    world.join("P", 30_000)
+    rig.join("P", 30_000)
     after = lists()
     assert sum(set(one) != set(other) for one, other in zip(before, after, strict=True)) < 60
+
+
+@pytest.mark.parametrize(("p_count", "d_count"), [(100, 40), (30, 200), (40, 5)])
+def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_count: int) -> None:
+    rig = PartnerRig()
+    ds = [rig.join("D", 10_000 + each, partners=16)[0] for each in range(d_count)]
+    for each in range(p_count):
+        rig.join("P", 20_000 + each)
+    router, pairs, loads = Router(rig.registry), set(), Counter[Instance]()
+    connected = {d: set(rig.partners.of(d, rig.now)) for d in ds}
+    for _ in range(40 * p_count):
+        choice = router.choose(RoutingRequest(), rig.now)
+        assert choice.prefill is not None
+        choice.decode.take_place(alone=False)
+        loads[choice.decode] += 1
+        pairs.add((choice.prefill, choice.decode))
+    of_p, of_d = (Counter(pair[side] for pair in pairs) for side in (0, 1))
+    assert max(of_d.values()) <= 2 * 16 and max(of_p.values()) <= 2 * 16
+    assert max(loads.values()) <= 2 * 40 * p_count / d_count + 10
+    linked = sum(p.ping.zmq_address in connected[d] for p, d in pairs)
+    assert linked > 0.7 * len(pairs)
+    print(max(of_d.values()), max(of_p.values()), max(loads.values()), linked / len(pairs))
+
+
+def test_where_all_pairs_keep_their_links_any_d_is_chosen() -> None:
+    rig = PartnerRig()
+    ps = [rig.join("P", 8100 + each)[0] for each in range(16)]
+    ds = [rig.join("D", 8200 + each, partners=16)[0] for each in range(16)]
+    assert Nearby.of(ps, ds) is None
+    assert Nearby.of([*ps, rig.join("P", 8300)[0]], ds) is not None
+
+
+def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
+    rig = PartnerRig()
+    ds = [rig.join("D", 10_000 + each, partners=1)[0] for each in range(20)]
+    for each in range(2):
+        rig.join("P", 20_000 + each)
+    router = Router(rig.registry, room=1)
+    for _ in ds:
+        router.choose(RoutingRequest(), rig.now).decode.take_place(alone=False)
+    assert [d.places for d in ds] == [1] * 20
 
 
 @pytest.mark.asyncio

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-from engine_support import wait_for
 
 from p2pkv.control.discovery import Ping, decode_ping, encode_partners, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
+from support.waiting import wait_for
 
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
 

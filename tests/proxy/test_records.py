@@ -15,10 +15,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import Seen, answer_error, dies, never, streams
-from proxy_fakes import DEADLINE, PING_SECONDS, Deployment, FakeInstance, deployed, quiet
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, deployed, quiet, serve_and_ping
 from proxy_process import running
 
-from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.logs import JsonLines
 from p2pkv_proxy.metrics import trace_id_of
@@ -186,11 +185,7 @@ async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> No
 
         d.behaviour = by_itself_only
         for instance in (p, d):
-            await instance.start()
-            cleanup.push_async_callback(instance.stop)
-            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
-            pinger.start()
-            cleanup.callback(pinger.stop)
+            await serve_and_ping(cleanup, discovery, instance)
             await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
         client = await cleanup.enter_async_context(aiohttp.ClientSession())
         headers = {"X-Request-Id": "the client's own", **TRACEPARENT}

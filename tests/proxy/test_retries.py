@@ -85,18 +85,6 @@ async def test_another_d_serves_what_the_first_failed_before_its_first_token(
 
 
 @pytest.mark.asyncio
-async def test_an_instance_that_is_gone_costs_no_answer() -> None:
-    async with deployed("concurrent", prefill=2, decode=2) as deployment:
-        await deployment.prefills[0].stop()
-        await deployment.decodes[0].stop()
-        responses = await asyncio.gather(*(deployment.post() for _ in range(4)))
-        # The first ones may meet both; of two failures only one is tried again.
-        assert all(response.status in (200, 502) for response in responses)
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
-
-
-@pytest.mark.asyncio
 async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deployment) -> None:
     concurrent.d.behaviour = answer_error(503, "busy")
     response = await concurrent.post()

@@ -35,11 +35,10 @@ from proxy_behaviours import (
     event_stream,
     given_up,
 )
-from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, held, quiet
+from proxy_fakes import Deployment, FakeInstance, held, quiet, serve_and_ping
 from proxy_process import Command, running
 from soak_peer import objects_of_requests
 
-from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from support.waiting import eventually
 
@@ -305,11 +304,7 @@ async def soaking(seed: int) -> AsyncIterator[Soak]:
         soak = Soak(command, f"http://127.0.0.1:{port}", [], random.Random(seed))
         for role in ("P", "P", "D", "D", "D"):
             instance = FakeInstance(role, behaviour=soak.behave)
-            await instance.start()
-            cleanup.push_async_callback(instance.stop)
-            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
-            pinger.start()
-            cleanup.callback(pinger.stop)
+            await serve_and_ping(cleanup, discovery, instance)
             soak.instances.append(instance)
         await soak.ready()
         yield soak

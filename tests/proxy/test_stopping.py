@@ -15,17 +15,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json, event, event_stream
-from proxy_fakes import (
-    DEADLINE,
-    PING_SECONDS,
-    Deployment,
-    FakeInstance,
-    deployed,
-    quiet,
-)
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, deployed, quiet, serve_and_ping
 from proxy_process import Command, running
 
-from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from support.waiting import eventually
 
@@ -80,11 +72,7 @@ async def started(*arguments: str) -> AsyncIterator[Started]:
         url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
         instances = FakeInstance("P"), FakeInstance("D")
         for instance in instances:
-            await instance.start()
-            cleanup.push_async_callback(instance.stop)
-            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
-            pinger.start()
-            cleanup.callback(pinger.stop)
+            await serve_and_ping(cleanup, discovery, instance)
             await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
         client = await cleanup.enter_async_context(aiohttp.ClientSession())
         yield Started(command, url, *instances, client, discovery)

@@ -23,10 +23,9 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_behaviours import Seen, event, event_stream
-from proxy_fakes import PING_SECONDS, FakeInstance
+from proxy_fakes import FakeInstance, serve_and_ping
 from proxy_process import Command, running
 
-from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.admin import merged
 from p2pkv_proxy.cli import main
@@ -51,17 +50,11 @@ class Running:
     client: aiohttp.ClientSession
     cleanup: AsyncExitStack
     instances: dict[str, FakeInstance] = field(default_factory=dict)
-    pingers: dict[str, Pinger] = field(default_factory=dict)
 
     async def add(self, role: Role) -> FakeInstance:
         instance = FakeInstance(role)
-        await instance.start()
-        self.cleanup.push_async_callback(instance.stop)
-        pinger = Pinger(self.discovery, instance.ping, PING_SECONDS)
-        pinger.start()
-        self.cleanup.callback(pinger.stop)
+        await serve_and_ping(self.cleanup, self.discovery, instance)
         self.instances[instance.http_address] = instance
-        self.pingers[instance.http_address] = pinger
         return instance
 
     async def post(self, **body: Any) -> aiohttp.ClientResponse:

@@ -22,13 +22,13 @@ async def eventually(
             found = await found
         if found:
             return
-        assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what or condition}"
+        assert time.monotonic() < end, f"{what or condition} did not come true in {seconds:g} s"
         await asyncio.sleep(0.005)
 
 
-def eventually_blocking(condition: Callable[[], object], what: str = "", seconds: float = DEADLINE) -> None:
-    """The same where there is no event loop."""
+def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:
+    """`eventually` where there is no event loop."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what or condition}"
-        time.sleep(0.002)
+        assert time.monotonic() < end, f"{what} did not come true in {seconds:g} s"
+        time.sleep(0.0005)

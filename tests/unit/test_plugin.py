@@ -32,7 +32,7 @@ OURS = ("p2pkv.connector", "P2pKvConnector")
 FORMER = ("p2pkv.connector", "P2pNcclConnector")
 
 
-class World:
+class FakeVllm:
     """A folder of packages, and a Python that sees them, p2pkv, and nothing else that is installed."""
 
     def __init__(self, folder: Path) -> None:
@@ -63,8 +63,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def fake(tmp_path: Path) -> FakeVllm:
+    return FakeVllm(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -77,54 +77,54 @@ def world(tmp_path: Path) -> World:
         ("vllm", "0.33.0+cpu.kernels.of.0.32.0"),
     ],
 )
-def test_both_names_are_registered_once(world: World, distribution: str, version: str) -> None:
-    world.vllm(distribution, version)
-    printed, said = world.python(SHOW)
+def test_both_names_are_registered_once(fake: FakeVllm, distribution: str, version: str) -> None:
+    fake.vllm(distribution, version)
+    printed, said = fake.python(SHOW)
     assert printed == str({"P2pKvConnector": OURS, "P2pNcclConnector": FORMER})
     assert said == ""
 
 
-def test_a_connector_of_the_former_name_is_left_alone(world: World) -> None:
-    world.vllm("vllm", "0.32.0", taken="{'P2pNcclConnector': 'of vLLM'}")
-    printed, said = world.python("import logging; logging.basicConfig(level='INFO')\n" + SHOW)
+def test_a_connector_of_the_former_name_is_left_alone(fake: FakeVllm) -> None:
+    fake.vllm("vllm", "0.32.0", taken="{'P2pNcclConnector': 'of vLLM'}")
+    printed, said = fake.python("import logging; logging.basicConfig(level='INFO')\n" + SHOW)
     assert printed == str({"P2pNcclConnector": "of vLLM", "P2pKvConnector": OURS})
     assert said.count("P2pNcclConnector") == 1 and "P2pKvConnector" in said
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "dev"])
-def test_an_untested_version_is_named_once_and_tried(world: World, version: str) -> None:
-    world.vllm("vllm", version)
-    printed, said = world.python(SHOW)
+def test_an_untested_version_is_named_once_and_tried(fake: FakeVllm, version: str) -> None:
+    fake.vllm("vllm", version)
+    printed, said = fake.python(SHOW)
     assert "P2pKvConnector" in printed
     tested = "p2pkv is tested with 0.32.x and 0.33.x and may fail"
     assert said.count(f"this vLLM is {version}, untested: {tested}") == 1
 
 
-def test_a_vllm_without_a_distribution_is_of_unknown_version(world: World) -> None:
-    world.vllm("something-else", "0.32.0")
-    _, said = world.python(SHOW)
+def test_a_vllm_without_a_distribution_is_of_unknown_version(fake: FakeVllm) -> None:
+    fake.vllm("something-else", "0.32.0")
+    _, said = fake.python(SHOW)
     assert "this vLLM is of unknown version" in said
 
 
-def test_a_vllm_that_keeps_its_factory_elsewhere_still_starts(world: World) -> None:
-    world.package("torch")
-    world.package("vllm")
-    printed, said = world.python("from p2pkv.plugin import register; register(); print('started')")
+def test_a_vllm_that_keeps_its_factory_elsewhere_still_starts(fake: FakeVllm) -> None:
+    fake.package("torch")
+    fake.package("vllm")
+    printed, said = fake.python("from p2pkv.plugin import register; register(); print('started')")
     assert printed == "started"
     assert "P2pKvConnector is not registered" in said
 
 
 @pytest.mark.parametrize("missing", ["vllm", "torch"])
-def test_what_is_missing_is_named(world: World, missing: str) -> None:
+def test_what_is_missing_is_named(fake: FakeVllm, missing: str) -> None:
     for name in {"vllm", "torch"} - {missing}:
-        world.package(name)
-    _, said = world.python("from p2pkv.plugin import register; register()")
+        fake.package(name)
+    _, said = fake.python("from p2pkv.plugin import register; register()")
     assert f"ImportError: p2pkv needs {missing}, which is not installed here: install vLLM" in said
 
 
-def test_importing_the_plugin_is_light(world: World) -> None:
+def test_importing_the_plugin_is_light(fake: FakeVllm) -> None:
     """Without site-packages: even msgspec would fail to import."""
-    printed, said = world.python(
+    printed, said = fake.python(
         "import p2pkv.plugin, sys; print({'vllm', 'torch', 'zmq'} & set(sys.modules))"
     )
     assert (printed, said) == ("set()", "")

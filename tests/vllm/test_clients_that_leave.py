@@ -19,12 +19,13 @@ from vllm_support import (
     assert_at_rest,
     assert_same,
     at_rest,
+    metric,
     paired_headers,
     tokens,
 )
 
 from p2pkv.control.endpoint import inspect
-from p2pkv.demo import answers, client
+from p2pkv.demo import answers
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import VllmServer
 from p2pkv.pairing import Address
@@ -77,10 +78,6 @@ def held(fleet: Fleet) -> Iterator[Callable[[], None]]:
     finally:
         hold.unlink(missing_ok=True)
         begun.unlink(missing_ok=True)
-
-
-def metric(server: VllmServer, name: str) -> float:
-    return client.metrics(server.base_url).get(name, 0.0)
 
 
 @each_dispatch

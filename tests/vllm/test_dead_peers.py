@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens, worker_of
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, metric, tokens, worker_of
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -107,10 +106,6 @@ def pair(fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
         for each in (p, d, proxy):
             each.wait_ready()
         yield Pair(p, d, proxy)
-
-
-def metric(server: VllmServer, name: str) -> float:
-    return client.metrics(server.base_url).get(name, 0.0)
 
 
 @pytest.mark.timeout(600)
@@ -239,32 +234,6 @@ def test_with_the_policy_fail_and_nobody_alone_each_failure_comes_in_time_and_sa
         for failure in failures:
             assert isinstance(failure, client.RequestFailed), failure
             assert re.search(r"P|prefill", str(failure)), failure
-
-
-@pytest.mark.timeout(600)
-def test_with_no_p_ever_started_d_answers_alone(
-    fleet_keeper, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
-) -> None:
-    fleet_keeper.stop()
-    proxy = ProxyServer(log_path=tmp_path / "proxy.log", prefill=0)
-    d = VllmServer(
-        tiny_model,
-        role="D",
-        proxy=proxy.discovery,
-        extra_args=SETTINGS,
-        load_failure_policy="fail",
-        log_path=tmp_path / "D.log",
-    )
-    launch(proxy, d)
-    prompts = [tokens(300, f"alone {number}") for number in range(PROMPTS)]
-    expected = [answers.complete(d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
-    with ThreadPoolExecutor(PROMPTS) as pool:
-        ask = partial(answers.complete, proxy.base_url, MODEL_NAME, max_tokens=TOKENS)
-        asked = [pool.submit(ask, prompt=prompt) for prompt in prompts]
-        got = [each.result(120.0)[0] for each in asked]
-    assert_same(expected, got)
-    report = json.loads(client.get(f"{proxy.base_url}/health"))
-    assert (report["status"], report["counters"]["alone"]) == ("degraded", PROMPTS)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, paired_headers, tokens
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, metric, paired_headers, tokens
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo import answers, client
@@ -106,10 +106,6 @@ class Trio:
 
 def http_address(server: VllmServer) -> str:
     return server.base_url.removeprefix("http://")
-
-
-def metric(server: VllmServer, name: str) -> float:
-    return client.metrics(server.base_url).get(name, 0.0)
 
 
 def core_of(server: VllmServer) -> psutil.Process:

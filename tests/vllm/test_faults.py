@@ -8,7 +8,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, Fleet, assert_same, probing_server, tokens
+from vllm_support import (
+    FORKED,
+    MODEL_NAME,
+    SETTINGS,
+    Fleet,
+    assert_same,
+    plugin_environment,
+    probing_server,
+    tokens,
+)
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.processes import ServerFailed, wait_until
@@ -17,6 +26,8 @@ from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 from p2pkv.pairing import Address, mint
 
 SMALL = {"lease_seconds": 4, "chunk_bytes": 16384}
+FORKS = plugin_environment(*FORKED)
+"""Of all servers but the one that is killed."""
 
 
 def pair_id(p: VllmServer, d: VllmServer) -> dict[str, str]:
@@ -44,6 +55,7 @@ def test_p_is_killed_in_mid_transfer(
             extra_args=SETTINGS,
             extra_config=SMALL,
             load_failure_policy=policy,
+            env=FORKS,
             name=policy,
             log_path=tmp_path / f"{policy}.log",
         )
@@ -85,6 +97,7 @@ def test_servers_that_are_started_wrongly_say_why(fleet: Fleet, tiny_model: Path
             tiny_model,
             role="D",
             extra_args=SETTINGS,
+            env=FORKS,
             log_path=tmp_path / f"{number}.log",
             **options,  # type: ignore[arg-type]
         )
@@ -106,6 +119,7 @@ def test_a_d_of_another_model_is_refused(fleet: Fleet, launch: Callable[..., Non
         role="D",
         extra_args=SETTINGS,
         load_failure_policy="fail",
+        env=FORKS,
         connector="P2pNcclConnector",
         log_path=tmp_path / "other.log",
     )

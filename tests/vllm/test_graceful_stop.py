@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, metric, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.processes import wait_until
@@ -48,10 +48,6 @@ def stopping_pair(
         for each in (p, d, proxy):
             each.wait_ready()
         yield p, d, proxy
-
-
-def metric(server: VllmServer, name: str) -> float:
-    return client.metrics(server.base_url).get(name, 0.0)
 
 
 @pytest.mark.timeout(500)

@@ -20,7 +20,7 @@ from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
 from tiny_gemma import TinyGemma
 from tiny_qwen import TinyQwen
-from vllm_support import assert_same, at_rest, needs_cpu_build, probing_server, tokens
+from vllm_support import assert_same, at_rest, metric, needs_cpu_build, probing_server, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -107,10 +107,6 @@ class Pair:
         expected = [self.alone(prompt)]
         self.check(expected, [self.ask(prompt)])
         assert compared.spans(1) == [(0, LENGTH - 1)]
-
-
-def metric(server: VllmServer, name: str) -> float:
-    return client.metrics(server.base_url).get(name, 0.0)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -45,7 +45,7 @@ def draw_machines(seed: int | str, model: Model) -> list[Machine]:
     return machines
 
 
-class World:
+class LiveRun:
     """The run itself. A context manager: entering starts the engines, leaving ends them by force."""
 
     def __init__(self, seed: int | str, machines: Sequence[Machine]) -> None:
@@ -60,7 +60,7 @@ class World:
         self.faults: Counter[str] = Counter()
         self.violations: list[str] = []
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> LiveRun:
         self._doors.__enter__()
         for machine in self.machines.values():
             machine.start()
