@@ -24,7 +24,8 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fleet_simulation import ModelledPrompt, Source, VirtualLoop
+from fleet_engines import VirtualLoop
+from fleet_simulation import ModelledPrompt, Source
 
 from p2pkv.control.discovery import Ping
 from p2pkv_proxy.admission import Admission, RequestPlace

@@ -104,7 +104,6 @@ class EngineCosts:
 
     Attributes:
         answers: placed here to be decoded, begun or not.
-        prompts, tokens: placed here to be computed, and not done.
     """
 
     def __init__(self) -> None:
@@ -115,7 +114,9 @@ class EngineCosts:
         that prompts took."""
         self.hand_over = LeastSquares([0.02, 0.005])
         """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
-        self.answers = self.prompts = self.tokens = 0
+        self.answers = self.tokens = 0
+        self._queue: deque[int] = deque()
+        """Tokens of each prompt that is not computed yet, the oldest first."""
         self._since = 0.0
         """When it began with the prompt that it computes now."""
         self._computed = 0.0
@@ -124,16 +125,23 @@ class EngineCosts:
         self._area, self._counted = 0.0, 0.0
         """Answers under way, summed over time; and up to when."""
 
+    @property
+    def prompts(self) -> int:
+        """Placed here to be computed, and not done; `tokens` are theirs."""
+        return len(self._queue)
+
     def prompt_seconds(self, tokens: int, prompts: int = 1) -> float:
         """Of computing `prompts` with so many tokens together."""
         size = tokens / _TOKENS
         return self.prompt.predict(float(prompts), size, size * self.answers / _STREAMS)
 
     def queued_seconds(self, now: float) -> float:
-        """Until all prompts that are placed here now are computed."""
-        if not self.prompts:
+        """Until all prompts that are placed here now are computed. One that is overdue may take as long
+        again, so that an engine that hangs does not look idle."""
+        if not self._queue:
             return 0.0
-        return max(0.0, self.prompt_seconds(self.tokens, self.prompts) - (now - self._since))
+        first, since = self.prompt_seconds(self._queue[0]), now - self._since
+        return self.prompt_seconds(self.tokens, self.prompts) - first + abs(first - since)
 
     def prefill_share(self, now: float) -> float:
         """Of its time that prompts take, lately and next."""
@@ -141,19 +149,21 @@ class EngineCosts:
         return min(1.0, past + self.queued_seconds(now) / _SHARE_SECONDS)
 
     def prompt_placed(self, tokens: int, now: float) -> None:
-        if not self.prompts:
+        if not self._queue:
             self._since = now
-        self.prompts += 1
+        self._queue.append(tokens)
         self.tokens += tokens
 
-    def prompt_left(self, tokens: int) -> None:
-        self.prompts -= 1
+    def prompt_left(self, tokens: int, now: float) -> None:
+        if self._queue[0] == tokens:
+            self._since = now
+        self._queue.remove(tokens)
         self.tokens -= tokens
 
     def prompt_computed(self, tokens: int, now: float, *, learn: bool = True) -> None:
         """Prompts are computed in the order in which they came, so this one took the time since the last."""
         seconds, size = now - self._since, tokens / _TOKENS
-        self.prompt_left(tokens)
+        self.prompt_left(tokens, now)
         if learn:
             self.prompt.learn(seconds, 1.0, size, size * self.answers / _STREAMS)
         past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
@@ -268,7 +278,7 @@ class PlacedRequest:
         self._left = True
         if self._queued:
             self._queued = False
-            self._prefill.prompt_left(self._tokens)
+            self._prefill.prompt_left(self._tokens, now)
         self._decode.count_answers(-1, now)
 
 

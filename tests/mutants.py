@@ -326,7 +326,7 @@ PRODUCT = (
     Mutant(
         "a request that has left still counts as queued",
         "proxy/placement.py:PlacedRequest.leave",
-        "self._prefill.prompt_left(self._tokens)",
+        "self._prefill.prompt_left(self._tokens, now)",
         "pass",
         ("tests/proxy/test_placement.py",),
     ),

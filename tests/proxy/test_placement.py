@@ -79,8 +79,19 @@ def test_the_queue_of_an_engine_passes_with_time() -> None:
     assert engine.queued_seconds(0.5) == pytest.approx(1.0)
     engine.prompt_computed(1000, 1.0)
     assert engine.queued_seconds(1.0) == pytest.approx(0.5, rel=0.1)
-    engine.prompt_left(500)
+    engine.prompt_left(500, 1.0)
     assert engine.queued_seconds(1.0) == 0.0
+
+
+def test_an_engine_that_hangs_does_not_look_idle() -> None:
+    router, (hung, well) = fleet("both", "both")
+    for each in (hung, well):
+        learned(router, each, 0.1, 0.02)
+    router.costs.of(hung).prompt_placed(100, 0.0)
+    router.costs.of(well).prompt_placed(2000, 9.9)
+    assert router.costs.of(hung).queued_seconds(10.0) > 9.0
+    choice = router.choose(request(200), 10.0)
+    assert (choice.prefill or choice.decode) is well
 
 
 def test_steps_are_learned_without_the_time_that_prompts_took() -> None:

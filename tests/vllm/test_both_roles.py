@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +24,6 @@ from p2pkv.demo import answers, client
 from p2pkv.demo.processes import answers_ok, wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 
-BESIDE = "127.0.0.2"
-"""Where another proxy listens for pings."""
 Start = Callable[..., tuple[VllmServer, VllmServer, ProxyServer]]
 
 SHORT = {"lease_seconds": 4, "stall_seconds": 8, "chunk_bytes": 16384}
@@ -34,11 +31,10 @@ SHORT = {"lease_seconds": 4, "stall_seconds": 8, "chunk_bytes": 16384}
 
 @pytest.fixture
 def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts two servers of these roles and a proxy over them; they ping `BESIDE`, too."""
+    """Starts two servers of these roles and a proxy over them."""
 
     def start(first: str = "both", second: str = "both") -> tuple[VllmServer, VllmServer, ProxyServer]:
         proxy = ProxyServer(log_path=tmp_path / "proxy.log")
-        host, port = proxy.discovery
         a, b = (
             probing_server(
                 tiny_model,
@@ -46,7 +42,7 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Itera
                 tmp_path,
                 name=name,
                 plugins=FORKED,
-                proxy=(f"{host},{BESIDE}", port),
+                proxy=proxy.discovery,
                 extra_config=SHORT,
                 load_failure_policy="recompute",
                 log_path=tmp_path / f"{name}.log",
@@ -110,24 +106,7 @@ def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, t
         at_rest(server)
         assert sent(server) > 0, f"{server.name} was never P"
     assert compared.spans(at_least=len(named))
-    expected = alone(a, [*asked, *named])
-    assert_same(expected, got)
-    placed_by_cost(proxy, tmp_path, asked, expected[: len(asked)])
-    for server in (a, b):
-        at_rest(server)
-
-
-def placed_by_cost(
-    proxy: ProxyServer, tmp_path: Path, asked: Sequence[answers.Prompt], expected: Sequence[answers.Answer]
-) -> None:
-    """The answers are the same where predicted cost decides, which takes both ways."""
-    listens = ["--discovery", f"{BESIDE}:{proxy.discovery[1]}"]
-    options = [*listens, "--placement", "auto", "--pause-weight", "10"]
-    with ProxyServer(prefill=2, extra_args=options, log_path=tmp_path / "by_cost.log") as by_cost:
-        by_cost.wait_ready(60.0)
-        assert_same(expected, ask_all(by_cost.base_url, asked, at_once=6))
-        ways = json.loads(client.get(f"{by_cost.base_url}/status"))["placement"]["ways"]
-        assert ways.get("whole", 0) > 0 < ways.get("pair", 0), ways
+    assert_same(alone(a, [*asked, *named]), got)
 
 
 @pytest.mark.long
