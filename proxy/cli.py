@@ -548,8 +548,9 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=defaults.prefix_memory,
         metavar="N",
-        help=f"for prefix_aware: how many pieces of prompts, of {PIECE_TOKENS} tokens each, the proxy "
-        "remembers for prefill instances, and as many for decode instances (default: %(default)s)",
+        help="for prefix_aware: how many pieces of prompts the proxy remembers for prefill instances, and as "
+        f"many for decode instances: {PIECE_TOKENS} tokens each at a prompt's beginning, and 512 beyond "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--skip-prefill-below",

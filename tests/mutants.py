@@ -1145,6 +1145,13 @@ PRODUCT = (
         ("tests/proxy/test_rewriter.py::test_an_error_names_no_instance_however_it_spells_the_address",),
     ),
     Mutant(
+        "in a fleet larger than max_links a request goes to a pair without a link",
+        "proxy/routing.py:Router.choose",
+        "elif fleet.nearby is not None",
+        "elif False",
+        ("tests/proxy/test_partners.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links",),
+    ),
+    Mutant(
         "a stream goes on with a token too many",
         "proxy/transcript.py:Transcript.rewind",
         "del self._ids[self._safe :]",

@@ -176,7 +176,6 @@ def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_c
     assert max(loads.values()) <= 2 * 40 * p_count / d_count + 10
     linked = sum(p.ping.zmq_address in connected[d] for p, d in pairs)
     assert linked > 0.7 * len(pairs)
-    print(max(of_d.values()), max(of_p.values()), max(loads.values()), linked / len(pairs))
 
 
 def test_where_all_pairs_keep_their_links_any_d_is_chosen() -> None:
