@@ -27,10 +27,10 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 20_390),
-        ("lines of proxy", lines("proxy"), 7_930),
-        ("lines of tests", lines("tests"), 58_540),
-        ("words of README.md and docs/", words(), 24_500),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 20_430),
+        ("lines of proxy", lines("proxy"), 8_590),
+        ("lines of tests", lines("tests"), 59_310),
+        ("words of README.md and docs/", words(), 25_750),
     ]
 
 
