@@ -207,6 +207,8 @@ class Proxy:
         self.admission.advance()
 
     def record(self, instance: Instance, place: RequestPlace, *, success: bool) -> None:
+        if success:
+            instance.answered(self.clock())
         outcome = instance.breaker.succeeded if success else instance.breaker.failed
         outcome(self.clock(), place.key)
 

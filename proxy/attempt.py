@@ -520,6 +520,7 @@ class Attempt:
         if instance.left is not None:
             return  # it gets no more requests anyway
         if success:
+            instance.answered(now)
             if instance.breaker.succeeded(now, self.place.key):
                 logger.info("%s answers again: it gets requests as before", instance)
         elif instance.breaker.failed(now, self.place.key):

@@ -203,7 +203,7 @@ class _Kept:
         candidates = registry.candidates()
         doubtful = [each for each in candidates if each.silent(now) or not each.breaker.closed]
         self._doubtful = {each: self._state(each, now) for each in doubtful}
-        well = [each.last_seen + each.life for each in candidates if each not in self._doubtful]
+        well = [each.last_sign + each.life for each in candidates if each not in self._doubtful]
         self._until = min(well, default=float("inf"))
         self._now = now
         self.prefillers = registry.routable("P", now)
@@ -513,7 +513,7 @@ def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Insta
 
 
 def _sound(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
-    """Those that ping, and whose breakers let requests through."""
+    """Those that ping or answer, and whose breakers let requests through."""
     return [each for each in instances if each.breaker.admits(now) and not each.silent(now)]
 
 

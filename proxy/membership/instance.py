@@ -8,6 +8,7 @@ nothing. No IO, no clock; all `now` are seconds of one monotonic clock.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,7 +218,8 @@ class Instance:
     Attributes:
         ping: its latest ping; all its pings are equal, but for `paused`.
         last_seen: when that came.
-        life: seconds without a ping after which it counts as silent.
+        last_answer: when it answered last, or began to: a first token of a D, a P's answer.
+        life: seconds without either after which it counts as silent.
         source: where from; None if that is not known, and then any other may take its address.
         healthy: its /health has answered 200, and its port has not been found closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
@@ -256,6 +258,7 @@ class Instance:
     breaker: Breaker = field(default_factory=Breaker)
     order: tuple[float, int, int] = (0.0, 0, 0)
     left: float | None = None
+    last_answer: float = -math.inf
     kind: Kind = field(init=False)
     changed: Callable[[], None] = field(default=lambda: None)
     neighbours: Callable[[], Iterable[Instance]] = field(default=tuple)
@@ -345,9 +348,19 @@ class Instance:
             return "silent"
         return "ready" if self.breaker.closed else "paused"
 
+    def answered(self, now: float) -> None:
+        """What it has computed shows that it lives, as a ping does: pings alone may be lost, of half a fleet
+        at once, whose other half must not get all requests then."""
+        self.last_answer = now
+
+    @property
+    def last_sign(self) -> float:
+        """When it was last seen to live."""
+        return max(self.last_seen, self.last_answer)
+
     def silent(self, now: float) -> bool:
-        """Whether its pings have stopped."""
-        return now - self.last_seen > self.life
+        """Whether its pings have stopped, and it answers nothing."""
+        return now - self.last_sign > self.life
 
     def serves(self, model: str | None) -> bool:
         """Whether it may serve `model`, None being whatever it has."""

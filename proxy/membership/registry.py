@@ -345,7 +345,7 @@ class Registry:
 
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
-        return now - instance.last_seen > self._lease
+        return now - instance.last_sign > self._lease
 
 
 def _unpaused(ping: Ping) -> Ping:

@@ -195,6 +195,27 @@ def test_it_speaks_again_and_is_as_before(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.records[-1].getMessage().endswith("pings again")
 
 
+def test_an_instance_that_answers_is_not_silent_although_its_pings_are_lost() -> None:
+    """Else the half of a fleet whose pings still come would get all requests."""
+    registry, line = Registry(), Line()
+    joined = [registry.observe(ping(role, port), 0.0, line) for port, role in ((1, "P"), (2, "D"), (3, "D"))]
+    p, lost, pings = [each for each in joined if each is not None]
+    for each in (p, lost, pings):
+        each.healthy = True
+    router = Router(registry)
+
+    def chosen(now: float) -> set[Instance]:
+        for each in (p, pings):
+            each.last_seen = now
+        return {router.choose(RoutingRequest(), now).decode for _ in range(4)}
+
+    for now in (LIFE - 1.0, 2.0 * LIFE - 2.0, 3.0 * LIFE - 3.0, 3.0 * LIFE + 30.0):
+        lost.answered(now)
+        assert chosen(now + 1.0) == {lost, pings} and not registry.overdue(lost, now + 1.0)
+    assert chosen(now + LIFE + 1.0) == {pings}
+    assert registry.expire(now + LIFE + 1.0) == []
+
+
 @pytest.mark.parametrize("role", ["P", "D"])
 def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role: Role) -> None:
     registry, line = Registry(), Line()
