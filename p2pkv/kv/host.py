@@ -1,8 +1,8 @@
 """Copies between layers in CPU memory and a dense buffer, as arrays with strides.
 
-Large rows on a regular grid are listed, and one call of numpy's copies them. All else is not listed: blocks
-that follow each other are one copy, of all layers, and numpy moves what lies together on both sides at nearly
-the speed of a plain copy, however the rest is spaced or padded.
+Large or few rows on a regular grid are listed, and one call of numpy's copies them. All else is not listed:
+blocks that follow each other are one copy, of all layers, and numpy moves what lies together on both sides at
+nearly the speed of a plain copy, however the rest is spaced or padded.
 
 Why numpy: this runs in a thread beside vLLM's forward. numpy copies in the calling thread and lets go of the
 GIL meanwhile, whereas torch would start a second OpenMP team on cores that the forward owns, and the number
@@ -39,6 +39,9 @@ from p2pkv.kv.uploads import Recent
 
 LARGE_BYTES = 8192
 """Bytes of a row on a grid from which on listing them is faster."""
+
+FEW_ROWS = 512
+"""Up to so many are listed, whatever their size: a copy with strides takes tens of microseconds to begin."""
 
 WORTH_BYTES = 4096
 """Bytes that a copy of its own should have, on average; smaller ones are made together, through a buffer."""
@@ -90,7 +93,7 @@ class HostCopier(RowLists):
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         """Copy the cut, which is not empty, to `out`: uint8, contiguous, exactly as large."""
-        if grid_of(span, cut).atom >= LARGE_BYTES:
+        if self._listed(span, cut, out):
             rows = self.rows(span, cut)
             # "raise" would copy through a buffer; the index comes from checked block ids.
             np.take(self._grid(span, rows), rows.index, 0, out.numpy().reshape(-1, rows.atom), mode="clip")
@@ -100,12 +103,16 @@ class HostCopier(RowLists):
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
         """Copy `src` (as `out` in take) to the cut."""
-        if grid_of(span, cut).atom >= LARGE_BYTES:
+        if self._listed(span, cut, src):
             rows = self.rows(span, cut)
             self._grid(span, rows)[rows.index] = src.numpy().reshape(-1, rows.atom)
             return
         for layers, blocks, dense in self._parts(span, cut, src):
             layers[:, blocks] = dense
+
+    def _listed(self, span: Span, cut: Cut, buffer: torch.Tensor) -> bool:
+        atom = grid_of(span, cut).atom
+        return atom >= LARGE_BYTES or buffer.numel() <= FEW_ROWS * atom
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """The checksum of what `out` holds behind a take, or `src` before a put."""

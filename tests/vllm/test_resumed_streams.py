@@ -6,7 +6,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class Trio:
     p: VllmServer
     ds: list[VllmServer]
     proxy: ProxyServer
+    another: Callable[[str, str], VllmServer]
+    """Makes one more, of this role and name."""
 
     def counted(self, name: str) -> float:
         return client.metrics(self.proxy.base_url).get(f"p2pkv_proxy_{name}", 0.0)
@@ -71,7 +74,7 @@ def trio(fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathF
     with proxy, server("P", "P") as p, server("D", "D1") as first, server("D", "D2") as second:
         for each in (p, first, second, proxy):
             each.wait_ready()
-        yield Trio(p, [first, second], proxy)
+        yield Trio(p, [first, second], proxy, server)
 
 
 def core_of(server: VllmServer) -> psutil.Process:
@@ -152,10 +155,9 @@ def requests(name: str) -> list[Callable[[str], Answer]]:
 
 
 def with_d_lost(
-    trio: Trio, asked: list[Callable[[str], Answer]], lose: Callable[[VllmServer], None]
+    trio: Trio, asked: list[Callable[[str], Answer]], lose: Callable[[VllmServer], None], lost: int = 1
 ) -> list[Answer]:
-    """The answers, with one D lost while it works on some of them."""
-    victim = trio.ds[0]
+    """The answers, with one D lost while it works on some of them, or so many, one after the other."""
     name = "vllm:generation_tokens_total"
     before = {each.name: client.metrics(each.base_url).get(name, 0.0) for each in trio.ds}
 
@@ -164,8 +166,10 @@ def with_d_lost(
 
     with ThreadPoolExecutor(STREAMS) as pool:
         got = [pool.submit(each, trio.proxy.base_url) for each in asked]
-        wait_until(lambda: generated(victim) >= LOST_AFTER / 2, "the first tokens", 60.0)
-        lose(victim)
+        for number, victim in enumerate(trio.ds[:lost], 1):
+            enough = partial(lambda each, tokens: generated(each) >= tokens, victim, number * LOST_AFTER / 2)
+            wait_until(enough, f"tokens of {victim.name}", 60.0)
+            lose(victim)
         return [each.result() for each in got]
 
 
@@ -186,6 +190,55 @@ def test_streams_outlive_their_d(
     trio.ds[0].kill()
     trio.ds[0].start()
     trio.ds[0].wait_ready()
+
+
+def started_again(server: VllmServer) -> None:
+    server.kill()
+    server.start()
+    server.wait_ready()
+
+
+def test_streams_outlive_two_ds_that_are_lost_one_after_the_other(
+    trio: Trio, servers_on_failure: Callable[..., None]
+) -> None:
+    servers_on_failure(trio.p, *trio.ds, trio.proxy)
+    asked = requests("two are lost")
+    with trio.another("D", "D3") as third:
+        third.wait_ready()
+        three = replace(trio, ds=[*trio.ds, third])
+        wait_until(three.ready, "all four", 60.0)
+        expected = [each(third.base_url) for each in asked]
+        got = with_d_lost(three, asked, killed, lost=2)
+        assert_same(expected, got)
+        assert trio.counted("not_resumed_total") == 0
+    for each in trio.ds:
+        started_again(each)
+
+
+def whole(base_url: str, number: int) -> Answer:
+    """An answer that is no stream, of either endpoint."""
+    body = {"model": MODEL_NAME, "max_tokens": TOKENS, "ignore_eos": True, **GREEDY}
+    if number % 2:
+        message = {"role": "user", "content": f"Say {number} times hello."}
+        body |= {"messages": [message], "logprobs": True, "top_logprobs": 2}
+        answer = client.post(f"{base_url}/v1/chat/completions", body)
+    else:
+        body |= {"prompt": tokens(120, f"whole {number}"), "logprobs": 2}
+        answer = client.post(f"{base_url}/v1/completions", body)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == TOKENS
+    return answers.answer_of(choice)
+
+
+def test_whole_answers_outlive_their_d(trio: Trio, servers_on_failure: Callable[..., None]) -> None:
+    servers_on_failure(trio.p, *trio.ds, trio.proxy)
+    wait_until(trio.ready, "all three", 60.0)
+    asked = [partial(whole, number=number) for number in range(STREAMS)]
+    expected = [each(trio.ds[1].base_url) for each in asked]
+    retried = trio.counted("retries_total")
+    assert_same(expected, with_d_lost(trio, [*asked], killed))
+    assert trio.counted("retries_total") > retried
+    started_again(trio.ds[0])
 
 
 def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(
