@@ -11,7 +11,7 @@ import msgspec
 
 from .admission import RequestPlace
 from .attempt import Attempt, Dispatch
-from .blame import Again
+from .blame import Again, CallEnd
 from .continuation import Continuation, ending
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
@@ -65,12 +65,15 @@ class Resumer:
         """
         relay, transcript = attempt.relay, attempt.transcript
         assert relay is not None and transcript is not None
-        for tries in range(self._limits.resumes + 1):
+        tries, free = 0, False
+        while True:
             if transcript.finished:
                 await relay.finish(ending(transcript))
                 return relay
             failed |= {place.choice.decode}
-            if tries == self._limits.resumes or not await self._retries.resume(place, failed, tries):
+            if tries == self._limits.resumes or not await self._retries.resume(
+                place, failed, tries, free=free
+            ):
                 break
             decode = place.choice.decode
             context = await self._context(decode) if transcript.wanted.needs_context else 0
@@ -89,6 +92,9 @@ class Resumer:
             )
             follow(attempt)
             outcome = await attempt.run(self._dispatch)
+            # One that could not be reached has computed nothing; several D's may have died together.
+            free = outcome.end is CallEnd.UNREACHABLE
+            tries += not free
             if attempt.relay is not None:
                 relay = attempt.relay
                 if not relay.resumable:

@@ -82,7 +82,9 @@ class Retries:
             elsewhere != failed and self._admission.move(place, mode, failed)
         )
 
-    async def resume(self, place: RequestPlace, failed: frozenset[Instance], tries: int) -> bool:
+    async def resume(
+        self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool = False
+    ) -> bool:
         """Moves a request whose answer has begun away from the decode instance that it lost. False if no
         other has room. The budget counts each time, and refuses only the second and later ones: the first
         are no more than the answers that were under way.
@@ -90,8 +92,9 @@ class Retries:
         Args:
             failed: those that it must not go to; the lost one is among them.
             tries: how often it has been moved so.
+            free: the budget does not count.
         """
-        if not self._admission.budget.spend(self._clock(), whatever=tries == 0):
+        if not free and not self._admission.budget.spend(self._clock(), whatever=tries == 0):
             self._counters.retries_refused += 1
             return False
         if tries:

@@ -126,6 +126,25 @@ async def test_each_way_to_lose_a_d(loss: Loss) -> None:
         await quiet(deployment)
 
 
+async def test_ds_that_died_together_are_no_tries() -> None:
+    """Their ports refuse: nothing is asked of them, and neither limit nor budget counts."""
+    async with deployed("concurrent", 1, 5, limits=Limits(resumes=1)) as deployment:
+
+        async def loss(request: web.Request, response: web.StreamResponse) -> None:
+            for each in [each for each in deployment.decodes if not each.requests][:-1]:
+                each.kill()
+            deployment.proxy.admission.budget.spend = never_again  # type: ignore[method-assign]
+            die(request)
+
+        def never_again(now: float, *, whatever: bool = False) -> bool:
+            return whatever
+
+        the_first_is_lost(deployment.decodes, loss=loss)
+        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+        assert deployment.proxy.counters.resumed == 1
+        await quiet(deployment)
+
+
 async def test_two_ds_are_lost_one_after_the_other() -> None:
     async with deployed("concurrent", 1, 3) as deployment:
 
