@@ -1,8 +1,8 @@
 """Copies between layers in CPU memory and a dense buffer, as arrays with strides.
 
-Large or few rows on a regular grid are listed, and one call of numpy's copies them. All else is not listed:
-blocks that follow each other are one copy, of all layers, and numpy moves what lies together on both sides at
-nearly the speed of a plain copy, however the rest is spaced or padded.
+Large rows on a regular grid, and small copies, are listed, and one call of numpy's copies them. All else is
+not listed: blocks that follow each other are one copy, of all layers, and numpy moves what lies together on
+both sides at nearly the speed of a plain copy, however the rest is spaced or padded.
 
 Why numpy: this runs in a thread beside vLLM's forward. numpy copies in the calling thread and lets go of the
 GIL meanwhile, whereas torch would start a second OpenMP team on cores that the forward owns, and the number
@@ -40,8 +40,8 @@ from p2pkv.kv.uploads import Recent
 LARGE_BYTES = 8192
 """Bytes of a row on a grid from which on listing them is faster."""
 
-FEW_ROWS = 512
-"""Up to so many are listed, whatever their size: a copy with strides takes tens of microseconds to begin."""
+SMALL_BYTES = 16 << 10
+"""A copy up to this size is listed whatever its rows are: strides take tens of microseconds to begin."""
 
 WORTH_BYTES = 4096
 """Bytes that a copy of its own should have, on average; smaller ones are made together, through a buffer."""
@@ -111,8 +111,7 @@ class HostCopier(RowLists):
             layers[:, blocks] = dense
 
     def _listed(self, span: Span, cut: Cut, buffer: torch.Tensor) -> bool:
-        atom = grid_of(span, cut).atom
-        return atom >= LARGE_BYTES or buffer.numel() <= FEW_ROWS * atom
+        return buffer.numel() <= SMALL_BYTES or grid_of(span, cut).atom >= LARGE_BYTES
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """The checksum of what `out` holds behind a take, or `src` before a put."""

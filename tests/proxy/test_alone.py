@@ -297,9 +297,9 @@ async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_n
             deployment.pingers[deployment.p.http_address]._interval = 1000.0
             p = known(deployment, deployment.p)
             await eventually(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
+            assert deployment.proxy.gauges()["silent"] >= 1
             assert (await deployment.post()).status == 200
             assert paired(deployment.d) == [limits is OFF]
-            assert deployment.proxy.gauges()["silent"] >= 1
             # Neither is it gone: its connection stands.
             assert deployment.registry.known("P") == [p]
 
