@@ -369,7 +369,7 @@ class Decode:
             return
         rank, receiver = peer.hello.rank, entry.receiver
 
-        def step() -> list[machine.Effect]:
+        def step() -> list[machine.Decision]:
             match message:
                 case m.Chunk():
                     return receiver.chunk(rank, message, now)
@@ -392,7 +392,7 @@ class Decode:
         except RemoteProtocolError as error:
             self._breach(entry, error, now)
 
-    def _guard(self, entry: RequestEntry, step: Callable[[], list[machine.Effect]], now: float) -> None:
+    def _guard(self, entry: RequestEntry, step: Callable[[], list[machine.Decision]], now: float) -> None:
         """Run a step of the receiver; a peer's breach of the protocol ends this transfer only."""
         try:
             decided = step()
@@ -602,7 +602,7 @@ class Decode:
 
     # What a receiver has decided.
 
-    def _decided(self, entry: RequestEntry, decided: list[machine.Effect], now: float) -> None:
+    def _decided(self, entry: RequestEntry, decided: list[machine.Decision], now: float) -> None:
         effects, key = self._ctx.effects, entry.expect.key
         for each in decided:
             match each:

@@ -416,7 +416,7 @@ class Prefill:
 
     # What a sender has decided.
 
-    def _decided(self, entry: PromptEntry, decided: list[machine.Effect], now: float) -> None:
+    def _decided(self, entry: PromptEntry, decided: list[machine.Decision], now: float) -> None:
         effects = self._ctx.effects
         for each in decided:
             match each:

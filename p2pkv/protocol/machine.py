@@ -65,19 +65,19 @@ class Machine(Generic[State, Event]):
         return f"{self.name}:{self.state.name}"
 
 
-class Effect(Struct, frozen=True):
+class Decision(Struct, frozen=True):
     """What a machine wants done. The machines only decide; an engine does. Ranks are those of the peer's
     engine."""
 
 
-class SendTo(Effect, frozen=True):
+class SendTo(Decision, frozen=True):
     """Send this message to a rank of the peer."""
 
     rank: int
     message: AnyMessage
 
 
-class Transmit(Effect, frozen=True):
+class Transmit(Decision, frozen=True):
     """P: this chunk has been granted. Gather it into the link's next send and commit, in this order.
 
     Without pieces it is filler: the grant must be obeyed, but its bytes will be dropped.
@@ -92,25 +92,25 @@ class Transmit(Effect, frozen=True):
         return not self.pieces
 
 
-class Post(Effect, frozen=True):
+class Post(Decision, frozen=True):
     """D: post a receive for this chunk as soon as its link has room, then call `posted`."""
 
     rank: int
     chunk: Chunk
 
 
-class Released(Effect, frozen=True):
+class Released(Decision, frozen=True):
     """P: no gather will read this prompt's blocks any more."""
 
 
-class Offered(Effect, frozen=True):
+class Offered(Decision, frozen=True):
     """D: every rank that holds a part of this prompt has begun its prefill. `generation`: of P's weights;
     None: no rank holds a part."""
 
     generation: str | None = ""
 
 
-class Finished(Effect, frozen=True):
+class Finished(Decision, frozen=True):
     """The one outcome of a transfer; `reason` is empty when it succeeded."""
 
     ok: bool

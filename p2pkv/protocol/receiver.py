@@ -16,7 +16,7 @@ from math import inf, lcm
 
 from p2pkv.protocol.handshake import Assignment
 from p2pkv.protocol.machine import (
-    Effect,
+    Decision,
     Finished,
     Machine,
     Offered,
@@ -233,7 +233,7 @@ class Receiver:
 
     # What D's own engine does.
 
-    def attach(self, assignments: Mapping[int, Assignment], now: float) -> list[Effect]:
+    def attach(self, assignments: Mapping[int, Assignment], now: float) -> list[Decision]:
         """P's shape is known: these ranks of P hold what this rank needs; with none there is nothing to
         load."""
         if self.sources or self.load.state is not LoadPhase.WAITING:
@@ -247,13 +247,13 @@ class Receiver:
         self.waits_since = now
         return [Offered(None)]
 
-    def adopt(self, now: float) -> list[Effect]:
+    def adopt(self, now: float) -> list[Decision]:
         """The request for what P has begun ahead has come to D."""
         self.ahead = False
         self.waits_since = now
         return [Offered(self.generation)] if self.load.state is LoadPhase.AHEAD else []
 
-    def want(self, start: int, stop: int, now: float) -> list[Effect]:
+    def want(self, start: int, stop: int, now: float) -> list[Decision]:
         """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P.
 
         Raises ValueError for tokens that the prompt does not have, or a start inside a row of the wire.
@@ -283,8 +283,8 @@ class Receiver:
         """Ask for a part of what was taken ahead. A rank of P that has sent all of it is released."""
         return Want(self.key, self.attempt, 0, 0 if source.satisfied else self.tokens)
 
-    def _ask(self, start: int, stop: int, now: float) -> list[Effect]:
-        out: list[Effect] = []
+    def _ask(self, start: int, stop: int, now: float) -> list[Decision]:
+        out: list[Decision] = []
         for rank, source in self.sources.items():
             source.want(start, stop, now)
             # Of rows for several tokens a short prompt has none.
@@ -293,14 +293,14 @@ class Receiver:
             out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.ahead)))
         return out
 
-    def _completed(self) -> list[Effect]:
+    def _completed(self) -> list[Decision]:
         """The end of the load, if all that was wanted is in D's blocks."""
         if not all(each.complete for each in self.sources.values()):
             return []
         self.load.local(LoadEvent.COMPLETE)
         return [Finished(True)]
 
-    def cancel(self, reason: str) -> list[Effect]:
+    def cancel(self, reason: str) -> list[Decision]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
         return self._end(reason, Cancel(self.key, self.attempt, reason))
 
@@ -332,7 +332,7 @@ class Receiver:
 
     # What a P rank says.
 
-    def offer(self, rank: int, message: Offer, now: float) -> list[Effect]:
+    def offer(self, rank: int, message: Offer, now: float) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None or source.offered:
             return []
@@ -361,7 +361,7 @@ class Receiver:
         if rank in self.sources:
             self.sources[rank].last_heard = now
 
-    def chunk(self, rank: int, message: Chunk, now: float) -> list[Effect]:
+    def chunk(self, rank: int, message: Chunk, now: float) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None or not source.announced(message, now):
             return []
@@ -373,13 +373,13 @@ class Receiver:
         if source is not None:
             source.sent(message, now)
 
-    def failed(self, rank: int, message: Failed) -> list[Effect]:
+    def failed(self, rank: int, message: Failed) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None or source.satisfied:
             return []
         return self._end(message.reason, Cancel(self.key, self.attempt, "another rank of P failed"), but=rank)
 
-    def lost(self, reason: str, rank: int | None = None) -> list[Effect]:
+    def lost(self, reason: str, rank: int | None = None) -> list[Decision]:
         """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks.
 
         A rank whose part has arrived completely may go.
@@ -389,7 +389,7 @@ class Receiver:
 
     # What the engine reports back.
 
-    def posted(self, rank: int, message: Chunk, link: int, slot: int) -> list[Effect]:
+    def posted(self, rank: int, message: Chunk, link: int, slot: int) -> list[Decision]:
         """A receive is posted for this chunk; the grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
@@ -410,7 +410,7 @@ class Receiver:
         assert self.load.state is LoadPhase.AHEAD
         self.sources[rank].keep(chunk, now)
 
-    def scattered(self, rank: int, chunk: int, now: float) -> list[Effect]:
+    def scattered(self, rank: int, chunk: int, now: float) -> list[Decision]:
         """The bytes of this chunk are in D's blocks. Without effect if the load has ended meanwhile."""
         if self.load.ended:
             return []
@@ -448,7 +448,7 @@ class Receiver:
             return self._moved + self.stall
         return None if self.ahead or self._idle else self.waits_since + self.wait
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[Decision]:
         """End what has outlived its lease or its bound."""
         answered_by, bound = self._answered_by, self._bound
         if self.load.ended:
@@ -492,7 +492,7 @@ class Receiver:
         """Whether no rank of P owes this rank anything (a stage without KV layers)."""
         return self.load.state is LoadPhase.OFFERED and not self.sources
 
-    def _let_go(self) -> list[Effect]:
+    def _let_go(self) -> list[Decision]:
         """Nothing is wanted: say so, which releases P."""
         self.load.local(LoadEvent.NOTHING)
         wants = [SendTo(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
@@ -507,7 +507,7 @@ class Receiver:
             raise RemoteProtocolError(f"{self.key}: rank {rank} of P owes this rank nothing")
         return source
 
-    def _end(self, reason: str, farewell: Cancel, but: int | None = None) -> list[Effect]:
+    def _end(self, reason: str, farewell: Cancel, but: int | None = None) -> list[Decision]:
         if self.load.ended:
             return []
         # P keeps what was begun ahead for a request that may still come.

@@ -16,7 +16,7 @@ from math import inf
 
 from p2pkv.protocol.handshake import Assignment
 from p2pkv.protocol.machine import (
-    Effect,
+    Decision,
     Finished,
     LocalProtocolError,
     Machine,
@@ -236,7 +236,7 @@ class Sender:
 
     # What P's own engine does.
 
-    def offer(self, tokens: int, digest: bytes, generation: str = "") -> list[Effect]:
+    def offer(self, tokens: int, digest: bytes, generation: str = "") -> list[Decision]:
         """The prefill begins, or begins again after a `revoke`: `tokens` in the prompt."""
         if self.prompt.ended:
             return []
@@ -244,7 +244,7 @@ class Sender:
         self.tokens, self.digest, self.generation = tokens, digest, generation
         return [*(self._offer(rank, send) for rank, send in self._open()), *self._settle()]
 
-    def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Effect]:
+    def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Decision]:
         """Local layers [layer, layer_stop) now hold KV for the prompt's tokens [0, stop)."""
         if self.prompt.ended:
             return []
@@ -262,7 +262,7 @@ class Sender:
         """D's shape is known: the ranks of D that this rank serves."""
         self.expects = ranks
 
-    def flush(self) -> list[Effect]:
+    def flush(self) -> list[Decision]:
         """The step is over: announce what is ready even if it does not fill a message."""
         return self._announce_all(flush=True) + self._settle()
 
@@ -273,13 +273,13 @@ class Sender:
         self._computed = [0] * len(self._computed)
         self._since = None
 
-    def abort(self, reason: str) -> list[Effect]:
+    def abort(self, reason: str) -> list[Decision]:
         """End the transfer towards every D rank; the blocks are free."""
         if self.prompt.ended:
             return []
         self.prompt.local(PromptEvent.END)
         self.reason = reason
-        out: list[Effect] = []
+        out: list[Decision] = []
         for rank, send in self._open():
             send.machine.local(SendEvent.END)
             out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
@@ -287,7 +287,9 @@ class Sender:
 
     # What a D rank says.
 
-    def claim(self, rank: int, assignment: Assignment, attempt: int, limit: int, now: float) -> list[Effect]:
+    def claim(
+        self, rank: int, assignment: Assignment, attempt: int, limit: int, now: float
+    ) -> list[Decision]:
         """A rank of D waits for this prompt. Each of its heartbeats claims it again, which renews the lease.
 
         A claim of a transfer that has ended is answered with Failed each time. A later attempt replaces the
@@ -315,7 +317,7 @@ class Sender:
             self._since = now
         return [] if self.prompt.state is PromptPhase.HELD else [self._offer(rank, send)]
 
-    def _renew(self, rank: int, send: SendState, limit: int, now: float) -> list[Effect]:
+    def _renew(self, rank: int, send: SendState, limit: int, now: float) -> list[Decision]:
         opened = limit > 0 and not send.limit
         send.last_heard, send.limit = now, limit or send.limit
         return self._announce(rank, send, flush=opened or self.prompt.state is PromptPhase.COMPUTED)
@@ -329,7 +331,7 @@ class Sender:
         """Whether this transfer is alive here, so that D may go on waiting: what HeartbeatAck says."""
         return self._live(rank, attempt) is not None
 
-    def want(self, rank: int, message: Want, now: float) -> list[Effect]:
+    def want(self, rank: int, message: Want, now: float) -> list[Decision]:
         if message.empty:
             return self._let_go(rank, message)
         send = self._live(rank, message.attempt)
@@ -343,7 +345,7 @@ class Sender:
         send.want(message)
         return self._announce(rank, send, flush=True) + self._settle()
 
-    def _let_go(self, rank: int, message: Want) -> list[Effect]:
+    def _let_go(self, rank: int, message: Want) -> list[Decision]:
         """D wants nothing more: it has all of it; or no request has come yet, and one still may."""
         past = self._withdrawn.get(rank)
         if past is not None and past.attempt == message.attempt:
@@ -357,7 +359,7 @@ class Sender:
         send.machine.remote(SendEvent.NOTHING)
         return self._settle()
 
-    def grant(self, rank: int, message: Grant, now: float) -> list[Effect]:
+    def grant(self, rank: int, message: Grant, now: float) -> list[Decision]:
         """A receive is posted for this chunk. An ended transfer obeys it, too, with filler."""
         send = self._live(rank, message.attempt)
         if send is None:
@@ -366,7 +368,7 @@ class Sender:
         send.last_heard = self._moved = now
         return [Transmit(rank, message, pieces)]
 
-    def done(self, rank: int, message: Done, now: float) -> list[Effect]:
+    def done(self, rank: int, message: Done, now: float) -> list[Decision]:
         send = self._live(rank, message.attempt)
         if send is None:
             return []
@@ -374,7 +376,7 @@ class Sender:
         send.machine.remote(SendEvent.DONE)
         return self._settle()
 
-    def cancel(self, rank: int, message: Cancel) -> list[Effect]:
+    def cancel(self, rank: int, message: Cancel) -> list[Decision]:
         send = self._live(rank, message.attempt)
         if send is None:
             return []
@@ -382,7 +384,7 @@ class Sender:
         self.reason = self.reason or f"D cancelled: {message.reason}"
         return self._settle()
 
-    def lost(self, rank: int, reason: str, restarted: bool = False) -> list[Effect]:
+    def lost(self, rank: int, reason: str, restarted: bool = False) -> list[Decision]:
         """D's rank is gone, or broke the protocol; nothing of it may be waited for.
 
         `restarted`: what it says from now on is another incarnation's, or follows a new Hello.
@@ -403,7 +405,7 @@ class Sender:
         self.reason = self.reason or reason
         return [SendTo(rank, Failed(self.key, send.attempt, reason)), *self._settle()]
 
-    def unlinked(self, rank: int, reason: str) -> list[Effect]:
+    def unlinked(self, rank: int, reason: str) -> list[Decision]:
         """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
         send = self.sends.get(rank)
         if send is None or send.machine.state is not SendPhase.CLAIMED:
@@ -418,11 +420,11 @@ class Sender:
         send = self._live(order.rank, order.grant.attempt)
         return send is not None and bool(order.pieces) and send.readable(self._computed, order.pieces)
 
-    def sent(self, order: Transmit, filler: bool, digest: bytes = b"") -> list[Effect]:
+    def sent(self, order: Transmit, filler: bool, digest: bytes = b"") -> list[Decision]:
         """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link."""
         grant = order.grant
         sent = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
-        out: list[Effect] = [SendTo(order.rank, sent)]
+        out: list[Decision] = [SendTo(order.rank, sent)]
         send = self._live(order.rank, grant.attempt)
         if send is None or not order.pieces:
             return out
@@ -462,7 +464,7 @@ class Sender:
         end = self._moved + self.terms.wait
         return end if paused_since is None else min(end, max(self._moved, paused_since) + self.terms.lease)
 
-    def tick(self, now: float, paused_since: float | None = None) -> list[Effect]:
+    def tick(self, now: float, paused_since: float | None = None) -> list[Decision]:
         """End what has outlived its lease, or P's patience."""
         for rank, send in self._open():
             if send.machine.state is SendPhase.AHEAD and now - send.last_heard >= self.terms.lease:
@@ -509,22 +511,22 @@ class Sender:
             # D may go on with this attempt for a while, with chunks that a new send would not know.
             self._withdrawn[rank] = send
 
-    def _offer(self, rank: int, send: SendState) -> Effect:
+    def _offer(self, rank: int, send: SendState) -> Decision:
         return SendTo(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation))
 
-    def _announce_all(self, flush: bool) -> list[Effect]:
-        out: list[Effect] = []
+    def _announce_all(self, flush: bool) -> list[Decision]:
+        out: list[Decision] = []
         for rank, send in self._open():
             out += self._announce(rank, send, flush)
         return out
 
-    def _announce(self, rank: int, send: SendState, flush: bool) -> list[Effect]:
+    def _announce(self, rank: int, send: SendState, flush: bool) -> list[Decision]:
         if send.cutter is None:
             return []
         chunks = send.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
         return [SendTo(rank, chunk) for chunk in chunks]
 
-    def _settle(self) -> list[Effect]:
+    def _settle(self) -> list[Decision]:
         """Note which sends need the blocks no more, and whether any does."""
         for _, send in self._open():
             if send.machine.state is SendPhase.SENDING and send.drained:

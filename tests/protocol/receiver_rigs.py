@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from p2pkv.plan import Edge, make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
-from p2pkv.protocol.machine import Effect, Post, SendTo
+from p2pkv.protocol.machine import Decision, Post, SendTo
 from p2pkv.protocol.messages import Chunk, Grant, Offer, Piece, Sent
 from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.sharding import Shape
@@ -75,7 +75,7 @@ def arrive(made: Receiver, rank: int, message: Chunk, now: float = 3.0) -> None:
     made.sent(rank, Sent(KEY, ATTEMPT, message.chunk, 0, False), now)
 
 
-def take(made: Receiver, rank: int, message: Chunk, now: float = 3.0) -> list[Effect]:
+def take(made: Receiver, rank: int, message: Chunk, now: float = 3.0) -> list[Decision]:
     """All that happens to one chunk, from its announcement to the pages."""
     arrive(made, rank, message, now)
     assert made.pieces(rank, ATTEMPT, message.chunk) == message.pieces

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
-from p2pkv.protocol.machine import Effect, SendTo, Transmit
+from p2pkv.protocol.machine import Decision, SendTo, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.sender import PromptPhase, Sender, SendPhase, Terms
 from p2pkv.sharding import Shape
@@ -36,27 +36,27 @@ class Rig:
     def states(self) -> tuple[PromptPhase, list[SendPhase]]:
         return self.sender.prompt.state, [send.machine.state for send in self.sender.sends.values()]
 
-    def claim(self, rank: int = 0, attempt: int = 1, limit: int = 1 << 20) -> list[Effect]:
+    def claim(self, rank: int = 0, attempt: int = 1, limit: int = 1 << 20) -> list[Decision]:
         owed = Assignment.of([EDGES[rank]], [self.wires[rank]])
         return self.sender.claim(rank, owed, attempt, limit, self.now)
 
-    def offer(self) -> list[Effect]:
+    def offer(self) -> list[Decision]:
         return self.sender.offer(TOKENS, DIGEST)
 
-    def compute(self, stop: int = TOKENS, layers: tuple[int, int] = (0, 2)) -> list[Effect]:
+    def compute(self, stop: int = TOKENS, layers: tuple[int, int] = (0, 2)) -> list[Decision]:
         return self.sender.computed(*layers, stop, self.now)
 
     def want(
         self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1, ahead: bool = False
-    ) -> list[Effect]:
+    ) -> list[Decision]:
         return self.sender.want(rank, Want(KEY, attempt, start, stop, ahead), self.now)
 
-    def grant(self, number: int, nbytes: int, rank: int = 0, attempt: int = 1) -> list[Effect]:
+    def grant(self, number: int, nbytes: int, rank: int = 0, attempt: int = 1) -> list[Decision]:
         return self.sender.grant(rank, grant(number, nbytes, attempt), self.now)
 
-    def carry(self, said: list[Effect], filler: bool = False) -> list[Effect]:
+    def carry(self, said: list[Decision], filler: bool = False) -> list[Decision]:
         """Grant and send every chunk that is announced in `said`."""
-        out: list[Effect] = []
+        out: list[Decision] = []
         for effect in said:
             if isinstance(effect, SendTo) and isinstance(effect.message, Chunk):
                 message = effect.message
@@ -65,10 +65,10 @@ class Rig:
                 out += self.sender.sent(order, filler)
         return out
 
-    def done(self, rank: int = 0, attempt: int = 1) -> list[Effect]:
+    def done(self, rank: int = 0, attempt: int = 1) -> list[Decision]:
         return self.sender.done(rank, Done(KEY, attempt), self.now)
 
-    def cancel(self, rank: int = 0, attempt: int = 1) -> list[Effect]:
+    def cancel(self, rank: int = 0, attempt: int = 1) -> list[Decision]:
         return self.sender.cancel(rank, Cancel(KEY, attempt, "enough"))
 
 

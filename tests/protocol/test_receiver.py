@@ -21,7 +21,7 @@ from protocol.receiver_rigs import (
     whole,
 )
 
-from p2pkv.protocol.machine import Effect, Finished, LocalProtocolError, Offered, SendTo
+from p2pkv.protocol.machine import Decision, Finished, LocalProtocolError, Offered, SendTo
 from p2pkv.protocol.messages import Done, Failed, Piece, Sent, Want
 from p2pkv.protocol.receiver import LOAD, LoadEvent, LoadPhase, Receiver
 
@@ -94,7 +94,7 @@ PATHS: dict[LoadPhase, Callable[[], Receiver]] = {
 }
 
 
-def do(made: Receiver, event: LoadEvent) -> list[Effect]:
+def do(made: Receiver, event: LoadEvent) -> list[Decision]:
     match event:
         case LoadEvent.OFFERED:
             return [effect for rank in made.sources for effect in made.offer(rank, offer(), 1.0)]

@@ -30,7 +30,7 @@ from protocol.sender_rigs import (
 )
 
 from p2pkv.protocol.handshake import RowFormat
-from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, SendTo, Transmit
+from p2pkv.protocol.machine import Decision, Finished, Released, RemoteProtocolError, SendTo, Transmit
 from p2pkv.protocol.messages import Chunk, Piece
 from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEvent, SendPhase
 
@@ -133,7 +133,7 @@ PROMPTS: dict[PromptPhase, Callable[[], Rig]] = {
 }
 
 
-def do(rig: Rig, event: PromptEvent) -> list[Effect]:
+def do(rig: Rig, event: PromptEvent) -> list[Decision]:
     match event:
         case PromptEvent.OFFER:
             return rig.offer()
@@ -168,7 +168,7 @@ LEGS: dict[SendPhase, Callable[[], Rig]] = {
     SendPhase.ENDED: cancelled,
 }
 
-REMOTE: dict[SendEvent, Callable[[Rig], list[Effect]]] = {
+REMOTE: dict[SendEvent, Callable[[Rig], list[Decision]]] = {
     SendEvent.AHEAD: lambda rig: rig.want(ahead=True),
     SendEvent.WANT: lambda rig: rig.want(),
     SendEvent.NOTHING: lambda rig: rig.want(0, 0),
