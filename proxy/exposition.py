@@ -92,26 +92,19 @@ class _Collected:
 
     def _instances(self) -> Iterator[Metric]:
         instances = self._held.instances()
-        state = GaugeMetricFamily(_STATE, "", labels=["address", "role", "rank"])
-        load = GaugeMetricFamily(
-            "p2pkv_proxy_instance_load",
-            "Requests at an instance or on their way to it.",
-            labels=["address", "role", "rank"],
-        )
-        paused = GaugeMetricFamily(
+        state = _by_instance(_STATE, "")
+        load = _by_instance("p2pkv_proxy_instance_load", "Requests at an instance or on their way to it.")
+        paused = _by_instance(
             "p2pkv_proxy_breaker_open",
             "1 while an instance has a pause because its requests failed, else 0.",
-            labels=["address", "role", "rank"],
         )
-        queued = GaugeMetricFamily(
+        queued = _by_instance(
             "p2pkv_proxy_instance_queued_prefill_seconds",
             "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted.",
-            labels=["address", "role", "rank"],
         )
-        share = GaugeMetricFamily(
+        share = _by_instance(
             "p2pkv_proxy_instance_prefill_share",
             "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
-            labels=["address", "role", "rank"],
         )
         for each in instances:
             labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
@@ -156,6 +149,10 @@ _LARGEST = (
     "process_max_fds",
 )
 _SMALLEST = (_STATE, "_created", "process_start_time_seconds")
+
+
+def _by_instance(name: str, what: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, what, labels=["address", "role", "rank"])
 
 
 class _Merged(prometheus.CollectorRegistry):
