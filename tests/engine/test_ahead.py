@@ -389,7 +389,9 @@ def test_a_request_whose_early_buffer_is_let_go_fails(links):
 def test_a_prompt_of_other_weights_is_not_taken_ahead(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         acquaint(p, d)
+        # P's offers come by another way than D's command, so they could come first.
         d.do(do.Invalidate("version 2", "the weights have changed"))
+        on_engine_thread(d.ranks[0].rank, lambda: None)
         for key, generation, blocks in (("old", "", [8]), ("new", "version 2", [9])):
             p.do(do.OfferPrompt(key, d.address, 16, b"digest", generation))
             step(p, key, blocks, 0, 16)
