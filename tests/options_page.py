@@ -13,7 +13,7 @@ import msgspec
 
 from p2pkv import config
 from p2pkv.config import MIB, Options
-from p2pkv_proxy.cli import _parser
+from p2pkv_proxy.options import make_parser
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 SECTIONS = {
@@ -132,7 +132,7 @@ def page() -> str:
                 FORMER.rstrip(),
                 RENAMED.rstrip(),
                 PROXY,
-                *proxy_rows(_parser()),
+                *proxy_rows(make_parser()),
             ]
         )
         + "\n"

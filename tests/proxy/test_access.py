@@ -14,7 +14,7 @@ from proxy_fakes import FakeInstance, called, deployed, error_of, quiet, serve_a
 from proxy_process import running
 
 from p2pkv.demo.processes import free_ports
-from p2pkv_proxy import cli, settings
+from p2pkv_proxy import options
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.cli import main
 
@@ -91,7 +91,7 @@ def test_an_empty_key_is_refused_at_the_start(
     environ = {"P2PKV_PROXY_API_KEY": ""} if where == "environment" else {}
     argv = ["--config", str(file), *(["--api-key", ""] if where == "command line" else [])]
     with pytest.raises(SystemExit) as ended:
-        settings.parse(cli._parser(), argv, environ)
+        options.read(options.make_parser(), argv, environ)
     assert ended.value.code == 2
     assert "an empty key would let every client in" in capsys.readouterr().err
 

@@ -26,7 +26,7 @@ from proxy_fakes import called, deployed
 
 from p2pkv.config import Options
 from p2pkv.pairing import Address
-from p2pkv_proxy import cli, settings
+from p2pkv_proxy import options
 from p2pkv_proxy.access import Access
 from support.waiting import eventually
 
@@ -149,7 +149,7 @@ def test_the_proxy_on_kubernetes() -> None:
     environ |= {"P2PKV_PROXY_PORT": "tcp://10.0.0.9:10001", "P2PKV_PROXY_SERVICE_HOST": "10.0.0.9"}
     environ |= {"P2PKV_DISCOVERY_PORT": "tcp://10.0.0.8:30001"}
     assert container["command"] == ["p2pkv-proxy"]
-    read = settings.parse(cli._parser(), container["args"], environ)
+    read = options.read(options.make_parser(), container["args"], environ)
     assert (
         environ["P2PKV_SECRET"]
         and read.admin_token == environ_of(pod_of("decode")["containers"][0])["ADMIN_TOKEN"]
@@ -173,7 +173,7 @@ def test_compose(tmp_path: Path, file: str) -> None:
     (tmp_path / "secret").chmod(0o600)
     mounted = "/run/secrets/p2pkv"
     assert found["secrets"].keys() == {"p2pkv"}
-    read = settings.parse(cli._parser(), found["services"]["proxy"]["command"], {})
+    read = options.read(options.make_parser(), found["services"]["proxy"]["command"], {})
     assert str(read.secret_file) == mounted and found["services"]["proxy"]["secrets"] == ["p2pkv"]
     assert found["services"]["proxy"]["ports"] == [f"127.0.0.1:{read.port}:{read.port}"]
     for name, role in COMPOSED[file].items():

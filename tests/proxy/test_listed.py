@@ -22,7 +22,7 @@ from p2pkv.control.security import Members, ZapHandler
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
-from p2pkv_proxy import cli, settings
+from p2pkv_proxy import cli, options
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import ListedSource, Role
 from p2pkv_proxy.membership.listed import ListedInstance
@@ -406,18 +406,21 @@ async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on()
 
 
 def test_the_three_ways_to_list(tmp_path: Path) -> None:
-    def options(argv: list[str], environ: dict[str, str]) -> list[str]:
-        found: list[ListedInstance] = settings.parse(cli._parser(), argv, environ).prefill
+    def listed_by(argv: list[str], environ: dict[str, str]) -> list[str]:
+        found: list[ListedInstance] = options.read(options.make_parser(), argv, environ).prefill
         return [f"{each.http}={each.zmq}" for each in found]
 
     one, two = "10.0.0.7:8100=10.0.0.7:21001", "node-8:8100=[fd00::8]:21001"
     file = tmp_path / "proxy.toml"
     file.write_text(f'prefill = ["http://{one}", "{two}"]\n')
-    assert options(["--prefill", "http://10.0.0.7:8100/=10.0.0.7:21001", "--prefill", two], {}) == [one, two]
-    assert options([], {"P2PKV_PROXY_PREFILL": f"{one}, http://{two}"}) == [one, two]
-    assert options([], {"P2PKV_PROXY_PREFILL": ""}) == [], "as an empty value in a compose file"
-    assert options(["--config", str(file)], {}) == [one, two]
-    assert options([], {}) == []
+    assert listed_by(["--prefill", "http://10.0.0.7:8100/=10.0.0.7:21001", "--prefill", two], {}) == [
+        one,
+        two,
+    ]
+    assert listed_by([], {"P2PKV_PROXY_PREFILL": f"{one}, http://{two}"}) == [one, two]
+    assert listed_by([], {"P2PKV_PROXY_PREFILL": ""}) == [], "as an empty value in a compose file"
+    assert listed_by(["--config", str(file)], {}) == [one, two]
+    assert listed_by([], {}) == []
     parsed = ListedInstance.parse("D", two)
     assert (parsed.http, parsed.zmq) == (Address("node-8", 8100), Address("fd00::8", 21001))
 

@@ -26,8 +26,8 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, deployed, quiet
 
 from p2pkv_proxy.attempt import Dispatch
-from p2pkv_proxy.cli import Garbage
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.logs import Garbage
 from support.waiting import eventually
 
 BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
@@ -199,7 +199,7 @@ async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
 
 
 def parse_error(line: logging.LogRecord) -> bool:
-    """aiohttp's own; `proxy.cli` shortens it."""
+    """aiohttp's own; `proxy.logs` shortens it."""
     return line.exc_info is not None and isinstance(line.exc_info[1], HttpProcessingError)
 
 

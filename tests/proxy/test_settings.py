@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv_proxy import cli, settings
+from p2pkv_proxy import cli, options, settings
 from p2pkv_proxy.settings import parse
 
 
-def options(*argv: str, **environ: str) -> argparse.Namespace:
+def given(*argv: str, **environ: str) -> argparse.Namespace:
     """As the real command reads them; the names of variables without their prefix."""
-    return parse(cli._parser(), argv, {f"{settings.PREFIX}{name}": text for name, text in environ.items()})
+    return options.read(
+        options.make_parser(), argv, {f"{settings.PREFIX}{name}": text for name, text in environ.items()}
+    )
 
 
 @pytest.fixture
@@ -25,14 +27,14 @@ def file(tmp_path: Path) -> Path:
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> str:
     with pytest.raises(SystemExit) as end:
-        options(*argv, **environ)
+        given(*argv, **environ)
     assert end.value.code == 2
     return capsys.readouterr().err
 
 
 def test_the_command_line_comes_first_then_the_environment_then_the_file(file: Path) -> None:
     file.write_text("max-requests = 1\nmax_waiting = 2\nretries = 3\nmax-wait = 0.5\n")
-    read = options(
+    read = given(
         "--config", str(file), "--max-requests", "10", MAX_REQUESTS="20", MAX_WAITING="30", LOG_LEVEL="ERROR"
     )
     assert (read.max_requests, read.max_waiting, read.retries, read.max_wait) == (10, 30, 3, 0.5)
@@ -41,38 +43,38 @@ def test_the_command_line_comes_first_then_the_environment_then_the_file(file: P
 
 
 def test_bounds_for_bodies_and_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = options(
+    read = given(
         *("--max-body-mib", "3", "--max-body-values", "1000", "--body-seconds", "2.5"), MAX_CONNECTIONS="90"
     )
     monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
-    limits = cli._limits(read)
+    limits = options.limits(read)
     assert (limits.max_body, limits.max_values, limits.body_seconds) == (3 << 20, 1000, 2.5)
     assert limits.max_connections == 90
     monkeypatch.setattr("resource.getrlimit", lambda _: (60, 60))
-    assert cli._limits(read).max_connections == 20, "a request needs three descriptors"
+    assert options.limits(read).max_connections == 20, "a request needs three descriptors"
     monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert cli._limits(read).max_connections == 90
+    assert options.limits(read).max_connections == 90
 
 
 @pytest.mark.parametrize("spelling", ["--max-requests=7", "--max-requests 7"])
 def test_an_option_counts_as_given_however_it_is_spelled(spelling: str) -> None:
-    assert options(*spelling.split(), MAX_REQUESTS="nonsense").max_requests == 7
+    assert given(*spelling.split(), MAX_REQUESTS="nonsense").max_requests == 7
 
 
 def test_the_environment_may_name_the_file(file: Path) -> None:
     file.write_text('discovery = "127.0.0.1:5"\nprivate = true\nadmin-token = "t"\nallow-insecure = false\n')
-    read = options(CONFIG=str(file))
+    read = given(CONFIG=str(file))
     assert (str(read.discovery), read.private, read.admin_token) == ("127.0.0.1:5", True, "t")
     assert not read.allow_insecure
 
 
 @pytest.mark.parametrize(("text", "is_on"), [("1", True), ("true", True), ("No", False), ("", False)])
 def test_a_switch_in_the_environment(text: str, is_on: bool) -> None:
-    assert options(LOG_REQUESTS=text).log_requests is is_on
+    assert given(LOG_REQUESTS=text).log_requests is is_on
 
 
 def test_a_value_that_begins_with_a_dash_is_a_value() -> None:
-    assert options(ADMIN_TOKEN="--port").admin_token == "--port"
+    assert given(ADMIN_TOKEN="--port").admin_token == "--port"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_what_kubernetes_sets_beside_a_service_of_this_name_is_not_for_us(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        read = options(
+        read = given(
             PORT="tcp://10.0.0.7:10001",
             PORT_10001_TCP="tcp://10.0.0.7:10001",
             PORT_10001_TCP_PORT="10001",
@@ -118,12 +120,12 @@ def test_what_kubernetes_sets_beside_a_service_of_this_name_is_not_for_us(
             SERVICE_PORT="10001",
         )
     assert read.port == 10001 and caplog.text == ""
-    assert options(PORT="8000").port == 8000
+    assert given(PORT="8000").port == 8000
 
 
 def test_a_variable_that_is_no_option_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        options(MAX_REQEUSTS="5")
+        given(MAX_REQEUSTS="5")
     assert "P2PKV_PROXY_MAX_REQEUSTS is set, and there is no such option" in caplog.text
 
 
@@ -138,7 +140,7 @@ def test_an_option_that_may_come_twice_is_a_list_in_the_file(file: Path) -> None
 
 
 def test_every_option_is_explained() -> None:
-    for action in cli._parser()._actions:
+    for action in options.make_parser()._actions:
         assert (action.help and len(action.help) > 10) or action.dest == "log_level", action
 
 
@@ -167,11 +169,11 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_the_share_of_d_alone_in_places(arguments: list[str], places: int) -> None:
-    assert cli._limits(cli._parser().parse_args(arguments)).alone == places
+    assert options.limits(options.make_parser().parse_args(arguments)).alone == places
 
 
 @pytest.mark.parametrize("share", ["0", "1.5", "-1", "nan", "much"])
 def test_what_is_no_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli._parser().parse_args(["--alone-share", share])
+        options.make_parser().parse_args(["--alone-share", share])
     assert f"{share!r} is no share: expected more than 0 and at most 1" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from options_page import PAGE, page
 
 from p2pkv import config
-from p2pkv_proxy.cli import _parser
+from p2pkv_proxy.options import make_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,7 +44,7 @@ def test_commands_and_configurations_name_options_that_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     for shown in re.findall(r'"kv_connector_extra_config":\s*\{([^{}]*)\}', text):
         assert set(re.findall(r'"(\w+)":', shown)) <= set(config.EXTRA)
-    known = _parser()._option_string_actions
+    known = make_parser()._option_string_actions
     for command in re.findall(r"(?m)^p2pkv-proxy((?:.*\\\n)*.*)$", text):
         assert set(re.findall(r"(?<!\S)(--[\w-]+)", command)) <= known.keys()
 
