@@ -34,8 +34,8 @@ from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.placement import PlacementCosts, PromptPart
-from p2pkv_proxy.policies import Routing, RoutingRequest
 from p2pkv_proxy.routing import Router
+from p2pkv_proxy.routing_base import Routing, RoutingRequest
 
 CHUNK = 256
 SWITCH_SECONDS = 20.0

@@ -36,7 +36,7 @@ from .membership.listed import ListedInstance
 from .membership.listener import Listener
 from .membership.registry import Registry
 from .metrics import Metrics
-from .policies import Routing
+from .routing_base import Routing
 from .service import PROXY, Handler, Proxy, errors_as_json, generate, note_begin, recording, written_in_time
 from .siblings import Siblings, answering
 from .tracing import Spans

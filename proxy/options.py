@@ -18,8 +18,8 @@ from .bodies import PIECE_TOKENS
 from .limits import Limits
 from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
-from .policies import Routing
 from .routing import POLICIES
+from .routing_base import Routing
 
 _DESCRIPTION = """\
 One OpenAI endpoint in front of vLLM prefill and decode instances.

@@ -14,7 +14,7 @@ from typing import Self
 
 from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance, least_busy
-from .policies import Pick, Policy, Routing, RoutingRequest
+from .routing_base import Pick, Policy, Routing, RoutingRequest
 
 MOST_HOLDERS = 32
 """Instances that are remembered for one piece."""

@@ -164,14 +164,14 @@ PRODUCT = (
     ),
     Mutant(
         "a draft model's layers come before the model's",
-        "p2pkv/connector/stages.py:layer_order",
+        "p2pkv/connector/stage_layers.py:layer_order",
         "name.startswith(DRAFTERS), [",
         "False, [",
         ("tests/connector/test_drafters.py::test_stages_of_a_model_with_a_drafter",),
     ),
     Mutant(
         "stages whose layers are out of order are taken as they are",
-        "p2pkv/connector/stages.py:_whole",
+        "p2pkv/connector/stage_layers.py:_whole",
         "if names != ordered:",
         "if False:",
         ("tests/connector/test_drafters.py::test_stages_of_a_model_with_a_drafter",),
@@ -465,7 +465,7 @@ PRODUCT = (
     ),
     Mutant(
         "on P a link that is built ahead takes another's place",
-        "p2pkv/engine/decode_peers.py:DecodePeers.hello",
+        "p2pkv/engine/to_decode.py:DecodePeers.hello",
         "parked=self._full",
         "parked=False",
         ("tests/engine/test_links_ahead.py",),
@@ -698,7 +698,7 @@ PRODUCT = (
     ),
     Mutant(
         "admitted requests wait behind what comes ahead",
-        "p2pkv/engine/prefill_peers.py:InboundLink.post",
+        "p2pkv/engine/from_prefill.py:InboundLink.post",
         "            self._admitted_first()\n",
         "            pass\n",
         ("tests/engine/test_ahead.py::test_admitted_requests_go_before_it",),

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from p2pkv.connector.recurrent import RecurrentLayer, state_groups
-from p2pkv.connector.stages import over_stages
+from p2pkv.connector.stage_layers import over_stages
 from p2pkv.protocol.messages import Cache
 
 WIDTH = 4

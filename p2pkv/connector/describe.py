@@ -15,7 +15,7 @@ from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.planes import plane_views, row_form
 from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.connector.scheduler import BlockTables
-from p2pkv.connector.stages import (
+from p2pkv.connector.stage_layers import (
     DRAFTERS,
     Described,
     LocalGroup,

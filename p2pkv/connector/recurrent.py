@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from p2pkv.config import ConfigError
-from p2pkv.connector.stages import Described, LocalGroup
+from p2pkv.connector.stage_layers import Described, LocalGroup
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.copiers import ColumnCopier, copier_of
 from p2pkv.kv.layouts import LayerPages

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from p2pkv.config import RESERVED_CHUNKS
 from p2pkv.device import Fence
 from p2pkv.engine import commands as do
-from p2pkv.engine import prefill_peers
+from p2pkv.engine import from_prefill
 from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
 from p2pkv.engine.effects import Emit, SendMessage
+from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers, Receiving
 from p2pkv.engine.prefetch import ArrivedChunk, Check, PrefetchBuffer, PrefetchBuffers
-from p2pkv.engine.prefill_peers import PrefillPeer, PrefillPeers, Receiving
 from p2pkv.pairing import Address
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
@@ -154,7 +154,7 @@ class Decode:
             self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
             self._look_by(entry)  # a load may stall sooner
             if entry.buffer is not None:
-                self._ctx.effects.append(prefill_peers.Admitted(tuple(entry.peers.values()), command.key))
+                self._ctx.effects.append(from_prefill.Admitted(tuple(entry.peers.values()), command.key))
                 self._kept.append(entry)
 
     def drop(self, command: do.Drop, now: float) -> None:
@@ -172,9 +172,7 @@ class Decode:
         if self.entries.pop(entry.expect.key, None):
             self._out_of_tables(entry)
             if entry.peers and not entry.receiver.load.ended:
-                self._ctx.effects.append(
-                    prefill_peers.Unwanted(tuple(entry.peers.values()), entry.expect.key)
-                )
+                self._ctx.effects.append(from_prefill.Unwanted(tuple(entry.peers.values()), entry.expect.key))
 
     def invalidate(self, command: do.Invalidate, now: float) -> None:
         """D's weights have changed, or its caches were reset: let go of all that came before its request."""
@@ -382,7 +380,7 @@ class Decode:
 
         self._guard(entry, step, now)
 
-    def sent(self, effect: prefill_peers.ChunkSent, now: float) -> None:
+    def sent(self, effect: from_prefill.ChunkSent, now: float) -> None:
         peer, message = effect.peer, effect.message
         entry = self.entries.get(message.key)
         if entry is None or peer.hello is None:
@@ -407,7 +405,7 @@ class Decode:
 
     # What has happened to ranks of P.
 
-    def lost(self, effect: prefill_peers.PrefillLost, now: float) -> None:
+    def lost(self, effect: from_prefill.PrefillLost, now: float) -> None:
         """This incarnation is gone. Requests that P had not begun ask the next one; all others fail."""
         peer, reason = effect.peer, effect.reason
         for entry in self.of(peer):
@@ -421,7 +419,7 @@ class Decode:
             else:
                 self._decided(entry, receiver.lost(reason, entry.rank_of(peer)), now)
 
-    def fail(self, effect: prefill_peers.PrefillFailed, now: float) -> None:
+    def fail(self, effect: from_prefill.PrefillFailed, now: float) -> None:
         """End the requests of this rank of P; with `only_loading` those of them that load."""
         for entry in self.of(effect.peer):
             receiver = entry.receiver
@@ -430,7 +428,7 @@ class Decode:
 
     # The data.
 
-    def posted(self, effect: prefill_peers.Posted, now: float) -> None:
+    def posted(self, effect: from_prefill.Posted, now: float) -> None:
         """A receive is posted: grant it, whatever has become of the transfer."""
         peer, chunk = effect.peer, effect.chunk
         entry = self.entries.get(effect.key)
@@ -441,7 +439,7 @@ class Decode:
             grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
             self._ctx.effects.append(SendMessage(peer, grant))
 
-    def land(self, effect: prefill_peers.Arrived, now: float) -> None:
+    def land(self, effect: from_prefill.Arrived, now: float) -> None:
         """A receive is complete: write its bytes where they belong, unless the transfer has ended.
 
         While the step before may still write to those blocks, it is left for the next turn.
@@ -467,7 +465,7 @@ class Decode:
             else:
                 self._write(entry, arrived, now)
         finally:
-            self._ctx.effects.append(prefill_peers.Landed(peer, receiving))
+            self._ctx.effects.append(from_prefill.Landed(peer, receiving))
 
     def check(self, peer: PrefillPeer, receiving: Receiving) -> Check | None:
         """The checksum of the bytes that arrived, computed before the scatter."""
@@ -545,7 +543,7 @@ class Decode:
         )
         self._decided(entry, receiver.cancel(reason), now)
         given_up = f"the link is given up: {reason}"
-        self._ctx.effects.append(prefill_peers.AbortPrefillLink(peer, check.sent.link, given_up))
+        self._ctx.effects.append(from_prefill.AbortPrefillLink(peer, check.sent.link, given_up))
 
     # Time.
 
@@ -612,7 +610,7 @@ class Decode:
                 case machine.Post(rank, chunk):
                     if (peer := entry.peers.get(rank)) is not None:
                         reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
-                        effects.append(prefill_peers.Announced(peer, key, chunk, reserve))
+                        effects.append(from_prefill.Announced(peer, key, chunk, reserve))
                 case machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
                 case machine.Finished(ok, reason):
@@ -622,7 +620,7 @@ class Decode:
         """Emit the outcome once nothing writes to the request's blocks any more."""
         key = entry.expect.key
         if entry.peers:
-            self._ctx.effects.append(prefill_peers.Unwanted(tuple(entry.peers.values()), key))
+            self._ctx.effects.append(from_prefill.Unwanted(tuple(entry.peers.values()), key))
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None

@@ -2,7 +2,7 @@
 
 Peers and transfers never act on each other. They append what has happened, or what is to be done, to
 `Context.effects`; the core takes one after the other until the queue is empty (see `Core`). The effects that
-are about ranks of D are in `decode_peers`, those about ranks of P in `prefill_peers`.
+are about ranks of D are in `to_decode`, those about ranks of P in `from_prefill`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the peers of both sides have in common: the table of them, and when a link is too much or stands
 still.
 
-`decode_peers` has the ranks of D that have sent Hello to a rank of P, `prefill_peers` the ranks of P that a
+`to_decode` has the ranks of D that have sent Hello to a rank of P, `from_prefill` the ranks of P that a
 rank of D has dialed.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from p2pkv.engine.decode_peers import DecodePeer, DecodeRank
+from p2pkv.engine.to_decode import DecodePeer, DecodeRank
 from p2pkv.protocol.messages import Cancel, Want
 
 MOST_CLAIMS = 4096

@@ -17,7 +17,7 @@ from p2pkv.control.endpoint import Connection
 from p2pkv.engine.commands import NamePartners
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import SendMessage
-from p2pkv.engine.prefill_peers import PrefillPeer, PrefillPeers
+from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
 from p2pkv.pairing import Address, PairingError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.machine import RemoteProtocolError

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from p2pkv.device import take_memory
-from p2pkv.engine.prefill_peers import PrefillPeer
+from p2pkv.engine.from_prefill import PrefillPeer
 from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.staging import ALIGNMENT, Slots

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
-from p2pkv.engine import decode_peers
+from p2pkv.engine import to_decode
 from p2pkv.engine.context import Context, log
-from p2pkv.engine.decode_peers import DecodePeer, DecodeRank, PendingSent
 from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.peers import Peers
 from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.engine.referrals import Referrals
+from p2pkv.engine.to_decode import DecodePeer, DecodeRank, PendingSent
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Send
 from p2pkv.protocol import machine
@@ -229,7 +229,7 @@ class Prefill:
     def message(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
         key = message.key
         if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
-            self._ctx.effects.append(decode_peers.Confirmed(peer, key, message.attempt))
+            self._ctx.effects.append(to_decode.Confirmed(peer, key, message.attempt))
         entry = self.entries.get(key)
         if entry is None or not self._is_for(entry, peer):
             self._unknown(peer, message)
@@ -252,7 +252,7 @@ class Prefill:
             if isinstance(message, m.Grant):
                 # D has posted a receive that no send of ours will fill, so the link is out of step.
                 breach = f"{peer.address} granted what was not announced"
-                self._ctx.effects.append(decode_peers.AbortDecodeLink(peer, peer.link.number, breach))
+                self._ctx.effects.append(to_decode.AbortDecodeLink(peer, peer.link.number, breach))
             effects = sender.lost(rank, str(error))
         self._decided(entry, effects, now)
 
@@ -261,7 +261,7 @@ class Prefill:
         match message:
             case m.Grant(key):
                 order = Transmit(peer.hello.rank, message, ())
-                self._ctx.effects.append(decode_peers.Order(peer, key, order, known=False))
+                self._ctx.effects.append(to_decode.Order(peer, key, order, known=False))
             case m.Want(key) | m.Cancel(key):
                 self._claims.keep(key, peer.key, message)
             case m.Done(key):
@@ -270,7 +270,7 @@ class Prefill:
 
     # What has happened to ranks of D.
 
-    def linked(self, effect: decode_peers.DecodeLinked, now: float) -> None:
+    def linked(self, effect: to_decode.DecodeLinked, now: float) -> None:
         """With the link the limit of a chunk is known: announce what has been claimed."""
         peer = effect.peer
         for entry in self._for(peer):
@@ -280,12 +280,12 @@ class Prefill:
                 effects = entry.sender.claim(rank, peer.assignment, send.attempt, limit, now)
                 self._decided(entry, effects, now)
 
-    def unlinked(self, effect: decode_peers.DecodeLinkLost, now: float) -> None:
+    def unlinked(self, effect: to_decode.DecodeLinkLost, now: float) -> None:
         """What the link carried fails; a claim waits for the next link."""
         for entry in self._for(effect.peer):
             self._decided(entry, entry.sender.unlinked(effect.peer.hello.rank, effect.reason), now)
 
-    def gone(self, effect: decode_peers.DecodeGone, now: float) -> None:
+    def gone(self, effect: to_decode.DecodeGone, now: float) -> None:
         """This incarnation is gone: its transfers fail."""
         rank = effect.peer.hello.rank
         for entry in self._for(effect.peer):
@@ -295,7 +295,7 @@ class Prefill:
 
     # The gather.
 
-    def fill(self, effect: decode_peers.Fill, now: float) -> None:
+    def fill(self, effect: to_decode.Fill, now: float) -> None:
         """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile.
 
         On a device the gather is only queued. The send is ordered behind it, and `Copies` knows of it, so
@@ -321,12 +321,12 @@ class Prefill:
         self._count["bytes_sent"] += nbytes
         digest = self._digest(key, send) if peer.verify and not filler else None
         pending = PendingSent(key, order, filler, digest, summed=digest is None)
-        self._ctx.effects.append(decode_peers.Commit(peer, send, nbytes, pending))
+        self._ctx.effects.append(to_decode.Commit(peer, send, nbytes, pending))
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if digest is not None:
             self._ctx.copies.then(
-                key, lambda _: self._ctx.effects.append(decode_peers.Summed(peer, pending)), now
+                key, lambda _: self._ctx.effects.append(to_decode.Summed(peer, pending)), now
             )
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
@@ -351,7 +351,7 @@ class Prefill:
         self._ctx.copies.launched(key)
         return digest
 
-    def sent(self, effect: decode_peers.SendDue, now: float) -> None:
+    def sent(self, effect: to_decode.SendDue, now: float) -> None:
         """The link launches this send after its `Sent` message: send D what it holds."""
         peer, sent = effect.peer, effect.sent
         entry, grant = self.entries.get(sent.key), sent.order.grant
@@ -362,7 +362,7 @@ class Prefill:
             message = m.Sent(sent.key, grant.attempt, grant.chunk, grant.link, sent.filler, digest)
             self._ctx.effects.append(SendMessage(peer, message))
 
-    def taken(self, effect: decode_peers.Taken, now: float) -> None:
+    def taken(self, effect: to_decode.Taken, now: float) -> None:
         entry = self.entries.get(effect.key)
         if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
             self._count["bytes_early"] += effect.nbytes
@@ -425,7 +425,7 @@ class Prefill:
                         effects.append(SendMessage(peer, message))
                 case machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
-                        effects.append(decode_peers.Order(peer, entry.sender.key, each))
+                        effects.append(to_decode.Order(peer, entry.sender.key, each))
                 case machine.Released():
                     self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
                 case machine.Finished(ok, reason):

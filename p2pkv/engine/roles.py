@@ -10,14 +10,13 @@ from typing import Any, ClassVar, Protocol
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
-from p2pkv.engine import decode_peers as to
-from p2pkv.engine import prefill_peers as of
+from p2pkv.engine import from_prefill, to_decode
 from p2pkv.engine.context import Context
 from p2pkv.engine.decode import Decode
-from p2pkv.engine.decode_peers import DecodePeer, DecodePeers
+from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
 from p2pkv.engine.preconnect import Preconnect
 from p2pkv.engine.prefill import Prefill
-from p2pkv.engine.prefill_peers import PrefillPeer, PrefillPeers
+from p2pkv.engine.to_decode import DecodePeer, DecodePeers
 from p2pkv.protocol import messages as m
 
 Handle = Callable[[Any, float], object]
@@ -117,17 +116,17 @@ class PrefillRole:
         }
         self.unowned: Mapping[type, Unowned] = {m.Hello: peers.hello, m.Elsewhere: transfers.elsewhere}
         self.effects: Mapping[type, Handle] = {
-            to.DecodeLinked: transfers.linked,
-            to.DecodeLinkLost: self._link_lost,
-            to.DecodeGone: transfers.gone,
-            to.Fill: transfers.fill,
-            to.Taken: transfers.taken,
-            to.SendDue: transfers.sent,
-            to.Order: peers.order,
-            to.Commit: peers.commit,
-            to.Summed: peers.summed,
-            to.Confirmed: peers.confirmed,
-            to.AbortDecodeLink: peers.abort_link,
+            to_decode.DecodeLinked: transfers.linked,
+            to_decode.DecodeLinkLost: self._link_lost,
+            to_decode.DecodeGone: transfers.gone,
+            to_decode.Fill: transfers.fill,
+            to_decode.Taken: transfers.taken,
+            to_decode.SendDue: transfers.sent,
+            to_decode.Order: peers.order,
+            to_decode.Commit: peers.commit,
+            to_decode.Summed: peers.summed,
+            to_decode.Confirmed: peers.confirmed,
+            to_decode.AbortDecodeLink: peers.abort_link,
         }
         self.disconnected = peers.disconnected
         self.poll = peers.poll
@@ -144,7 +143,7 @@ class PrefillRole:
         self.peers.heartbeat(peer, bool(message.transfers), now)
         self.transfers.heartbeat(peer, message.transfers, now)
 
-    def _link_lost(self, effect: to.DecodeLinkLost, now: float) -> None:
+    def _link_lost(self, effect: to_decode.DecodeLinkLost, now: float) -> None:
         self.transfers.unlinked(effect, now)
         self.peers.rebuild(effect.peer, now)
 
@@ -208,17 +207,17 @@ class DecodeRole:
         }
         self.unowned: Mapping[type, Unowned] = {m.Hello: self._hello, m.Partners: self._partners}
         self.effects: Mapping[type, Handle] = {
-            of.PrefillWelcomed: lambda _, now: transfers.connect(now),
-            of.PrefillLost: transfers.lost,
-            of.PrefillFailed: transfers.fail,
-            of.Posted: transfers.posted,
-            of.ChunkSent: transfers.sent,
-            of.Arrived: transfers.land,
-            of.Announced: peers.announced,
-            of.Admitted: peers.admitted,
-            of.Unwanted: peers.unwanted,
-            of.Landed: peers.landed,
-            of.AbortPrefillLink: peers.abort_link,
+            from_prefill.PrefillWelcomed: lambda _, now: transfers.connect(now),
+            from_prefill.PrefillLost: transfers.lost,
+            from_prefill.PrefillFailed: transfers.fail,
+            from_prefill.Posted: transfers.posted,
+            from_prefill.ChunkSent: transfers.sent,
+            from_prefill.Arrived: transfers.land,
+            from_prefill.Announced: peers.announced,
+            from_prefill.Admitted: peers.admitted,
+            from_prefill.Unwanted: peers.unwanted,
+            from_prefill.Landed: peers.landed,
+            from_prefill.AbortPrefillLink: peers.abort_link,
         }
         self.unreachable = peers.refused
         self.disconnected = peers.disconnected

@@ -1,12 +1,11 @@
-"""How KV lies in memory: where the rows of a rectangle are, and how the elements of a row are arranged.
+"""How KV lies in memory: where the rows of a rectangle are. How the elements of a row are arranged is in
+`p2pkv.packings`.
 
 A rectangle on the wire is [layer, unit, head, row_bytes]. Its memory is described as rows of one size,
 `atom`, on a regular grid. So a gather is one "take these rows" and a scatter one "put these rows", whatever
 the layout. The atom is as large as the layout, the heads and the token range allow: a whole block where
 heads lie inside tokens and all are wanted, one (token, head) where not. Addresses are in bytes unless it
 is named units or blocks.
-
-How the elements of a row are arranged is `p2pkv.packings`' subject.
 """
 
 from __future__ import annotations

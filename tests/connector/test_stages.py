@@ -15,7 +15,7 @@ RANK = """
 import sys
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from p2pkv.connector.stages import Described, exchange_with_stages
+from p2pkv.connector.stage_layers import Described, exchange_with_stages
 from p2pkv.protocol.messages import KvGroup
 
 rank, port = int(sys.argv[1]), sys.argv[2]

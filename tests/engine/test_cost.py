@@ -17,9 +17,9 @@ from p2pkv.config import Options
 from p2pkv.engine import commands as do
 from p2pkv.engine.core import Core
 from p2pkv.engine.decode import RequestEntry
-from p2pkv.engine.decode_peers import OutboundLink
+from p2pkv.engine.from_prefill import InboundLink
 from p2pkv.engine.prefill import PromptEntry
-from p2pkv.engine.prefill_peers import InboundLink
+from p2pkv.engine.to_decode import OutboundLink
 from p2pkv.kv.cache import RankCache
 
 SHAPE = Geometry(blocks=8)

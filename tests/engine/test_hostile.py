@@ -26,7 +26,7 @@ from memory_links import MemoryNetwork
 from protocol.samples import KINDS, any_message, example
 
 from p2pkv.engine import commands as do
-from p2pkv.engine import decode_peers
+from p2pkv.engine import to_decode
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import negotiate
@@ -241,7 +241,7 @@ def test_connections_that_come_and_go(pair):
 
 
 def test_one_connection_that_says_it_is_many(pair, monkeypatch):
-    monkeypatch.setattr(decode_peers, "MAX_PEERS", 8)
+    monkeypatch.setattr(to_decode, "MAX_PEERS", 8)
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(dealer(pair.p.address)) for _ in range(12)]
         for number in range(240):
@@ -291,7 +291,7 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
 
 
 def test_grants_without_end_end_the_link(pair, monkeypatch):
-    monkeypatch.setattr(decode_peers, "MAX_ORDERS", 100)
+    monkeypatch.setattr(to_decode, "MAX_ORDERS", 100)
     said = msgspec.structs.replace(pair.hello("D"), incarnation="f" * 32, to=str(pair.p.address))
     with dealer(pair.p.address) as line:
         line.send(m.encode(said))

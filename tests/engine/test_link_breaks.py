@@ -10,7 +10,7 @@ from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.decode_peers import OutboundLink
+from p2pkv.engine.to_decode import OutboundLink
 from p2pkv.protocol import messages as m
 from support.waiting import wait_for
 

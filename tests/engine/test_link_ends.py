@@ -8,8 +8,8 @@ from typing import Any
 from memory_links import MemoryNetwork
 
 from p2pkv.engine.context import Counters
-from p2pkv.engine.decode_peers import Flight, OutboundLink
-from p2pkv.engine.prefill_peers import InboundLink, Receiving
+from p2pkv.engine.from_prefill import InboundLink, Receiving
+from p2pkv.engine.to_decode import Flight, OutboundLink
 from p2pkv.links.base import LinkError
 from p2pkv.protocol.messages import LinkAccept
 

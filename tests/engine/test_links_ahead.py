@@ -208,8 +208,8 @@ def test_on_p_a_link_that_no_request_has_used_goes_first(make_nccl: Make) -> Non
 
 @one_kind
 def test_links_without_requests_last(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv.engine.prefill_peers.IDLE_SECONDS", 0.1)
-    monkeypatch.setattr("p2pkv.engine.decode_peers.FORGOTTEN_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.from_prefill.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.to_decode.FORGOTTEN_SECONDS", 0.1)
     monkeypatch.setattr(preconnect, "BEAT_SECONDS", 0.2)
     p, d = make_nccl("P", lease_seconds=0.5), make_nccl("D", lease_seconds=0.5)
     name(d, p)

@@ -186,10 +186,10 @@ def test_p_closes_a_link_when_d_has_long_hung_up(make_nccl: Make, monkeypatch: p
     p, d = make_nccl("P", lease_seconds=1.0), make_nccl("D", lease_seconds=1.0)
     push(p, d, "k", salt=1)
     assert nccl_of(p).live == nccl_of(d).live == 1
-    monkeypatch.setattr("p2pkv.engine.prefill_peers.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.from_prefill.IDLE_SECONDS", 0.1)
     wait_for(lambda: nccl_of(d).live == 0, what="D hanging up")
     assert nccl_of(p).live == 1, "nobody tells P"
-    monkeypatch.setattr("p2pkv.engine.decode_peers.FORGOTTEN_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.to_decode.FORGOTTEN_SECONDS", 0.1)
     wait_for(lambda: nccl_of(p).live == 0, what="P closing its end")
     push(p, d, "again", salt=2)
 

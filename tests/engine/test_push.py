@@ -11,7 +11,7 @@ from engine_support import Engine, Geometry, at_baseline, engines, plain_links, 
 from links_support import NCCL_KINDS, ipc_links, nccl_links
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.prefill_peers import Receiving
+from p2pkv.engine.from_prefill import Receiving
 from support.waiting import wait_for
 
 ONE = Geometry()

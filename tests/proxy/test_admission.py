@@ -13,7 +13,7 @@ from proxy_behaviours import Seen, answer_json
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet
 
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio

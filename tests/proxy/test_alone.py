@@ -41,8 +41,8 @@ from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio

@@ -13,8 +13,8 @@ from test_partners import PartnerRig
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice, Router
+from p2pkv_proxy.routing_base import RoutingRequest
 
 ASYNC = pytest.mark.asyncio
 REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")

@@ -20,8 +20,8 @@ from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import LIFE, Breaker, Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 

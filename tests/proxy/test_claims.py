@@ -22,8 +22,8 @@ from p2pkv.pairing import Address
 from p2pkv_proxy.app import LISTENER
 from p2pkv_proxy.membership.instance import LIFE, Instance, Role
 from p2pkv_proxy.membership.registry import LEASE, Registry
-from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Router
+from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 MEMBERS = Members(b"a secret of the tests")

@@ -19,7 +19,7 @@ from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.admin import drain
 from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policies import Routing
+from p2pkv_proxy.routing_base import Routing
 from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio

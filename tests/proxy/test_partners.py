@@ -17,8 +17,8 @@ from p2pkv.control.pinger import Pinger
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, Nearby, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Router
+from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 

@@ -10,8 +10,8 @@ from proxy_fakes import join, ping
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
 from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import NoInstance, PrefillMode, Router, UnknownModel
+from p2pkv_proxy.routing_base import RoutingRequest
 
 
 def test_a_ping_alone_does_not_make_an_instance_routable() -> None:

@@ -13,7 +13,7 @@ from test_alone import paired
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.policies import Routing
+from p2pkv_proxy.routing_base import Routing
 from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio

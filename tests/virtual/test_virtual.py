@@ -24,7 +24,7 @@ from virtual.world import Broken, World
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.decode import Decode, TransferMessage
-from p2pkv.engine.prefill_peers import PrefillPeer
+from p2pkv.engine.from_prefill import PrefillPeer
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.receiver import Receiver

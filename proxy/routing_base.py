@@ -1,8 +1,4 @@
-"""What a routing policy is, and what it knows.
-
-To add a policy: write it in a file of its own, as prefixes.py and sessions.py are, and give it a line in
-POLICIES in routing.py. The command line, its help and the tests of all policies take it from there.
-"""
+"""What a routing policy is, and what it knows. How to add one: see `POLICIES` in routing.py."""
 
 from __future__ import annotations
 
