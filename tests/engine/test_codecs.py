@@ -113,7 +113,7 @@ def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
         wait_for(lambda: d.ranks[0].events(do.LoadFailed))
         (failed,) = d.ranks[0].events(do.LoadFailed)
         assert "rows of 15 elements do not hold a K and a V" in failed.reason
-        assert p.ranks[0].rank.counters.values["messages_refused"]
+        wait_for(lambda: p.ranks[0].rank.counters.values["messages_refused"])
 
 
 def test_a_hello_that_is_not_true_of_the_pages_is_refused():
