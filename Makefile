@@ -7,6 +7,7 @@
 # make mutants changes that tests must notice, each made in a copy of the tree (ARGS="--only TEXT" for some)
 # make lint    ruff and mypy
 # make pages   write docs/options.md from the code, and weigh code and pages (.ci/budget.py)
+# make pictures  draw docs/pair.svg, and make docs/dashboard.png with a Chromium of this machine's
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
 # make gpu-first-day  all that one or two GPUs can show, what says most first, into one page (ARGS="--minutes 30")
 # make gpu-dry-run  those lines of tests/gpu that need no GPU, with vLLM on the CPU: a few minutes
@@ -58,7 +59,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day gpu-dry-run chaos lint pages dist site bench clean
+.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day gpu-dry-run chaos lint pages pictures dist site bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -161,6 +162,9 @@ lint: $(STAMP)
 pages: $(STAMP)
 	@$(PY) tests/options_page.py
 	@$(PY) .ci/budget.py
+
+pictures: $(STAMP)
+	@$(PY) tests/pictures.py
 
 # From a copy, without what earlier builds left. setuptools writes the present time into an sdist, so its tar is
 # written again; the wheel is made of that sdist.

@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import pictures
 import pytest
 from options_page import PAGE, page
 
@@ -51,6 +52,10 @@ def test_commands_and_configurations_name_options_that_exist(name: str) -> None:
 
 def test_the_options_page_is_made_from_the_code() -> None:
     assert PAGE.read_text() == page(), "run `make pages`"
+
+
+def test_the_picture_of_a_pair_is_drawn_by_its_script() -> None:
+    assert pictures.PAIR.read_text() == pictures.pair(), "run `make pictures`"
 
 
 def test_operators_read_no_names_of_tests() -> None:

@@ -1,14 +1,15 @@
 """A rolling upgrade of real servers, as docs/operations.md and docs/promises.md describe it.
 
-Two wheels are built: one of this tree, and one of a copy that is a release later: its protocol is another, or
-each message has optional fields more. Each is installed into an environment of its own. Two P and two D of
-the one are replaced by turns by those of the other, under sixteen streams that never cease, and no request
-notices.
+Two wheels are built: one of this tree, and one of another release. That is the version before this one, from
+git's history, or a copy of this tree that is a release later: its protocol is another, or each message has
+optional fields more. Each is installed into an environment of its own. Two P and two D of the one are
+replaced by turns by those of the other, under sixteen streams that never cease, and no request notices.
 """
 
 from __future__ import annotations
 
 import http.client
+import io
 import itertools
 import json
 import os
@@ -16,7 +17,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +43,8 @@ from p2pkv.protocol.messages import PROTOCOL_VERSION
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
+PACKAGED = ("p2pkv", "proxy", "pyproject.toml", "README.md", "LICENSE")
+"""What a wheel is built from."""
 TOKEN = "a-token-of-the-tests"
 STREAMS = 16
 PROMPTS = 32
@@ -71,31 +76,62 @@ class Release:
         """Let this release run the server, which has not started."""
         server.command[0] = str(self.python)
 
-    def assert_installed(self) -> None:
-        """What its Python imports is the wheel, and not the tree beneath it."""
-        code = (
-            "import json, p2pkv, p2pkv_proxy; from p2pkv.protocol.messages import PROTOCOL_VERSION as it; "
-            "print(json.dumps([p2pkv.__file__, p2pkv_proxy.__file__, p2pkv.__version__, it]))"
-        )
-        said = subprocess.run(
-            [str(self.python), "-c", code],
-            env={**os.environ, **ALONE},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-        *files, version, protocol = json.loads(said)
-        assert all(Path(file).is_relative_to(self.home) for file in files), files
-        assert (version, protocol) == (self.version, self.protocol)
-
 
 ALONE = {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
 """The working directory is the tree, whose p2pkv would come before the wheel's."""
 
 
+def installed(home: Path) -> Release:
+    """The release in this environment, whose Python imports the wheel and not the tree beneath it."""
+    code = (
+        "import json, p2pkv, p2pkv_proxy; from p2pkv.protocol.messages import PROTOCOL_VERSION as it; "
+        "print(json.dumps([p2pkv.__file__, p2pkv_proxy.__file__, p2pkv.__version__, it]))"
+    )
+    printed = subprocess.run(
+        [str(home / "bin" / "python"), "-c", code],
+        env={**os.environ, **ALONE},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    *files, version, protocol = json.loads(printed)
+    assert all(Path(file).is_relative_to(home) for file in files), files
+    return Release(home, version, protocol)
+
+
+def this_tree(tree: Path) -> str:
+    """Copy this tree there; its version."""
+    for each in PACKAGED:
+        if (ROOT / each).is_dir():
+            shutil.copytree(ROOT / each, tree / each, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / each, tree / each)
+    return p2pkv.__version__
+
+
+def version_before(tree: Path) -> str:
+    """Put the last commit of the version before this one there; its version."""
+    bump = git("log", "-1", "--format=%H", f'-Sversion = "{p2pkv.__version__}"', "--", "pyproject.toml")
+    # Without such a commit, the version was changed in the working tree.
+    former = f"{bump.stdout.decode().strip()}^" if bump.stdout else "HEAD"
+    archive = git("archive", former, *PACKAGED)
+    if archive.returncode:
+        pytest.skip(f"git's history does not have the version before {p2pkv.__version__}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(tree, filter="data")
+    version = str(tomllib.loads((tree / "pyproject.toml").read_text())["project"]["version"])
+    assert version != p2pkv.__version__
+    return version
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, timeout=60, check=False)
+
+
 def another_protocol(tree: Path) -> str:
-    """Make this copy of the tree a release of another protocol; its version."""
+    """Put a release there whose protocol is another."""
+    this_tree(tree)
     messages = tree / "p2pkv" / "protocol" / "messages.py"
     edit(messages, r"^PROTOCOL_VERSION = \d+$", f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}")
     # What a version is for: an old rank could not read this one's messages.
@@ -104,7 +140,8 @@ def another_protocol(tree: Path) -> str:
 
 
 def optional_fields(tree: Path) -> str:
-    """Make this copy of the tree a later minor release, whose messages all have an optional field more."""
+    """Put a later minor release there, whose messages all have an optional field more."""
+    this_tree(tree)
     messages = tree / "p2pkv" / "protocol" / "messages.py"
     edit(messages, r'(?<=array_like=False, )tag_field="t"\):', 'tag_field="t", kw_only=True):')
     field = 'note: Name | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?note")'
@@ -116,7 +153,7 @@ def optional_fields(tree: Path) -> str:
         file.write(
             "\n\ndef encode(message):\n    return _again(msgspec.structs.replace(message, note='later'))\n"
         )
-    return number(tree, f"{p2pkv.__version__.rpartition('.')[0]}.99")
+    return number(tree, "98.99")
 
 
 def number(tree: Path, version: str) -> str:
@@ -131,14 +168,11 @@ def edit(path: Path, pattern: str, text: str) -> None:
     path.write_text(edited)
 
 
-def release(folder: Path, change: Callable[[Path], str] | None = None) -> Release:
-    """The tree, with a change, as a wheel in an environment of its own."""
+def release(folder: Path, sources: Callable[[Path], str] = this_tree) -> Release:
+    """A wheel of the sources that `sources` puts into a folder, in an environment of its own."""
     tree = folder / "tree"
-    for room in ("p2pkv", "proxy"):
-        shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, tree / file)
-    version = change(tree) if change else p2pkv.__version__
+    tree.mkdir(parents=True)
+    version = sources(tree)
     offline = ("--no-deps", "--no-index")
     built = subprocess.run(
         [
@@ -153,9 +187,8 @@ def release(folder: Path, change: Callable[[Path], str] | None = None) -> Releas
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("p2pkv-*.whl")
     # The p2pkv beneath may have the same version, and pip would leave it at that.
-    home = environment(folder / "home", *offline, "--ignore-installed", str(wheel), ours=True)
-    made = Release(home, version, PROTOCOL_VERSION + (change is another_protocol))
-    made.assert_installed()
+    made = installed(environment(folder / "home", *offline, "--ignore-installed", str(wheel), ours=True))
+    assert made.version == version
     return made
 
 
@@ -294,11 +327,32 @@ def loaded(server: VllmServer) -> int:
     return int(report["transfers_loaded"])
 
 
-@pytest.fixture(params=["another protocol", "optional fields", "back from optional fields"])
+OTHERS = {
+    "the version before": version_before,
+    "another protocol": another_protocol,
+    "optional fields": optional_fields,
+}
+
+
+@pytest.fixture(
+    params=[
+        ("the version before", "this tree"),
+        ("this tree", "the version before"),
+        ("this tree", "another protocol"),
+        ("this tree", "optional fields"),
+        ("optional fields", "this tree"),
+    ],
+    ids=" to ".join,
+)
 def old_and_new(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Release, Release]:
-    change = another_protocol if request.param == "another protocol" else optional_fields
-    ours, later = release(tmp_path / "ours"), release(tmp_path / "later", change)
-    return (later, ours) if request.param.startswith("back") else (ours, later)
+    # The other one first: it may be a skip.
+    (other,) = set(request.param) & OTHERS.keys()
+    made = {other: release(tmp_path / "other", OTHERS[other]), "this tree": release(tmp_path / "this")}
+    assert other == "the version before" or (
+        made[other].protocol - PROTOCOL_VERSION == (other == "another protocol")
+    )
+    old, new = (made[each] for each in request.param)
+    return old, new
 
 
 @pytest.fixture
