@@ -29,7 +29,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from fleet_engines import BLOCK, COSTS, Decode, Links, Lost, Prefill, VirtualLoop
+from fleet_engines import BLOCK, COSTS, Closed, Decode, Links, Lost, Prefill, VirtualLoop
 
 from p2pkv import __version__
 from p2pkv.control.discovery import Ping
@@ -39,7 +39,7 @@ from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import PartnerLists
-from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.membership.registry import Registry, random_turn
 from p2pkv_proxy.policies import Pick, Policy, Routing, RoutingRequest
 from p2pkv_proxy.retries import Retries
 from p2pkv_proxy.routing import POLICIES, NoInstance, Router, UnknownModel
@@ -187,7 +187,7 @@ class Proxy:
     def __init__(self, clock: Callable[[], float], policy: str, limits: Limits) -> None:
         self.clock = clock
         self.limits = limits
-        self.registry = Registry()
+        self.registry = Registry(first_turn=random_turn)
         self.counters = RequestCounters()
         routing = Routing(prefill=policy, decode=DECODE.get(policy, "least_loaded"), prefix_memory=1 << 22)
         self.router = Router(self.registry, routing, room=limits.max_requests, alone=limits.alone)
@@ -348,22 +348,25 @@ class Fleet:
                 proxy.record(choice.decode, place, success=True)
                 self._done(asked, first, self.loop.time() - began)
                 return
-            except Lost:
+            except Lost as loss:
+                closed = isinstance(loss, Closed)
                 prefill, decode = choice.prefill, choice.decode
                 culprit = decode if prefill is None or self._engine(prefill).alive else prefill
                 proxy.record(culprit, place, success=False)
                 culprit.healthy = False  # its port refuses, as the next call and the prober find
                 failed |= {culprit}
-                if sent and resumes < proxy.limits.resumes:
-                    if await proxy.retries.resume(place, failed, resumes):
-                        resumes += 1
+                if sent and resumes - closed < proxy.limits.resumes:
+                    if await proxy.retries.resume(place, failed, resumes - closed, free=closed):
+                        resumes += not closed
                         continue
-                elif not sent and await proxy.retries.elsewhere(place, culprit, failed, tries):
-                    tries += 1
+                elif not sent and await proxy.retries.elsewhere(
+                    place, culprit, failed, tries - closed, free=closed
+                ):
+                    tries += not closed
                     continue
                 elif not sent and culprit is prefill and proxy.admission.stay_alone(place, failed):
                     continue
-                self._lost("lost with its instance")
+                self._lost("after its first token" if sent else "before its first token")
                 return
 
     async def _prefill(
@@ -570,7 +573,9 @@ def page(rows: Sequence[dict[str, Any]], when: str) -> Iterator[str]:
     )
     yield ""
     yield NOTES
-    heads = "system|good|not answered|first token p50, p99|pause p99|hits|busiest P, D|links, built late"
+    heads = (
+        "system|good|not answered|first token p50, p99|pause p99|hits|busiest P, D|links, built late|run on"
+    )
     for trace, size, fault in dict.fromkeys((row["trace"], row["size"], row["fault"]) for row in rows):
         yield ""
         yield f"## {trace}, {size:,} instances: {fault or 'no fault'}"
@@ -579,7 +584,7 @@ def page(rows: Sequence[dict[str, Any]], when: str) -> Iterator[str]:
         yield f"{one['seconds']:g} s of requests; all of the trace is played within {one['span']:g} s."
         yield ""
         yield "| " + " | ".join(heads.split("|")) + " |"
-        yield "|---|---:|---:|---|---:|---:|---|---|"
+        yield "|---|---:|---:|---|---:|---:|---|---|---|"
         for row in rows:
             if (row["trace"], row["size"], row["fault"]) == (trace, size, fault):
                 yield line(row)
@@ -591,7 +596,8 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"| {SYSTEMS[row['policy']]} | {row['goodput']:.3f} | {row['not answered']} of {row['asked']:,} "
         f"| {p50:.2f} s, {p99:.2f} s | {1e3 * row['pause, p99']:.1f} ms | {row['hits']:.2f} "
-        f"| {row['busiest P']:.2f}, {row['busiest D']:.2f} | {row['links']}, {late:.0%} |"
+        f"| {row['busiest P']:.2f}, {row['busiest D']:.2f} | {row['links']}, {late:.0%} "
+        f"| {row['date']} |"
     )
 
 
@@ -614,7 +620,12 @@ def arguments() -> argparse.Namespace:
 def one(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
     logging.disable(logging.WARNING)
     POLICIES.update(OTHERS)
-    return run | {"trace": run["trace"].stem.partition("_")[0]} | simulated(**run, args=args)
+    figures = simulated(**run, args=args)
+    return run | {"trace": run["trace"].stem.partition("_")[0], "date": today()} | figures
+
+
+def today() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def main() -> int:
@@ -634,7 +645,7 @@ def main() -> int:
     )  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     written.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    text = page(rows, f"{datetime.now(UTC):%Y-%m-%d}, p2pkv {__version__}")
+    text = page(rows, f"{today()}, p2pkv {__version__}")
     (args.out / "fleet_simulation.md").write_text("\n".join(text) + "\n")
     return 0
 

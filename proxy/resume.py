@@ -92,8 +92,8 @@ class Resumer:
             )
             follow(attempt)
             outcome = await attempt.run(self._dispatch)
-            # One that could not be reached has computed nothing; several D's may have died together.
-            free = outcome.end is CallEnd.UNREACHABLE
+            # It has computed nothing; several D's may have died together.
+            free = outcome.end is CallEnd.CLOSED
             tries += not free
             if attempt.relay is not None:
                 relay = attempt.relay

@@ -154,9 +154,10 @@ class Proxy:
             if decides and self.limits.alone and self.admission.stay_alone(place, failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
-            free = culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
-            if await self._retries.elsewhere(place, culprit, failed, tries, free=free):
-                tries += 1
+            closed = outcome.end is CallEnd.CLOSED
+            free = closed or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
+            if await self._retries.elsewhere(place, culprit, failed, tries - closed, free=free):
+                tries += not closed
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
             if decides or culprit is not attempt.choice.prefill or not self.limits.alone:
