@@ -75,6 +75,7 @@ class Resumer:
                 place, failed, tries, free=free
             ):
                 break
+            self._counters.resume_tries += 1
             decode = place.choice.decode
             context = await self._context(decode) if transcript.wanted.needs_context else 0
             if context is None:

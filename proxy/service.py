@@ -255,6 +255,9 @@ class Proxy:
             "calls": sum(instance.in_flight for instance in everyone),
             "alone": sum(instance.alone for instance in everyone),
             "resume_bytes": self.transcripts.held,
+            "resume_bytes_largest": max(
+                (each.transcript.bytes_held for each in self.active if each.transcript is not None), default=0
+            ),
             "silent": sum(instance.silent(self.clock()) for instance in everyone),
             "engines_paused": sum(instance.paused for instance in everyone),
             "breakers_open": sum(not instance.breaker.closed for instance in everyone),
