@@ -80,6 +80,10 @@ class Lost(Exception):
     """The instance is gone."""
 
 
+class Closed(Lost):
+    """It was gone before it was asked."""
+
+
 Done = asyncio.Future[int]
 """Of a prompt: the tokens that were cached."""
 
@@ -97,7 +101,7 @@ class Prefill:
     async def compute(self, blocks: Sequence[int], tokens: int) -> int:
         """Returns how many tokens it had. Raises Lost."""
         if not self.alive:
-            raise Lost
+            raise Closed
         done: Done = self._loop.create_future()
         self._queue.append((done, blocks, tokens))
         if self._now is None:
@@ -150,7 +154,7 @@ class Decode:
     async def generate(self, tokens: int, context: int, sent: Callable[[int], None]) -> None:
         """`sent` is called at the end, whatever that is, with how many tokens came. Raises Lost."""
         if not self.alive:
-            raise Lost
+            raise Closed
         self._advance()
         begun, done = self._progress, self._loop.create_future()
         self._streams[done] = (self._progress + tokens, context + tokens // 2)

@@ -34,7 +34,7 @@ from .limits import Limits
 from .membership import Membership
 from .membership.listed import ListedInstance
 from .membership.listener import Listener
-from .membership.registry import Registry
+from .membership.registry import Registry, random_turn
 from .metrics import Metrics
 from .routing_base import Routing
 from .service import PROXY, Handler, Proxy, errors_as_json, generate, note_begin, recording, written_in_time
@@ -94,7 +94,9 @@ def make_app(
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
             client = await cleanup.enter_async_context(Client())
-            membership = Membership(client.kept, registry or Registry(lease=limits.lease))
+            membership = Membership(
+                client.kept, registry or Registry(lease=limits.lease, first_turn=random_turn)
+            )
             cleanup.callback(membership.close)
             app[PROXY] = proxy = Proxy(
                 client, membership, dispatch, limits, routing or Routing(), metrics=metrics, guard=guard

@@ -43,7 +43,10 @@ class CallEnd(Enum):
     """Any other status that is no success, or an error in place of the first token."""
     ABORTED = auto()
     """A success that shows that the instance was stopped before it was done."""
+    CLOSED = auto()
+    """Its port refused the connection: it has computed nothing."""
     UNREACHABLE = auto()
+    """No connection came about for another reason, perhaps only after seconds."""
     NO_SOCKET = auto()
     """This proxy had no descriptor, no port or no memory for a connection."""
     BROKEN = auto()

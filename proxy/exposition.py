@@ -145,6 +145,7 @@ shows the number of instances in each state instead."""
 _LARGEST = (
     "p2pkv_proxy_breaker_open",
     "p2pkv_proxy_claims_refused_total",
+    "p2pkv_proxy_resume_bytes_largest",
     "p2pkv_proxy_build_info",
     "process_max_fds",
 )
@@ -203,6 +204,7 @@ _COUNTERS = (
     ("prefill_skipped", "spared", "Requests given to a decode instance alone: their prompts are short."),
     ("retries", "retried", "Second tries at another instance."),
     ("retries_refused", "retries_refused", "Failures not tried again: the budget of retries was spent."),
+    ("resume_tries", "resume_tries", "Times that a streamed answer was sent to another decode instance."),
     ("resumed", "resumed", "Streamed answers that went on at another decode instance, to their end."),
     ("not_resumed", "not_resumed", "Streamed answers that could have gone on, and ended with an error."),
     ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
@@ -217,5 +219,6 @@ _GAUGES = (
     ("decode_alone_running", "alone", "Of those running, prompts that a decode instance computes alone."),
     ("body_bytes", "held_bytes", "Bytes of the bodies of all requests together."),
     ("resume_bytes", "resume_bytes", "Bytes held of streamed answers, so that others could go on with them."),
+    ("resume_bytes_largest", "resume_bytes_largest", "Bytes so held of one answer, at most."),
     ("calls", "calls", "Calls to instances that are open."),
 )  # fmt: skip

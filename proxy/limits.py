@@ -71,6 +71,7 @@ class RequestCounters:
         spared: requests that a decode instance was given because their prompts are short.
         retried: tries at another instance.
         retries_refused: failures that were not tried again because the budget of retries was spent.
+        resume_tries: tries to go on with a streamed answer at another decode instance.
         resumed: streamed answers that went on at another decode instance, to their end.
         not_resumed: streamed answers that could have, and ended with an error.
         breakers_opened: how often an instance was given a pause.
@@ -86,6 +87,7 @@ class RequestCounters:
     spared: int = 0
     retried: int = 0
     retries_refused: int = 0
+    resume_tries: int = 0
     resumed: int = 0
     not_resumed: int = 0
     breakers_opened: int = 0

@@ -322,7 +322,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--max-held-mib", _at_least(1), standard.max_held >> 20, "MIB",
             "MiB of the bodies of all requests that have not begun to be answered; others get a 503"),
         ("--retries", _at_least(0), standard.retries, "N",
-            "tries at other instances if one fails before the first byte"),
+            "tries at other instances if one fails before the first byte; one whose port refuses does not "
+            "count"),
         ("--resume-limit", _at_least(0), standard.resumes, "N",
             "how often a streamed answer whose decode instance is lost goes on at another one; 0: it ends "
             "with an error event"),

@@ -23,12 +23,18 @@ _EACH, _EVERY = 32, 8
 the proxy four times as much memory and time, to know by 64 tokens and not by 512 what is cached."""
 
 
-class PrefixAware(Policy):
-    """The one where this prompt is computed soonest: after what there is to do already, and without the
-    beginning that the instance has been given before.
+_WEIGHT_OF_NEW = 2
+"""Of tokens that an instance has to compute for a prompt, beside those that it has to compute before: they
+hold up this request, and one that comes after it. With 1, the turn of a conversation that comes while the one
+before is computed goes elsewhere as readily, and all of it is computed twice."""
 
-    So requests with one beginning go to one instance, until another one would be done sooner although it has
-    to compute all of it. Where no instance has been given the beginning this is `least_loaded`.
+
+class PrefixAware(Policy):
+    """The one that has the least to do: what it has already, and twice what it has not been given before of
+    this prompt.
+
+    So requests with one beginning go to one instance, until that has much more to do than another one, which
+    has to compute all of it. Where no instance has been given the beginning this is `least_loaded`.
 
     Args:
         capacity: pieces of prompts that are remembered.
@@ -36,7 +42,7 @@ class PrefixAware(Policy):
 
     help = (
         "the one that has lately been given a prompt with the same beginning, and so may have that in its "
-        "cache, unless another one with less to do would still be sooner; for long system prompts and for "
+        "cache, unless another one has much less to do; for long system prompts and for "
         "conversations"
     )
     knows_prompts = True
@@ -53,7 +59,8 @@ class PrefixAware(Policy):
 
         def cost(instance: Instance) -> tuple[float, int, int]:
             work, load, turn = instance.order
-            return work + (tokens - cached.get(instance, 0)) / instance.ping.tp_size, load, turn
+            new = tokens - cached.get(instance, 0)
+            return work + _WEIGHT_OF_NEW * new / instance.ping.tp_size, load, turn
 
         if len({each.ping.tp_size for each in candidates}) == 1:
             candidates = [least_busy(candidates), *cached]  # the least cost is one of theirs

@@ -75,6 +75,7 @@ class Resumer:
                 place, failed, tries, free=free
             ):
                 break
+            self._counters.resume_tries += 1
             decode = place.choice.decode
             context = await self._context(decode) if transcript.wanted.needs_context else 0
             if context is None:
@@ -92,8 +93,8 @@ class Resumer:
             )
             follow(attempt)
             outcome = await attempt.run(self._dispatch)
-            # One that could not be reached has computed nothing; several D's may have died together.
-            free = outcome.end is CallEnd.UNREACHABLE
+            # It has computed nothing; several D's may have died together.
+            free = outcome.end is CallEnd.CLOSED
             tries += not free
             if attempt.relay is not None:
                 relay = attempt.relay

@@ -56,7 +56,8 @@ class Retries:
         """Moves a request away from those that failed it. False if that was its last try.
 
         Args:
-            tries: how many it has had.
+            tries: how many it has had, without those at instances whose port refused: each of these is asked
+                only once, and nothing was computed.
             free: the budget does not count.
         """
         if tries > self._limits.retries:

@@ -154,9 +154,10 @@ class Proxy:
             if decides and self.limits.alone and self.admission.stay_alone(place, failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
-            free = culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
-            if await self._retries.elsewhere(place, culprit, failed, tries, free=free):
-                tries += 1
+            closed = outcome.end is CallEnd.CLOSED
+            free = closed or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
+            if await self._retries.elsewhere(place, culprit, failed, tries - closed, free=free):
+                tries += not closed
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
             if decides or culprit is not attempt.choice.prefill or not self.limits.alone:
@@ -254,6 +255,9 @@ class Proxy:
             "calls": sum(instance.in_flight for instance in everyone),
             "alone": sum(instance.alone for instance in everyone),
             "resume_bytes": self.transcripts.held,
+            "resume_bytes_largest": max(
+                (each.transcript.bytes_held for each in self.active if each.transcript is not None), default=0
+            ),
             "silent": sum(instance.silent(self.clock()) for instance in everyone),
             "engines_paused": sum(instance.paused for instance in everyone),
             "breakers_open": sum(not instance.breaker.closed for instance in everyone),

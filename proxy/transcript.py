@@ -369,11 +369,16 @@ class Transcript:
         rest, self._rest = self._rest, b""
         return rest
 
+    @property
+    def bytes_held(self) -> int:
+        """Of `memory`."""
+        return self._counted + len(self._prompt)
+
     def drop(self) -> None:
         """No other instance can go on with it. What it holds is let go. Idempotent."""
         self.possible = self._plain = False
         self._pattern = None
-        self.memory.held -= self._counted + len(self._prompt)
+        self.memory.held -= self.bytes_held
         self._counted = 0
         self._ids, self._prompt = bytearray(), b""
         self._coming.clear()
@@ -460,7 +465,7 @@ class Transcript:
         step = max(_MEMORY_STEP, len(self._ids) - self._counted)
         self.memory.held += step
         self._counted += step
-        if len(self._prompt) + self._counted > self.memory.most_each or self.memory.held > self.memory.most:
+        if self.bytes_held > self.memory.most_each or self.memory.held > self.memory.most:
             self.drop()
 
     def rewind(self) -> Beyond:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import time
@@ -279,7 +280,8 @@ class Call:
             if is_ours(error):
                 raise CallFailed(CallEnd.NO_SOCKET, "could not be called") from error
             self.instance.unreachable()
-            raise CallFailed(CallEnd.UNREACHABLE, "could not be reached") from error
+            end = CallEnd.CLOSED if error.errno == errno.ECONNREFUSED else CallEnd.UNREACHABLE
+            raise CallFailed(end, "could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
         return self._response

@@ -1119,8 +1119,8 @@ PRODUCT = (
     Mutant(
         "what is left of a prompt takes as long on any number of ranks",
         "proxy/prefixes.py:PrefixAware.__call__.cost",
-        "(tokens - cached.get(instance, 0)) / instance.ping.tp_size",
-        "(tokens - cached.get(instance, 0))",
+        "_WEIGHT_OF_NEW * new / instance.ping.tp_size",
+        "_WEIGHT_OF_NEW * new",
         ("tests/proxy/test_routing.py::test_four_ranks_compute_all_of_it_sooner_than_one_computes_half",),
     ),
     Mutant(
@@ -1188,6 +1188,13 @@ PRODUCT = (
             "tests/proxy/test_data_parallel.py"
             "::test_what_a_hung_engine_has_not_begun_goes_to_another_server",
         ),
+    ),
+    Mutant(
+        "an instance whose port refuses counts as a try",
+        "proxy/service.py:Proxy._serve",
+        "tries - closed",
+        "tries",
+        ("tests/proxy/test_retries.py::test_instances_whose_port_refuses_are_no_tries",),
     ),
     Mutant(
         "the budget of retries refuses the first resume",

@@ -14,7 +14,8 @@ kill -9 too, loses its connection; so its successor is taken at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from msgspec.structs import replace
@@ -49,12 +50,19 @@ its address."""
 _COMPLAIN_SECONDS = 60.0
 
 
+def random_turn() -> int:
+    """For `Registry.first_turn`: proxies beside each other, each of which knows only its own requests, then
+    do not choose idle instances in one order, at about the same times."""
+    return -random.randrange(1 << 30)
+
+
 class Registry:
     """The living instances, one for each (role, HTTP address, data-parallel rank).
 
     Args:
         life: seconds without a ping after which an instance is silent, or gone if its connection is.
         lease: seconds without a ping after which it is gone all the same.
+        first_turn: a newcomer's, at most 0. Among equals the lowest turn is chosen.
 
     Attributes:
         claims_refused: pings under the address of another live instance.
@@ -63,7 +71,14 @@ class Registry:
             the other way round; unless time alone is the reason.
     """
 
-    def __init__(self, life: float = LIFE, capacity: int = MAX_INSTANCES, lease: float = LEASE) -> None:
+    def __init__(
+        self,
+        life: float = LIFE,
+        capacity: int = MAX_INSTANCES,
+        lease: float = LEASE,
+        first_turn: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._first_turn = first_turn
         self._life = life
         self._lease = max(life, lease)
         self._silent: set[Instance] = set()
@@ -87,6 +102,7 @@ class Registry:
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
         newcomer = Instance(_unpaused(ping), now, source, self._life)
+        newcomer.take_turn(self._first_turn())
         newcomer.paused = ping.paused
         known = self._instances.get(newcomer.key)
         if ping.leaving:

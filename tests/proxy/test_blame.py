@@ -47,7 +47,7 @@ P, D, PROXY, CLIENT, NONE = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.N
 NO, ELSEWHERE, ALONE, SAME, GOES_ON = Again.NO, Again.ELSEWHERE, Again.ALONE, Again.SAME, Again.GOES_ON
 NOW, IF_D, IF_P = Charge.NOW, Charge.IF_D_ACCEPTS, Charge.IF_P_ACCEPTS
 E = CallEnd
-DEAD = (E.ERROR, E.UNREACHABLE, E.BROKEN, E.GONE, E.LATE)
+DEAD = (E.ERROR, E.CLOSED, E.UNREACHABLE, E.BROKEN, E.GONE, E.LATE)
 """Ends that are an instance's own failure, whichever it is."""
 MAY_LIVE = (E.ABORTED, E.SILENT, E.HUNG, E.STOPPED)
 """Ends of which D learns by itself, if they are P's."""
@@ -86,7 +86,7 @@ RULES: tuple[Row, ...] = (
     ("D", (E.ERROR,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(NONE, SAME)),
     ("D", (E.LATE,), (E.PENDING,), {}, Verdict(P, ELSEWHERE, NOW)),
     ("D", (E.LATE,), (E.NOT_MADE, *ENDED), {}, Verdict(D, ELSEWHERE, NOW)),
-    ("D", (E.UNREACHABLE, E.BROKEN, E.GONE), NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", (E.CLOSED, E.UNREACHABLE, E.BROKEN, E.GONE), NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
     ("D", MAY_LIVE, NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
     ("D", (E.BROKEN,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(D, ELSEWHERE, NOW)),
     # D's call has ended after its first byte went to the client.

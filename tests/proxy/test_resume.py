@@ -192,6 +192,8 @@ async def test_no_more_than_the_limit() -> None:
         got = await ask(deployment, COMPLETION)
         assert got.error["code"] == 502
         assert by_instance(deployment) == [0, 1, 1, 1]
+        counters = deployment.proxy.counters
+        assert (counters.resume_tries, counters.resumed, counters.not_resumed) == (2, 0, 1)
         await quiet(deployment)
 
 
@@ -287,6 +289,8 @@ async def test_all_streams_of_a_lost_d_go_on() -> None:
         deployment.decodes[1].behaviour = generates()
         asked = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(40)]
         await eventually(lambda: by_instance(deployment) == [20, 20])
+        gauges = deployment.proxy.gauges
+        await eventually(lambda: 0 < gauges()["resume_bytes_largest"] < gauges()["resume_bytes"])
         lost.kill()
         for answer in await asyncio.gather(*asked):
             assert same(answer, whole(COMPLETION))

@@ -25,6 +25,7 @@ from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet
 from p2pkv_proxy.admission import RetryBudget
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.retries import pause
 from support.waiting import eventually
 
@@ -58,12 +59,11 @@ async def test_another_p_serves_what_the_first_failed(dispatch: Dispatch, failur
 
 
 def never_first(deployment: Deployment) -> Behaviour:
-    """A D that waits for KV from a P that will not send any."""
+    """A D that waits for KV, which the first P will not send."""
 
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        if asked(deployment.prefills) == [1, 1]:
-            return await answer_json(request, seen)
-        return await never(request, seen)
+        await eventually(lambda: sum(asked(deployment.prefills)) == 2)
+        return await answer_json(request, seen)
 
     return behaviour
 
@@ -125,6 +125,37 @@ async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
             instance.behaviour = answer_error(500)
         assert (await deployment.post()).status == 502
         assert asked(deployment.prefills) == [1, 1, 1]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, role: Role) -> None:
+    """One fails the request, and four have died with it; --retries and the budget allow one try more."""
+    async with deployed(dispatch, prefill=6, decode=6, limits=OFF) as deployment:
+        some = deployment.prefills if role == "P" else deployment.decodes
+        last = deployment.registry.known(role)[-1].ping.http_address
+        # One for the second try, and one if the first one's connection had been idle.
+        allowed = iter([True, True])
+        deployment.proxy.admission.budget.spend = lambda now: next(allowed, False)  # type: ignore
+
+        async def fails_first(request: web.Request, seen: Seen) -> web.StreamResponse:
+            if sum(asked(some)) > 1:
+                return await answer_json(request, seen)
+            for each in some:
+                if not each.requests and each.http_address != last:
+                    each.kill()
+            return await dies(request, seen)
+
+        for each in some:
+            each.behaviour = fails_first
+        if role == "P":
+            for each in deployment.decodes:
+                each.behaviour = never_first(deployment)
+        assert (await deployment.post()).status == 200
+        assert asked(some) == [0, 0, 0, 0, 1, 1]
+        assert deployment.proxy.counters.retried == 5
         await quiet(deployment)
 
 
