@@ -654,9 +654,9 @@ PRODUCT = (
     ),
     Mutant(
         "layers that lie unevenly are copied as if they were evenly spaced",
-        "p2pkv/kv/host.py:_evenly_spaced",
-        "if not len(apart) or (apart == apart[0]).all():",
-        "if True:",
+        "p2pkv/kv/layouts.py:spans_of",
+        "even = apart.pop() if len(apart) == 1 else None",
+        "even = apart.pop()",
         ("tests/kv/test_copy.py",),
     ),
     Mutant(

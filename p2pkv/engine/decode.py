@@ -21,6 +21,7 @@ from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
 from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers, Receiving
 from p2pkv.engine.prefetch import ArrivedChunk, Check, PrefetchBuffer, PrefetchBuffers
+from p2pkv.kv.cache import KeptTables
 from p2pkv.pairing import Address
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
@@ -57,7 +58,7 @@ class RequestEntry:
     expect: do.Expect
     receiver: Receiver
     peers: dict[int, PrefillPeer] = field(default_factory=dict)
-    blocks: do.Blocks = ()
+    blocks: KeptTables = field(default_factory=KeptTables)
     fence: Fence | None = None
     wanted: tuple[int, int] = (0, 0)
     tries: int = 0
@@ -150,7 +151,8 @@ class Decode:
             self._ctx.effects.append(Emit(do.LoadFailed(command.key, reason)))
         elif not entry.receiver.load.ended:
             start, stop = command.start, command.stop
-            entry.blocks, entry.wanted, entry.fence = command.blocks, (start, stop), command.fence
+            entry.blocks, entry.wanted = KeptTables(command.blocks), (start, stop)
+            entry.fence = command.fence
             self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
             self._look_by(entry)  # a load may stall sooner
             if entry.buffer is not None:

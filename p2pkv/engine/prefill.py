@@ -18,6 +18,7 @@ from p2pkv.engine.peers import Peers
 from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.engine.referrals import Referrals
 from p2pkv.engine.to_decode import DecodePeer, DecodeRank, PendingSent
+from p2pkv.kv.cache import KeptTables
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Send
 from p2pkv.protocol import machine
@@ -42,7 +43,7 @@ class PromptEntry:
 
     sender: Sender
     decode: str
-    blocks: do.Blocks = ()
+    blocks: KeptTables = field(default_factory=KeptTables)
     free: bool = False
     peers: dict[int, DecodePeer] = field(default_factory=dict)
 
@@ -104,7 +105,7 @@ class Prefill:
 
     def blocks(self, command: do.PromptBlocks, now: float) -> None:
         for entry in self.live(command.key):
-            entry.blocks = command.blocks
+            entry.blocks = KeptTables(command.blocks)
 
     def computed(self, command: do.Computed, now: float) -> None:
         for key, stop in command.prompts:

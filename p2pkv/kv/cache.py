@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -42,10 +43,23 @@ from p2pkv.packings import DENSE, is_paged, packing_of
 
 BlockTables = Sequence[Sequence[int]]
 
+MOST_KEPT = 64
+"""Parts of one request's block tables that are kept as arrays."""
+
 BATCH_BYTES = 1 << 20
 """Packed pages that are held beside the cache while they are rearranged: about what a core's cache holds."""
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class KeptTables(tuple[Sequence[int], ...]):
+    """Block tables that do not change any more: what was looked up in them is kept, for the pieces that lie
+    in the same blocks."""
+
+    @cached_property
+    def kept(self) -> dict[tuple[int, int, int, int], Index]:
+        """Checked block ids, by number of the table, first and last entry, and blocks of the cache."""
+        return {}
 
 
 class PagedCache:
@@ -254,19 +268,19 @@ class PagedCache:
         if buffer.numel() == 0:
             return []
         parts: list[tuple[Span, Cut, torch.Tensor]] = []
-        tables: dict[tuple[int, int, int], Index] = {}  # layers of separate storages mostly share one
+        if not isinstance(blocks, KeptTables):
+            blocks = KeptTables(blocks)  # layers of separate storages mostly share one
         runs = Runs(positions) if positions is not None else None
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
                 continue
-            kind = span.pages.table, span.pages.block_units, span.pages.blocks
-            if (table := tables.get(kind)) is None:
-                table = tables[kind] = self._table(span, units, blocks)
-            cut = Cut(some, units, heads, self.row_bytes, table)
+            cut = Cut(some, units, heads, self.row_bytes, self._table(span, units, blocks))
             if runs is not None:
                 span, cut = runs.of(span, cut)
-            part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
+            part = buffer
+            if some != layers:
+                part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
             parts.append((span, cut, part))
         return parts
 
@@ -294,21 +308,27 @@ class PagedCache:
 
     def _table(self, span: Span, units: Bounds, blocks: BlockTables) -> Index:
         """The checked block ids that `units` lie in, int64."""
-        number, whole = span.pages.table, span.pages.block_units
+        pages = span.pages
+        number, whole = pages.table, pages.block_units
+        first, stop = units[0] // whole, -(-units[1] // whole)
+        place = number, first, stop, pages.blocks
+        kept = blocks.kept if isinstance(blocks, KeptTables) else {}
+        if (known := kept.get(place)) is not None:
+            return known
         if number >= len(blocks):
             raise ValueError(f"{len(blocks)} block tables given, but layer {span.first} uses number {number}")
-        first, stop = units[0] // whole, -(-units[1] // whole)
         if len(blocks[number]) < stop:
             raise ValueError(
                 f"block table {number} has {len(blocks[number])} blocks of {self.block_size} tokens; "
                 f"tokens up to {units[1] * self.unit_tokens} need {stop}"
             )
         table = np.asarray(blocks[number][first:stop], dtype=np.int64)
-        if int(table.min()) < 0 or int(table.max()) >= span.pages.blocks:
-            wrong = next(int(block) for block in table if not 0 <= block < span.pages.blocks)
-            raise ValueError(
-                f"block table {number} names block {wrong}; the cache has {span.pages.blocks} blocks"
-            )
+        if int(table.min()) < 0 or int(table.max()) >= pages.blocks:
+            wrong = next(int(block) for block in table if not 0 <= block < pages.blocks)
+            raise ValueError(f"block table {number} names block {wrong}; the cache has {pages.blocks} blocks")
+        if len(kept) >= MOST_KEPT:
+            kept.clear()
+        kept[place] = table
         return table
 
 

@@ -1,8 +1,8 @@
 """Copies between layers in CPU memory and a dense buffer, as arrays with strides.
 
-Large rows on a regular grid, and small copies, are listed, and one call of numpy's copies them. All else is
-not listed: blocks that follow each other are one copy, of all layers, and numpy moves what lies together on
-both sides at nearly the speed of a plain copy, however the rest is spaced or padded.
+Large rows on a regular grid are listed, and one call of numpy's copies them. All else is not listed: blocks
+that follow each other are one copy, of all layers, and numpy moves what lies together on both sides at nearly
+the speed of a plain copy, however the rest is spaced or padded.
 
 Why numpy: this runs in a thread beside vLLM's forward. numpy copies in the calling thread and lets go of the
 GIL meanwhile, whereas torch would start a second OpenMP team on cores that the forward owns, and the number
@@ -11,11 +11,11 @@ of its threads cannot be set for one thread alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from math import gcd
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ from p2pkv.kv.uploads import Recent
 LARGE_BYTES = 8192
 """Bytes of a row on a grid from which on listing them is faster."""
 
-SMALL_BYTES = 16 << 10
-"""A copy up to this size is listed whatever its rows are: strides take tens of microseconds to begin."""
-
 WORTH_BYTES = 4096
 """Bytes that a copy of its own should have, on average; smaller ones are made together, through a buffer."""
 
@@ -52,7 +49,42 @@ BATCH_BYTES = 256 << 10
 Selection = slice | Index
 
 Part = tuple[NDArray[np.uint8], Selection, NDArray[np.uint8]]
-"""The layers, [layer, kernel block, unit, head, byte], which blocks of them, and their part of the buffer."""
+"""The layers, [layer, kernel block, ..., byte], which blocks of them, and their part of the buffer. Between
+are units, and heads, where they do not lie together."""
+
+BlockRun = tuple[int, int, int]
+"""Entries [start, stop) of a block table whose blocks follow each other, and the first of these blocks."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelBlocks:
+    """The kernel blocks of a block table, the runs among them, and the largest."""
+
+    ids: Index
+    runs: Sequence[BlockRun]
+    last: int
+
+    @classmethod
+    def of(cls, table: Index, ratio: int) -> Self:
+        if ratio > 1:
+            table = (table[:, None] * ratio + np.arange(ratio)).reshape(-1)
+        starts = [0, *((table[1:] - table[:-1] != 1).nonzero()[0] + 1).tolist()]
+        runs = list(zip(starts, [*starts[1:], len(table)], table[starts].tolist(), strict=True))
+        return cls(table, runs, max(first + stop - start for start, stop, first in runs) - 1)
+
+    def selected(self, some: Bounds, nbytes: int) -> list[tuple[slice, Selection]]:
+        """Blocks [start, stop) of the table that are copied together: their places among these, and which
+        they are. `nbytes`: of one."""
+        start, stop = some
+        runs = self.runs
+        if stop - start < len(self.ids):
+            clipped = ((max(a, start), min(b, stop), first + max(a, start) - a) for a, b, first in runs)
+            runs = [run for run in clipped if run[0] < run[1]]
+        if nbytes * (stop - start) >= WORTH_BYTES * len(runs):
+            return [(slice(a - start, b - start), slice(first, first + b - a)) for a, b, first in runs]
+        step = max(1, BATCH_BYTES // nbytes)
+        cuts = [(a, min(a + step, stop)) for a in range(start, stop, step)]
+        return [(slice(a - start, b - start), self.ids[a:b]) for a, b in cuts]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,28 +122,28 @@ class HostCopier(RowLists):
         super().__init__(pages)
         each = zip(pages, tensors, strict=True)
         self.flat: dict[int, NDArray[Any]] = {page.storage: flat_bytes(one).numpy() for page, one in each}
+        self._blocks = Recent[KernelBlocks]()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         """Copy the cut, which is not empty, to `out`: uint8, contiguous, exactly as large."""
-        if self._listed(span, cut, out):
+        dense = out.numpy()
+        if _listed(span, cut):
             rows = self.rows(span, cut)
             # "raise" would copy through a buffer; the index comes from checked block ids.
-            np.take(self._grid(span, rows), rows.index, 0, out.numpy().reshape(-1, rows.atom), mode="clip")
+            np.take(self._grid(span, rows), rows.index, 0, dense.reshape(-1, rows.atom), mode="clip")
             return
-        for layers, blocks, dense in self._parts(span, cut, out):
-            dense[...] = layers[:, blocks]
+        for layers, chosen, part in self._parts(span, cut, dense):
+            part[...] = layers[:, chosen]
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
         """Copy `src` (as `out` in take) to the cut."""
-        if self._listed(span, cut, src):
+        dense = src.numpy()
+        if _listed(span, cut):
             rows = self.rows(span, cut)
-            self._grid(span, rows)[rows.index] = src.numpy().reshape(-1, rows.atom)
+            self._grid(span, rows)[rows.index] = dense.reshape(-1, rows.atom)
             return
-        for layers, blocks, dense in self._parts(span, cut, src):
-            layers[:, blocks] = dense
-
-    def _listed(self, span: Span, cut: Cut, buffer: torch.Tensor) -> bool:
-        return buffer.numel() <= SMALL_BYTES or grid_of(span, cut).atom >= LARGE_BYTES
+        for layers, chosen, part in self._parts(span, cut, dense):
+            layers[:, chosen] = part
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """The checksum of what `out` holds behind a take, or `src` before a put."""
@@ -126,62 +158,47 @@ class HostCopier(RowLists):
         count = (flat.size - rows.base) // rows.atom
         return flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
 
-    def _parts(self, span: Span, cut: Cut, buffer: torch.Tensor) -> Iterator[Part]:
-        units, heads = cut.units[1] - cut.units[0], cut.heads[1] - cut.heads[0]
-        wire = buffer.numpy().reshape(-1, units, heads, cut.row_bytes)
-        blocks = cut.table
-        if (ratio := span.pages.ratio) > 1:
-            blocks = (blocks[:, None] * ratio + np.arange(ratio)).reshape(-1)
-        begin = cut.units[0] % span.pages.block_units
-        runs = split_at_pages((begin, begin + units), span.pages.units)
-        first, stop = (layer - span.first for layer in cut.layers)
-        for some in _evenly_spaced(span.steps[first:stop]):
-            layers = self._layers(span, cut, slice(first + some.start, first + some.stop), int(blocks.max()))
-            for run in runs:
-                dense = wire[some, run[0] - begin : run[1] - begin]
-                yield from _by_blocks(layers, blocks, run, dense)
-
-    def _layers(self, span: Span, cut: Cut, which: slice, last: int) -> NDArray[np.uint8]:
-        """Some layers of a span, equally far from each other: [layer, kernel block, unit, head, byte]."""
-        pages, steps = span.pages, span.steps[which]
-        shape = (len(steps), last + 1, pages.units, cut.heads[1] - cut.heads[0], cut.row_bytes)
-        apart = int(steps[1] - steps[0]) if len(steps) > 1 else 0
-        strides = (apart, pages.block_stride, pages.unit_stride, pages.head_stride, 1)
-        offset = pages.offset + int(steps[0]) + cut.heads[0] * pages.head_stride
-        return np.ndarray(shape, np.uint8, self.flat[pages.storage], offset, strides)
-
-
-def _by_blocks(
-    layers: NDArray[np.uint8], blocks: Index, run: Bounds, dense: NDArray[np.uint8]
-) -> Iterator[Part]:
-    """Units [start, stop), whole kernel blocks or within one; unit 0 is the first of `blocks[0]`."""
-    units = layers.shape[2]
-    blocks = blocks[run[0] // units : -(-run[1] // units)]
-    inside, some = run[0] % units, (run[1] - run[0]) // len(blocks)
-    dense = dense.reshape(len(dense), len(blocks), some, *dense.shape[2:])
-    for part, chosen in _selections(blocks, dense[:, 0].nbytes):
-        yield layers[:, :, inside : inside + some], chosen, dense[:, part]
+    def _parts(self, span: Span, cut: Cut, dense: NDArray[np.uint8]) -> list[Part]:
+        pages, row, heads = span.pages, cut.row_bytes, cut.heads[1] - cut.heads[0]
+        blocks = self._blocks.of(cut.table, partial(KernelBlocks.of, cut.table, pages.ratio), pages.ratio)
+        units, unit_bytes = cut.units[1] - cut.units[0], heads * row
+        first, stop = cut.layers[0] - span.first, cut.layers[1] - span.first
+        # Layers that are not equally far from each other are copied each alone.
+        many, apart = (1, 0) if span.apart is None else (stop - first, span.apart)
+        begin, within = cut.units[0] % pages.block_units, pages.units
+        parts: list[Part] = []
+        for unit, last in split_at_pages((begin, begin + units), within):
+            index, inside = divmod(unit, within)
+            count = -(-last // within) - index
+            each = (last - unit) // count
+            inner, here, there = _inner(pages, each, heads, row)
+            selected = blocks.selected((index, index + count), many * each * unit_bytes)
+            lies = pages.offset + inside * pages.unit_stride + cut.heads[0] * pages.head_stride
+            for layer in range(first, stop, many):
+                offset = lies + int(span.steps[layer])
+                shape, strides = (many, blocks.last + 1, *inner), (apart, pages.block_stride, *here)
+                layers = np.ndarray(shape, np.uint8, self.flat[pages.storage], offset, strides)
+                offset = ((layer - first) * units + unit - begin) * unit_bytes
+                shape, strides = (many, count, *inner), (units * unit_bytes, each * unit_bytes, *there)
+                wire = np.ndarray(shape, np.uint8, dense, offset, strides)
+                parts += [(layers, chosen, wire[:, places]) for places, chosen in selected]
+        return parts
 
 
-def _evenly_spaced(steps: Index) -> list[slice]:
-    """All layers together if they are equally far from each other, else each alone."""
-    apart = np.diff(steps)
-    if not len(apart) or (apart == apart[0]).all():
-        return [slice(0, len(steps))]
-    return [slice(layer, layer + 1) for layer in range(len(steps))]
+def _inner(
+    pages: LayerPages, units: int, heads: int, row: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Some units of a kernel block: [..., byte], as few dimensions as lie apart; strides there and dense."""
+    if heads > 1 and pages.head_stride != row:
+        return (units, heads, row), (pages.unit_stride, pages.head_stride, 1), (heads * row, row, 1)
+    if units > 1 and pages.unit_stride != heads * row:
+        return (units, heads * row), (pages.unit_stride, 1), (heads * row, 1)
+    return (units * heads * row,), (1,), (1,)
 
 
-def _selections(blocks: Index, nbytes: int) -> Iterator[tuple[slice, Selection]]:
-    """Blocks that are copied together: their places in `blocks`, and which they are. `nbytes`: of one."""
-    breaks = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
-    if nbytes * len(blocks) >= WORTH_BYTES * (len(breaks) - 1):
-        for start, stop in pairwise(breaks):
-            first = int(blocks[start])
-            yield slice(start, stop), slice(first, first + stop - start)
-        return
-    step = max(1, BATCH_BYTES // nbytes)
-    for start in range(0, len(blocks), step):
-        yield slice(start, start + step), blocks[start : start + step]
+def _listed(span: Span, cut: Cut) -> bool:
+    coarsest = gcd(span.pages.block_stride, span.grain)
+    return coarsest >= LARGE_BYTES and grid_of(span, cut).atom >= LARGE_BYTES
 
 
 class HostColumns:

@@ -76,6 +76,7 @@ class Span:
         pages: the first layer's.
         steps: int64 [stop - first], each layer's offset from the first one's.
         grain: the greatest common divisor of `steps`, 0 for a single layer.
+        apart: bytes from each layer to the next, 0 for a single layer; None: they are not equally far.
     """
 
     first: int
@@ -83,10 +84,10 @@ class Span:
     pages: LayerPages
     steps: Index
     grain: int
+    apart: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
+class Cut(NamedTuple):
     """The part of a rectangle that lies in one span.
 
     Attributes:
@@ -243,7 +244,7 @@ class Runs:
         if kind not in self._tables:
             self._tables[kind] = self._places(pages, cut.table, run, step)
         runs = replace(span, pages=replace(pages, ratio=1, units=run, block_stride=step))
-        return runs, replace(cut, units=(0, len(self._positions)), table=self._tables[kind])
+        return runs, cut._replace(units=(0, len(self._positions)), table=self._tables[kind])
 
     def _places(self, pages: LayerPages, table: Index, run: int, step: int) -> Index:
         if pages.blocks * pages.ratio * (pages.block_stride // step) >= MOST_PLACES:
@@ -262,6 +263,8 @@ class Runs:
 def split_at_pages(units: Bounds, page: int) -> list[Bounds]:
     """An interval as the end of a page, whole pages, and the beginning of a page; empty ones left out."""
     start, stop = units
+    if not (start % page or stop % page):
+        return [units]
     first, last = -(-start // page) * page, stop // page * page
     cuts = [start, first, last, stop] if first <= last else [start, stop]
     return [(one, two) for one, two in pairwise(cuts) if one < two]
@@ -274,7 +277,9 @@ def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
     for stop in range(1, len(layers) + 1):
         if stop == len(layers) or not layers[stop].lies_like(layers[first]):
             steps = np.array([layer.offset - layers[first].offset for layer in layers[first:stop]], np.int64)
-            spans.append(Span(first, stop, layers[first], steps, int(np.gcd.reduce(steps))))
+            apart = set(np.diff(steps).tolist()) or {0}
+            even = apart.pop() if len(apart) == 1 else None
+            spans.append(Span(first, stop, layers[first], steps, int(np.gcd.reduce(steps)), even))
             first = stop
     return spans
 

@@ -228,7 +228,7 @@ class Cutter:
         layer = extent.layer
         spans = zip(self._announced[extent.group], map(stops.__getitem__, computed), strict=True)
         for (start, stop), alike in groupby(spans):
-            first, layer = layer, layer + sum(1 for _ in alike)
+            first, layer = layer, layer + len(list(alike))
             if stop > start:
                 yield Piece(extent.group, first, layer, start, stop)
 
@@ -250,8 +250,7 @@ class Cutter:
             self._again.extend(_rest(piece, part))
             return
         announced, first = self._announced[part.group], self.extents.by_group[part.group].layer
-        for layer in range(part.layer, part.layer_stop):
-            announced[layer - first] = part.stop
+        announced[part.layer - first : part.layer_stop - first] = [part.stop] * (part.layer_stop - part.layer)
 
 
 def _rest(piece: Piece, part: Piece) -> Iterator[Piece]:
@@ -278,29 +277,28 @@ class Coverage:
         total = self.extents.check(pieces)
         for done, piece in enumerate(pieces):
             taken, rows, layers = self._taken[piece.group], self._rows(piece), self._layers(piece)
-            if any(taken[layer] & rows for layer in layers):
+            if any(map(rows.__and__, taken[layers])):
                 self.give_back(pieces[:done])
                 raise RemoteProtocolError(f"{piece} was announced twice")
-            for layer in layers:
-                taken[layer] |= rows
+            taken[layers] = map(rows.__or__, taken[layers])
         return total
 
     def give_back(self, pieces: tuple[Piece, ...]) -> None:
         """In place of these pieces filler came: they may be announced again."""
         for piece in pieces:
             taken, rows = self._taken[piece.group], self._rows(piece)
-            for layer in self._layers(piece):
-                assert taken[layer] & rows == rows
-                taken[layer] ^= rows
+            layers = self._layers(piece)
+            assert all(each & rows == rows for each in taken[layers])
+            taken[layers] = map(rows.__xor__, taken[layers])
 
     def filled(self, nbytes: int) -> None:
         """So many bytes have been scattered."""
         self.left -= nbytes
         assert self.left >= 0
 
-    def _layers(self, piece: Piece) -> range:
+    def _layers(self, piece: Piece) -> slice:
         first = self.extents.by_group[piece.group].layer
-        return range(piece.layer - first, piece.layer_stop - first)
+        return slice(piece.layer - first, piece.layer_stop - first)
 
     def _rows(self, piece: Piece) -> int:
         extent = self.extents.by_group[piece.group]

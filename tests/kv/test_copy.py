@@ -27,14 +27,14 @@ def layers_at(flat: torch.Tensor, offsets: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("offsets", [[0, 0, 0], [0, 5, 0]], ids=["evenly-spaced", "not"])
 @pytest.mark.parametrize("tokens", [(0, 48), (8, 45), (3, 7), (3, 8), (13, 17), (5, 41)])
 @pytest.mark.parametrize(
-    ("worth", "small"), [(1, 0), (1 << 30, 0), (1, 1 << 30)], ids=["each-run", "together", "listed"]
+    ("worth", "large"), [(1, 1 << 30), (1 << 30, 1 << 30), (1, 1)], ids=["each-run", "together", "listed"]
 )
 def test_numpy_and_torch_copy_the_same_rows_and_no_others(
-    offsets: list[int], tokens: tuple[int, int], worth: int, small: int, monkeypatch: pytest.MonkeyPatch
+    offsets: list[int], tokens: tuple[int, int], worth: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows listed; or blocks one by one, or several through a buffer. Layers lie evenly, or do not."""
     monkeypatch.setattr(host, "WORTH_BYTES", worth)
-    monkeypatch.setattr(host, "SMALL_BYTES", small)
+    monkeypatch.setattr(host, "LARGE_BYTES", large)
     monkeypatch.setattr(host, "BATCH_BYTES", 2 * ROWS * ROW * LAYERS)
     flat = torch.randint(0, 256, (BLOCKS * 4 * 900,), dtype=torch.uint8)
     cache = PagedCache.from_tensors(layers_at(flat, offsets), block_size=ROWS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from p2pkv.kv import PagedCache, cpu_codec
+from p2pkv.kv.cache import KeptTables
 
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
@@ -95,3 +96,19 @@ def test_the_cache_says_what_it_is() -> None:
     assert (cache.layers, cache.heads, cache.blocks, cache.block_size) == (2, HEADS, BLOCKS // 2, 2 * TOKENS)
     assert (cache.unit_tokens, cache.row_bytes, cache.codec) == (1, CONTENT * 4, "dense")
     assert (cache.tables, cache.device) == ((0, 1), torch.device("cpu"))
+
+
+def test_block_ids_that_one_cache_has_accepted_are_checked_for_a_smaller_one() -> None:
+    tables = KeptTables([[3, 1], [0]])
+    large, small = (
+        PagedCache.from_tensors([torch.zeros(blocks, 1, 4, 8, dtype=torch.uint8)], block_size=4)
+        for blocks in (4, 3)
+    )
+    out = torch.zeros(64, dtype=torch.uint8)
+    large.gather(out, (0, 1), (0, 8), (0, 1), tables)
+    large.gather(out[:32], (0, 1), (4, 8), (0, 1), tables)
+    with pytest.raises(ValueError, match="block table 0 names block 3; the cache has 3 blocks"):
+        small.gather(out, (0, 1), (0, 8), (0, 1), tables)
+    small.gather(out[:32], (0, 1), (4, 8), (0, 1), tables)
+    with pytest.raises(ValueError, match="block table 0 has 2 blocks of 4 tokens"):
+        large.gather(torch.zeros(96, dtype=torch.uint8), (0, 1), (0, 12), (0, 1), tables)
