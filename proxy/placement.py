@@ -340,16 +340,25 @@ class PlacementCosts:
         tokens: int,
         cached: Mapping[Instance, int],
         now: float,
+        near: Callable[[Instance], Sequence[Instance]] | None = None,
     ) -> tuple[Instance, Instance, Prediction] | None:
         """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
-        if no two match and none may serve it whole."""
+        if no two match and none may serve it whole.
+
+        Args:
+            near: the decoders that have a link to this instance; None if all have or may have.
+        """
         prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now)
                    for each in self._some(prefillers)}  # fmt: skip
-        answers = [(each, *self._answer_part(each, tokens, now)) for each in self._some(decoders)]
+
+        def answers_at(some: Sequence[Instance]) -> list[tuple[Instance, float, float]]:
+            return [(each, *self._answer_part(each, tokens, now)) for each in self._some(some)]
+
+        answers = answers_at(decoders)
         pairs = [
             _Way(prompt.cost + _FIRST_TOKEN * late + cost, each.turn, prompt.seconds + late, prefill, each)
             for prefill, prompt in heapq.nsmallest(2, prompts.items(), key=itemgetter(1))
-            for each, cost, late in answers
+            for each, cost, late in (answers if near is None else answers_at(near(prefill)))
             if each is not prefill and each.matches(prefill)
         ]
         whole = []
