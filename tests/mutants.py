@@ -396,7 +396,7 @@ PRODUCT = (
     Mutant(
         "in a large pool placement by cost passes links over",
         "proxy/placement.py:PlacementCosts.cheapest",
-        "answers if near is None else answers_at(near(prefill))",
+        "answers_at(near(prefill)) if near else answers",
         "answers",
         ("tests/proxy/test_partners.py",),
     ),

@@ -227,7 +227,7 @@ def test_of_many_instances_few_are_compared() -> None:
         choice = router.choose(request(100), 0.0)
         assert choice.decode in pool
     assert len(router.costs._engines) <= 100
-    assert len(router.costs._some(pool)) == MOST_COMPARED
+    assert 2 < len(set(router.costs._some(pool))) <= MOST_COMPARED
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2000), st.floats(0.0, 3.0)), max_size=80))
