@@ -33,7 +33,7 @@ from vllm_support import (
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import GREEDY, Answer
 from p2pkv.demo.processes import answers_ok, wait_until
-from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
+from p2pkv.demo.servers import ProxyServer, VllmServer
 
 Start = Callable[..., tuple[list[VllmServer], ProxyServer]]
 
@@ -42,15 +42,13 @@ SHORT = {"lease_seconds": 4, "stall_seconds": 8, "chunk_bytes": 16384}
 ADMIN = "admin"
 PAIR = ("--admin-token", ADMIN)
 BY_COST = ("--placement", "auto", "--pause-weight", "10", *PAIR)
-BESIDE = "127.0.0.2"
-"""Where a second proxy listens for pings, on the port of the first one."""
 
 
 @pytest.fixture
 def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start:
-    """Starts servers of these roles, and a proxy with these options that they ping; and one `beside` it."""
+    """Starts servers of these roles, and a proxy with these options that they ping."""
 
-    def start(*roles: str, options: Sequence[str] = (), beside: bool = False) -> Any:
+    def start(*roles: str, options: Sequence[str] = ()) -> Any:
         proxy = ProxyServer(log_path=tmp_path / "proxy.log", extra_args=options)
         servers = [
             probing_server(
@@ -59,7 +57,7 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start
                 tmp_path,
                 name=name,
                 plugins=FORKED,
-                proxy=(f"{LOOPBACK},{BESIDE}" if beside else LOOPBACK, proxy.discovery_port),
+                proxy=proxy.discovery,
                 extra_config=SHORT,
                 load_failure_policy="recompute",
                 log_path=tmp_path / f"{name}.log",
@@ -124,7 +122,7 @@ def push(p: VllmServer, d: VllmServer, prompt: answers.Prompt) -> answers.Answer
 
 
 def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, tmp_path: Path) -> None:
-    (a, b), proxy = pool("both", "both", beside=True)
+    (a, b), proxy = pool("both", "both")
     asked, named = prompts(20, "a pool of two"), [tokens(150, f"named {n}") for n in range(8)]
     compared = Compared(tmp_path)
     with ThreadPoolExecutor(8) as clients:
@@ -137,32 +135,6 @@ def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, t
         assert sent(server) > 0, f"{server.name} was never P"
     assert compared.spans(at_least=len(named))
     assert_same(alone(a, [*asked, *named]), got)
-    options = [*BY_COST, "--discovery", f"{BESIDE}:{proxy.discovery_port}"]
-    with ProxyServer(prefill=2, extra_args=options, log_path=tmp_path / "by_cost.log") as by_cost:
-        by_cost.wait_ready(60.0)
-        placed_by_cost((a, b), by_cost, tmp_path, 60, least=5)
-
-
-def placed_by_cost(
-    pool: Sequence[VllmServer], proxy: ProxyServer, probes: Path, requests: int, least: int
-) -> None:
-    """So many requests have one server's answers, of which each way takes a few; D's blocks are P's."""
-    asked, compared = prompts(requests, "placed by cost"), Compared(probes)
-    with ThreadPoolExecutor(12) as clients:
-        got = list(clients.map(partial(ask, proxy.base_url), asked, itertools.cycle([True, True, False])))
-    for server in pool:
-        at_rest(server)
-    ways = json.loads(client.get(f"{proxy.base_url}/status"))["placement"]["ways"]
-    assert min(ways.get("whole", 0), ways.get("pair", 0)) >= least, ways
-    assert len(compared.spans(at_least=least)) <= ways["pair"]
-    assert_same(alone(pool[0], asked), got)
-
-
-@pytest.mark.long
-def test_a_thousand_requests_placed_by_cost_have_one_server_s_answers(pool: Start, tmp_path: Path) -> None:
-    servers, proxy = pool("both", "both", options=[*BY_COST, "--prefill-policy", "prefix_aware"])
-    placed_by_cost(servers, proxy, tmp_path, 1000, least=100)
-    assert all(sent(server) > 0 for server in servers)
 
 
 @pytest.mark.long
