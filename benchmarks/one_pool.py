@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ class Servers:
         self.pool: list[VllmServer] = []
         if set(args.systems) != {"plain"}:
             more: dict[str, Any] = {"proxy": (",".join(hosts or [LOOPBACK]), discovery)}
-            self.pool = [shop.server(f"pool-both-{n}", role="both", **more) for n in range(2)]
+            self.pool = [
+                replace(shop, chunk=chunk).server(f"pool-both-{n}", role="both", **more)
+                for n, chunk in enumerate(args.pool_chunks or [args.chunk] * 2)
+            ]
         self.proxies: dict[str, ProxyServer] = {}
         for name, host in zip(pooled, hosts, strict=True):
             placement, _, weight = name.partition(":")
@@ -232,6 +236,7 @@ def main() -> int:
         "--settle", type=float, default=2.0, help="seconds between two loops: servers spin on"
     )
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a step")
+    parser.add_argument("--pool-chunks", type=int, nargs=2, help="the same, of each engine of the pool")
     parser.add_argument("--kv-gib", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="keep the rounds that are measured already")
     parser.add_argument("--logs", type=Path, default=Path(".demo", "logs"))

@@ -1,8 +1,9 @@
 """Two engines in virtual time: the proxy's own placement in front of engines that are only modelled.
 
 An engine computes in steps, as vLLM does: a token of each running answer, and tokens of prompts up to
-`CHUNK` in all, first come first served. A step takes as long as `Costs` has it. Not modelled: HTTP, KV
-blocks, and processes that share a core. The loop is closed: each client has one request under way.
+`CHUNK` in all, or what `--chunks` has for this engine, first come first served. A step takes as long as
+`Costs` has it. Not modelled: HTTP, KV blocks, and processes that share a core. The loop is closed: each
+client has one request under way.
 
     python benchmarks/one_pool_simulation.py [--clients 16] [--noise]
 """
@@ -15,7 +16,7 @@ import random
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -94,8 +95,8 @@ class Job:
 
 
 class Engine:
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: VirtualLoop, chunk: int = CHUNK) -> None:
+        self._loop, self._chunk = loop, chunk
         self._prompts: deque[Job] = deque()
         self._answers: list[Job] = []
         self._stepping = False
@@ -113,7 +114,7 @@ class Engine:
         await job.done
 
     def _step(self) -> None:
-        answers, budget = list(self._answers), CHUNK - len(self._answers)
+        answers, budget = list(self._answers), self._chunk - len(self._answers)
         done: list[Job] = []
         total = 0
         for job in self._prompts:
@@ -176,11 +177,21 @@ class Pool:
 
     Args:
         system: plain (engines in turn, without the proxy's routing), fixed (half P, half D), pair or auto.
+        chunks: tokens of a step of each engine, one for each.
+        warm: until then what clients see does not count.
     """
 
     def __init__(
-        self, loop: VirtualLoop, system: str, size: int, seed: int, weight: float, noise: bool
+        self,
+        loop: VirtualLoop,
+        system: str,
+        chunks: Sequence[int],
+        seed: int,
+        weight: float,
+        noise: bool,
+        warm: float,
     ) -> None:
+        self.warm = warm
         self.loop, self.system, self.seen = loop, system, Seen()
         self.dice = random.Random(seed)
         self.registry = Registry()
@@ -192,11 +203,11 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.turn = 0
         self.ways: dict[str, int] = {}
-        for number in range(size):
+        for number, chunk in enumerate(chunks):
             role: Any = "both" if system != "fixed" else "PD"[number % 2]
             ping = Ping(type=role, http_address=f"10.0.0.{number}:80", zmq_address=f"10.0.0.{number}:90",
                         incarnation="1", model="m", version=5)  # fmt: skip
-            self.engines[ping.http_address] = Engine(loop)
+            self.engines[ping.http_address] = Engine(loop, chunk)
             instance = self.registry.observe(ping, 0.0, Source())
             assert instance is not None
             instance.healthy, instance.life = True, float("inf")
@@ -215,6 +226,8 @@ class Pool:
         prompt, answer = mix_at(mix, self.loop.time()).draw(self.dice)
         times = [self.loop.time()]
         await self.serve(prompt, answer, partial(self._note, times))
+        if times[0] < self.warm:
+            return
         first, *gaps = (late - early for early, late in pairwise(times))
         self.seen.first.append(first)
         self.seen.gaps += gaps
@@ -267,11 +280,13 @@ class Pool:
 
 def simulated(
     system: str, mix: str, *, size: int = 2, clients: int = 16, seconds: float = 120.0, seed: int = 1,
-    weight: float = 0.1, noise: bool = False, rate: float = 0.0,
+    weight: float = 0.1, noise: bool = False, rate: float = 0.0, chunks: Sequence[int] = (CHUNK,),
+    warm: float = 0.0,
 ) -> tuple[dict[str, float], Pool]:  # fmt: skip
-    """The figures of one run, and what is left of it."""
+    """The figures of one run, and what is left of it. The last of `chunks` is that of all further engines."""
     loop = VirtualLoop()
-    pool = Pool(loop, system, size, seed, weight, noise)
+    every = [chunks[min(number, len(chunks) - 1)] for number in range(size)]
+    pool = Pool(loop, system, every, seed, weight, noise, warm)
 
     async def run() -> None:
         if rate:
@@ -283,7 +298,7 @@ def simulated(
         loop.run_until_complete(run())
     finally:
         loop.close()
-    figures = pool.seen.figures(loop.time())
+    figures = pool.seen.figures(loop.time() - warm)
     errors = [abs(p.first_token - seen) / seen for p, seen in pool.router.costs.latest]
     if errors:
         figures["error"] = statistics.median(errors)
@@ -296,7 +311,8 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, float],
             name, _, weight = system.partition(":")
             figures, pool = simulated(
                 name, mix, size=args.size, clients=args.clients, seconds=args.seconds, seed=args.seed,
-                weight=float(weight or 0.1), noise=args.noise, rate=args.rate,
+                weight=float(weight or 0.1), noise=args.noise, rate=args.rate, warm=args.warm,
+                chunks=(CHUNK,) if name == "plain" else args.chunks,
             )  # fmt: skip
             yield mix, system, figures, pool
 
@@ -306,6 +322,10 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--size", type=int, default=2, help="engines")
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--warm", type=float, default=0.0, help="seconds at the beginning that do not count")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[CHUNK], help="tokens of a step of each engine of the pool"
+    )
     parser.add_argument("--rate", type=float, default=0.0, help="of an open loop; 0: a closed one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--noise", action="store_true", help="predictions are drawn, not made")

@@ -184,7 +184,7 @@ def _by_state(instances: Metric) -> Metric:
     states = GaugeMetricFamily(
         "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
     )
-    for role in ("P", "D"):
+    for role in ("P", "D", "both"):
         for state in STATES:
             states.add_metric([role, state], found[role, state])
     return states

@@ -33,7 +33,7 @@ Placement = Literal["pair", "auto"]
 Way = Literal["pair", "whole"]
 
 MOST_COMPARED = 8
-"""Of more instances so many are drawn, and compared."""
+"""Of more instances so many are drawn, some perhaps twice, and compared."""
 # Features are of the order of 1, so that all weights are learned equally fast.
 _TOKENS, _STREAMS, _ANSWER = 256.0, 16.0, 64.0
 _FORGET, _RIDGE = 0.98, 0.05
@@ -340,16 +340,26 @@ class PlacementCosts:
         tokens: int,
         cached: Mapping[Instance, int],
         now: float,
+        near: Callable[[Instance], Sequence[Instance]] | None = None,
     ) -> tuple[Instance, Instance, Prediction] | None:
         """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
-        if no two match and none may serve it whole."""
+        if no two match and none may serve it whole.
+
+        Args:
+            near: the decoders that have a link to this instance; None if all have or may have.
+        """
         prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now)
                    for each in self._some(prefillers)}  # fmt: skip
-        answers = [(each, *self._answer_part(each, tokens, now)) for each in self._some(decoders)]
+
+        def answers_at(some: Sequence[Instance]) -> list[tuple[Instance, float, float]]:
+            return [(each, *self._answer_part(each, tokens, now)) for each in self._some(some)]
+
+        answers = answers_at(decoders)
         pairs = [
             _Way(prompt.cost + _FIRST_TOKEN * late + cost, each.turn, prompt.seconds + late, prefill, each)
-            for prefill, prompt in heapq.nsmallest(2, prompts.items(), key=itemgetter(1))
-            for each, cost, late in answers
+            # The second one is for where the first one is the best to decode, too.
+            for prefill, prompt in heapq.nsmallest(1 if near else 2, prompts.items(), key=itemgetter(1))
+            for each, cost, late in (answers_at(near(prefill)) if near else answers)
             if each is not prefill and each.matches(prefill)
         ]
         whole = []
@@ -389,7 +399,8 @@ class PlacementCosts:
     def _some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         if len(instances) <= MOST_COMPARED:
             return instances
-        return self._dice.sample(instances, MOST_COMPARED)
+        count, draw = len(instances), self._dice.random
+        return [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
 
 
 class PromptPart(NamedTuple):

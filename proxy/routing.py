@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 
 from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, fewest, least_busy
 from .membership.partners import Nearby
@@ -315,10 +315,15 @@ class Router:
             return Choice(None, decode, missed=mode is not PrefillMode.NONE)
         if not fleet.alike:
             prefillers = _matching(prefillers, decoders)
-        if (
-            self._by_cost
-            and mode is PrefillMode.WANTED
-            and (cheapest := self._cheapest(prefillers, decoders, request, now))
+        if self._by_cost and (
+            cheapest := self._cheapest(
+                prefillers,
+                decoders,
+                request,
+                now,
+                fleet.nearby,
+                alone=self._alone if mode is PrefillMode.WANTED else 0,
+            )
         ):
             return cheapest
         prefill, cached = self._pick(self._pick_prefill, prefillers, request)
@@ -347,10 +352,18 @@ class Router:
         decoders: Sequence[Instance],
         request: RoutingRequest,
         now: float,
+        nearby: Nearby | None,
+        *,
+        alone: int,
     ) -> Choice | None:
         policy, tokens = self._pick_prefill, request.prompt.tokens
         cached = policy.cached([*prefillers, *decoders], request) if policy.knows_prompts else {}
-        found = self.costs.cheapest(prefillers, decoders, self._may_be_whole, tokens, cached, now)
+
+        def may_be_whole(each: Instance) -> bool:
+            return each.role == "both" or each.alone < alone
+
+        near = None if nearby is None else partial(self._with_link, nearby, decoders)
+        found = self.costs.cheapest(prefillers, decoders, may_be_whole, tokens, cached, now, near)
         if found is None:
             return None
         prefill, decode, prediction = found
@@ -367,8 +380,11 @@ class Router:
             prediction=prediction,
         )
 
-    def _may_be_whole(self, decode: Instance) -> bool:
-        return decode.role == "both" or decode.alone < self._alone
+    def _with_link(
+        self, nearby: Nearby, decoders: Sequence[Instance], prefill: Instance
+    ) -> Sequence[Instance]:
+        """Those of the D's that are near a P; all, if these are full."""
+        return [each for each in nearby.decoders(prefill) if each not in self._registry.full] or decoders
 
     def _linked(self, nearby: Sequence[Instance], decoders: Sequence[Instance]) -> Sequence[Instance]:
         """Those of the D's that are near a P, unless they are much busier than others."""

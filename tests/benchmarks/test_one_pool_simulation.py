@@ -38,6 +38,17 @@ def test_a_large_weight_of_pauses_keeps_prompts_and_answers_apart() -> None:
     assert apart["rps"] >= 0.98 * figures("fixed", "mixed")["rps"]
 
 
+def test_one_engine_of_short_steps_halves_pauses_at_the_throughput_of_plain_servers() -> None:
+    """Of itself, placement by cost has nearly all answers decoded by it, and half of the prompts computed by
+    the other one."""
+    plain, pool = (
+        simulated(system, "mixed", seconds=120.0, chunks=chunks, warm=40.0)[0]
+        for system, chunks in (("plain", (256,)), ("auto", (256, 72)))
+    )
+    assert pool["rps"] >= 0.97 * plain["rps"]
+    assert pool["gap99"] <= 0.5 * plain["gap99"]
+
+
 def test_runs_repeat() -> None:
     first, again = (simulated("auto", "mixed", seconds=20.0)[0] for _ in range(2))
     assert first == again

@@ -120,6 +120,7 @@ async def test_requests_through_a_pool(dispatch: Any) -> None:
         metrics = await (await pool.client.get(pool.url + "/metrics")).text()
         served = [line for line in metrics.splitlines() if both_of(pool.decodes[0].http_address, line)]
         assert len(served) == len(set(served)) > 0
+        assert 'p2pkv_proxy_instances{role="both",state="ready"} 2.0' in metrics.splitlines()
 
 
 @ASYNC

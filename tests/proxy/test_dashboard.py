@@ -110,6 +110,22 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
 
 
 @in_a_browser
+@pytest.mark.parametrize("watched", [("--placement", "auto")], indirect=True)
+async def test_the_last_requests_placed_by_cost_are_explained(watched: Watched) -> None:
+    await watched.until("state", "serving")
+    release = asyncio.Event()
+    release.set()
+    for instance in watched.decodes:
+        instance.behaviour = streams(release)
+    for _ in range(2):
+        await (await watched.post(stream=True)).read()
+    await watched.until("placed", r"Placed by cost: \d at one instance, \d at a pair; .*error of [\d,]+ %\.$")
+    shown = await watched.shows("placed-last")
+    assert len(re.findall(r"cost [\d.]+, .*?first token [\d.]+ m?s, predicted [\d.]+ m?s", shown)) == 2
+    assert watched.browser.complaints == []
+
+
+@in_a_browser
 async def test_failures_and_missing_instances_are_said(watched: Watched) -> None:
     await watched.until("state", "serving")
     for instance in watched.decodes:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from hostile_support import dealer
-from proxy_fakes import Deployment, ping
+from proxy_fakes import Deployment, ping, prompt_of
 
 from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
@@ -18,7 +18,7 @@ from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, Nearby, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.routing import Router
-from p2pkv_proxy.routing_base import RoutingRequest
+from p2pkv_proxy.routing_base import Routing, RoutingRequest
 from support.waiting import eventually
 
 
@@ -176,6 +176,24 @@ def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_c
     assert max(loads.values()) <= 2 * 40 * p_count / d_count + 10
     linked = sum(p.ping.zmq_address in connected[d] for p, d in pairs)
     assert linked > 0.7 * len(pairs)
+
+
+def test_a_large_pool_placed_by_cost_pairs_those_that_have_links() -> None:
+    """The costs of all are alike but for answers, which two have and others not."""
+    rig = PartnerRig()
+    pool = [rig.join("both", 10_000 + each, partners=8)[0] for each in range(60)]
+    connected = {d: set(rig.partners.of(d, rig.now)) for d in pool}
+    router = Router(rig.registry, Routing(placement="auto", pause_weight=10.0))
+    pairs = Counter[tuple[str, Instance]]()
+    for each in pool:
+        router.costs.of(each).hand_over.weights = [0.0, 0.0]
+    for _ in range(2000):
+        choice = router.choose(RoutingRequest(prompt=prompt_of({"prompt": [*range(400)]})), rig.now)
+        router.track(choice, rig.now)
+        if choice.prefill is not None:
+            pairs[choice.prefill.ping.zmq_address, choice.decode] += 1
+    linked = sum(number for (p, d), number in pairs.items() if p in connected[d])
+    assert linked > 0.7 * pairs.total() > 100
 
 
 def test_where_all_pairs_keep_their_links_any_d_is_chosen() -> None:

@@ -35,6 +35,7 @@ class Pool:
             Instance("both", blocks=BLOCKS, budget=48, seqs=8, port=port, held_share=1.0, ahead=ahead)
             for port in (21001, 22001)
         )
+        self.most_held = (BLOCKS - 1) // 3
         self._number = 0
         self._prefills: dict[str, Any] = {}
         self._computed: dict[str, int] = {}
@@ -65,6 +66,8 @@ class Pool:
         for instance in (self.a, self.b):
             instance.step()
             self._read(instance)
+            connector: Any = instance.scheduler.connector
+            assert connector.producing._held.all <= self.most_held
         for p, d in ((self.a, self.b), (self.b, self.a)):
             self._move(p, d)
 
@@ -176,6 +179,7 @@ def test_filled_by_single_calls_in_any_order_among_plain_requests(ahead: int) ->
 def test_without_the_thirds_they_wait_for_each_other() -> None:
     """What the rule is for."""
     pool = Pool()
+    pool.most_held = BLOCKS
     for instance in (pool.a, pool.b):
         connector: Any = instance.scheduler.connector
         connector.producing._room, connector.consuming._room = Room(), Room()
@@ -187,6 +191,7 @@ def test_without_the_thirds_they_wait_for_each_other() -> None:
 
 def test_a_prompt_too_long_for_a_third_is_computed_where_it_is_decoded() -> None:
     pool = Pool()
+    pool.most_held = BLOCKS  # until P has read that it is stale
     outer = pair_id("long", prefill=address(pool.a), decode=address(pool.b))
     for at, count in ((pool.a, 1), (pool.b, 4)):
         at.ask(inner_id(outer), tokens(170, "long"), max_tokens=count)

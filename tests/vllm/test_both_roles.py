@@ -1,11 +1,21 @@
-"""Real servers of kv_both: a pool of two behind the proxy, and one beside a fixed P or a fixed D."""
+"""Real servers of kv_both: a pool of them behind the proxy, and one beside a fixed P or a fixed D.
+
+Where predicted cost places requests, the weight of pauses is such that both ways are taken.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from probes import Compared
@@ -21,21 +31,26 @@ from vllm_support import (
 )
 
 from p2pkv.demo import answers, client
+from p2pkv.demo.answers import GREEDY, Answer
 from p2pkv.demo.processes import answers_ok, wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 
-Start = Callable[..., tuple[VllmServer, VllmServer, ProxyServer]]
+Start = Callable[..., tuple[list[VllmServer], ProxyServer]]
 
+TOKENS = 16
 SHORT = {"lease_seconds": 4, "stall_seconds": 8, "chunk_bytes": 16384}
+ADMIN = "admin"
+PAIR = ("--admin-token", ADMIN)
+BY_COST = ("--placement", "auto", "--pause-weight", "10", *PAIR)
 
 
 @pytest.fixture
-def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts two servers of these roles and a proxy over them."""
+def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start:
+    """Starts servers of these roles, and a proxy with these options that they ping."""
 
-    def start(first: str = "both", second: str = "both") -> tuple[VllmServer, VllmServer, ProxyServer]:
-        proxy = ProxyServer(log_path=tmp_path / "proxy.log")
-        a, b = (
+    def start(*roles: str, options: Sequence[str] = ()) -> Any:
+        proxy = ProxyServer(log_path=tmp_path / "proxy.log", extra_args=options)
+        servers = [
             probing_server(
                 tiny_model,
                 role,  # type: ignore[arg-type]
@@ -47,27 +62,40 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Itera
                 load_failure_policy="recompute",
                 log_path=tmp_path / f"{name}.log",
             )
-            for name, role in (("a", first), ("b", second))
-        )
-        launch(a, b, proxy)
-        count = {"prefill": [first, second].count("both"), "decode": [first, second].count("both")}
-        count["prefill"] += [first, second].count("P")
-        count["decode"] += [first, second].count("D")
-        health = f"{proxy.base_url}/health?prefill={count['prefill']}&decode={count['decode']}"
-        wait_until(lambda: answers_ok(health), "both to register", 60.0)
-        return a, b, proxy
+            for name, role in zip("abc"[: len(roles)], roles, strict=True)
+        ]
+        launch(*servers, proxy)
+        wait_for(proxy, *roles)
+        return servers, proxy
 
-    yield start
+    return start
 
 
-def alone(server: VllmServer, asked: Sequence[answers.Prompt]) -> list[answers.Answer]:
+def wait_for(proxy: ProxyServer, *roles: str) -> None:
+    """Until instances of these roles have registered."""
+    prefill, decode = (sum(role in ("both", fixed) for role in roles) for fixed in "PD")
+    health = f"{proxy.base_url}/health?prefill={prefill}&decode={decode}"
+    wait_until(lambda: answers_ok(health), f"{roles} at the proxy", 60.0)
+
+
+def ask(url: str, prompt: answers.Prompt, streamed: bool = True, **more: Any) -> Answer:
+    """A whole answer, or that of a stream, put together."""
+    if not streamed:
+        return answers.complete(url, MODEL_NAME, prompt, max_tokens=TOKENS, **more)[0]
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, **GREEDY, **more}
+    events = client.stream(f"{url}/v1/completions", body)
+    parts = [answers.answer_of(choice) for event in events for choice in event["choices"]]
+    return Answer(
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+        margins=tuple(margin for part in parts for margin in part.margins),
+    )
+
+
+def alone(server: VllmServer, asked: Sequence[answers.Prompt]) -> list[Answer]:
     """What it answers without any other, and without what its prefix cache has of transfers."""
-
-    def ask(prompt: answers.Prompt) -> answers.Answer:
-        return answers.complete(server.base_url, MODEL_NAME, prompt, max_tokens=16, cache_salt="alone")[0]
-
     with ThreadPoolExecutor(8) as clients:
-        return list(clients.map(ask, asked))
+        return list(clients.map(partial(ask, server.base_url, cache_salt="alone"), asked))
 
 
 def sent(server: VllmServer) -> float:
@@ -77,7 +105,7 @@ def sent(server: VllmServer) -> float:
 def prompts(count: int, name: str) -> list[answers.Prompt]:
     """Of several blocks, some of which begin alike."""
     draw = random.Random(name)
-    begins = [tokens(100, f"{name} begin {n}") for n in range(3)]
+    begins = [tokens(100, f"{name} begin {n}") for n in range(max(3, count // 50))]
     return [
         [*draw.choice([[], *begins]), *tokens(draw.randrange(1, 150), f"{name} {n}")] for n in range(count)
     ]
@@ -94,7 +122,7 @@ def push(p: VllmServer, d: VllmServer, prompt: answers.Prompt) -> answers.Answer
 
 
 def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, tmp_path: Path) -> None:
-    a, b, proxy = pool()
+    (a, b), proxy = pool("both", "both")
     asked, named = prompts(20, "a pool of two"), [tokens(150, f"named {n}") for n in range(8)]
     compared = Compared(tmp_path)
     with ThreadPoolExecutor(8) as clients:
@@ -112,7 +140,7 @@ def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, t
 @pytest.mark.long
 @pytest.mark.parametrize("roles", [("both", "D"), ("P", "both")], ids="-".join)
 def test_beside_a_fixed_p_or_d(pool: Start, tmp_path: Path, roles: tuple[str, str]) -> None:
-    a, b, proxy = pool(*roles)
+    (a, b), proxy = pool(*roles)
     asked = prompts(24, "-".join(roles))
     compared = Compared(tmp_path)
     got = ask_all(proxy.base_url, asked, at_once=6)
@@ -125,7 +153,7 @@ def test_beside_a_fixed_p_or_d(pool: Start, tmp_path: Path, roles: tuple[str, st
 
 @pytest.mark.long
 def test_named_twice_and_named_not_at_all(pool: Start) -> None:
-    a, b, _ = pool()
+    (a, b), _ = pool("both", "both")
     prompt = tokens(150, "named twice")
     (expected,) = alone(b, [prompt])
     for headers in (paired_headers(a, a), {}):
@@ -133,40 +161,97 @@ def test_named_twice_and_named_not_at_all(pool: Start) -> None:
     assert sent(a) == sent(b) == 0
 
 
-def under_load(a: VllmServer, proxy: ProxyServer, happen: Callable[[], None], name: str) -> None:
-    """60 requests, six at a time; something happens to a server when ten are answered. Those that were under
-    way may fail; the others have one server's answer, and none hangs."""
-    asked = prompts(60, name)
-    failed: list[str] = []
+def under_load(proxy: ProxyServer, victim: VllmServer, other: VllmServer, what: str) -> None:
+    """Eight clients, some of them with streams; something happens to an instance that has work. Each request
+    is answered as by one server."""
+    asked, got, enough = prompts(2000, what), dict[int, Answer](), threading.Event()
+    numbers = itertools.count()
 
-    def ask(prompt: answers.Prompt) -> answers.Answer | None:
+    def one_client() -> None:
+        while not enough.is_set():
+            number = next(numbers)
+            got[number] = ask(proxy.base_url, asked[number], streamed=number % 3 > 0)
+
+    def answered(at_least: int) -> bool:
+        return len(got) >= at_least or any(each.done() for each in asking)
+
+    with ThreadPoolExecutor(8) as clients:
+        asking = [clients.submit(one_client) for _ in range(8)]
         try:
-            return answers.complete(proxy.base_url, MODEL_NAME, prompt, max_tokens=16)[0]
-        except client.RequestFailed as error:
-            failed.append(str(error))
-            return None
+            wait_until(lambda: answered(10) and running(victim) > 0, f"work at {victim.name}", 60.0)
+            HAPPENINGS[what](proxy, victim)
+            enough_after = len(got) + 40
+            wait_until(lambda: answered(enough_after), f"40 answers after it was {what}", 120.0)
+        finally:
+            enough.set()
+        for each in asking:
+            each.result(120)
+    numbers_answered = sorted(got)
+    expected = alone(other, [asked[number] for number in numbers_answered])
+    assert_same(expected, [got[number] for number in numbers_answered])
 
-    with ThreadPoolExecutor(6) as clients:
-        asking: list[Future[answers.Answer | None]] = [clients.submit(ask, prompt) for prompt in asked]
-        wait_until(lambda: sum(each.done() for each in asking) >= 10, "ten answers", 60.0)
-        happen()
-        got = [each.result(180) for each in asking]
-    assert len(failed) <= 6, failed
-    answered = [(prompt, answer) for prompt, answer in zip(asked, got, strict=True) if answer is not None]
-    expected = alone(a, [prompt for prompt, _ in answered])
-    assert_same(expected, [answer for _, answer in answered])
+
+def running(server: VllmServer) -> float:
+    return client.metrics(server.base_url)["vllm:num_requests_running"]
+
+
+def order(proxy: ProxyServer, server: VllmServer, what: str) -> None:
+    url = f"{proxy.base_url}/instances/{_address(server)}/{what}"
+    client.post(url, {}, headers={"Authorization": f"Bearer {ADMIN}"})
+
+
+def _address(server: VllmServer) -> str:
+    return server.base_url.removeprefix("http://")
+
+
+def state(proxy: ProxyServer, server: VllmServer) -> str | None:
+    listed = json.loads(client.get(f"{proxy.base_url}/instances"))["instances"]
+    return {each["address"]: each["state"] for each in listed}.get(_address(server))
+
+
+def drain(proxy: ProxyServer, victim: VllmServer) -> None:
+    order(proxy, victim, "drain")
+    wait_until(lambda: state(proxy, victim) == "drained", "no more work", 60.0)
+
+
+def end(proxy: ProxyServer, victim: VllmServer) -> None:
+    os.kill(victim.pid, signal.SIGTERM)
+    wait_until(lambda: not victim.running(), "the end after SIGTERM", 60.0)
+
+
+HAPPENINGS: dict[str, Callable[[ProxyServer, VllmServer], None]] = {
+    "drained": drain,
+    "frozen": lambda _, victim: victim.freeze(),
+    "stopped": end,
+    "killed": lambda _, victim: victim.kill(),
+}
 
 
 @pytest.mark.long
-def test_one_of_two_is_killed_under_load(pool: Start) -> None:
-    a, b, proxy = pool()
-    under_load(a, proxy, b.kill, "killed")
-    at_rest(a, seconds=30.0)
-
-
-@pytest.mark.long
-def test_one_of_two_is_frozen_under_load(pool: Start) -> None:
-    a, b, proxy = pool()
-    under_load(a, proxy, b.freeze, "frozen")
-    at_rest(a, seconds=30.0)
-    b.thaw()
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("size", "happen", "options"),
+    [
+        pytest.param(2, ["frozen", "killed"], PAIR, id="two in pairs"),
+        pytest.param(2, ["drained", "frozen", "killed"], BY_COST, id="two by cost"),
+        pytest.param(3, ["drained", "frozen", "killed", "stopped"], BY_COST, id="three by cost"),
+        pytest.param(3, ["stopped"], BY_COST, id="three by cost, one of them stopped"),
+    ],
+)
+def test_what_happens_to_one_under_load_no_client_notices(
+    pool: Start, size: int, happen: list[str], options: Sequence[str]
+) -> None:
+    """One after the other: what comes back takes part in what follows."""
+    servers, proxy = pool(*["both"] * size, options=options)
+    for what in happen:
+        victim = servers[-1]
+        under_load(proxy, victim, servers[0], what)
+        if what == "drained":
+            order(proxy, victim, "resume")
+        elif what == "frozen":
+            victim.thaw()
+        else:
+            servers.pop()
+        wait_for(proxy, *["both"] * len(servers))
+        for server in servers:
+            at_rest(server, seconds=40.0)
