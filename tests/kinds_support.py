@@ -26,7 +26,6 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -42,11 +41,22 @@ from vllm.v1.kv_cache_interface import (
 
 from p2pkv.demo.tiny_model import TinyFiles
 
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # vLLM 0.32 has these functions there
+    from vllm.v1.core import kv_cache_utils as planning
+
 HEADS = SMALL.kv_heads
 RECURRENT = Mamba2(16, 4, 1, 6)
 
 MakeSpec = Callable[[int, int], KVCacheSpec]
 """A layer's description on a rank, by the tokens of a block and the tensor-parallel size."""
+
+
+def planned(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
+    """The KV cache that vLLM plans for these layers."""
+    groups = planning.get_kv_cache_groups(config, specs)
+    return planning.get_kv_cache_config_from_groups(config, groups, 1 << 30)
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ class Kind:
                 cache.mamba_cache_mode, cache.mamba_block_size = spec.mamba_cache_mode, spec.block_size
                 config.compilation_config.static_forward_context[name] = self.recurrent.module(tp)
         cache.num_gpu_blocks_override = blocks
-        return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 1 << 30)
+        return planned(config, specs)
 
     def __str__(self) -> str:
         return self.name
@@ -119,7 +129,7 @@ class WholeModel(Kind):
         config.compilation_config.static_forward_context.update(
             made.compilation_config.static_forward_context
         )
-        return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, self.specs(tp)), 1 << 30)
+        return planned(config, self.specs(tp))
 
 
 @cache

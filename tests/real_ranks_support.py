@@ -17,15 +17,10 @@ from unittest.mock import patch
 
 import torch
 from connector_support import BLOCK, Instance, inner_id, pair_id
-from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, seen_by
+from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, planning, seen_by
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
-from vllm.v1.core.kv_cache_utils import (
-    _project_kv_cache_groups_to_worker,
-    get_block_hash,
-    get_group_id,
-    get_kv_cache_config_from_groups,
-)
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -125,8 +120,8 @@ class Engine(Instance):
             return self.kv_config
         specs = self.kind.specs(self.tp)
         mine = {name: specs[name] for name in self.stages[rank // self.tp]}
-        groups = _project_kv_cache_groups_to_worker(self.kv_config.kv_cache_groups, mine)
-        return get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
+        groups = planning._project_kv_cache_groups_to_worker(self.kv_config.kv_cache_groups, mine)
+        return planning.get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
 
     def start(self) -> None:
         layout = self.config.cache_config.get_resolved_kv_cache_layout()

@@ -219,6 +219,9 @@ class Executor:
     def __init__(self) -> None:
         self.calls: list[object] = []
 
+    def get_kv_connector_handshake_metadata(self) -> None:
+        """Which vLLM 0.33 asks for after a sleep."""
+
     def collective_rpc(
         self, method: object, timeout: Any = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:

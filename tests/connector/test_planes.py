@@ -118,7 +118,14 @@ TYPES: dict[str, tuple[Any, str]] = {
     "nvfp4": (NvFp4, SLOTS),
     "nvfp4_4over6": (NvFp4, SLOTS),
 }
-"""By --kv-cache-dtype: the backend that divides a block, and how; read in the kernels of vLLM 0.32."""
+"""By --kv-cache-dtype: the backend that divides a block, and how; read in vLLM's kernels."""
+if "octave_k3v4" in get_args(CacheDType):  # vLLM 0.33
+    from vllm.v1.attention.backends.rocm_octave_attn import RocmOctaveAttentionBackend
+    from vllm.v1.attention.ops.rocm_octave import register_rope_dim
+
+    register_rope_dim(128, 128)
+    kinds = ("octave_k3v4", "octave_k3v3", "octave_k3v3_compact")
+    TYPES |= dict.fromkeys(kinds, (RocmOctaveAttentionBackend, ROWS))
 CONTENT = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
 

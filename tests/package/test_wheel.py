@@ -40,7 +40,7 @@ def clean(**more: str) -> dict[str, str]:
 
 def run(*command: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=cwd, env=clean(**more), capture_output=True, text=True, timeout=300, check=False
+        command, cwd=cwd, env=clean(**more), capture_output=True, text=True, timeout=500, check=False
     )
 
 
