@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import socket
@@ -19,15 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import aiohttp
 import zmq
 from aiohttp import web
 
+from p2pkv import __version__
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +86,7 @@ class Candidate:
     """One proxy, with so many instances.
 
     Attributes:
+        name: of another checkout; "" for this one.
         costs: microseconds of processor time per request, of each round.
         rest: seconds of processor time in a second without requests.
     """
@@ -149,7 +153,8 @@ async def started(cleanup: AsyncExitStack, tree: Path, size: int, ports: tuple[i
     pinger.setsockopt(zmq.LINGER, 0)
     pinger.setsockopt(zmq.SNDHWM, 0)
     pinger.connect(f"tcp://127.0.0.1:{discovery}")
-    return Candidate(tree.name, size, f"http://127.0.0.1:{port}", process, pings, pinger)
+    name = "" if tree == ROOT else f"{tree.name}, "
+    return Candidate(name, size, f"http://127.0.0.1:{port}", process, pings, pinger)
 
 
 async def ready(client: aiohttp.ClientSession, candidate: Candidate) -> None:
@@ -210,6 +215,24 @@ def interval(ratios: list[float], draws: int = 4000) -> tuple[float, float]:
     return means[int(0.025 * draws)], means[int(0.975 * draws)]
 
 
+def page(candidates: list[Candidate], about: str) -> Iterator[str]:
+    yield "# What a request costs the proxy, by the size of its fleet"
+    yield ""
+    yield f"{about}. What is measured: fleet_cost.py. Medians [lowest - highest] of the rounds."
+    yield ""
+    yield "| instances | us of CPU a request | times the first | of a core, at rest |"
+    yield "|---:|---:|---:|---:|"
+    first = candidates[0]
+    for each in candidates:
+        ratios = [mine / its for mine, its in zip(each.costs, first.costs, strict=True)]
+        low, high = interval(ratios)
+        times = (
+            f"{statistics.geometric_mean(ratios):.2f} ({low:.2f} to {high:.2f})" if each is not first else ""
+        )
+        cost = f"{statistics.median(each.costs):.0f} [{min(each.costs):.0f} - {max(each.costs):.0f}]"
+        yield f"| {each.name}{each.size:,} | {cost} | {times} | {each.rest:.1%} |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
@@ -218,20 +241,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=300, help="in a round")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
-    candidates = asyncio.run(measured(parser.parse_args()))
-    for each in candidates:
-        cost = statistics.median(each.costs)
-        print(
-            f"{each.name}, {each.size} instances: {cost:.0f} us a request, {each.rest:.1%} of a core at rest"
-        )
-    first = candidates[0]
-    for each in candidates[1:]:
-        ratios = [mine / its for mine, its in zip(each.costs, first.costs, strict=True)]
-        low, high = interval(ratios)
-        print(
-            f"{each.name}, {each.size} / {first.name}, {first.size}: "
-            f"{statistics.geometric_mean(ratios):.2f} ({low:.2f} to {high:.2f})"
-        )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args, load = parser.parse_args(), os.getloadavg()[0]
+    candidates = asyncio.run(measured(args))
+    about = (
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M}, `python benchmarks/fleet_cost.py {' '.join(sys.argv[1:])}`, "
+        f"{os.cpu_count()} cores, load average before: {load:.2f}, p2pkv {__version__}"
+    )
+    figures = [{"tree": each.name, "instances": each.size, "us": each.costs, "rest": each.rest}
+               for each in candidates]  # fmt: skip
+    text = "\n".join(page(candidates, about)) + "\n"
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "fleet_cost.json").write_text(
+        json.dumps({"about": about, "figures": figures}, indent=1) + "\n"
+    )
+    (args.out / "fleet_cost.md").write_text(text)
+    print(text)
     return 0
 
 
