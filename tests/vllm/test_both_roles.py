@@ -274,9 +274,6 @@ HAPPENINGS: dict[str, Callable[[ProxyServer, VllmServer], None]] = {
     [
         pytest.param(2, ["frozen", "killed"], PAIR, id="two in pairs"),
         pytest.param(2, ["drained", "frozen", "killed"], APART, id="two by cost, apart"),
-        pytest.param(2, ["drained", "frozen", "stopped"], BY_COST, id="two by cost"),
-        pytest.param(3, ["drained", "frozen", "killed"], BY_COST, id="three by cost"),
-        pytest.param(3, ["frozen", "stopped", "killed"], APART, id="three by cost, apart"),
     ],
 )
 def test_what_happens_to_one_under_load_no_client_notices(
