@@ -1,7 +1,4 @@
-"""Real servers of kv_both: a pool of them behind the proxy, and one beside a fixed P or a fixed D.
-
-Where predicted cost places requests, the weight of pauses is such that both ways are taken.
-"""
+"""Real servers of kv_both: a pool of them behind the proxy, and one beside a fixed P or a fixed D."""
 
 from __future__ import annotations
 
@@ -32,24 +29,36 @@ from vllm_support import (
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import GREEDY, Answer
-from p2pkv.demo.processes import answers_ok, wait_until
+from p2pkv.demo.processes import answers_ok, free_ports, wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 
-Start = Callable[..., tuple[list[VllmServer], ProxyServer]]
+Start = Callable[..., Any]
 
 TOKENS = 16
 SHORT = {"lease_seconds": 4, "stall_seconds": 8, "chunk_bytes": 16384}
 ADMIN = "admin"
 PAIR = ("--admin-token", ADMIN)
-BY_COST = ("--placement", "auto", "--pause-weight", "10", *PAIR)
+BY_COST = ("--placement", "auto", *PAIR)
+"""Nearly all requests are served by one instance."""
+APART = (*BY_COST, "--pause-weight", "10")
+"""Nearly all requests are served by a pair."""
 
 
 @pytest.fixture
 def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start:
-    """Starts servers of these roles, and a proxy with these options that they ping."""
+    """Starts servers of these roles, and for each of `options` a proxy that they ping."""
 
-    def start(*roles: str, options: Sequence[str] = ()) -> Any:
-        proxy = ProxyServer(log_path=tmp_path / "proxy.log", extra_args=options)
+    def start(*roles: str, options: Sequence[Sequence[str]] = ((),)) -> Any:
+        # All on one port, each at an address of its own.
+        hosts, port = [f"127.0.0.{1 + number}" for number in range(len(options))], free_ports()
+        proxies = [
+            ProxyServer(
+                discovery_port=port,
+                extra_args=[*some, "--discovery", f"{host}:{port}"],
+                log_path=tmp_path / f"proxy-{host}.log",
+            )
+            for host, some in zip(hosts, options, strict=True)
+        ]
         servers = [
             probing_server(
                 tiny_model,
@@ -57,16 +66,17 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start
                 tmp_path,
                 name=name,
                 plugins=FORKED,
-                proxy=proxy.discovery,
+                proxy=(",".join(hosts), port),
                 extra_config=SHORT,
                 load_failure_policy="recompute",
                 log_path=tmp_path / f"{name}.log",
             )
             for name, role in zip("abc"[: len(roles)], roles, strict=True)
         ]
-        launch(*servers, proxy)
-        wait_for(proxy, *roles)
-        return servers, proxy
+        launch(*servers, *proxies)
+        for proxy in proxies:
+            wait_for(proxy, *roles)
+        return servers, *proxies
 
     return start
 
@@ -122,7 +132,7 @@ def push(p: VllmServer, d: VllmServer, prompt: answers.Prompt) -> answers.Answer
 
 
 def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, tmp_path: Path) -> None:
-    (a, b), proxy = pool("both", "both")
+    (a, b), proxy, *by_cost = pool("both", "both", options=[PAIR, BY_COST, APART])
     asked, named = prompts(20, "a pool of two"), [tokens(150, f"named {n}") for n in range(8)]
     compared = Compared(tmp_path)
     with ThreadPoolExecutor(8) as clients:
@@ -135,6 +145,33 @@ def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, t
         assert sent(server) > 0, f"{server.name} was never P"
     assert compared.spans(at_least=len(named))
     assert_same(alone(a, [*asked, *named]), got)
+    placed_by_cost((a, b), by_cost, tmp_path, 60)
+
+
+def placed_by_cost(
+    pool: Sequence[VllmServer], proxies: Sequence[ProxyServer], probes: Path, requests: int
+) -> None:
+    """Through two proxies, so many requests have one server's answers; D's blocks are P's."""
+    asked, compared = prompts(requests, "placed by cost"), Compared(probes)
+    urls, streamed = (
+        itertools.cycle(each) for each in ([each.base_url for each in proxies], [True, True, False])
+    )
+    with ThreadPoolExecutor(12) as clients:
+        got = list(clients.map(ask, urls, asked, streamed))
+    for server in pool:
+        at_rest(server)
+    pages = [json.loads(client.get(f"{each.base_url}/status"))["placement"]["ways"] for each in proxies]
+    whole, pairs = (sum(page.get(way, 0) for page in pages) for way in ("whole", "pair"))
+    assert min(whole, pairs) >= requests // 6, pages
+    assert len(compared.spans(at_least=requests // 10)) <= pairs
+    assert_same(alone(pool[0], asked), got)
+
+
+@pytest.mark.long
+def test_a_thousand_requests_placed_by_cost_have_one_server_s_answers(pool: Start, tmp_path: Path) -> None:
+    options = [[*each, "--prefill-policy", "prefix_aware"] for each in (BY_COST, APART)]
+    servers, *proxies = pool("both", "both", options=options)
+    placed_by_cost(servers, proxies, tmp_path, 1000)
 
 
 @pytest.mark.long
@@ -161,9 +198,9 @@ def test_named_twice_and_named_not_at_all(pool: Start) -> None:
     assert sent(a) == sent(b) == 0
 
 
-def under_load(proxy: ProxyServer, victim: VllmServer, other: VllmServer, what: str) -> None:
-    """Eight clients, some of them with streams; something happens to an instance that has work. Each request
-    is answered as by one server."""
+def under_load(proxy: ProxyServer, servers: Sequence[VllmServer], what: str) -> VllmServer:
+    """Eight clients, some of them with streams; something happens to an instance that has work, which is
+    returned. Each request is answered as by one server."""
     asked, got, enough = prompts(2000, what), dict[int, Answer](), threading.Event()
     numbers = itertools.count()
 
@@ -178,7 +215,8 @@ def under_load(proxy: ProxyServer, victim: VllmServer, other: VllmServer, what: 
     with ThreadPoolExecutor(8) as clients:
         asking = [clients.submit(one_client) for _ in range(8)]
         try:
-            wait_until(lambda: answered(10) and running(victim) > 0, f"work at {victim.name}", 60.0)
+            wait_until(lambda: answered(10) and any(map(running, servers)), "work", 60.0)
+            victim = max(servers, key=running)
             HAPPENINGS[what](proxy, victim)
             enough_after = len(got) + 40
             wait_until(lambda: answered(enough_after), f"40 answers after it was {what}", 120.0)
@@ -186,9 +224,11 @@ def under_load(proxy: ProxyServer, victim: VllmServer, other: VllmServer, what: 
             enough.set()
         for each in asking:
             each.result(120)
-    numbers_answered = sorted(got)
-    expected = alone(other, [asked[number] for number in numbers_answered])
-    assert_same(expected, [got[number] for number in numbers_answered])
+    reference = next(each for each in servers if each is not victim)
+    ended = sorted(got)
+    expected = alone(reference, [asked[number] for number in ended])
+    assert_same(expected, [got[number] for number in ended])
+    return victim
 
 
 def running(server: VllmServer) -> float:
@@ -233,25 +273,22 @@ HAPPENINGS: dict[str, Callable[[ProxyServer, VllmServer], None]] = {
     ("size", "happen", "options"),
     [
         pytest.param(2, ["frozen", "killed"], PAIR, id="two in pairs"),
-        pytest.param(2, ["drained", "frozen", "killed"], BY_COST, id="two by cost"),
-        pytest.param(3, ["drained", "frozen", "killed", "stopped"], BY_COST, id="three by cost"),
-        pytest.param(3, ["stopped"], BY_COST, id="three by cost, one of them stopped"),
+        pytest.param(2, ["drained", "frozen", "killed"], APART, id="two by cost, apart"),
     ],
 )
 def test_what_happens_to_one_under_load_no_client_notices(
     pool: Start, size: int, happen: list[str], options: Sequence[str]
 ) -> None:
     """One after the other: what comes back takes part in what follows."""
-    servers, proxy = pool(*["both"] * size, options=options)
+    servers, proxy = pool(*["both"] * size, options=[options])
     for what in happen:
-        victim = servers[-1]
-        under_load(proxy, victim, servers[0], what)
+        victim = under_load(proxy, servers, what)
         if what == "drained":
             order(proxy, victim, "resume")
         elif what == "frozen":
             victim.thaw()
         else:
-            servers.pop()
+            servers.remove(victim)
         wait_for(proxy, *["both"] * len(servers))
         for server in servers:
             at_rest(server, seconds=40.0)
