@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -34,6 +35,7 @@ def test_each_stage_learns_of_the_other() -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), port],
+            env=os.environ | {"VLLM_DIST_IDENT": port},  # as vLLM 0.33's executor sets it
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

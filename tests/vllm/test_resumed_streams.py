@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -253,20 +256,74 @@ def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda each: completion(base_url, each, LONG, ignore_eos=True), prompts))
 
-    address = leaving.base_url.removeprefix("http://")
     resumed = trio.counted("resumed_total")
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(answers_of, trio.proxy.base_url)
         wait_until(lambda: running(leaving) > 0 and running(other) > 0, "streams on both", 60.0)
-        drain(trio, f"{address}/drain?move_after={MOVE_AFTER}")
+        drain(trio, f"{address(leaving)}/drain?move_after={MOVE_AFTER}")
         wait_until(lambda: running(leaving) == 0, "a free D", MOVE_AFTER + 20.0)
         assert not got.done()
         moved = got.result()
     assert_same(answers_of(other.base_url), moved)
     assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
-    drain(trio, f"{address}/resume")
+    drain(trio, f"{address(leaving)}/resume")
     for server in (trio.p, *trio.ds):
         at_rest(server, seconds=70.0)
+
+
+def test_a_rolling_upgrade_of_both_ds_under_endless_streams(
+    trio: Trio, servers_on_failure: Callable[..., None]
+) -> None:
+    """One D after the other is drained with a deadline, stopped and started anew. Each of 16 clients always
+    has a stream."""
+    servers_on_failure(trio.p, *trio.ds, trio.proxy)
+    wait_until(trio.ready, "all three", 60.0)
+    prompts = [tokens(40, f"upgrade {number}") for number in range(16)]
+    upgraded = threading.Event()
+
+    def stream(base_url: str, prompt: list[int]) -> Answer:
+        return completion(base_url, prompt, LONG // 2, ignore_eos=True)
+
+    def streams(prompt: list[int]) -> list[Answer]:
+        got = []
+        while not upgraded.is_set():
+            got.append(stream(trio.proxy.base_url, prompt))
+        return got
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = list(pool.map(partial(stream, trio.ds[1].base_url), prompts))
+        under_way = [pool.submit(streams, each) for each in prompts]
+        try:
+            for leaving in trio.ds:
+                wait_until(lambda each=leaving: running(each) > 0, f"streams on {leaving.name}", 60.0)  # type: ignore[misc]
+                resumed, began = trio.counted("resumed_total"), time.monotonic()
+                drain(trio, f"{address(leaving)}/drain?move_after=1")
+                wait_until(partial(is_drained, trio, leaving), f"a free {leaving.name}", 60.0)
+                print(f"{leaving.name} was free after {time.monotonic() - began:.1f} s")
+                leaving.stop()
+                leaving.start()
+                leaving.wait_ready()
+                wait_until(trio.ready, "all three", 60.0)
+                assert trio.counted("resumed_total") > resumed
+        finally:
+            upgraded.set()
+        for one, got in zip(expected, under_way, strict=True):
+            answered = got.result()
+            assert_same([one] * len(answered), answered)
+    assert trio.counted("not_resumed_total") == 0
+    for server in (trio.p, *trio.ds):
+        at_rest(server, seconds=70.0)
+
+
+def address(server: VllmServer) -> str:
+    return server.base_url.removeprefix("http://")
+
+
+def is_drained(trio: Trio, server: VllmServer) -> bool:
+    status = json.loads(client.get(f"{trio.proxy.base_url}/status"))
+    return any(
+        each["address"] == address(server) and each["state"] == "drained" for each in status["instances"]
+    )
 
 
 def running(server: VllmServer) -> float:
