@@ -112,10 +112,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
 
     link: str = AUTO
-    """`auto`, `host`, `nccl` or `ipc` | the resulting kind | what carries the KV: `nccl` between GPUs, `ipc`
-    between two processes on one GPU, or on GPUs of one host that reach each other's memory, `host` (shared
-    memory or TCP) where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA device, else
-    `host`"""
+    """one of `link_kinds.NAMES` | the resulting kind | what carries the KV: {kinds}; `auto` is `nccl` where
+    there is a CUDA device, else `host`"""
 
     staging_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 * MIB
     """bytes of a rank | no | send and receive slots of a rank, shared by all its peers: what is in flight at

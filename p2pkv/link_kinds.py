@@ -1,7 +1,8 @@
 """The kinds of links between a rank of P and a rank of D.
 
-A new kind is one file in `p2pkv/links` with a function `make_links`, and one line in `KINDS`: the option
-`link`, `p2pkv doctor` and `p2pkv bench` read it from here, and the handshake compares `LinkFactory.kind`.
+A new kind is one file in `p2pkv/links` with a function `make_links`, and one entry in `KINDS`: the option
+`link` and its documentation, `p2pkv doctor`, `p2pkv bench` and the links' contract tests read it from here,
+and the handshake compares `LinkFactory.kind`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class LinkKind:
     Attributes:
         name: as the option `link` has it.
         memory: where the KV lies that it moves.
+        between: what it connects, for docs/options.md.
         module: it has `make_links(LinkSettings) -> LinkFactory`, which raises ValueError where this machine
             cannot have such links. It is imported only when it is used.
     """
@@ -26,14 +28,22 @@ class LinkKind:
     name: str
     memory: Literal["cpu", "cuda", "any"]
     module: str
+    between: str
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        LinkKind("host", "cpu", "p2pkv.links.host"),
-        LinkKind("nccl", "cuda", "p2pkv.links.nccl"),
-        LinkKind("ipc", "cuda", "p2pkv.links.ipc"),
+        LinkKind(
+            "host", "cpu", "p2pkv.links.host", "where the KV cache is in CPU memory (shared memory or TCP)"
+        ),
+        LinkKind("nccl", "cuda", "p2pkv.links.nccl", "between GPUs"),
+        LinkKind(
+            "ipc",
+            "cuda",
+            "p2pkv.links.ipc",
+            "between two processes on one GPU, or on GPUs of one host that reach each other's memory",
+        ),
     )
 }
 """By name. `auto` is the first whose memory is that of the machine's KV cache."""

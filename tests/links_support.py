@@ -22,6 +22,8 @@ from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice
 from nccl_simulated_gpu import SimulatedGpu
 
+from p2pkv import link_kinds
+from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send, decode_blob
 from p2pkv.links.host import HostAcceptance, HostInbound, HostLinks
 from p2pkv.links.ipc import IpcLinks
@@ -29,7 +31,10 @@ from p2pkv.links.nccl import NcclLinks
 from support.waiting import wait_for
 
 NCCL_KINDS = ("nccl-blocking", "nccl-polled")
-KINDS = ("memory", "shared-memory", "tcp", "faulty", "ipc", *NCCL_KINDS)
+OWN_WAYS = {"host": ("shared-memory", "tcp"), "ipc": ("ipc",), "nccl": NCCL_KINDS}
+"""Registered kinds that `make_factories` makes in another way than `make_factory` does."""
+KINDS = ("memory", "faulty", *(way for name in link_kinds.KINDS for way in OWN_WAYS.get(name, (name,))))
+"""All that the contract tests try: a kind that is registered is among them."""
 STAGING = 1 << 22
 DEADLINE = 10.0
 HOST_WINDOW = 1 << 20
@@ -50,8 +55,15 @@ def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
         return nccl_links(blocking=blocking), nccl_links(blocking=blocking)
     if kind == "ipc":
         return ipc_links(), ipc_links()
-    shared = kind == "shared-memory"
-    return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
+    if kind in OWN_WAYS["host"]:
+        shared = kind == "shared-memory"
+        return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
+    return _registered(kind), _registered(kind)
+
+
+def _registered(kind: str) -> LinkFactory:
+    """As an instance makes it. Raises ValueError for a kind that is not registered, or needs a GPU."""
+    return make_factory(kind, host="127.0.0.1", staging_bytes=STAGING)
 
 
 def ipc_links(staging: int = STAGING, *, card: bytes = CARD, receives: bool = True) -> IpcLinks:

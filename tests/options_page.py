@@ -13,6 +13,7 @@ import msgspec
 
 from p2pkv import config
 from p2pkv.config import MIB, Options
+from p2pkv.link_kinds import KINDS
 from p2pkv_proxy.options import make_parser
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
@@ -100,6 +101,9 @@ def instance_rows() -> Iterator[str]:
         if name in SECTIONS:
             yield f"\n## {SECTIONS[name]}\n\n| option | default | same | meaning |\n|---|---|---|---|"
         unit, same, meaning = declared()[name]
+        if name == "link":
+            kinds = "; ".join(f"`{kind.name}` {kind.between}" for kind in KINDS.values())
+            meaning = meaning.format(kinds=kinds)
         if unit.startswith("networks"):
             meaning = f"{unit}: {meaning}"
         cells = [f"`{name}`", default(name, unit), "" if same == "no" else same, meaning]

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         choices=list(KINDS),
         default="host",
-        help="nccl and ipc measure something else: gather, scatter, link and push by size of message, "
+        help="links between GPUs are measured otherwise: gather, scatter, link and push by size of message, "
         "fan-out and the memory of communicators, on CUDA devices (default: %(default)s)",
     )
     parser.add_argument(
@@ -72,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[1, 2, 4, 8],
         metavar="RANKS",
         help="push to so many ranks of D that share the heads, each a process of its own (1, 2, 4 or 8; "
-        "default: 1 2 4 with --link nccl or ipc, else none)",
+        "default: 1 2 4 with a link between GPUs, else none)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="with --link nccl or ipc: draw the curves there"
+        "--plot", type=Path, metavar="FILE", help="with a link between GPUs: draw the curves there"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
 

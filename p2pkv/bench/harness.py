@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from p2pkv.engine.commands import Event, LoadFailed
 from p2pkv.engine.thread import Rank
 from p2pkv.kv import PagedCache
 from p2pkv.links import make_factory
-from p2pkv.links.base import LinkFactory, Outbound
+from p2pkv.links.base import LinkFactory, Outbound, Send
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 
@@ -60,7 +61,7 @@ class Pipe:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._socket.settimeout(DEADLINE_SECONDS)
-        self._lines = end.makefile("rb")
+        self._came = b""
 
     def send(self, **message: Any) -> None:
         """Send one message."""
@@ -68,15 +69,21 @@ class Pipe:
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other process has gone. TimeoutError after the deadline."""
-        line = self._lines.readline()
-        if not line:
-            return None
+        while b"\n" not in self._came:
+            part = self._socket.recv(1 << 16)
+            if not part:
+                return None
+            self._came += part
+        line, _, self._came = self._came.partition(b"\n")
         message = json.loads(line)
         assert isinstance(message, dict)
         return message
 
-    def expect(self, name: str) -> dict[str, Any]:
-        """The next message, which holds `name`. Raises BenchError for the other's error, or its end."""
+    def expect(self, name: str, poll: Callable[[], None] | None = None) -> dict[str, Any]:
+        """The next message, which holds `name`. `poll`: of a link, called until it comes. Raises BenchError
+        for the other's error, or its end."""
+        if poll is not None and not self._came:
+            poll_until(poll, self._has_more, f"the wait for {name!r}")
         try:
             message = self.receive()
         except TimeoutError:
@@ -88,13 +95,15 @@ class Pipe:
         assert name in message, f"{message} where {name!r} was due"
         return message
 
+    def _has_more(self) -> bool:
+        return bool(select.select([self._socket], [], [], 0)[0])
+
     def patient(self) -> None:
         """From now on wait without a deadline, until the other process ends."""
         self._socket.settimeout(None)
 
     def close(self) -> None:
         """Close our end; the other process finds out when it reads."""
-        self._lines.close()
         self._socket.close()
 
 
@@ -172,6 +181,19 @@ def poll_until(poll: Callable[[], None], done: Callable[[], bool], what: str) ->
         if time.monotonic() > deadline:
             raise BenchError(f"{what} did not end in {DEADLINE_SECONDS:g} s")
         poll()
+
+
+def room_for(outbound: Outbound, nbytes: int, remote_slot: int) -> Send:
+    """The next send of a bare link, once there is room for it."""
+    found: list[Send] = []
+
+    def tried() -> bool:
+        if (send := outbound.reserve(nbytes, remote_slot)) is not None:
+            found.append(send)
+        return bool(found)
+
+    poll_until(outbound.poll, tried, "room for a send")
+    return found[0]
 
 
 def bare_link(links: LinkFactory, pipe: Pipe, window: int) -> Outbound:

@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from p2pkv.bench.harness import (
     new_name,
     one_torch_thread,
     poll_until,
+    room_for,
     start_decode,
     wait_for,
 )
@@ -231,7 +231,6 @@ class Messages:
         self._staging = max(4 * max(sizes), STAGING_BYTES)
         self._tokens = total // TOKEN_BYTES + 1
         self._stack = contextlib.ExitStack()
-        self._pool = self._stack.enter_context(ThreadPoolExecutor(1))
         self._keys = 0
         self.times: list[tuple[float, ...]] = []
         os.environ.update(environment("P", self._shared))
@@ -298,14 +297,14 @@ class Messages:
         begin = time.monotonic()
         self.pipe.send(order="receive", sizes=sizes)
         for each in sizes:
-            remote_slot = self._next_message(outbound, "remote_slot")["remote_slot"]
-            send = self._reserve(outbound, each, remote_slot)
+            remote_slot = self.pipe.expect("remote_slot", outbound.poll)["remote_slot"]
+            send = room_for(outbound, each, remote_slot)
             send.buffer.copy_(self.memory.flat[offset : offset + each])
             send.commit()
             self.pipe.send(sent=True)
             sends.append(send)
             offset += each
-        received = float(self._next_message(outbound, "received")["received"])
+        received = float(self.pipe.expect("received", outbound.poll)["received"])
         poll_until(outbound.poll, lambda: all(send.done() for send in sends), "the last send")
         return self.total / (received - begin)
 
@@ -357,23 +356,6 @@ class Messages:
         if isinstance(links, NcclLinks):
             links.shared.times = self.times
         return bare_link(links, self.pipe, self._staging // 2)
-
-    def _next_message(self, outbound: Outbound, name: str) -> dict[str, Any]:
-        """D's next message; the link is polled meanwhile, since its sends may wait for that."""
-        future = self._pool.submit(self.pipe.expect, name)
-        poll_until(outbound.poll, future.done, f"D's {name!r}")
-        return future.result()
-
-    def _reserve(self, outbound: Outbound, nbytes: int, remote_slot: int) -> Send:
-        found: list[Send] = []
-
-        def tried() -> bool:
-            if (send := outbound.reserve(nbytes, remote_slot)) is not None:
-                found.append(send)
-            return bool(found)
-
-        poll_until(outbound.poll, tried, "room for a send")
-        return found[0]
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from p2pkv.bench.harness import (
     end_decode,
     make_rank,
     one_torch_thread,
+    poll_until,
+    room_for,
     start_decode,
     wait_for,
 )
@@ -131,15 +133,15 @@ class PrefillSide:
         begin, done = time.monotonic(), 0
         self.pipe.send(order="receive", sizes=sizes)
         for size in sizes:
-            send = self._outbound.reserve(size, self.pipe.expect("remote_slot")["remote_slot"])
-            assert send is not None, "D has granted it"
+            slot = self.pipe.expect("remote_slot", self._outbound.poll)["remote_slot"]
+            send = room_for(self._outbound, size, slot)
             send.buffer.copy_(self.memory.flat[done : done + size])
             send.commit()
             self.pipe.send(sent=True)
             sends.append(send)
             done += size
-        received: float = self.pipe.expect("received")["received"]
-        assert all(send.done() for send in sends)
+        received: float = self.pipe.expect("received", self._outbound.poll)["received"]
+        poll_until(self._outbound.poll, lambda: all(send.done() for send in sends), "the last send")
         return received - begin
 
     def push_ready(self, layout: str, tokens: int, *, verify: bool = False) -> Push:

@@ -6,11 +6,12 @@ attempt is D's own serial number of this asking; every message is bound to the i
 connection that carried it, which the handshake proves, so it need not be repeated here.
 
 A new field is at most three files: declared here, set in the file that makes the message, and read in the
-file that handles it. Messages have one form only (see `decode`), so it is a new PROTOCOL_VERSION, unless
-peers may ignore it. Such a field is optional: its name on the wire begins with OPTIONAL, no other field ever
-had that name, and UNSET leaves it out:
+file that handles it. What vLLM's side knows or needs also passes engine/commands.py and connector/. Messages
+have one form only (see `decode`), so a new field is a new PROTOCOL_VERSION, unless peers may ignore it. Such
+a field is optional: its name on the wire begins with OPTIONAL, no other field ever had that name, and UNSET
+leaves it out:
 
-    note: Name | UnsetType = msgspec.field(default=UNSET, name="?note")
+    note: Name | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?note")
 
 Versions that do not know it drop it. A rank that must know whether its peer does looks for it in the
 peer's messages.

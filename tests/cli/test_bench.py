@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from p2pkv.bench.latents import LATENTS, PARTS
 from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
 from p2pkv.bench.prefill import prefill
 from p2pkv.cli import main
+from p2pkv.links import make_factory
 
 TOKENS = 40
 
@@ -102,6 +104,13 @@ def test_kv_of_another_place_is_noticed_in_planes(tokens: int) -> None:
     )
     LATENTS.clear(d, tokens)
     assert LATENTS.wrong(d, tokens)
+
+
+def test_a_link_may_stage_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TCP does: P's end has no room at times, and moves nothing unless it is polled."""
+    monkeypatch.setattr("p2pkv.bench.prefill.make_factory", partial(make_factory, shared_memory=False))
+    with prefill(capacity_for(TOKENS), 16 << 20, "host") as both:
+        assert both.raw(24 << 20) > 0
 
 
 def test_a_decode_process_that_ends_is_an_error() -> None:

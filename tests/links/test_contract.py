@@ -281,6 +281,12 @@ def test_blobs_are_checked(factories: Factories, blob: bytes) -> None:
         p.complete(invitation, acceptance)
 
 
+def test_a_kind_is_what_is_tried_under_its_name() -> None:
+    """And not another one, in the place of one that `make_factories` does not know."""
+    with pytest.raises(ValueError, match="'gloo'; it must be one of"):
+        make_factories("gloo")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_aborts_every_link(kind: str) -> None:
     factories = make_factories(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from hypothesis import strategies as st
-from msgspec import inspect
+from msgspec import UNSET, inspect
 
 from p2pkv.protocol.messages import AnyMessage
 
@@ -36,7 +36,9 @@ def values(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.UnionType(types=types):
             return st.one_of(*map(values, types))
         case inspect.StructType(cls=cls, fields=fields):
-            return st.builds(cls, *(values(field.type) for field in fields))
+            left_out = [st.just(UNSET) if field.default is UNSET else st.nothing() for field in fields]
+            drawn = [values(field.type) | no for field, no in zip(fields, left_out, strict=True)]
+            return st.builds(cls, *drawn)
     raise AssertionError(f"messages have a type that is not known here: {info}")
 
 
