@@ -200,7 +200,8 @@ def test_named_twice_and_named_not_at_all(pool: Start) -> None:
 
 def under_load(proxy: ProxyServer, servers: Sequence[VllmServer], what: str) -> VllmServer:
     """Eight clients, some of them with streams; something happens to an instance that has work, which is
-    returned. Each request is answered as by one server."""
+    returned. Each request is answered as by one server. So many are answered before that the budget of second
+    tries, a fifth of the requests of 10 s, has room for all that the instance has under way."""
     asked, got, enough = prompts(2000, what), dict[int, Answer](), threading.Event()
     numbers = itertools.count()
 
@@ -215,7 +216,7 @@ def under_load(proxy: ProxyServer, servers: Sequence[VllmServer], what: str) -> 
     with ThreadPoolExecutor(8) as clients:
         asking = [clients.submit(one_client) for _ in range(8)]
         try:
-            wait_until(lambda: answered(10) and any(map(running, servers)), "work", 60.0)
+            wait_until(lambda: answered(100) and any(map(running, servers)), "work and 100 answers", 120.0)
             victim = max(servers, key=running)
             HAPPENINGS[what](proxy, victim)
             enough_after = len(got) + 40
@@ -274,6 +275,9 @@ HAPPENINGS: dict[str, Callable[[ProxyServer, VllmServer], None]] = {
     [
         pytest.param(2, ["frozen", "killed"], PAIR, id="two in pairs"),
         pytest.param(2, ["drained", "frozen", "killed"], APART, id="two by cost, apart"),
+        pytest.param(2, ["drained", "frozen", "stopped"], BY_COST, id="two by cost"),
+        pytest.param(3, ["drained", "frozen", "killed"], BY_COST, id="three by cost"),
+        pytest.param(3, ["frozen", "stopped", "killed"], APART, id="three by cost, apart"),
     ],
 )
 def test_what_happens_to_one_under_load_no_client_notices(
