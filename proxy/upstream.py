@@ -402,6 +402,8 @@ async def first_event(response: aiohttp.ClientResponse, path: str) -> bytes:
     whole = not streamed and response.content.at_eof()
     if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed):
         raise CallFailed(CallEnd.ABORTED, STOPPED)
+    if streamed and first_event_ends(head):
+        raise CallFailed(CallEnd.ABORTED, STOPPED)
     if streamed and first_event_failed(head):
         detail = first_event_message(head)
         raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
@@ -467,6 +469,15 @@ def first_event_came(head: bytes) -> bool:
 def first_event_failed(head: bytes) -> bool:
     """Whether that event is an error, and the server's own."""
     return is_servers_error(_first_event(head))
+
+
+def first_event_ends(head: bytes) -> bool:
+    """Whether that event is the end, or the usage before it: vLLM sends nothing else of an answer that it
+    gives up before the first token."""
+    event = _first_event(head)
+    if isinstance(event, dict):
+        return event.get("choices") == []
+    return isinstance(event, bytes) and event.strip() == b"[DONE]"
 
 
 def first_event_message(head: bytes) -> str:

@@ -45,6 +45,39 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment, streamed: bool) 
     await quiet(either)
 
 
+def ends_at_once(*events: bytes) -> Behaviour:
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        for each in (*events, b"[DONE]"):
+            await response.write(b"data: " + each + b"\n\n")
+        return response
+
+    return behaviour
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "events",
+    [
+        (),
+        (b'{"choices":[],"usage":{"completion_tokens":0}}',),
+        (b'{"choices":[{"delta":{"role":"assistant"}}]}',),
+    ],
+    ids=["nothing", "usage", "role"],
+)
+async def test_a_stream_without_a_token_was_given_up(
+    concurrent: Deployment, path: str, events: tuple[bytes, ...]
+) -> None:
+    """vLLM sends no choice for a request that it gives up before its first token."""
+    concurrent.d.behaviour = ends_at_once(*events)
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    response = await concurrent.post({**body, "stream": True}, path=path)
+    assert response.status == 502
+    assert (await response.json())["error"]["message"] == MESSAGE
+    await quiet(concurrent)
+
+
 def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     """D, as it hears from a P that gives up."""
 
