@@ -94,7 +94,7 @@ PRODUCT = (
     ),
     Mutant(
         "over CUDA IPC slots come back while a P that D has aborted may write there",
-        "p2pkv/links/ipc_ends.py:IpcInbound.close",
+        "p2pkv/links/ipc_ends.py:IpcInbound._free",
         "awaited = self._line if self._posted and not self._left else None",
         "awaited = None",
         ("tests/links/test_ipc.py", "tests/links/test_ipc_processes.py"),

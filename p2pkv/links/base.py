@@ -27,12 +27,13 @@ of the message, because NCCL itself would not notice a wrong one.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import MutableSet
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -255,6 +256,22 @@ class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind
     version: Literal[1]
 
 
+class Invitation(SetupBlob, frozen=True):
+    """P's. `nonce`: random; the answer repeats it."""
+
+    name = "invitation"
+
+    nonce: Nonce
+
+
+class Acceptance(SetupBlob, frozen=True):
+    """D's. `answers`: the invitation's nonce."""
+
+    name = "acceptance"
+
+    answers: Nonce
+
+
 _AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
 
 _looking = threading.Lock()
@@ -351,18 +368,69 @@ class GuardedEnd(End):
         self.guard.owned()
         self.close("aborted on this side")
 
-    @abstractmethod
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        """`abort` for the factory, whose thread may be another one. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.guard.fail(reason)
+            self._free()
+
+    @abstractmethod
+    def _free(self) -> None:
+        """This end has been closed: free what it holds."""
 
 
-class GuardedLinks(LinkFactory):
-    """A factory that closes its ends when it is closed."""
+class GuardedInbound(GuardedEnd, Inbound):
+    """D's end of a guarded link."""
+
+
+class GuardedOutbound(GuardedEnd, Outbound):
+    """P's end of a guarded link."""
+
+
+_Invited = TypeVar("_Invited", bound=Invitation)
+_Accepted = TypeVar("_Accepted", bound=Acceptance)
+_In = TypeVar("_In", bound=GuardedInbound)
+
+
+class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
+    """A factory that reads and writes the blobs of its kind, and closes its ends when it is closed."""
+
+    blobs: tuple[type[_Invited], type[_Accepted]]
 
     def __init__(self, ends: MutableSet[GuardedEnd] | None = None) -> None:
         """`ends`: an empty set that will hold the ends; a WeakSet lets go of those that were dropped."""
         self._ends = set() if ends is None else ends
         self._closed = False
+
+    def invite(self) -> bytes:
+        self._check()
+        return encode_blob(self._invitation(secrets.token_bytes(NONCE_BYTES)))
+
+    def accept(self, invitation: bytes, window: int) -> tuple[_In, bytes]:
+        """Raises ValueError if `window` is not positive."""
+        self._check()
+        if window < 1:
+            raise ValueError(f"window is {window} bytes; it must be positive")
+        inbound, acceptance = self._accept(decode_blob(invitation, self.blobs[0]), window)
+        self._ends.add(inbound)
+        return inbound, encode_blob(acceptance)
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> GuardedOutbound:
+        self._check()
+        invited, accepted = decode_blob(invitation, self.blobs[0]), decode_blob(acceptance, self.blobs[1])
+        if accepted.answers != invited.nonce:
+            raise LinkError("this acceptance answers another invitation")
+        outbound = self._complete(invited, accepted)
+        self._ends.add(outbound)
+        return outbound
+
+    @abstractmethod
+    def _invitation(self, nonce: bytes) -> _Invited: ...
+    @abstractmethod
+    def _accept(self, invited: _Invited, window: int) -> tuple[_In, _Accepted]: ...
+    @abstractmethod
+    def _complete(self, invited: _Invited, accepted: _Accepted) -> GuardedOutbound: ...
 
     def close(self) -> None:
         self._closed = True

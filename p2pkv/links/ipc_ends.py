@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
+from p2pkv.links.base import Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
 from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, wait_out
 from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Door, Line, Record
@@ -108,13 +108,11 @@ class IpcReceive:
         self._link.release(self)
 
 
-class IpcInbound(GuardedEnd, Inbound):
+class IpcInbound(GuardedInbound):
     """D's end. Its window bounds what it may hold of the memory that all links of the rank share."""
 
     def __init__(self, shared: IpcContext, nonce: bytes, window: int) -> None:
-        """`nonce`: of P's invitation. Raises ValueError, LinkError."""
-        if window < 1:
-            raise ValueError(f"window is {window} bytes; it must be positive")
+        """`nonce`: of P's invitation. Raises LinkError."""
         assert shared.pool is not None
         self.guard = Guard("the CUDA IPC link from a peer")
         self.share = StagingShare(shared.staging)
@@ -189,11 +187,7 @@ class IpcInbound(GuardedEnd, Inbound):
             self._held.discard(receive)
             self._shared.give_when_read(receive.offset)
 
-    def close(self, reason: str) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.fail(reason)
+    def _free(self) -> None:
         self._door.close()
         offsets = [receive.offset for receive in (*self._posted, *self._held)]
         awaited = self._line if self._posted and not self._left else None
@@ -286,7 +280,7 @@ class IpcSend:
         return self.finished
 
 
-class IpcOutbound(GuardedEnd, Outbound):
+class IpcOutbound(GuardedOutbound):
     """P's end. It needs no memory of this rank."""
 
     def __init__(self, shared: IpcContext, line: Line, name: bytes, nbytes: int) -> None:
@@ -352,12 +346,8 @@ class IpcOutbound(GuardedEnd, Outbound):
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
-    def close(self, reason: str) -> None:
+    def _free(self) -> None:
         """Leave D's memory, once no work of this process writes there."""
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.fail(reason)
         written, mapped, self._block = self._shared.device.here(), [self._block], None
         self._unannounced.clear()
         self._unfinished.clear()

@@ -23,7 +23,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta, Struct
 
-from p2pkv.links.base import NONCE_BYTES, Guard, GuardedEnd, LinkError, Outbound
+from p2pkv.links.base import NONCE_BYTES, Guard, GuardedOutbound, LinkError
 from p2pkv.links.staging import ALIGNMENT, MappedPool, aligned
 
 ENTRIES = 1024
@@ -278,7 +278,7 @@ class SharedSend:
         return self._words[self._entry + TAKEN] > self.sequence
 
 
-class SharedOutbound(GuardedEnd, Outbound):
+class SharedOutbound(GuardedOutbound):
     """P's end. Nothing here makes a system call; a peer that dies is never noticed."""
 
     def __init__(self, arena: Arena, nonce: bytes) -> None:
@@ -329,9 +329,7 @@ class SharedOutbound(GuardedEnd, Outbound):
                 return
             self.finish(send)
 
-    def close(self, reason: str) -> None:
-        self.closed = True
-        self.guard.fail(reason)
+    def _free(self) -> None:
         self._arena = None  # unmapped when no tensor of it is held any more
         self._unfinished.clear()
         self._used = 0
