@@ -188,7 +188,7 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def width(self) -> int:
-        """The number of ranks of a stage."""
+        """Ranks of a stage."""
         return self.pcp * self.tp
 
     @property

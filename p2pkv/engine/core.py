@@ -179,10 +179,7 @@ class Core:
 
     def events(self) -> list[Event]:
         """What has happened since the last call."""
-        out: list[Event] = []
-        while self._events:
-            out.append(self._events.popleft())
-        return out
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     @property
     def ordered(self) -> bool:
@@ -235,7 +232,7 @@ class Core:
         return pause
 
     def leave(self, now: float, finish: bool = True) -> None:
-        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
+        """See Role.leave."""
         self._leave(now - self.clock.held, finish)
 
     def _leave(self, now: float, finish: bool = True) -> None:
@@ -254,13 +251,8 @@ class Core:
 
     def close(self) -> None:
         """Notify peers, and close the links and the endpoint."""
-        closes = [role.close for role in self.roles]
-        for step in (
-            self.context.copies.close,
-            *closes,
-            self.context.links.close,
-            self.context.endpoint.close,
-        ):
+        context, closes = self.context, [role.close for role in self.roles]
+        for step in (context.copies.close, *closes, context.links.close, context.endpoint.close):
             try:
                 step()
             except Exception:

@@ -139,9 +139,7 @@ class Decode:
             self._decided(entry, entry.receiver.cancel("D has another request of this name"), now)
         elif entry is not None:
             return
-        entry = RequestEntry(command, self._receiver(command, now))
-        self._enter(entry)
-        self._connect(entry, now)
+        self._enter(RequestEntry(command, self._receiver(command, now)), now)
 
     def load(self, command: do.Load, now: float) -> None:
         """The request has blocks. Does nothing if its transfer has ended: that event was emitted already."""
@@ -185,8 +183,13 @@ class Decode:
 
     # The tables.
 
-    def _enter(self, entry: RequestEntry) -> None:
-        """A new request, which has to be connected to its ranks of P."""
+    def _enter(self, entry: RequestEntry, now: float) -> None:
+        """A new request: connect it to its ranks of P, at once if they are there."""
+        self._await_connection(entry)
+        self._connect(entry, now)
+
+    def _await_connection(self, entry: RequestEntry) -> None:
+        """The request has to be connected to its ranks of P."""
         key = entry.expect.key
         self.entries[key] = entry
         self._of.setdefault(entry.prefill, {})[key] = entry
@@ -204,7 +207,7 @@ class Decode:
         """The request must connect to its ranks of P again."""
         self._out_of_tables(entry)
         entry.peers = {}
-        self._enter(entry)
+        self._await_connection(entry)
 
     def _out_of_tables(self, entry: RequestEntry) -> None:
         for address in [entry.prefill, *(peer.address for peer in entry.peers.values())]:
@@ -228,9 +231,9 @@ class Decode:
         return any(entry.rank_of(peer) is not None for entry in self.of(peer))
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
-        options, key = self._ctx.options, expect.key
+        options = self._ctx.options
         return Receiver(
-            key,
+            expect.key,
             self._next_attempt(),
             expect.tokens,
             expect.digest,
@@ -272,7 +275,7 @@ class Decode:
         """Connect the request to all ranks that hold a part of its KV, if all are there; ask them for it."""
         if entry.peers or entry.receiver.load.ended:
             return
-        first = self._ranks.reached(entry.expect.prefill, now)
+        first = self._ranks.need(entry.expect.prefill, now)
         if first.refusal is not None:
             self._decided(entry, entry.receiver.lost(first.refusal), now)
             return
@@ -316,8 +319,7 @@ class Decode:
             return
         expect = do.Expect(message.key, first, message.tokens, message.digest)
         entry = RequestEntry(expect, self._receiver(expect, now, ahead=True), buffer=buffer)
-        self._enter(entry)
-        self._connect(entry, now)
+        self._enter(entry, now)
 
     # Messages of ranks of P.
 
@@ -352,16 +354,14 @@ class Decode:
             entry.expect = replace(entry.expect, prefill=engine)
             entry.receiver = entry.receiver.again(self._next_attempt(), now)
             entry.peers = {}
-            self._enter(entry)
-            self._connect(entry, now)
+            self._enter(entry, now)
 
     def _release_elsewhere(self, key: str, engine: Address, now: float) -> None:
         """The request ended while D asked another engine of P: this one may free its blocks."""
         expect = do.Expect(key, engine, 0, b"")
         entry = RequestEntry(expect, self._receiver(expect, now), release_only=True)
         entry.receiver.want(0, 0, now)
-        self._enter(entry)
-        self._connect(entry, now)
+        self._enter(entry, now)
 
     def message(self, peer: PrefillPeer, message: TransferMessage, now: float) -> None:
         entry = self.entries.get(message.key)

@@ -77,7 +77,6 @@ class Liveness:
         return number if self._since is not None else None
 
     def held_up(self, seconds: float) -> None:
-        """By how much the engine thread's clock is behind the forward thread's."""
         self.held = seconds
 
     # The engine core's beats.
@@ -108,8 +107,6 @@ class Liveness:
     @property
     def orphaned(self) -> bool:
         return self._beat is not None and self._beat.orphaned
-
-    # Both.
 
     def trouble(self, now: float, silence: float | None = None) -> str:
         """Why this engine's requests do not get on, a sentence; "" if they do.

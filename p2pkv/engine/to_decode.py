@@ -391,8 +391,12 @@ class DecodePeer:
             return
         with contextlib.suppress(LinkError):  # the next poll raises it
             self.link.launch()
-            if (due := self.link.next_due()) is not None:
-                self.link.ctx.effects.append(SendDue(self, due))
+            self.announce()
+
+    def announce(self) -> None:
+        """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
+        if (due := self.link.next_due()) is not None:
+            self.link.ctx.effects.append(SendDue(self, due))
 
     def alive(self, wants: bool, now: float) -> None:
         """D has sent something. `wants`: it has named a transfer, so a parked link may be built again."""
@@ -565,7 +569,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             self.lose_link(peer, f"{peer.address} grants without end", now)
             return
         peer.link.orders.append((effect.key, effect.order))
-        self._active[peer] = None
+        self.activate(peer)
 
     def poll(self, now: float) -> None:
         effects = self._ctx.effects
@@ -574,7 +578,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             try:
                 if link.poll():
                     effects.append(DecodeLinked(peer))
-                self._announce(peer)
+                peer.announce()
                 for flight in link.taken():
                     if flight.nbytes:
                         effects.append(Taken(flight.key, flight.nbytes))
@@ -598,29 +602,24 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             return
         try:
             peer.link.commit(effect)
-            self._announce(peer)
+            peer.announce()
         except LinkError as error:
             self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
 
     def summed(self, effect: Summed, now: float) -> None:
         effect.sent.summed = True
         try:
-            self._announce(effect.peer)
+            effect.peer.announce()
         except LinkError as error:
             self.lose_link(effect.peer, f"the link to {effect.peer.address} broke: {error}", now)
-
-    def _announce(self, peer: DecodePeer) -> None:
-        """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
-        if (due := peer.link.next_due()) is not None:
-            self._ctx.effects.append(SendDue(peer, due))
 
     def confirmed(self, effect: Confirmed, now: float) -> None:
         effect.peer.unconfirmed.pop((effect.key, effect.attempt), None)
 
     # Time.
 
-    def check(self, now: float) -> bool:
-        """End links that stand still or do not come up; whether to come back soon."""
+    def check(self, now: float) -> None:
+        """End links that stand still or do not come up."""
         lease = self._ctx.options.lease_seconds
         for peer in self.active:
             if peer.link.overdue(now, lease):
@@ -632,7 +631,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                 self.lose_link(peer, reason, now)
             else:
                 self.invite(peer, now)
-        return self.busy
 
     @property
     def busy(self) -> bool:

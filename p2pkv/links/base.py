@@ -79,7 +79,7 @@ class Send(Protocol):
 
 
 class End(ABC):
-    """What both ends of a link have in common."""
+    """Either end of a link."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -128,7 +128,6 @@ class Inbound(End):
 
         Only with `LinkFactory.announced`.
         """
-        return
 
     @property
     def used(self) -> int:
@@ -154,7 +153,6 @@ class Outbound(End):
 
         Only with `LinkFactory.announced`. Raises LinkError.
         """
-        return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,12 +378,10 @@ class GuardedEnd(End):
         """This end has been closed: free what it holds."""
 
 
-class GuardedInbound(GuardedEnd, Inbound):
-    """D's end of a guarded link."""
+class GuardedInbound(GuardedEnd, Inbound): ...
 
 
-class GuardedOutbound(GuardedEnd, Outbound):
-    """P's end of a guarded link."""
+class GuardedOutbound(GuardedEnd, Outbound): ...
 
 
 _Invited = TypeVar("_Invited", bound=Invitation)

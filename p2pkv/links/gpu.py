@@ -30,8 +30,7 @@ Allocate = Callable[[int], torch.Tensor]
 class CudaStream:
     """One link end's own stream, which nothing else in this process uses; see `device.make_stream`.
 
-    Attributes:
-        number: the raw handle that NCCL takes.
+    `number`: the raw handle that NCCL takes.
     """
 
     def __init__(self, device: int) -> None:
@@ -48,12 +47,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """One CUDA device of this process, where a factory's links live.
-
-    Attributes:
-        name: for people.
-        processors: its multiprocessors (SMs).
-    """
+    """One CUDA device of this process, where a factory's links live. `processors`: multiprocessors (SMs)."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda" and device.index is not None

@@ -94,11 +94,7 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
     ) -> None:
         """Raises ValueError with a sentence, MemoryError if the device has no room.
 
-        Args:
-            device: where the KV is.
-            driver: of that device.
-            staging_bytes: device memory of the slots into which peers write.
-            receives: False: this rank only sends, and takes no memory.
+        `driver`: of the device. `receives`: False: this rank only sends, and takes no memory.
         """
         super().__init__()
         self._host = this_host()

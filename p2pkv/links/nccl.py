@@ -101,11 +101,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
     ) -> None:
         """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
 
-        Args:
-            nccl: the binding.
-            device: where the KV is.
-            staging_bytes: device memory of the slots that all links of this rank share.
-            init_seconds: how long a communicator may take to come up.
+        `init_seconds`: how long a communicator may take to come up.
         """
         super().__init__()
         self.build_seconds = init_seconds

@@ -149,11 +149,7 @@ def _map_new(fd: int, size: int, window: int) -> Arena:
 def open_arena(offer: SharedArena | None, namespace: PidNamespace | None, window: int, nonce: bytes) -> Arena:
     """P's mapping of D's arena. Raises LinkError with the reason if it cannot be had.
 
-    Args:
-        offer: how to find the arena; None if D does not share it.
-        namespace: D's; None if D's system has none.
-        window: bytes that the arena has room for.
-        nonce: D's own.
+    The arguments are those of HostAcceptance: `window` is what the arena has room for.
     """
     if offer is None or namespace is None or namespace != this_namespace():
         raise LinkError("the peer runs on another host or in another pid namespace")

@@ -31,8 +31,7 @@ class Extent:
     """The part of a prompt's KV that one P rank owes one D rank of one KV group.
 
     Attributes:
-        group: number of the KV group.
-        layer, layer_stop: global layers of the group.
+        layer, layer_stop: global layers of the KV group.
         start, stop: the tokens that D wants; [0, 1) where there is one row per request.
         unit: tokens in a row of the wire.
         row: bytes of one (layer, unit) over all heads of the edge.
@@ -117,7 +116,6 @@ class Extents:
         return sum(extent.nbytes for extent in self.by_group.values())
 
     def size(self, piece: Piece) -> int:
-        """Bytes of a piece that lies in one of the extents."""
         return self.by_group[piece.group].size(piece)
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
@@ -292,7 +290,6 @@ class Coverage:
             taken[layers] = map(rows.__xor__, taken[layers])
 
     def filled(self, nbytes: int) -> None:
-        """So many bytes have been scattered."""
         self.left -= nbytes
         assert self.left >= 0
 

@@ -49,26 +49,14 @@ class LoadEvent(Enum):
     END = auto()
 
 
+_S, _E = LoadPhase, LoadEvent
 LOAD: Table[LoadPhase, LoadEvent] = {
-    LoadPhase.WAITING: {
-        LoadEvent.OFFERED: LoadPhase.OFFERED,
-        LoadEvent.NOTHING: LoadPhase.DONE,
-        LoadEvent.END: LoadPhase.ENDED,
-    },
-    LoadPhase.OFFERED: {
-        LoadEvent.AHEAD: LoadPhase.AHEAD,
-        LoadEvent.WANT: LoadPhase.LOADING,
-        LoadEvent.NOTHING: LoadPhase.DONE,
-        LoadEvent.END: LoadPhase.ENDED,
-    },
-    LoadPhase.AHEAD: {
-        LoadEvent.WANT: LoadPhase.LOADING,
-        LoadEvent.NOTHING: LoadPhase.DONE,
-        LoadEvent.END: LoadPhase.ENDED,
-    },
-    LoadPhase.LOADING: {LoadEvent.COMPLETE: LoadPhase.DONE, LoadEvent.END: LoadPhase.ENDED},
-    LoadPhase.DONE: {},
-    LoadPhase.ENDED: {},
+    _S.WAITING: {_E.OFFERED: _S.OFFERED, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.OFFERED: {_E.AHEAD: _S.AHEAD, _E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.AHEAD: {_E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.LOADING: {_E.COMPLETE: _S.DONE, _E.END: _S.ENDED},
+    _S.DONE: {},
+    _S.ENDED: {},
 }
 
 
@@ -207,8 +195,7 @@ class Receiver:
         Args:
             stall: seconds without a byte after which a load ends.
             wait: seconds that the request may wait for P to begin, and again for blocks on D.
-            ahead: P has begun it, and no request for it has come to D yet; see `adopt`. Who takes it ahead
-                bounds that.
+            ahead: P has begun it, and no request for it has come to D yet; whoever takes it bounds that.
         """
         self.key = key
         self.attempt = attempt
@@ -229,7 +216,6 @@ class Receiver:
         """D has said that it wants none of it."""
         self.ahead = ahead
         self._reached = False
-        """Whether there is a connection to P's rank 0, which may not have answered yet."""
 
     # What D's own engine does.
 
