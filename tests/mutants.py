@@ -242,7 +242,7 @@ PRODUCT = (
     Mutant(
         "a request that D never admits waits without end (K3)",
         "p2pkv/protocol/receiver.py:Receiver._bound",
-        "return None if self.ahead or self._idle else self.waits_since + self.wait",
+        "return None if self.ahead or self._idle else self.waits_since + self.bounds.wait",
         "return None",
         ("tests/virtual/test_engine_cores.py",),
     ),

@@ -28,7 +28,7 @@ from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import is_engine_of, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.pieces import Extents
-from p2pkv.protocol.receiver import LoadPhase, Receiver
+from p2pkv.protocol.receiver import Bounds, LoadPhase, Receiver
 
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
@@ -101,6 +101,8 @@ class Decode:
         self._ctx = context
         self._ranks = ranks
         self._buffers = PrefetchBuffers(context.options.prefetch_bytes, context.cache.device)
+        options = context.options
+        self._bounds = Bounds(options.lease_seconds, options.stall_seconds, options.wait_seconds)
         self._attempt = 0
         self._generation = ""
         """Of D's weights; a prompt of others is not taken before its request comes."""
@@ -231,18 +233,8 @@ class Decode:
         return any(entry.rank_of(peer) is not None for entry in self.of(peer))
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
-        options = self._ctx.options
-        return Receiver(
-            expect.key,
-            self._next_attempt(),
-            expect.tokens,
-            expect.digest,
-            options.lease_seconds,
-            now,
-            stall=options.stall_seconds,
-            wait=options.wait_seconds,
-            ahead=ahead,
-        )
+        request = expect.tokens, expect.digest, self._bounds
+        return Receiver(expect.key, self._next_attempt(), *request, now, ahead)
 
     def _next_attempt(self) -> int:
         self._attempt += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, PortTaken
@@ -172,7 +173,7 @@ class Rank:
     def _hurried(self) -> None:
         self._round(most=TICK)
 
-    def _round(self, most: float = float("inf")) -> None:
+    def _round(self, most: float = inf) -> None:
         self._asleep = True  # before the look at the commands: who adds one later wakes us
         self._endpoint.wait(min(most, self.core.pause(time.monotonic())))
         self._asleep = False

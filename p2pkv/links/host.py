@@ -152,17 +152,9 @@ class HostReceive:
     """One posted receive. `done` reads one flag of the arena; nothing here makes a system call."""
 
     __slots__ = (
-        "_arrived",
-        "_entry",
-        "_link",
-        "_words",
-        "buffer",
-        "nbytes",
-        "offset",
-        "released",
-        "remote_slot",
-        "stamp",
-    )
+        "_arrived", "_entry", "_link", "_words",
+        "buffer", "nbytes", "offset", "released", "remote_slot", "stamp",
+    )  # fmt: skip
 
     def __init__(self, link: HostInbound, arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
         self.buffer: torch.Tensor = arena.pool.tensor(offset, nbytes)

@@ -177,12 +177,8 @@ class Cutter:
             yield nbytes, pieces
             left, most = left - nbytes, most - 1
 
-    def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
-        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
-        return self._cut(deque(self._pending(computed)), limit)[1]
-
     def _cut(self, ready: deque[Piece], limit: int) -> tuple[int, tuple[Piece, ...]]:
-        """`cut`, from the front of these pieces.
+        """A chunk of up to `limit` bytes (one row at the least) from the front of these pieces.
 
         Pieces whose rows are aligned best come first, so that each begins in the chunk where its rows may be
         read and written as widely as they allow: a GPU's kernels do so.
