@@ -548,7 +548,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     def announced(self, effect: Announced, now: float) -> None:
         effect.peer.link.waiting.append(effect)
-        self.activate(effect.peer)
+        self._active[effect.peer] = None
 
     def admitted(self, effect: Admitted, now: float) -> None:
         for peer in effect.peers:

@@ -569,7 +569,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             self.lose_link(peer, f"{peer.address} grants without end", now)
             return
         peer.link.orders.append((effect.key, effect.order))
-        self.activate(peer)
+        self._active[peer] = None
 
     def poll(self, now: float) -> None:
         effects = self._ctx.effects
