@@ -144,7 +144,7 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
     world rank = (stage * pcp + pcp rank) * tp + tp rank.
 
     Attributes:
-        layers: the group's layers, per pipeline stage, in order; their sum is the model's.
+        layers: per pipeline stage, in order; their sum is the model's.
         heads: KV heads of the whole model (1 for MLA, whose cache every rank holds).
         tp: tensor-parallel size; with more ranks than KV heads, groups of ranks hold the same head.
         pcp: prefill-context-parallel size: so many times as many ranks. It divides no KV by itself.

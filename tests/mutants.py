@@ -325,9 +325,9 @@ PRODUCT = (
     ),
     Mutant(
         "a key that goes in both directions is forgotten in both at once",
-        "p2pkv/engine/roles.py:PrefillRole._forget",
-        'if command.role != "D":',
-        "if True:",
+        "p2pkv/engine/prefill.py:Prefill.forget",
+        'if command.role == "D":',
+        "if False:",
         ("tests/virtual/test_both_roles.py",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from p2pkv import __version__
 from p2pkv.config import Options
@@ -82,7 +82,7 @@ class Tables(NamedTuple):
     come on any connection.
     """
 
-    commands: dict[type, Handle]
+    commands: dict[type, list[Handle]]
     messages: dict[tuple[type, type], Receive]
     unowned: dict[type, Unowned]
     effects: dict[type, Handle]
@@ -100,7 +100,7 @@ class Core:
 
     Attributes:
         prefill, decode: its roles; None: it does not have that one.
-        commands: what was ordered and is not carried out yet, in order.
+        commands: what was ordered and is not carried out yet.
     """
 
     def __init__(
@@ -140,8 +140,7 @@ class Core:
         table = Tables({}, {}, {}, {SendMessage: self._send, Emit: self._emit}, {})
         for role in self.roles:
             for kind, handle in role.commands.items():
-                before = table.commands.get(kind)
-                table.commands[kind] = handle if before is None else _both(before, handle)
+                table.commands.setdefault(kind, []).append(handle)
             table.messages.update({(role.peer, kind): take for kind, take in role.messages.items()})
             for kind, take in role.unowned.items():
                 table.unowned.setdefault(kind, take)  # a rank that is P, too, refuses no Hello as a D does
@@ -183,7 +182,6 @@ class Core:
 
     @property
     def ordered(self) -> bool:
-        """Whether a command waits to be carried out."""
         return bool(self.commands)
 
     @property
@@ -299,10 +297,11 @@ class Core:
         commands = self.commands
         while commands and not self._blocked():
             command = commands.popleft()
-            take = self.table.commands.get(type(command))
-            if take is None:
+            takers = self.table.commands.get(type(command))
+            if takers is None:
                 raise AssertionError(f"{command} is not for a rank of role {self.context.options.role}")
-            take(command, now)
+            for take in takers:
+                take(command, now)
             self._apply(now)
 
     def _blocked(self) -> bool:
@@ -402,11 +401,3 @@ class Core:
             "engine_steps": self.steps.scheduled,
         }
         self.context.answer(connection, Report(values))
-
-
-def _both(one: Handle, other: Handle) -> Handle:
-    def handle(given: Any, now: float) -> None:
-        one(given, now)
-        other(given, now)
-
-    return handle

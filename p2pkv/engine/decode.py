@@ -6,7 +6,6 @@ It decides only: what is to be done is appended to the rank's effects.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -153,7 +152,10 @@ class Decode:
             start, stop = command.start, command.stop
             entry.blocks, entry.wanted = KeptTables(command.blocks), (start, stop)
             entry.fence = command.fence
-            self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
+            try:
+                self._decided(entry, entry.receiver.want(start, stop, now), now)
+            except RemoteProtocolError as error:
+                self._breach(entry, error, now)
             self._look_by(entry)  # a load may stall sooner
             if entry.buffer is not None:
                 self._ctx.effects.append(from_prefill.Admitted(tuple(entry.peers.values()), command.key))
@@ -165,7 +167,7 @@ class Decode:
 
     def forget(self, command: do.Forget, now: float) -> None:
         entry = self.entries.get(command.key)
-        if entry is not None and not entry.release_only:
+        if command.role != "P" and entry is not None and not entry.release_only:
             self._forget(entry)
             if entry.release_at is not None:
                 self._release_elsewhere(command.key, entry.release_at, now)
@@ -360,19 +362,20 @@ class Decode:
         if entry is None or peer.hello is None:
             return
         rank, receiver = peer.hello.rank, entry.receiver
-
-        def step() -> list[machine.Decision]:
+        try:
             match message:
                 case m.Chunk():
-                    return receiver.chunk(rank, message, now)
+                    decided = receiver.chunk(rank, message, now)
                 case m.Offer() if receiver.ahead and message.generation != self._generation:
-                    return receiver.cancel("P computes it with other weights than D has")
+                    decided = receiver.cancel("P computes it with other weights than D has")
                 case m.Offer():
-                    return receiver.offer(rank, message, now)
+                    decided = receiver.offer(rank, message, now)
                 case m.Failed():
-                    return receiver.failed(rank, message)
-
-        self._guard(entry, step, now)
+                    decided = receiver.failed(rank, message)
+        except RemoteProtocolError as error:
+            self._breach(entry, error, now)
+        else:
+            self._decided(entry, decided, now)
 
     def sent(self, effect: from_prefill.ChunkSent, now: float) -> None:
         peer, message = effect.peer, effect.message
@@ -384,16 +387,8 @@ class Decode:
         except RemoteProtocolError as error:
             self._breach(entry, error, now)
 
-    def _guard(self, entry: RequestEntry, step: Callable[[], list[machine.Decision]], now: float) -> None:
-        """Run a step of the receiver; a peer's breach of the protocol ends this transfer only."""
-        try:
-            decided = step()
-        except RemoteProtocolError as error:
-            self._breach(entry, error, now)
-        else:
-            self._decided(entry, decided, now)
-
     def _breach(self, entry: RequestEntry, error: RemoteProtocolError, now: float) -> None:
+        """A peer's breach of the protocol ends this transfer only."""
         self._ctx.counters.add("messages_refused")
         self._decided(entry, entry.receiver.lost(f"P broke the protocol: {error}"), now)
 

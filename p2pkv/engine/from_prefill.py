@@ -469,7 +469,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         self._ctx.effects.append(PrefillWelcomed(peer))
 
     def refuse(self, peer: PrefillPeer, message: m.Refuse, now: float) -> None:
-        peer.unanswered_since = None
+        self.answered(peer)
         self.refused(peer, message.reason, now)
 
     def refused(self, peer: PrefillPeer, reason: str, now: float) -> None:

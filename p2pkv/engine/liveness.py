@@ -36,11 +36,8 @@ class Liveness:
 
     Where no beat ever comes (workers that Ray started), the steps alone decide.
 
-    Args:
-        stall: seconds without progress after which an engine that has work counts as hung.
-        serving: see below.
-
     Attributes:
+        stall: seconds without progress after which an engine that has work counts as hung.
         held: by how much the engine thread's clock is behind the forward thread's; see Core.turn.
         read_beats: returns the beats that have come since its last call; called by the engine thread.
         paused_since: when the engine core was paused, by the engine thread's clock; None if it is not.

@@ -97,7 +97,7 @@ class Preconnect:
         self._outdated = list(self._ctx.hello.addresses[1:])
         self._take(command.addresses, now)
 
-    def received(self, message: m.Partners, now: float) -> None:
+    def received(self, connection: Connection, message: m.Partners, now: float) -> None:
         """Rank 0 of this engine passes on what the proxy has named."""
         engine = self._ctx.hello.addresses[0]
         if message.engine != engine:

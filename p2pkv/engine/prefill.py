@@ -126,6 +126,8 @@ class Prefill:
             self._decided(entry, entry.sender.abort(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
+        if command.role == "D":
+            return
         self._referrals.forget(command.key)
         entry = self.entries.pop(command.key, None)
         if entry is not None:

@@ -99,7 +99,7 @@ class PrefillRole(Role):
             do.Flush: transfers.flush,
             do.Revoked: transfers.revoke,
             do.Abort: transfers.abort,
-            do.Forget: self._forget,
+            do.Forget: transfers.forget,
         }
         self.messages = {
             m.Heartbeat: self._heartbeat,
@@ -130,10 +130,6 @@ class PrefillRole(Role):
         self.look = peers.look
         self.paused = transfers.paused
         self.close = peers.close
-
-    def _forget(self, command: do.Forget, now: float) -> None:
-        if command.role != "D":
-            self.transfers.forget(command, now)
 
     def _heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
         self.peers.heartbeat(peer, bool(message.transfers), now)
@@ -182,7 +178,7 @@ class DecodeRole(Role):
             do.Expect: transfers.expect,
             do.Load: transfers.load,
             do.Drop: transfers.drop,
-            do.Forget: self._forget,
+            do.Forget: transfers.forget,
             do.Invalidate: transfers.invalidate,
             do.NamePartners: self.preconnect.name,
         }
@@ -200,7 +196,7 @@ class DecodeRole(Role):
             m.Sent: peers.sent,
             m.Failed: transfers.message,
         }
-        self.unowned = {m.Hello: self._hello, m.Partners: self._partners}
+        self.unowned = {m.Hello: self._hello, m.Partners: self.preconnect.received}
         self.effects = {
             from_prefill.PrefillWelcomed: lambda _, now: transfers.connect(now),
             from_prefill.PrefillLost: transfers.lost,
@@ -219,10 +215,6 @@ class DecodeRole(Role):
         self.poll = peers.poll
         self.close = peers.close
 
-    def _forget(self, command: do.Forget, now: float) -> None:
-        if command.role != "P":
-            self.transfers.forget(command, now)
-
     def _acknowledged(self, peer: PrefillPeer, message: m.HeartbeatAck, now: float) -> None:
         self.peers.answered(peer)
         self.transfers.holding(peer, message.held, now)
@@ -230,9 +222,6 @@ class DecodeRole(Role):
     def _hello(self, connection: Connection, message: m.Hello, now: float) -> None:
         reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers and are dialed by none"
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
-
-    def _partners(self, connection: Connection, message: m.Partners, now: float) -> None:
-        self.preconnect.received(message, now)
 
     def stranger(self, connection: Connection) -> None:
         """Late messages of a rank of P that is not a peer any more."""

@@ -236,8 +236,7 @@ class OutboundLink:
 
     def accept(self, message: m.LinkAccept) -> None:
         """D has made its end: make ours. Does nothing if that invitation was given up. Raises LinkError."""
-        if message.link == self.number and self.building and not self.accepted:
-            assert self._invitation is not None
+        if message.link == self.number and self._invitation is not None and not self.accepted:
             self._outbound = self.ctx.links.complete(self._invitation, message.blob)
             self.window = message.window
 
@@ -625,7 +624,11 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             if peer.link.overdue(now, lease):
                 reason = f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s"
                 self.lose_link(peer, reason, now)
-            elif peer.link.building and now - peer.link.since > self._patience_with(peer, now):
+            elif (
+                peer.link.invited
+                and not peer.link.linked
+                and now - peer.link.since > self._patience_with(peer, now)
+            ):
                 waited = now - peer.link.since
                 reason = f"the link to {peer.address} did not come up in time: in {waited:.0f} s"
                 self.lose_link(peer, reason, now)

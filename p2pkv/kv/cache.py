@@ -526,6 +526,7 @@ class RankCache:
         self._some = next((group for group in groups if group.layers), groups[0])
         """A group that this rank has layers of."""
         self.digest_name = self._some.digest_name
+        self.fence = self._some.fence
 
     def seen_as(self, codecs: Sequence[str]) -> tuple[Rectangles, ...]:
         """Each group with its rows arranged by the codec of its number. Raises ValueError; see `seen_as`."""
@@ -538,9 +539,6 @@ class RankCache:
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         return self._some.digest(buffer)
-
-    def fence(self) -> Fence:
-        return self._some.fence()
 
     def warm_up(self) -> None:
         """See PagedCache.warm_up."""

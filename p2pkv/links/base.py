@@ -240,6 +240,7 @@ class LinkFactory(ABC):
 # The two blobs that set up a link: checked, bounded, no pickle.
 
 MAX_BLOB_BYTES = 4096
+MOST_STUCK = 16
 NONCE_BYTES = 16
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -393,6 +394,8 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
     """A factory that reads and writes the blobs of its kind, and closes its ends when it is closed."""
 
     blobs: tuple[type[_Invited], type[_Accepted]]
+    too_many_stuck = ""
+    """What is wrong when so many calls are `stuck` that no other one is risked."""
 
     def __init__(self, ends: MutableSet[GuardedEnd] | None = None) -> None:
         """`ends`: an empty set that will hold the ends; a WeakSet lets go of those that were dropped."""
@@ -438,5 +441,7 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
         """Raises LinkError if no end can be made any more."""
         if self._closed:
             raise LinkError("this rank's links are closed")
+        if self.stuck >= MOST_STUCK:
+            raise LinkError(f"{self.stuck} {self.too_many_stuck}")
         for end in [end for end in self._ends if end.closed]:
             self._ends.discard(end)

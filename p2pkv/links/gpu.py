@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from p2pkv.device import CudaEvent, end_stream, ignore_captures, make_stream, take_memory
-from p2pkv.links.staging import Slots, StagingShare
+from p2pkv.links.staging import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +88,7 @@ class CudaDevice:
 class DevicePool(Slots):
     """Slots in one block of device memory, taken once and for all: a full device fails at the start.
 
-    The owner thread takes slots; the thread that has seen the device finish with them gives them back.
-
-    Attributes:
-        beside: uint8 [beside] in the same block, which no slot ever takes.
+    `beside`: uint8 [beside] in the same block, which no slot ever takes.
     """
 
     def __init__(self, allocate: Allocate, nbytes: int, beside: int = 0) -> None:
@@ -99,19 +96,6 @@ class DevicePool(Slots):
         super().__init__(nbytes)
         self._bytes = allocate(self.capacity + beside)
         self.beside = self._bytes[self.capacity :]
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int, share: StagingShare | None = None) -> int | None:
-        with self._lock:
-            return super().take(nbytes, share)
-
-    def leave(self, offset: int) -> None:
-        with self._lock:
-            super().leave(offset)
-
-    def give(self, offset: int) -> None:
-        with self._lock:
-            super().give(offset)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the slot."""

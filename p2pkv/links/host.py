@@ -298,9 +298,6 @@ class HostInbound(GuardedInbound):
     def way(self) -> str:
         return "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
 
-    def __repr__(self) -> str:
-        return f"HostInbound({self.way}, {len(self._live)} receives posted, {self.used} bytes used)"
-
     def _settle(self) -> None:
         released, self._released = self._released, []
         for receive in released:

@@ -38,7 +38,6 @@ POLL_SECONDS = 0.0001
 
 BUILD_SECONDS = 30.0
 CLOSE_SECONDS = 2.0
-MOST_STUCK = 16
 
 Uuid = Annotated[bytes, Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
 Text = Annotated[str, Meta(max_length=64)]
@@ -86,6 +85,10 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
 
     kind = "ipc"
     blobs = IpcInvitation, IpcAcceptance
+    too_many_stuck = (
+        "links to peers that neither answer nor end still hold memory of this rank; end those processes, or "
+        "restart this one"
+    )
     poll_seconds = POLL_SECONDS
     build_seconds = BUILD_SECONDS
 
@@ -185,14 +188,6 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
                 "P runs in another network namespace of this host, where D's unix socket cannot be reached: "
                 "give both containers the host's network, put them into one pod, or use link=nccl on both "
                 "sides"
-            )
-
-    def _check(self) -> None:
-        super()._check()
-        if self.stuck >= MOST_STUCK:
-            raise LinkError(
-                f"{self.stuck} links to peers that neither answer nor end still hold memory of this rank; "
-                "end those processes, or restart this one"
             )
 
 

@@ -251,9 +251,6 @@ class IpcInbound(GuardedInbound):
         for offset in offsets:
             self._pool.give(offset)
 
-    def __repr__(self) -> str:
-        return f"IpcInbound(posted {self._sequence}, {self.used} bytes held)"
-
 
 # P's end.
 
@@ -412,6 +409,3 @@ class IpcOutbound(GuardedOutbound):
                 return
             self._unfinished.append(self._unannounced.popleft())
             self._line.send(COMMITTED, send.sequence, send.buffer.numel())
-
-    def __repr__(self) -> str:
-        return f"IpcOutbound({len(self._unannounced)} of {self._next} sends unannounced, {self._used} bytes)"

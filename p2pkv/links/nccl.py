@@ -91,6 +91,10 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
     """
 
     blobs = NcclInvitation, NcclAcceptance
+    too_many_stuck = (
+        "calls to NCCL never returned in this process, for peers that were absent or died; restart it, and "
+        "install nccl4py, whose calls can be given up"
+    )
 
     def __init__(
         self,
@@ -128,7 +132,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
 
     @property
     def stuck(self) -> int:
-        return self.shared.stuck
+        return self.shared.openings.stuck + self.shared.aborts.stuck
 
     def _invitation(self, nonce: bytes) -> NcclInvitation:
         try:
@@ -160,10 +164,6 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         for end in list(self._ends):
             assert isinstance(end, NcclEnd)
             end.rescue(reason, wherever)
-
-    def _check(self) -> None:
-        super()._check()
-        self.shared.check()
 
 
 def make_links(settings: LinkSettings) -> NcclLinks:

@@ -338,9 +338,6 @@ class NcclInbound(NcclEnd, GuardedInbound):
         self.check()
         self.announce()
 
-    def __repr__(self) -> str:
-        return f"NcclInbound(posted {self.sequence}, {self.used} bytes held)"
-
 
 class NcclSend(Operation):
     """One send."""
@@ -395,6 +392,3 @@ class NcclOutbound(NcclEnd, GuardedOutbound):
     def launch(self) -> None:
         self.announce()
         self.poll()
-
-    def __repr__(self) -> str:
-        return f"NcclOutbound(reserved {self.sequence}, {self.used} bytes held)"

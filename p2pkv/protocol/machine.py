@@ -84,10 +84,6 @@ class Transmit(Decision, frozen=True):
     grant: Grant
     pieces: tuple[Piece, ...]
 
-    @property
-    def filler(self) -> bool:
-        return not self.pieces
-
 
 class Post(Decision, frozen=True):
     """D: post a receive for this chunk as soon as its link has room, then call `posted`."""
