@@ -624,11 +624,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             if peer.link.overdue(now, lease):
                 reason = f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s"
                 self.lose_link(peer, reason, now)
-            elif (
-                peer.link.invited
-                and not peer.link.linked
-                and now - peer.link.since > self._patience_with(peer, now)
-            ):
+            elif peer.link.building and now - peer.link.since > self._patience_with(peer, now):
                 waited = now - peer.link.since
                 reason = f"the link to {peer.address} did not come up in time: in {waited:.0f} s"
                 self.lose_link(peer, reason, now)
