@@ -44,8 +44,7 @@ class RequestEntry:
 
     Attributes:
         peers: the ranks of P to talk to, once all are connected.
-        fence: see `commands.Load`.
-        wanted: the tokens to be loaded into these blocks.
+        blocks, wanted, fence: those of `commands.Load`.
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
         buffer: the memory of KV that came before the request; None: there is none.

@@ -631,12 +631,9 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         """Close links that are too many. `used`: the addresses of ranks that requests need."""
         linked = [peer for peer in self if peer.link.linked]
         quiet = (IDLE_BEATS + 1) * self._ctx.beat
-
-        def idle(peer: PrefillPeer) -> bool:
-            busy = peer.link.posted or peer.link.waiting or peer.address in used
-            return now - peer.used > quiet and not busy
-
-        for peer in surplus(linked, self._ctx.options.max_links, idle, lambda peer: peer.used):
+        unused = (peer for peer in linked if now - peer.used > quiet and peer.address not in used)
+        idle = (peer for peer in unused if not (peer.link.posted or peer.link.waiting))
+        for peer in surplus(len(linked) - self._ctx.options.max_links, idle, lambda peer: peer.used):
             log.info("closing the link from %s: %s", peer.address, IDLE_REASON)
             peer.abort(IDLE_REASON)
 

@@ -327,9 +327,8 @@ class Prefill:
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if digest is not None:
-            self._ctx.copies.then(
-                key, lambda _: self._ctx.effects.append(to_decode.Summed(peer, pending)), now
-            )
+            summed = to_decode.Summed(peer, pending)
+            self._ctx.copies.then(key, lambda _: self._ctx.effects.append(summed), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
         assert peer.assignment is not None

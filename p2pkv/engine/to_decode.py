@@ -168,8 +168,7 @@ class OutboundLink:
     """The link to one rank of D: built, used, given up and built again; and what is queued on it.
 
     Attributes:
-        number: of the link, or of the try to build one.
-        since: when D was invited to it.
+        number, since: of the link, or of the try to build one; when D was invited to it.
         window: bytes that D can take on it at a time.
         parked: it was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
@@ -457,16 +456,10 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         owed = [edge for edge in edges if edge.target == hello.rank]
         # D may have come ahead of any request: no other link has to go for that.
         link = OutboundLink(self._ctx, number=old.link.number if old is not None else 0, parked=self._full)
-        peer = DecodePeer(
-            connection,
-            hello,
-            frozenset(edge.target for edge in edges),
-            rows,
-            Assignment.of(owed, formats) if owed else None,
-            link,
-            verified(mine, hello),
-            wanted=now,
-        )
+        served = frozenset(edge.target for edge in edges)
+        assignment = Assignment.of(owed, formats) if owed else None
+        verify = verified(mine, hello)
+        peer = DecodePeer(connection, hello, served, rows, assignment, link, verify, wanted=now)
         connection.assign(peer)
         self.add(peer)
         log_connected(hello, formats, peer.verify)
@@ -643,11 +636,9 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     def look(self, now: float) -> None:
         """Close idle links; let the next turn look at all ranks. Call it several times a second."""
-        linked = [peer for peer in self if peer.link.linked]
-        most = self._ctx.options.max_links
-        for peer in surplus(
-            linked, most, lambda peer: self.idle(peer, now), lambda peer: (peer.named, peer.wanted)
-        ):
+        linked, most = [peer for peer in self if peer.link.linked], self._ctx.options.max_links
+        idle = (peer for peer in linked if self.idle(peer, now))
+        for peer in surplus(len(linked) - most, idle, lambda peer: (peer.named, peer.wanted)):
             log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
             self._park(peer, now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)

@@ -169,7 +169,10 @@ class IpcInbound(GuardedInbound):
         self._shared.reap()
         try:
             if self._line is None:
-                self._let_in()
+                self._line = self._door.line()
+                if self._line is not None:
+                    assert self._shared.block is not None
+                    self._line.send_fd(self._shared.block.fd)
                 return
             self._line.flush()
             for record in self._line.records():
@@ -202,12 +205,6 @@ class IpcInbound(GuardedInbound):
             self._shared.aborts.run(
                 "p2pkv-ipc-abort-D", ABORT_SECONDS, lambda: self._give_back(read, offsets, awaited)
             )
-
-    def _let_in(self) -> None:
-        self._line = self._door.line()
-        if self._line is not None:
-            assert self._shared.block is not None
-            self._line.send_fd(self._shared.block.fd)
 
     def _read(self, record: Record) -> None:
         if record.what == MAPPED:

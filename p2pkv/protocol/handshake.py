@@ -70,8 +70,7 @@ class RowFormat(Struct, frozen=True):
 
 def row_formats(one: Cache, other: Cache) -> tuple[RowFormat, ...]:
     """The form in which each KV group travels between two caches that `negotiate` has accepted."""
-    wires = [row_format(mine, theirs) for mine, theirs in zip(one.groups, other.groups, strict=True)]
-    assert None not in wires
+    wires = map(row_format, one.groups, other.groups)
     return tuple(wire for wire in wires if wire is not None)
 
 
