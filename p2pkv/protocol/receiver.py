@@ -76,8 +76,8 @@ LOAD: Table[LoadPhase, LoadEvent] = {
 
 
 MAX_CHUNKS = 256
-"""Chunks that one rank of P may announce ahead of sending them; a peer that announces more is broken. Those that
-it has sent D bounds itself, by its staging."""
+"""Chunks that one rank of P may announce before it sends them; a peer that announces more is broken. D's own
+staging bounds those that P has sent."""
 
 
 @dataclass
