@@ -137,8 +137,8 @@ def make_parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="URL=HOST:PORT",
-            help=f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. Repeat "
-            "the option for others (environment: commas; file: a list)",
+            help=f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. "
+            "Repeat the option for others (environment: commas; file: a list)",
         )
     parser.add_argument(
         "--allow-insecure",
