@@ -88,9 +88,7 @@ class Edge(Struct, frozen=True, array_like=True):
 
 class Plan(Struct, frozen=True, dict=True):
     """Everything that a D engine needs from a P engine: each (group, layer, head, token) cell of each D rank
-    once.
-
-    `edges` are ordered by source, then target, then group.
+    once. `edges` are ordered by source, then target, then group.
     """
 
     prefill: Shapes

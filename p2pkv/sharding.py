@@ -107,13 +107,10 @@ class Ownership(Struct, frozen=True, dict=True):
 
 
 class Overlap(Struct, frozen=True, array_like=True):
-    """Where, on one axis, a rank of the target's side meets a part of the source's side.
+    """Where, on one axis, rank `target` of the target's side meets a `part` of the source's `Ownership.parts`.
 
-    Attributes:
-        part: index of the source's interval in its `Ownership.parts`.
-        target: the target's rank.
-        cells: what both hold, in global coordinates; never empty.
-        in_source, in_target: where `cells` starts within the interval that each side holds.
+    `cells`: what both hold, in global coordinates; never empty. `in_source`, `in_target`: where these start
+    within the interval that each side holds.
     """
 
     part: int

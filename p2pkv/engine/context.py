@@ -137,11 +137,9 @@ class Copies:
 
 
 class Revocations:
-    """Prompts whose blocks were taken back, until the engine thread has carried out that command.
+    """Prompts whose blocks were taken back, and how often, until the engine thread has carried that out.
 
-    Attributes:
-        reading: held while gathers are launched, so its holder knows that none is being launched.
-        keys: how often each was taken back. Guarded by `reading`.
+    `reading` guards `keys`, and is held while gathers are launched: its holder knows that none is then.
     """
 
     def __init__(self) -> None:

@@ -48,9 +48,7 @@ class HeldClock:
     """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
     process, its machine): a silence counts against a peer only while its messages could have been read.
 
-    Attributes:
-        turned: when the last turn began, by the owner's clock; None before the first.
-        held: seconds for which this clock has stood in all.
+    `turned`: when the last turn began, by the owner's clock. `held`: for how many seconds this one has stood.
     """
 
     def __init__(self) -> None:
@@ -75,11 +73,9 @@ class HeldClock:
 
 
 class Tables(NamedTuple):
-    """What takes each command, message and effect. `disconnected`: a peer that a message could not be sent
-    to.
-
-    Messages go by the class of the peer that they come from, and their own; `unowned`, by their own, may
-    come on any connection.
+    """What takes each command, message and effect, and a peer that a message could not be sent to. Messages go
+    by the class of the peer that they come from, and their own; `unowned`, by their own, may come on any
+    connection.
     """
 
     commands: dict[type, list[Handle]]

@@ -143,13 +143,10 @@ class Receiving:
 
 @dataclass(eq=False)
 class InboundLink:
-    """The link from one rank of P, if there is one, and what is announced and posted on it.
+    """The link from one rank of P, if there is one (`number` is -1 if not), and what is on it: announced
+    chunks that wait for a receive, and receives that are posted, the oldest first.
 
-    Attributes:
-        number: -1: there is none.
-        waiting: announced chunks that wait for a receive.
-        posted: receives that are posted, the oldest first.
-        burst: how many more receives may land in this turn.
+    `burst`: how many more receives may land in this turn.
     """
 
     ctx: Context

@@ -15,13 +15,11 @@ LATE_BEAT_SECONDS = 4.0
 
 
 class Beat(Struct, frozen=True, kw_only=True):
-    """What vLLM's engine core sends each of its ranks, from a thread of its own, several times in a second.
+    """What vLLM's engine core sends each of its ranks, from a thread of its own, several times in a second:
+    how many steps it has scheduled, and whether there is `work`, so that it must make steps.
 
-    Attributes:
-        steps: how many steps it has scheduled.
-        work: it has something to do, so it must make steps.
-        paused: vLLM's /pause has been called, and /resume has not.
-        orphaned: the process that started it, which has the HTTP server, is gone.
+    `paused`: vLLM's /pause has been called, and /resume has not. `orphaned`: the process that started it,
+    which has the HTTP server, is gone.
     """
 
     steps: int

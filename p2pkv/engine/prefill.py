@@ -35,8 +35,7 @@ class PromptEntry:
 
     Attributes:
         decode: the D that it is for, by the address of its rank 0: the one in the request's id, or the engine
-            of the same instance that has claimed it.
-        peers: the ranks of that D that have claimed it, by their number.
+            of the same instance that has claimed it, with those of its ranks that have (`peers`).
         free: nothing reads its blocks any more.
     """
 

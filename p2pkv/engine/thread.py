@@ -33,11 +33,8 @@ STOP_SECONDS = FINISH_SECONDS + 3.0
 class Rank:
     """A Core with a thread of its own. Listens from the start on; `stop` it.
 
-    Raises PortTaken, NoCurve or RuntimeError with a sentence.
-
-    Attributes:
-        core: for its own thread alone, but for what `Core` gives the forward thread.
-        failure: a sentence: what ended the thread before `stop`; "" while nothing has.
+    Raises PortTaken, NoCurve or RuntimeError with a sentence. `core`: for its own thread alone, but for what
+    `Core` gives the forward thread. `failure`: a sentence: what ended the thread before `stop`.
     """
 
     def __init__(

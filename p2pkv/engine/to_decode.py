@@ -137,13 +137,8 @@ class AbortDecodeLink(Effect, frozen=True, eq=False):
 
 @dataclass(eq=False, slots=True)
 class PendingSent:
-    """A `Sent` message that D has not been sent: it waits for its checksum, for those before it, and until
-    the link may launch the send.
-
-    Attributes:
-        digest: the checksum of what was gathered; None: none is wanted.
-        summed: the checksum is known, or none is wanted.
-        due: the link may launch the send: the message goes out in this turn.
+    """A `Sent` message that D has not been sent: it waits for its checksum (`summed`), for those before it,
+    and until the link may launch the send (`due`: it goes out in this turn). `digest`: None: none is wanted.
     """
 
     key: str

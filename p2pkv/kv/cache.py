@@ -405,9 +405,7 @@ class DenseView:
     """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head).
 
     Scatter fills a part of a page by reading, changing and writing it, so nothing else may write to the
-    pages that its tokens lie in meanwhile. The rest is as in PagedCache.
-
-    Raises ValueError for pages that cannot be undone.
+    pages that its tokens lie in meanwhile. Raises ValueError for pages that cannot be undone.
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -438,10 +436,7 @@ class DenseView:
     def scatter(
         self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
-        """Copy a rectangle from `src` to the pages; tokens beside it keep what they hold.
-
-        Nothing has been written if this raises ValueError.
-        """
+        """As PagedCache's; tokens beside the rectangle keep what they hold."""
         for part in self.parts(src, layers, tokens, heads, blocks):
             if part.whole:
                 self._packing.pack(part.packed, part.by_page(self._tokens))

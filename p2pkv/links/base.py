@@ -50,9 +50,8 @@ class LinkError(Exception):
 class Receive(Protocol):
     """One posted receive.
 
-    Attributes:
-        buffer: uint8 [nbytes]; readable from the moment `done()` is True until `release()`.
-        remote_slot: for the sender; opaque, 0 <= remote_slot <= 2**62.
+    `buffer`: uint8 [nbytes], readable from the moment `done()` is True until `release()`. `remote_slot`: for
+    the sender; opaque, 0 <= remote_slot <= 2**62.
     """
 
     @property
@@ -164,7 +163,6 @@ class LinkSettings:
         staging_bytes: bound on what the links of the rank hold together of what is in flight.
         shared_memory: whether ranks of one machine may share memory.
         device: where the KV is; None: the current CUDA device, for a kind that needs one.
-        nccl_channels: the most channels of an NCCL communicator.
         receives: whether this rank is ever D's end; if not, it needs no memory for what comes in.
         allowed: networks outside of which no rank is dialed; None: any may be.
     """
@@ -354,11 +352,7 @@ class Guard:
 
 
 class GuardedEnd(End):
-    """An end that its factory may close, too.
-
-    Attributes:
-        closed: it was aborted, or closed.
-    """
+    """An end that its factory may close, too. `closed`: it was, or it was aborted."""
 
     guard: Guard
     closed = False

@@ -49,9 +49,8 @@ class HostAcceptance(Acceptance, frozen=True, tag="host", rename=_ON_THE_WIRE):
     """D's answer.
 
     Attributes:
-        nonce: D's own, random.
+        nonce, namespace: D's own; the latter is None where the system has none.
         window: bytes of D's window.
-        namespace: D's; None where the system has none.
         shared: how P finds the arena; None if D does not share it.
         host, port: where D listens for TCP; `host` is numeric.
     """

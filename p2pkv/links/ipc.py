@@ -45,25 +45,14 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class IpcInvitation(Invitation, frozen=True, tag="ipc"):
-    """P's invitation: where P runs.
-
-    Attributes:
-        boot: the kernel's boot id, which names the host.
-        network: inode of the network namespace.
-    """
+    """Where P runs: the kernel's boot id, which names the host, and the inode of the network namespace."""
 
     boot: Text
     network: Number
 
 
 class IpcAcceptance(Acceptance, frozen=True, tag="ipc"):
-    """D's answer.
-
-    Attributes:
-        door: the name of D's unix socket.
-        memory, nbytes: the random name of D's memory, and its size.
-        device: the UUID of D's GPU.
-    """
+    """D's answer: the name of its unix socket, the random name of its memory and its size, its GPU's UUID."""
 
     door: Nonce
     memory: Nonce

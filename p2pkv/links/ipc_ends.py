@@ -47,10 +47,9 @@ class MappedBlock:
 class IpcContext:
     """What all CUDA IPC links of one rank share.
 
-    Attributes:
-        pool, block: this rank's memory, into which its peers write; None if it does not receive.
-        mapped: of peers, by the random name of their memory, while a link uses it.
-        openings, aborts: threads that map a peer's memory, and that wait for the end of a link's writes.
+    `pool`, `block`: this rank's memory, into which its peers write; None if it does not receive. `mapped`: of
+    peers, by the random name of their memory, while a link uses it. `openings`, `aborts`: threads that map a
+    peer's memory, and that wait for the end of a link's writes.
     """
 
     device: CudaDevice

@@ -45,12 +45,7 @@ Text = Annotated[str, Meta(max_length=64)]
 
 
 class PidNamespace(Struct, frozen=True, forbid_unknown_fields=True):
-    """Processes that can open each other's memory: a pid namespace of one boot of one host.
-
-    Attributes:
-        boot: the kernel's boot id.
-        pids: inode of the namespace.
-    """
+    """Processes that can open each other's memory: a pid namespace (its inode) of one boot of one host."""
 
     boot: Text
     pids: Number

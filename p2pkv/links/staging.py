@@ -25,10 +25,8 @@ def aligned(nbytes: int) -> int:
 class StagingBudget:
     """How many bytes of staging one rank has, and how many of them slots of its links hold.
 
-    Slots are counted where they are taken and given back, in `Slots`. All others only ask.
-
-    Attributes:
-        most: bytes that the slots of one direction, sends or receives, may hold.
+    Slots are counted where they are taken and given back, in `Slots`. All others only ask. `most`: bytes that
+    the slots of one direction, sends or receives, may hold.
     """
 
     def __init__(self, limit: int) -> None:

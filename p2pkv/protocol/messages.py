@@ -71,7 +71,7 @@ class TransferMessage(Message, frozen=True):
 
 
 class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers whose KV has one form. A model whose layers are all alike has one KV group.
+    """Layers whose KV has one form: all of them, in a model whose layers are alike.
 
     Attributes:
         layers, heads: see `sharding.Shape`.
@@ -107,12 +107,9 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cache(Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine's KV cache, as far as a peer must know it.
+    """One engine's KV cache, as far as a peer must know it. Messages name KV groups by their number here.
 
-    Attributes:
-        tp: tensor-parallel size.
-        groups: its KV groups; messages name them by their number here.
-        pcp: prefill-context-parallel size; world rank = (stage * pcp + pcp rank) * tp + tp rank, as in vLLM.
+    `tp`, `pcp`: tensor-parallel and prefill-context-parallel size; see `sharding.Shape`.
     """
 
     tp: Positive
@@ -121,12 +118,10 @@ class Cache(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
         return len(self.groups[0].layers)
 
     @property
     def ranks(self) -> int:
-        """Ranks of the engine."""
         return self.stages * self.pcp * self.tp
 
 

@@ -180,9 +180,7 @@ class Source:
 class Bounds:
     """Seconds that hold for every load of a rank; all but the lease even if P's heartbeats come.
 
-    Attributes:
-        stall: without a byte, after which a load ends.
-        wait: for which a request may wait for P to begin, and again for blocks on D.
+    `stall`: without a byte, after which a load ends. `wait`: for P to begin, and again for blocks on D.
     """
 
     lease: float

@@ -186,12 +186,10 @@ class SendState:
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for every transfer of a rank.
+    """What holds for every transfer of a rank. A message is filled up to `chunk_bytes`.
 
-    Attributes:
-        chunk_bytes: what a message is filled up to.
-        lease: seconds for which blocks wait for a silent D, and for any D while P is paused.
-        wait: seconds for which blocks wait for a D that claims them and takes nothing.
+    `lease`: seconds for which blocks wait for a silent D, and for any D while P is paused. `wait`: for which
+    they wait for a D that claims them and takes nothing.
     """
 
     chunk_bytes: int
