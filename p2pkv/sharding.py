@@ -107,7 +107,7 @@ class Ownership(Struct, frozen=True, dict=True):
 
 
 class Overlap(Struct, frozen=True, array_like=True):
-    """Where, on one axis, rank `target` of the target's side meets a `part` of the source's `Ownership.parts`.
+    """Where, on one axis, rank `target` of the target's side meets `part` of the source's `Ownership.parts`.
 
     `cells`: what both hold, in global coordinates; never empty. `in_source`, `in_target`: where these start
     within the interval that each side holds.

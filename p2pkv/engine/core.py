@@ -73,8 +73,8 @@ class HeldClock:
 
 
 class Tables(NamedTuple):
-    """What takes each command, message and effect, and a peer that a message could not be sent to. Messages go
-    by the class of the peer that they come from, and their own; `unowned`, by their own, may come on any
+    """What takes each command, message and effect, and a peer that a message could not be sent to. Messages
+    go by the class of the peer that they come from, and their own; `unowned`, by their own, may come on any
     connection.
     """
 

@@ -30,8 +30,8 @@ from p2pkv.sharding import Shape, ShardingError
 
 
 class RowFormat(Struct, frozen=True):
-    """How rows of a KV group, of `unit` tokens, are arranged between two ranks: by the codec of both, or dense.
-    The other fields are those of `KvGroup`.
+    """How rows of a KV group, of `unit` tokens, are arranged between two ranks: by the codec of both, or
+    dense. The other fields are those of `KvGroup`.
     """
 
     codec: str
