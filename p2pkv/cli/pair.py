@@ -25,7 +25,6 @@ from p2pkv import plugin
 from p2pkv.cli.doctor import CheckFailed, Finding
 from p2pkv.control.endpoint import Connection, Endpoint, PortTaken, inspect
 from p2pkv.control.security import Members
-from p2pkv.demo.processes import free_ports
 from p2pkv.device import own_stream
 from p2pkv.link_kinds import kind_of
 from p2pkv.links import make_factory
@@ -369,10 +368,8 @@ def _device(link: str) -> torch.device:
 
 
 def _endpoint(stack: ExitStack, address: Address | None, members: Members | None) -> Endpoint:
-    """One that listens at `address`; with None it only dials, and listens at some port of this machine."""
-    here = address or Address("127.0.0.1", free_ports())
     try:
-        endpoint = Endpoint(here, members)
+        endpoint = Endpoint(address, members)
     except PortTaken as error:
         raise CheckFailed(str(error)) from None
     stack.callback(endpoint.close)

@@ -10,14 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from p2pkv.engine.commands import Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.engine.context import Counters
@@ -84,20 +78,13 @@ class StepMetadata(KVConnectorMetadata):
 
     def with_loads(self, other: StepMetadata) -> StepMetadata:
         """These orders to P, and those of `other` to D, which are of the same step."""
-        return replace(
-            self,
-            invalidate=other.invalidate,
-            withheld=other.withheld,
-            expects=other.expects,
-            loads=other.loads,
-            drops=other.drops,
-        )
+        to_d = ("invalidate", "withheld", "expects", "loads", "drops")
+        return replace(self, **{name: getattr(other, name) for name in to_d})
 
     @property
     def orders(self) -> bool:
         """Whether there is anything new for the workers."""
-        to_p = self.holds, self.offers, self.prefills, self.revoked, self.stale, self.sent
-        return any((*to_p, self.invalidate, self.withheld, self.expects, self.loads, self.drops))
+        return self != StepMetadata(self.work, self.idle, self.idle_wait, self.bell)
 
 
 @dataclass

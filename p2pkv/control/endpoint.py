@@ -67,10 +67,7 @@ class Connection:
     __slots__ = ("_identity", "_socket", "_watch", "address", "awaited", "since", "tag")
 
     def __init__(
-        self,
-        address: Address | None,
-        socket: zmq.Socket[bytes] | None = None,
-        identity: bytes | None = None,
+        self, address: Address | None, socket: zmq.Socket[bytes] | None = None, identity: bytes | None = None
     ) -> None:
         self.address = address
         self.since = 0.0  # when it was dialed last
@@ -122,7 +119,7 @@ class ConnectionFailure(NamedTuple):
 
 
 class Endpoint:
-    """Listens at `address` at once. Raises PortTaken with a sentence.
+    """Listens at `address` at once; None: it only dials. Raises PortTaken with a sentence.
 
     Args:
         members: only they get through the handshake, in either direction; None for any process.
@@ -133,12 +130,12 @@ class Endpoint:
 
     def __init__(
         self,
-        address: Address,
+        address: Address | None,
         members: Members | None = None,
         allowed: Networks | None = None,
         patience: float = HANDSHAKE_SECONDS,
     ) -> None:
-        self.address = address
+        self._address = address
         self._members = members
         self._allowed = allowed
         self._patience = patience
@@ -161,7 +158,8 @@ class Endpoint:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._watch = Watch(self._router)
         self._poller.register(self._watch.socket, zmq.POLLIN)
-        self._listen(address)
+        if address is not None:
+            self._listen(address)
 
     def _listen(self, address: Address) -> None:
         if self._zap.needed:
@@ -319,7 +317,7 @@ class Endpoint:
         """Note failed handshakes with us, but not what the ZAP handler refused: `_admit` has noted that."""
         for failure in islice(self._watch.failures(), BURST):
             if not failure.refused:
-                reason = f"a connection to {self.address} was refused: {failure.detail}"
+                reason = f"a connection to {self._address} was refused: {failure.detail}"
                 self._failures.append(ConnectionFailure(None, reason, quiet=not failure.spoke))
 
     def _look_after(self, connection: Connection, watch: Watch) -> None:
@@ -399,37 +397,26 @@ def inspect(
     Raises TimeoutError with a sentence if no rank of p2pkv answers in time or the secrets differ,
     BadMessage if what answers is something else.
     """
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        if members is not None:
-            members.join(socket, "rank")
-        watch = Watch(socket, dials=True)
-        try:
-            answer = _ask(socket, watch, address, seconds, members is not None)
-        finally:
-            watch.close()
+    endpoint = Endpoint(None, members)
+    try:
+        answer = _ask(endpoint, address, seconds)
+    finally:
+        endpoint.close()
     if not isinstance(answer, Report):
         raise TimeoutError(f"{address} answered {type(answer).__name__}, which is no report")
     return answer.values
 
 
-def _ask(
-    socket: zmq.Socket[bytes], watch: Watch, address: Address, seconds: float, secret: bool
-) -> AnyMessage:
-    socket.connect(f"tcp://{address}")
-    socket.send(encode(Inspect()))
-    poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
-    poller.register(watch.socket, zmq.POLLIN)
+def _ask(endpoint: Endpoint, address: Address, seconds: float) -> AnyMessage:
+    connection, asked = endpoint.dial(address), False
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        ready = dict(poller.poll(int(left * 1000) + 1))
-        if socket in ready:
-            return decode(socket.recv())
-        for failure in watch.failures():
-            raise TimeoutError(no_answer(address, failure, secret))
+        endpoint.wait(min(left, 0.05))
+        asked = asked or connection.send(encode(Inspect()))
+        for _, data in endpoint.receive():
+            return decode(data)
+        for failure in endpoint.failures():
+            raise TimeoutError(failure.reason)
     raise TimeoutError(
         f"nothing at {address} answered in {seconds:g} s: is an instance running there, with this kv_port "
         "plus the rank?"
