@@ -676,7 +676,7 @@ PRODUCT = (
     Mutant(
         "vLLM's V2 runner overwrites blocks before the revocation",
         "p2pkv/connector/vllm_patches.py:EarlyRevocation.replace_update_requests.revoke_first",
-        "self._revoke(scheduler_output.kv_connector_metadata)",
+        "self.preempt(each)",
         "pass",
         ("tests/connector/test_worker.py",),
     ),

@@ -20,22 +20,22 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from p2pkv.config import PatchName
 from p2pkv.connector.deferral import DeferringQueue
-from p2pkv.connector.generation import Generation
 from p2pkv.connector.idle_steps import LONGEST_NAP_MS, STEPLESS_MS
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler
 from p2pkv.plugin import doubt, vllm_version
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from p2pkv.connector.generation import Generation
 
 log = logging.getLogger("p2pkv")
 
@@ -150,25 +150,12 @@ class Patch:
 def untested() -> str:
     """Why nothing of this vLLM is replaced, whatever it looks like; "" if p2pkv is tested with it."""
     installed = vllm_version() or "of unknown version"
-    return (
-        f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
-        if doubt(installed)
-        else ""
-    )
+    if not doubt(installed):
+        return ""
+    return f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
 
 
 # Weights that change.
-
-
-@runtime_checkable
-class Watcher(Protocol):
-    """A connector, in the engine core, whose KV depends on the weights."""
-
-    generation: Generation
-    """Of its weights."""
-
-    watches: bool
-    """False: changes of the weights are not passed on to `generation`."""
 
 
 class WeightWatch(Patch):
@@ -239,9 +226,9 @@ def _watching(core: Any) -> Iterator[Generation | None]:
     If it changes meanwhile, all connectors empty their caches, also those beside p2pkv in a MultiConnector.
     """
     scheduler = getattr(core, "scheduler", None)
-    connector = scheduler.get_kv_connector() if scheduler is not None else None
+    connector: Any = scheduler.get_kv_connector() if scheduler is not None else None
     parts = getattr(connector, "_connectors", (connector,))
-    generation = next((each.generation for each in parts if isinstance(each, Watcher) and each.watches), None)
+    generation = next((each.generation for each in parts if getattr(each, "watches", False)), None)
     if scheduler is None or generation is None:
         yield None
         return
@@ -281,6 +268,11 @@ class EngineCore(Patch):
             frozenset({"has_work", "is_running", "input_queue", "_handle_client_request"}),
         ),
     )
+    required = (
+        Function(
+            "vllm.v1.engine.core", "EngineCoreProc._handle_client_request", mentions=frozenset({"WAKEUP"})
+        ),
+    )
     without = (
         "vLLM's engine core steps while it has nothing to compute, and its ranks do not learn that it is "
         "paused"
@@ -301,13 +293,6 @@ class EngineCore(Patch):
         """Whether a bell has ended the rest before this step."""
         rung, self._rung = self._rung, False
         return rung
-
-    def _reason_against(self, skipped: Container[str]) -> str:
-        if reason := super()._reason_against(skipped):
-            return reason
-        from vllm.v1.engine import EngineCoreRequestType
-
-        return "" if hasattr(EngineCoreRequestType, "WAKEUP") else "this vLLM's engine core cannot be woken"
 
     def replace_process_input_queue(self, original: Replacement) -> Replacement:
         from vllm.v1.engine import EngineCoreRequestType
@@ -370,9 +355,7 @@ class SpinWait(Patch):
             frozenset({"last_read", "busy_loop_s", "poller"}),
         ),
         Function(
-            "vllm.distributed.device_communicators.shm_broadcast",
-            "spinloop",
-            only_if="SPINLOOP_EXT_ENABLED",
+            "vllm.distributed.device_communicators.shm_broadcast", "spinloop", only_if="SPINLOOP_EXT_ENABLED"
         ),
     )
     without = "vLLM's processes spin while they have nothing to compute"
@@ -447,16 +430,13 @@ class EarlyRevocation(Patch):
 
     def replace_update_requests(self, original: Replacement) -> Replacement:
         def revoke_first(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-            self._revoke(scheduler_output.kv_connector_metadata)
+            mine: Any = scheduler_output.kv_connector_metadata  # or a MultiConnector's, with p2pkv's in it
+            for each in (mine, *getattr(mine, "metadata", ())):
+                if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
+                    self.preempt(each)
             original(runner, scheduler_output)
 
         return revoke_first
-
-    def _revoke(self, metadata: KVConnectorMetadata | None) -> None:
-        """`metadata`: p2pkv's, or that of vLLM's MultiConnector with p2pkv's in it."""
-        for each in (metadata, *getattr(metadata, "metadata", ())):
-            if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
-                self.preempt(each)
 
 
 # D's requests that wait.
