@@ -358,13 +358,10 @@ def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
     except ValueError as error:
         raise CheckFailed(str(error)) from None
     stack.callback(factory.close)
-    stack.enter_context(own_stream(_device(link)))
-    return factory
-
-
-def _device(link: str) -> torch.device:
     on_gpu = torch.cuda.is_available() and kind_of(link, has_gpu=True).memory != "cpu"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    stack.enter_context(own_stream(device))
+    return factory
 
 
 def _endpoint(stack: ExitStack, address: Address | None, members: Members | None) -> Endpoint:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
@@ -72,17 +73,14 @@ class HeldBlocks:
             return False
         if self._said.admits(decode):
             log.warning(
-                "the D at %s holds %d of the %d KV blocks that P has for finished prompts, and other Ds "
-                "hold %d: its further prompts wait here (held_share is %g; logged once a minute)",
-                decode,
-                mine,
-                self._total,
-                others,
-                self._share,
+                f"the D at {decode} holds {mine} of the {self._total} KV blocks that P has for finished "
+                f"prompts, and other Ds hold {others}: its further prompts wait here (held_share is "
+                f"{self._share:g}; logged once a minute)"
             )
         return True
 
 
+@dataclass(frozen=True)
 class RequestBlocks:
     """How many blocks vLLM gives one request at most.
 
@@ -91,12 +89,11 @@ class RequestBlocks:
         lookahead: tokens beyond a request's own for which vLLM gives it blocks, too.
     """
 
-    def __init__(self, tables: Iterable[tuple[int, int]], lookahead: int = 0) -> None:
-        self._tables = tuple(tables)
-        self._lookahead = lookahead
+    tables: Sequence[tuple[int, int]]
+    lookahead: int = 0
 
     def __call__(self, tokens: int) -> int:
-        return sum(min(-(-(tokens + self._lookahead) // size), most) for size, most in self._tables)
+        return sum(min(-(-(tokens + self.lookahead) // size), most) for size, most in self.tables)
 
 
 class Room:

@@ -53,10 +53,8 @@ class BeatListener:
             self._socket.bind(_socket_name(rank))
         except OSError as error:
             log.warning(
-                "%s cannot take its engine core's beats (%s): an engine core that is stopped or hung between "
-                "two steps will not be noticed",
-                rank,
-                error,
+                f"{rank} cannot take its engine core's beats ({error}): an engine core that is stopped or "
+                "hung between two steps will not be noticed"
             )
 
     def read(self) -> list[Beat]:

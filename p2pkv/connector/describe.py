@@ -58,13 +58,8 @@ def options_of(config: VllmConfig) -> Options:
 def engine_ranks(config: VllmConfig) -> int:
     """The ranks of one engine; of a data-parallel instance each engine has so many."""
     parallel = config.parallel_config
-    return int(parallel.pipeline_parallel_size * stage_ranks(config))
-
-
-def stage_ranks(config: VllmConfig) -> int:
-    """The ranks of one pipeline stage."""
-    parallel = config.parallel_config
-    return int(parallel.prefill_context_parallel_size * parallel.tensor_parallel_size)
+    stage = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    return int(parallel.pipeline_parallel_size * stage)
 
 
 def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:

@@ -171,9 +171,8 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
     except OSError as error:
         if _unread.admits(path):
             log.warning(
-                "an adapter is distinguished from others by its name alone, since %s cannot be read: %s",
-                path,
-                error,
+                "an adapter is distinguished from others by its name alone, since "
+                f"{path} cannot be read: {error}"
             )
         return ""
 

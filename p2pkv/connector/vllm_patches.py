@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from p2pkv.config import PatchName
@@ -41,6 +41,11 @@ log = logging.getLogger("p2pkv")
 
 Replacement = Callable[..., Any]
 
+_ENGINE_CORE = "vllm.v1.engine.core"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
 
 @dataclass(frozen=True)
 class Function:
@@ -57,7 +62,7 @@ class Function:
     module: str
     name: str
     parameters: tuple[str, ...] = ()
-    mentions: frozenset[str] = frozenset()
+    mentions: tuple[str, ...] = ()
     only_if: str = ""
 
     @property
@@ -89,7 +94,7 @@ class Function:
             self.parameters and tuple(inspect.signature(function).parameters) != self.parameters
         ):
             return f"this vLLM has no {self.name}({expected})"
-        if not self.mentions <= set(inspect.unwrap(function).__code__.co_names):
+        if not {*self.mentions} <= set(inspect.unwrap(function).__code__.co_names):
             return f"this vLLM's {self.name} works in a way that p2pkv does not know"
         return ""
 
@@ -168,7 +173,7 @@ class WeightWatch(Patch):
 
     name = "weights"
     replaced = tuple(
-        Function("vllm.v1.engine.core", f"EngineCore.{name}", parameters)
+        Function(_ENGINE_CORE, f"EngineCore.{name}", parameters)
         for name, parameters in (
             ("collective_rpc", ("self", "method", "timeout", "args", "kwargs")),
             ("set_weight_version", ("self", "weight_version")),
@@ -188,12 +193,9 @@ class WeightWatch(Patch):
         def collective_rpc(
             core: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
         ) -> Any:
+            make = partial(original, core, method, timeout, args, kwargs)
             with _watching(core) as generation:
-                if generation is None:
-                    return original(core, method, timeout, args, kwargs)
-                return generation.call(
-                    method, args, kwargs or {}, lambda: original(core, method, timeout, args, kwargs)
-                )
+                return make() if generation is None else generation.call(method, args, kwargs or {}, make)
 
         return collective_rpc
 
@@ -262,17 +264,13 @@ class EngineCore(Patch):
     name = "engine_core"
     replaced = (
         Function(
-            "vllm.v1.engine.core",
+            _ENGINE_CORE,
             "EngineCoreProc._process_input_queue",
             ("self",),
-            frozenset({"has_work", "is_running", "input_queue", "_handle_client_request"}),
+            ("has_work", "is_running", "input_queue", "_handle_client_request"),
         ),
     )
-    required = (
-        Function(
-            "vllm.v1.engine.core", "EngineCoreProc._handle_client_request", mentions=frozenset({"WAKEUP"})
-        ),
-    )
+    required = (Function(_ENGINE_CORE, "EngineCoreProc._handle_client_request", mentions=("WAKEUP",)),)
     without = (
         "vLLM's engine core steps while it has nothing to compute, and its ranks do not learn that it is "
         "paused"
@@ -349,14 +347,9 @@ class SpinWait(Patch):
     name = "spin_wait"
     replaced = (
         Function(
-            "vllm.distributed.device_communicators.shm_broadcast",
-            "SpinCondition.wait",
-            ("self", "timeout_ms"),
-            frozenset({"last_read", "busy_loop_s", "poller"}),
+            _QUEUES, "SpinCondition.wait", ("self", "timeout_ms"), ("last_read", "busy_loop_s", "poller")
         ),
-        Function(
-            "vllm.distributed.device_communicators.shm_broadcast", "spinloop", only_if="SPINLOOP_EXT_ENABLED"
-        ),
+        Function(_QUEUES, "spinloop", only_if="SPINLOOP_EXT_ENABLED"),
     )
     without = "vLLM's processes spin while they have nothing to compute"
 
@@ -409,18 +402,8 @@ class EarlyRevocation(Patch):
     """
 
     name = "early_revocation"
-    replaced = (
-        Function(
-            "vllm.v1.worker.gpu.model_runner", "GPUModelRunner.update_requests", ("self", "scheduler_output")
-        ),
-    )
-    required = (
-        Function(
-            "vllm.v1.worker.gpu.model_runner",
-            "GPUModelRunner.execute_model",
-            mentions=frozenset({"update_requests"}),
-        ),
-    )
+    replaced = (Function(_RUNNER, "GPUModelRunner.update_requests", ("self", "scheduler_output")),)
+    required = (Function(_RUNNER, "GPUModelRunner.execute_model", mentions=("update_requests",)),)
     without = ""
 
     def __init__(self) -> None:
@@ -450,12 +433,12 @@ class Deferral(Patch):
     """
 
     name = "deferral"
-    replaced = (Function("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("self", "request")),)
+    replaced = (Function(_SCHEDULER, "Scheduler.add_request", ("self", "request")),)
     required = (
         Function(
-            "vllm.v1.core.sched.scheduler",
+            _SCHEDULER,
             "Scheduler.schedule",
-            mentions=frozenset({"waiting", "peek_request", "prepend_requests", "get_num_new_matched_tokens"}),
+            mentions=("waiting", "peek_request", "prepend_requests", "get_num_new_matched_tokens"),
         ),
     )
     without = "vLLM looks up each request that waits for P in every scheduling pass"
@@ -487,24 +470,18 @@ class PausedLoads(Patch):
     name = "paused_loads"
     replaced = (
         Function(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler.reset_prefix_cache",
-            ("self", "reset_running_requests", "reset_connector"),
+            _SCHEDULER, "Scheduler.reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")
         ),
     )
     required = (
         Function(
-            "vllm.v1.core.sched.scheduler",
+            _SCHEDULER,
             "Scheduler._update_waiting_for_remote_kv",
             ("self", "request"),
-            mentions=frozenset({"finished_recving_kv_req_ids"}),
+            mentions=("finished_recving_kv_req_ids",),
         ),
-        Function("vllm.v1.core.sched.scheduler", "Scheduler._free_request_blocks", ("self", "request")),
-        Function(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler.has_requests",
-            mentions=frozenset({"has_pending_push_work"}),
-        ),
+        Function(_SCHEDULER, "Scheduler._free_request_blocks", ("self", "request")),
+        Function(_SCHEDULER, "Scheduler.has_requests", mentions=("has_pending_push_work",)),
     )
     without = "vLLM's /pause?mode=keep fails on a D while KV comes in"
 

@@ -77,7 +77,6 @@ class _Worker:
             if not self.announced:
                 os._exit(0)
 
-    @property
     def paused(self) -> bool:
         return self._last == PAUSED
 
@@ -141,7 +140,7 @@ def main() -> None:
             announcement.interval,
             members,
             vouched_for=worker.vouched_for,
-            paused=lambda: worker.paused,
+            paused=worker.paused,
             on_partners=partners.of(proxy),
         )
         for proxy in announcement.proxies
