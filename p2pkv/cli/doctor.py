@@ -24,17 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        about: what was looked at, in a word or two.
-        sentence: what was found and, if it is not ok, what to do.
-        ok: False if a server with p2pkv cannot run because of this.
-    """
+    """One line of the report."""
 
     about: str
+    """What was looked at, in a word or two."""
     sentence: str
+    """What was found and, if it is not ok, what to do."""
     ok: bool = True
+    """False if a server with p2pkv cannot run because of this."""
 
 
 class CheckFailed(Exception):

@@ -26,9 +26,6 @@ class HeldBlocks:
 
     A D that takes nothing must not keep P from working for the others. It is full when it holds `share` of
     the blocks that no other D holds; so with the share 0.5, three Ds that take nothing leave an eighth.
-
-    Attributes:
-        all: blocks that all D's hold together; one that two of them hold counts twice.
     """
 
     def __init__(self, total: int, share: float) -> None:
@@ -40,6 +37,7 @@ class HeldBlocks:
         self._prompts: dict[str, tuple[Address, list[int]]] = {}
         self._said = RateLimit(seconds=FULL_SECONDS)
         self.all = 0
+        """Blocks that all D's hold together; one that two of them hold counts twice."""
 
     def hold(self, request_id: str, decode: Address, blocks: Iterable[Iterable[int]]) -> None:
         """The prompt is computed, and its blocks wait for D."""
@@ -82,15 +80,12 @@ class HeldBlocks:
 
 @dataclass(frozen=True)
 class RequestBlocks:
-    """How many blocks vLLM gives one request at most.
-
-    Attributes:
-        tables: of each of its block tables, tokens in a block, and blocks for the longest context.
-        lookahead: tokens beyond a request's own for which vLLM gives it blocks, too.
-    """
+    """How many blocks vLLM gives one request at most."""
 
     tables: Sequence[tuple[int, int]]
+    """Of each of its block tables, tokens in a block, and blocks for the longest context."""
     lookahead: int = 0
+    """Tokens beyond a request's own for which vLLM gives it blocks, too."""
 
     def __call__(self, tokens: int) -> int:
         return sum(min(-(-(tokens + self.lookahead) // size), most) for size, most in self.tables)
@@ -98,17 +93,13 @@ class RequestBlocks:
 
 class Room:
     """The blocks that requests of one kind may hold at once. Who has waited longest goes first, so that short
-    requests do not keep a long one waiting for ever.
-
-    Attributes:
-        limit: in blocks.
-        taken: by requests that are inside; at most what they may come to hold.
-    """
+    requests do not keep a long one waiting for ever."""
 
     def __init__(self, limit: float = math.inf, blocks: Callable[[int], int] = lambda tokens: 0) -> None:
-        """`blocks`: of a request of so many tokens, at most."""
+        """`limit`: in blocks; `blocks`: of a request of so many tokens, at most."""
         self.limit = limit
         self.taken = 0
+        """By requests that are inside; at most what they may come to hold."""
         self.blocks = blocks
         self._inside: dict[str, int] = {}
         self._waiting: dict[str, None] = {}

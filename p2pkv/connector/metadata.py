@@ -19,31 +19,25 @@ from p2pkv.engine.context import Counters
 
 @dataclass
 class PrefillStep:
-    """P: what this step does to one prompt.
-
-    Attributes:
-        cached: its blocks hold tokens [0, cached) already, and no step will touch them again.
-        start, stop: this step computes tokens [start, stop).
-    """
+    """P: what this step does to one prompt."""
 
     blocks: PromptBlocks
     cached: int
+    """Its blocks hold tokens [0, cached) already, and no step will touch them again."""
     start: int
     stop: int
+    """This step computes tokens [start, stop)."""
 
 
 @dataclass
 class Ended:
-    """A request that is over, and why if it was cut short.
-
-    Attributes:
-        report: vLLM keeps the request's blocks until their end is reported.
-    """
+    """A request that is over, and why if it was cut short."""
 
     request_id: str
     key: str
     reason: str
     report: bool = True
+    """vLLM keeps the request's blocks until their end is reported."""
 
 
 @dataclass
@@ -89,15 +83,12 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
-    """Workers to scheduler, each step: requests of D by vLLM's id.
-
-    Attributes:
-        begun: of each rank to which P has offered it, the generation in the offer; see `commands.Begun`.
-        failed: transfers that failed before D had blocks for them, and why.
-    """
+    """Workers to scheduler, each step: requests of D by vLLM's id."""
 
     begun: dict[str, list[str | None]] = field(default_factory=dict)
+    """Of each rank to which P has offered it, the generation in the offer; see `commands.Begun`."""
     failed: dict[str, str] = field(default_factory=dict)
+    """Transfers that failed before D had blocks for them, and why."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews)

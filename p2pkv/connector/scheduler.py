@@ -35,15 +35,12 @@ log = logging.getLogger("p2pkv")
 
 @dataclass(frozen=True)
 class BlockTables:
-    """How vLLM's tables of a request's blocks are read.
-
-    Attributes:
-        sizes: tokens in a block, of each table.
-        states: of the tables of recurrent layers, vLLM's description of these layers.
-    """
+    """How vLLM's tables of a request's blocks are read."""
 
     sizes: tuple[int, ...]
+    """Tokens in a block, of each table."""
     states: Mapping[int, Any] = field(default_factory=dict)
+    """Of the tables of recurrent layers, vLLM's description of these layers."""
 
     def of(self, blocks: Iterable[Iterable[int]], tokens: int) -> Blocks:
         """The tables as the engine wants them: of a state the block that holds it after so many tokens."""
@@ -385,12 +382,7 @@ class Asking:
 
 
 class ConsumerScheduler(Half):
-    """
-    Attributes:
-        asking: the first request of each key, by request id.
-        undecided: ids of the requests for which the answer to `matched` was, and still is, "ask again".
-        decided: called with ids that are undecided no more.
-    """
+    """A key is D's from the arrival of its first request until that has ended."""
 
     def __init__(
         self,
@@ -409,10 +401,13 @@ class ConsumerScheduler(Half):
         self._world = world
         self._recompute = recompute
         self.asking: dict[str, Asking] = {}
+        """The first request of each key, by request id."""
         self._owners: dict[str, str] = {}
         self._siblings: dict[str, str] = {}
         self.undecided: set[str] = set()
+        """Ids of the requests for which the answer to `matched` was, and still is, "ask again"."""
         self.decided: Callable[[set[str]], None] = lambda request_ids: None
+        """Called with ids that are undecided no more."""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: load nothing more of what is on its way."""

@@ -49,21 +49,18 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 @dataclass(frozen=True)
 class Function:
-    """A function of vLLM, and how it must look for p2pkv to know it.
-
-    Attributes:
-        module: where it is, as "vllm.v1.engine.core".
-        name: in that module, as "EngineCore.sleep".
-        parameters: their names; empty: any.
-        mentions: names that its code must use.
-        only_if: a flag of the module without which there is no such function; "": there is always one.
-    """
+    """A function of vLLM, and how it must look for p2pkv to know it."""
 
     module: str
+    """Where it is, as "vllm.v1.engine.core"."""
     name: str
+    """In that module, as "EngineCore.sleep"."""
     parameters: tuple[str, ...] = ()
+    """Their names; empty: any."""
     mentions: tuple[str, ...] = ()
+    """Names that its code must use."""
     only_if: str = ""
+    """A flag of the module without which there is no such function; "": there is always one."""
 
     @property
     def last_name(self) -> str:

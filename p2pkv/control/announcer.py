@@ -45,38 +45,32 @@ RUNS, PAUSED, FAILS, STOP = b".", b"p", b"-", b"q"
 
 
 class Standing(Struct, frozen=True):
-    """Whether requests may come to the instance, as its worker sees it.
-
-    Attributes:
-        trouble: why it is not to be announced, in words; "" if it is.
-        paused: vLLM's /pause has been called, and /resume has not.
-    """
+    """Whether requests may come to the instance, as its worker sees it."""
 
     trouble: str = ""
+    """Why it is not to be announced, in words; "" if it is."""
     paused: bool = False
+    """vLLM's /pause has been called, and /resume has not."""
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
-    """The child's task.
-
-    Attributes:
-        parent: the worker's process id.
-        proxies: host:port of the discovery socket of each proxy that is pinged.
-        interval: seconds between two pings.
-        stall_seconds: how long the child pings for a worker that is silent.
-        secret: with it the child pings as a member; None to ping in the clear.
-        warm_up: what is done before the first ping, if anything.
-        log_level: of the child's log, which goes to the worker's stderr.
-    """
+    """The child's task."""
 
     proxies: tuple[str, ...]
+    """host:port of the discovery socket of each proxy that is pinged."""
     ping: Ping
     interval: float = PING_INTERVAL
+    """Seconds between two pings."""
     stall_seconds: float = 120.0
+    """How long the child pings for a worker that is silent."""
     secret: bytes | None = None
+    """With it the child pings as a member; None to ping in the clear."""
     warm_up: WarmUp | None = None
+    """What is done before the first ping, if anything."""
     log_level: int = logging.INFO
+    """Of the child's log, which goes to the worker's stderr."""
     parent: int = 0
+    """The worker's process id."""
 
 
 class Announcer:

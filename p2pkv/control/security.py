@@ -192,17 +192,15 @@ class Watch:
     """Reports the failed handshakes of one socket, and with `dials` the end of its one connection.
 
     Close it before the socket.
-
-    Attributes:
-        connected: when the other side's kernel accepted a socket that dials (monotonic); None before.
-        proven: its handshake has succeeded.
     """
 
     def __init__(self, monitored: zmq.Socket[Any], *, dials: bool = False) -> None:
         address = f"inproc://p2pkv-watch-{next(_numbers)}"
         self._monitored = monitored
         self.connected: float | None = None
+        """When the other side's kernel accepted a socket that dials (monotonic); None before."""
         self.proven = False
+        """Its handshake has succeeded."""
         monitored.monitor(address, _FAILED | _COURSE if dials else _FAILED)
         self.socket: zmq.Socket[Any] = monitored.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
