@@ -346,6 +346,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         former name. null and "" stand for an option that is not set. Raises ConfigError for whatever cannot
         be used.
         """
+        if role not in _ROLES:
+            raise ConfigError(
+                f"kv_role is {_short.repr(role)}: expected kv_producer, kv_consumer or kv_both; choose one"
+            )
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
         notes = [*_rename(given)]
@@ -368,7 +372,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "secret": secret,
             "discovery": "curve" if secret and not former else "plain",
         }
-        options = cls(role=_role(role), **values | given)
+        options = cls(role=_ROLES[role], **values | given)
         try:
             refuse_other_memory(options.link, has_gpu)
         except ValueError as error:
@@ -448,14 +452,6 @@ def _expected(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.CustomType():
             return 'a list of networks, as ["10.0.0.0/8"]'
     return "a text in quotes"
-
-
-def _role(role: str) -> InstanceRole:
-    if role not in _ROLES:
-        raise ConfigError(
-            f"kv_role is {_short.repr(role)}: expected kv_producer, kv_consumer or kv_both; choose one"
-        )
-    return _ROLES[role]
 
 
 def _refuse_unknown(extra: Mapping[str, object]) -> None:

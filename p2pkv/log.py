@@ -14,10 +14,7 @@ class RateLimit:
     """Admits `burst` events of a kind in a window of `seconds`.
 
     The first event opens the window; the first one after its end opens the next. Several threads may use it,
-    and may then be admitted an event more or less.
-
-    Args:
-        clock: in seconds; where a call has no `now`.
+    and may then be admitted an event more or less. `clock`: in seconds; where a call has no `now`.
     """
 
     def __init__(

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.v1.engine import EngineCoreRequestType
+
 from p2pkv.config import PatchName
 from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.connector.idle_steps import LONGEST_NAP_MS, STEPLESS_MS
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("p2pkv")
 
-Replacement = Callable[..., Any]
+Original = Callable[..., Any]
+"""A function of vLLM."""
 
 _ENGINE_CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -99,8 +102,8 @@ class Function:
 class Patch:
     """Functions of vLLM that p2pkv replaces together, and what the replacements need in this process.
 
-    For each function `f` of `replaced` there is a method `replace_f` (without leading underscores), which
-    takes vLLM's function and returns the one that takes its place.
+    For each function `f` of `replaced` there is a method `instead_of_f` (without leading underscores), which
+    is called in its place, with vLLM's function before the arguments.
     """
 
     name: ClassVar[PatchName]
@@ -119,10 +122,8 @@ class Patch:
         self.installed = False
 
     def install(self, skipped: Container[str] = ()) -> str:
-        """Install it, once in a process. Returns "", or why it cannot be, which it logs.
-
-        `skipped`: names of patches that are not to be installed.
-        """
+        """Install it, once in a process, unless `skipped` has its name. Returns "", or why it cannot be, and
+        logs that."""
         if self.installed:
             return ""
         if reason := self._reason_against(skipped):
@@ -145,7 +146,11 @@ class Patch:
     def _replace(self, function: Function) -> None:
         holder = function.holder()
         original = getattr(holder, function.last_name)
-        replacement = getattr(self, f"replace_{function.last_name.lstrip('_')}")(original)
+        method = getattr(self, f"instead_of_{function.last_name.lstrip('_')}")
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return method(original, *args, **kwargs)
+
         setattr(holder, function.last_name, wraps(original)(replacement))
 
 
@@ -186,36 +191,36 @@ class WeightWatch(Patch):
     # A change that goes unnoticed makes answers wrong, and all arguments of these methods are known.
     any_version = True
 
-    def replace_collective_rpc(self, original: Replacement) -> Replacement:
-        def collective_rpc(
-            core: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            make = partial(original, core, method, timeout, args, kwargs)
-            with _watching(core) as generation:
-                return make() if generation is None else generation.call(method, args, kwargs or {}, make)
+    def instead_of_collective_rpc(
+        self,
+        original: Original,
+        core: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        make = partial(original, core, method, timeout, args, kwargs)
+        with _watching(core) as generation:
+            return make() if generation is None else generation.call(method, args, kwargs or {}, make)
 
-        return collective_rpc
-
-    def replace_set_weight_version(self, original: Replacement) -> Replacement:
-        return _noted(original, lambda generation, weight_version: generation.version(str(weight_version)))
-
-    def replace_sleep(self, original: Replacement) -> Replacement:
-        return _noted(original, lambda generation, level=1, mode="abort": generation.sleeps(level))
-
-    def replace_wake_up(self, original: Replacement) -> Replacement:
-        return _noted(original, lambda generation, tags=None: generation.wakes(tags))
-
-
-def _noted(original: Replacement, note: Callable[..., None]) -> Replacement:
-    """A method of the engine core that first calls `note` with the generation and the arguments."""
-
-    def noted(core: Any, *args: Any, **kwargs: Any) -> Any:
+    def instead_of_set_weight_version(self, original: Original, core: Any, weight_version: Any) -> Any:
         with _watching(core) as generation:
             if generation is not None:
-                note(generation, *args, **kwargs)
-            return original(core, *args, **kwargs)
+                generation.version(str(weight_version))
+            return original(core, weight_version)
 
-    return noted
+    def instead_of_sleep(self, original: Original, core: Any, level: int = 1, mode: str = "abort") -> Any:
+        with _watching(core) as generation:
+            if generation is not None:
+                generation.sleeps(level)
+            return original(core, level, mode)
+
+    def instead_of_wake_up(self, original: Original, core: Any, tags: list[str] | None = None) -> Any:
+        with _watching(core) as generation:
+            if generation is not None:
+                generation.wakes(tags)
+            return original(core, tags)
 
 
 @contextmanager
@@ -289,21 +294,14 @@ class EngineCore(Patch):
         rung, self._rung = self._rung, False
         return rung
 
-    def replace_process_input_queue(self, original: Replacement) -> Replacement:
-        from vllm.v1.engine import EngineCoreRequestType
+    def instead_of_process_input_queue(self, original: Original, core: Any) -> None:
+        self.core = core
+        if self.rests and not self.address:
+            self._open_bells(core.input_queue)
+        self._rest(core)
+        original(core)
 
-        wake_up = EngineCoreRequestType.WAKEUP
-
-        def rest_and_take(core: Any) -> None:
-            self.core = core
-            if self.rests and not self.address:
-                self._open_bells(core.input_queue, wake_up)
-            self._rest(core, wake_up)
-            original(core)
-
-        return rest_and_take
-
-    def _open_bells(self, requests: queue.Queue[Any], wake_up: Any) -> None:
+    def _open_bells(self, requests: queue.Queue[Any]) -> None:
         bells = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             bells.bind(f"\0p2pkv-{uuid.uuid4().hex}")
@@ -315,12 +313,12 @@ class EngineCore(Patch):
         def pass_on() -> None:
             while True:  # also after an empty datagram; it ends with the process
                 bells.recv(1)
-                requests.put_nowait((wake_up, None))
+                requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
         threading.Thread(target=pass_on, name="p2pkv-bells", daemon=True).start()
         self.address = bells.getsockname().decode()
 
-    def _rest(self, core: Any, wake_up: Any) -> None:
+    def _rest(self, core: Any) -> None:
         seconds, self.seconds = self.seconds, 0.0
         if not seconds or not core.is_running():
             return
@@ -328,7 +326,7 @@ class EngineCore(Patch):
             kind, request = core.input_queue.get(timeout=seconds)
         except queue.Empty:
             return
-        self._rung = kind is wake_up
+        self._rung = kind is EngineCoreRequestType.WAKEUP
         core._handle_client_request(kind, request)
 
 
@@ -357,19 +355,16 @@ class SpinWait(Patch):
         self.worker = False
         """Whether this process waits for steps only, and so has nothing to compute while none comes."""
 
-    def replace_wait(self, original: Replacement) -> Replacement:
-        def wait(condition: Any, timeout_ms: int | None = None) -> None:
-            nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
-            if not nap:
-                original(condition, timeout_ms)
-                return
-            busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
-            try:
-                original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
-            finally:
-                condition.busy_loop_s = busy
-
-        return wait
+    def instead_of_wait(self, original: Original, condition: Any, timeout_ms: int | None = None) -> None:
+        nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
+        if not nap:
+            original(condition, timeout_ms)
+            return
+        busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
+        try:
+            original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
+        finally:
+            condition.busy_loop_s = busy
 
     def _nap(self, waited: float, busy: float) -> int:
         """Milliseconds to sleep after so many seconds; 0: do as vLLM does, which spins for `busy` seconds."""
@@ -379,11 +374,8 @@ class SpinWait(Patch):
             return LONGEST_NAP_MS
         return min(int(waited * 1000) // STEPLESS_MS, LONGEST_NAP_MS) if self.worker else 0
 
-    def replace_spinloop(self, original: Replacement) -> Replacement:
-        def spinloop(*args: Any, **kwargs: Any) -> Any:
-            return None if self.idle else original(*args, **kwargs)
-
-        return spinloop
+    def instead_of_spinloop(self, original: Original, *args: Any, **kwargs: Any) -> Any:
+        return None if self.idle else original(*args, **kwargs)
 
 
 # P's blocks.
@@ -408,15 +400,14 @@ class EarlyRevocation(Patch):
         self.preempt: Callable[[StepMetadata], None] | None = None
         """Of this process's P; None: there is none."""
 
-    def replace_update_requests(self, original: Replacement) -> Replacement:
-        def revoke_first(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-            mine: Any = scheduler_output.kv_connector_metadata  # or a MultiConnector's, with p2pkv's in it
-            for each in (mine, *getattr(mine, "metadata", ())):
-                if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
-                    self.preempt(each)
-            original(runner, scheduler_output)
-
-        return revoke_first
+    def instead_of_update_requests(
+        self, original: Original, runner: GPUModelRunner, scheduler_output: SchedulerOutput
+    ) -> None:
+        mine: Any = scheduler_output.kv_connector_metadata  # or a MultiConnector's, with p2pkv's in it
+        for each in (mine, *getattr(mine, "metadata", ())):
+            if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
+                self.preempt(each)
+        original(runner, scheduler_output)
 
 
 # D's requests that wait.
@@ -440,13 +431,10 @@ class Deferral(Patch):
     )
     without = "vLLM looks up each request that waits for P in every scheduling pass"
 
-    def replace_add_request(self, original: Replacement) -> Replacement:
-        def defer_and_add(scheduler: Scheduler, request: Request) -> None:
-            if not isinstance(scheduler.waiting, DeferringQueue):
-                self._defer(scheduler)
-            original(scheduler, request)
-
-        return defer_and_add
+    def instead_of_add_request(self, original: Original, scheduler: Scheduler, request: Request) -> None:
+        if not isinstance(scheduler.waiting, DeferringQueue):
+            self._defer(scheduler)
+        original(scheduler, request)
 
     def _defer(self, scheduler: Scheduler) -> None:
         half = getattr(scheduler.connector, "consuming", None)
@@ -482,15 +470,16 @@ class PausedLoads(Patch):
     )
     without = "vLLM's /pause?mode=keep fails on a D while KV comes in"
 
-    def replace_reset_prefix_cache(self, original: Replacement) -> Replacement:
-        def reset(
-            scheduler: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
-        ) -> Any:
-            if reset_running_requests:
-                self._give_back(scheduler)
-            return original(scheduler, reset_running_requests, reset_connector)
-
-        return reset
+    def instead_of_reset_prefix_cache(
+        self,
+        original: Original,
+        scheduler: Scheduler,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+    ) -> Any:
+        if reset_running_requests:
+            self._give_back(scheduler)
+        return original(scheduler, reset_running_requests, reset_connector)
 
     def _give_back(self, scheduler: Scheduler) -> None:
         for request_id in tuple(scheduler.finished_recving_kv_req_ids):

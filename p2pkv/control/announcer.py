@@ -76,12 +76,8 @@ class Announcement(Struct, frozen=True, kw_only=True):
 class Announcer:
     """The worker's side: starts the child, beats, and starts it again should it end by itself.
 
-    Raises ValueError for a malformed address of a proxy.
-
-    Args:
-        on_partners: called from a thread of the announcer's with the partners that proxies have named, each
-            time they change.
-        standing: called from that thread before each beat.
+    A thread of it calls `on_partners` with the partners that proxies have named, each time they change, and
+    `standing` before each beat. Raises ValueError for a malformed address of a proxy.
     """
 
     def __init__(

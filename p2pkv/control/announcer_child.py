@@ -47,13 +47,12 @@ class _Worker:
         self._beaten = time.monotonic()
         self._silent = False
         self._last = RUNS
-        self.changed: Callable[[], None] = lambda: None
-        """Called when a beat differs from the one before."""
         self.announced = False
         self.stopping = threading.Event()
 
-    def follow(self) -> None:
-        """Read the worker's beats, until it stops or is gone; for a thread."""
+    def follow(self, changed: Callable[[], None]) -> None:
+        """Read the worker's beats, until it stops or is gone; for a thread. `changed`: called when a beat
+        differs from the one before."""
         while not self.stopping.is_set():
             ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
             # A process that the worker has forked may hold its end of the socket open.
@@ -61,17 +60,16 @@ class _Worker:
             if ready and not gone:
                 beat = self._line.recv(1)
                 gone = not beat
-                self._take(beat)
+                if beat:
+                    self._take(beat, changed)
             if gone and not self.stopping.is_set():
                 os._exit(0)
 
-    def _take(self, beat: bytes) -> None:
-        if not beat:
-            return
+    def _take(self, beat: bytes, changed: Callable[[], None]) -> None:
         self._beaten = time.monotonic()
         last, self._last = self._last, beat
         if beat != last:
-            self.changed()
+            changed()
         if beat == STOP:
             self.stopping.set()
             if not self.announced:
@@ -129,9 +127,6 @@ def main() -> None:
     announcement = msgspec.json.decode(orders, type=Announcement)
     worker = _Worker(line, announcement.parent, announcement.stall_seconds)
     logging.basicConfig(level=announcement.log_level, format=_FORMAT, datefmt=_DATE_FORMAT)
-    threading.Thread(target=worker.follow, name="p2pkv-worker", daemon=True).start()
-    if announcement.warm_up is not None:
-        warm_up(announcement.warm_up)
     partners, members = _Partners(line), members_of(announcement.secret)
     pingers = [
         Pinger(
@@ -150,8 +145,10 @@ def main() -> None:
         for pinger in pingers:
             pinger.hurry()
 
+    threading.Thread(target=worker.follow, args=(ping_at_once,), name="p2pkv-worker", daemon=True).start()
+    if announcement.warm_up is not None:
+        warm_up(announcement.warm_up)
     worker.announced = True
-    worker.changed = ping_at_once
     for pinger in pingers:
         pinger.start()
     worker.stopping.wait()

@@ -45,16 +45,10 @@ class Pinger:
     The proxy may be absent, come late, go and come back: nothing is queued for it meanwhile. Nothing
     is expected in return, and nothing is looked at unless the ping asks for partners.
 
-    Args:
-        proxy_address: host:port of the proxy's discovery socket.
-        interval: seconds between two pings.
-        members: of the secret with which the pings are encrypted; None: they are sent in the clear.
-        vouched_for: called before each ping, in the pinger's thread; while it returns False none is sent.
-        paused: called likewise; the value of the ping's `paused`.
-        on_partners: takes the partners that the proxy names, in the pinger's thread.
-
-    Raises:
-        ValueError: malformed address, or an interval that is not positive.
+    Before each ping the thread calls `vouched_for`, and sends none where that is False, and `paused`, for the
+    ping's field of that name; `on_partners` takes the partners that the proxy names. `members`: of the secret
+    with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a malformed
+    address of the discovery socket, or an interval that is not positive.
     """
 
     def __init__(

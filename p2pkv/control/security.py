@@ -189,10 +189,8 @@ class Failure(NamedTuple):
 
 
 class Watch:
-    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection.
-
-    Close it before the socket.
-    """
+    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection. Close it
+    before the socket."""
 
     def __init__(self, monitored: zmq.Socket[Any], *, dials: bool = False) -> None:
         address = f"inproc://p2pkv-watch-{next(_numbers)}"
