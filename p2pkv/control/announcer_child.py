@@ -6,7 +6,6 @@ It is started by the `Announcer` of a worker, which `announcer` describes, and i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import select
@@ -16,20 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from p2pkv.control.announcer import BEAT_SECONDS, FAILS, PAUSED, RUNS, STOP, Announcement
-from p2pkv.control.discovery import PING_INTERVAL, encode_partners
-from p2pkv.control.pinger import Addresses, OnPartners, Pinger
+from p2pkv.control.discovery import encode_partners
+from p2pkv.control.pinger import Addresses, Pinger
 from p2pkv.control.security import members_of
 from p2pkv.control.warm_up import warm_up
 
 log = logging.getLogger("p2pkv.control.announcer")
-
-_NAMED_SECONDS = 20 * PING_INTERVAL
-"""Seconds that partners named by a silent proxy stay valid, while another proxy answers."""
 
 _ORDERS_BYTES = 1 << 17
 
@@ -91,31 +86,6 @@ class _Worker:
         return not silent and self._last != FAILS
 
 
-class _Partners:
-    """Passes on to the worker the partners that any proxy names. Never waits for the worker."""
-
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
-        self._lock = threading.Lock()
-        self._named: dict[str, tuple[float, Addresses]] = {}
-        """By proxy: the time of its last answer, and the addresses in it."""
-
-    def of(self, proxy: str) -> OnPartners:
-        """What takes the answers of this proxy, in the thread of its pinger."""
-
-        def on_partners(partners: Addresses) -> None:
-            with self._lock:
-                now = time.monotonic()
-                self._named[proxy] = now, partners
-                valid = [names for when, names in self._named.values() if now - when < _NAMED_SECONDS]
-                every = tuple(dict.fromkeys(itertools.chain(*valid)))
-                # Without room the worker has not read for long. The proxy sends them again.
-                with contextlib.suppress(OSError):
-                    self._line.send(encode_partners(every), socket.MSG_DONTWAIT)
-
-        return on_partners
-
-
 def main() -> None:
     # A signal to the process group is for the worker: it ends this process, with a goodbye to the proxies or
     # by its own end.
@@ -127,34 +97,28 @@ def main() -> None:
     announcement = msgspec.json.decode(orders, type=Announcement)
     worker = _Worker(line, announcement.parent, announcement.stall_seconds)
     logging.basicConfig(level=announcement.log_level, format=_FORMAT, datefmt=_DATE_FORMAT)
-    partners, members = _Partners(line), members_of(announcement.secret)
-    pingers = [
-        Pinger(
-            proxy,
-            announcement.ping,
-            announcement.interval,
-            members,
-            vouched_for=worker.vouched_for,
-            paused=worker.paused,
-            on_partners=partners.of(proxy),
-        )
-        for proxy in announcement.proxies
-    ]
 
-    def ping_at_once() -> None:
-        for pinger in pingers:
-            pinger.hurry()
+    def pass_on(partners: Addresses) -> None:
+        # Without room the worker has not read for long. The proxies send them again.
+        with contextlib.suppress(OSError):
+            line.send(encode_partners(partners), socket.MSG_DONTWAIT)
 
-    threading.Thread(target=worker.follow, args=(ping_at_once,), name="p2pkv-worker", daemon=True).start()
+    pinger = Pinger(
+        announcement.proxies,
+        announcement.ping,
+        announcement.interval,
+        members_of(announcement.secret),
+        worker.vouched_for,
+        worker.paused,
+        pass_on,
+    )
+    threading.Thread(target=worker.follow, args=(pinger.hurry,), name="p2pkv-worker", daemon=True).start()
     if announcement.warm_up is not None:
         warm_up(announcement.warm_up)
     worker.announced = True
-    for pinger in pingers:
-        pinger.start()
+    pinger.start()
     worker.stopping.wait()
-    # All at once: a proxy that does not take its goodbye keeps nothing from the others.
-    with ThreadPoolExecutor(len(pingers)) as pool:
-        list(pool.map(Pinger.stop, pingers))
+    pinger.stop()
 
 
 if __name__ == "__main__":

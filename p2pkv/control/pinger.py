@@ -1,11 +1,13 @@
-"""The pings by which a proxy learns of an instance, to one proxy, from a thread."""
+"""The pings by which proxies learn of an instance, from a thread."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,7 +30,10 @@ log = logging.getLogger("p2pkv.control.announcer")
 
 Addresses = tuple[str, ...]
 OnPartners = Callable[[Addresses], None]
-"""Takes the partners that a proxy has named."""
+"""Takes the partners that proxies have named."""
+
+_NAMED_SECONDS = 20 * PING_INTERVAL
+"""Seconds that partners named by a silent proxy stay valid, while another proxy answers."""
 
 _LOOK_SECONDS = 0.25
 """Between two looks whether a proxy that was away takes the ping that is due."""
@@ -39,21 +44,31 @@ _REDIAL_SECONDS = 2.0
 _LOG_SECONDS = 60.0  # between two lines about one proxy
 
 
-class Pinger:
-    """Sends `ping` to the proxy's discovery socket every `interval` seconds, from a daemon thread.
+@dataclass
+class _Proxy:
+    due: float = 0.0
+    """When it is pinged next."""
+    redial: float = 0.0
+    """When it is dialed again, should the connection be shut."""
+    named: tuple[float, Addresses] = 0.0, ()
+    """When it answered last, and the partners in that answer."""
 
-    The proxy may be absent, come late, go and come back: nothing is queued for it meanwhile. Nothing
-    is expected in return, and nothing is looked at unless the ping asks for partners.
+
+class Pinger:
+    """Sends `ping` to the discovery socket of each proxy every `interval` seconds, from a daemon thread.
+
+    A proxy may be absent, come late, go and come back: nothing is queued for it meanwhile. Nothing is
+    expected in return, and nothing is looked at unless the ping asks for partners.
 
     Before each ping the thread calls `vouched_for`, and sends none where that is False, and `paused`, for the
-    ping's field of that name; `on_partners` takes the partners that the proxy names. `members`: of the secret
-    with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a malformed
-    address of the discovery socket, or an interval that is not positive.
+    ping's field of that name; `on_partners` takes the partners that any of the proxies names. `members`: of
+    the secret with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a
+    malformed address of a discovery socket, or an interval that is not positive.
     """
 
     def __init__(
         self,
-        proxy_address: str,
+        proxies: str | Iterable[str],
         ping: Ping,
         interval: float = PING_INTERVAL,
         members: Members | None = None,
@@ -63,7 +78,7 @@ class Pinger:
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
-        self._proxy = Address.parse(proxy_address)
+        self._addresses = [*map(Address.parse, [proxies] if isinstance(proxies, str) else proxies)]
         self._frame = encode_ping(ping)
         self._paused_frame = encode_ping(msgspec.structs.replace(ping, paused=True))
         self._goodbye = encode_ping(goodbye(ping))
@@ -73,10 +88,10 @@ class Pinger:
         self._asks = ping.partners > 0
         self._on_partners = on_partners
         self._log_limit = RateLimit(seconds=_LOG_SECONDS)
-        self._due = 0.0
         self._hurried, self._stopping = threading.Event(), threading.Event()
         most = MAX_PARTNERS_BYTES if self._asks else 1024
         self._endpoint = Endpoint(None, members, dials="proxy", most=most, queue=4)
+        self._proxies: dict[Connection, _Proxy] = {}
         self._thread = threading.Thread(target=self._run, name="p2pkv-pinger", daemon=True)
 
     def start(self) -> None:
@@ -88,7 +103,7 @@ class Pinger:
         self._endpoint.wake()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Sends a goodbye to a connected proxy, and ends the thread within `timeout` seconds. Idempotent."""
+        """Sends a goodbye to connected proxies, and ends the thread within `timeout` seconds. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -101,41 +116,50 @@ class Pinger:
             log.warning("the discovery pinger did not end within %.1f s; it dies with the process", timeout)
 
     def _run(self) -> None:
-        endpoint, redial = self._endpoint, 0.0
-        connection = endpoint.dial(self._proxy)
+        self._proxies = {self._endpoint.dial(address): _Proxy() for address in self._addresses}
         try:
             while not self._stopping.is_set():
-                if connection.shut and time.monotonic() >= redial:
-                    endpoint.redial(connection)
-                self._ping(connection)
-                left = self._due - time.monotonic()
-                endpoint.wait(left if left > 0 else _LOOK_SECONDS)
-                for _, frame in endpoint.receive():
-                    self._read(frame)
-                for failure in endpoint.failures():
-                    redial = time.monotonic() + _REDIAL_SECONDS
-                    if self._log_limit.admits():
-                        log.warning("not registered: %s", failure.reason)
-            connection.send(self._goodbye)
+                self._ping_all()
+                left = min(proxy.due for proxy in self._proxies.values()) - time.monotonic()
+                self._endpoint.wait(left if left > 0 else _LOOK_SECONDS)
+                self._take_in()
+            for connection in self._proxies:
+                connection.send(self._goodbye)
         finally:
-            endpoint.close()
+            self._endpoint.close()
 
-    def _ping(self, connection: Connection) -> None:
-        """Pings if a ping is due, and the proxy takes it."""
-        now = time.monotonic()
-        if self._hurried.is_set():
+    def _ping_all(self) -> None:
+        """Ping each proxy to which a ping is due, if it takes it."""
+        now, hurried = time.monotonic(), self._hurried.is_set()
+        if hurried:
             self._hurried.clear()  # before the look at the state: what changes later hurries again
-        elif now < self._due:
-            return
-        frame = self._paused_frame if self._paused() else self._frame
-        if not self._vouched_for() or connection.send(frame):
-            self._due = now + self._interval
+        for connection, proxy in self._proxies.items():
+            if connection.shut and now >= proxy.redial:
+                self._endpoint.redial(connection)
+            if hurried or now >= proxy.due:
+                frame = self._paused_frame if self._paused() else self._frame
+                if not self._vouched_for() or connection.send(frame):
+                    proxy.due = now + self._interval
 
-    def _read(self, frame: bytes) -> None:
-        """One message of the proxy's. Empty ones only show whether the connection stands."""
-        if not frame or not self._asks:
-            return
+    def _take_in(self) -> None:
+        """What has come from proxies, and what went wrong with them."""
+        for connection, frame in self._endpoint.receive():
+            # Empty messages only show whether the connection stands.
+            if frame and self._asks:
+                self._read(connection, frame)
+        for failure in self._endpoint.failures():
+            assert failure.connection is not None
+            self._proxies[failure.connection].redial = time.monotonic() + _REDIAL_SECONDS
+            if self._log_limit.admits(failure.connection):
+                log.warning("not registered: %s", failure.reason)
+
+    def _read(self, connection: Connection, frame: bytes) -> None:
+        now = time.monotonic()
         try:
-            self._on_partners(decode_partners(frame))
+            self._proxies[connection].named = now, decode_partners(frame)
         except BadPartners as error:
-            log.debug("the proxy at %s: %s", self._proxy, error)
+            log.debug("the proxy at %s: %s", connection.address, error)
+            return
+        answers = [proxy.named for proxy in self._proxies.values()]
+        valid = [names for answered, names in answers if now - answered < _NAMED_SECONDS]
+        self._on_partners(tuple(dict.fromkeys(itertools.chain(*valid))))

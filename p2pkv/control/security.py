@@ -85,13 +85,11 @@ def members_of(secret: bytes | None) -> Members | None:
 
 @lru_cache(maxsize=8)
 def _derive(secret: bytes) -> dict[str, Keys]:
-    slow = hashlib.pbkdf2_hmac("sha256", secret, _LABEL, _ROUNDS)
-    return {name: _pair(slow, name) for name in ("rank", "proxy", "member")}
-
-
-def _pair(slow: bytes, name: str) -> Keys:
-    secret = z85.encode(hashlib.blake2b(name.encode(), key=slow, digest_size=32).digest())
-    return Keys(zmq.curve_public(secret), secret)
+    slow, keys = hashlib.pbkdf2_hmac("sha256", secret, _LABEL, _ROUNDS), {}
+    for name in ("rank", "proxy", "member"):
+        own = z85.encode(hashlib.blake2b(name.encode(), key=slow, digest_size=32).digest())
+        keys[name] = Keys(zmq.curve_public(own), own)
+    return keys
 
 
 # Admission: libzmq asks about each connection to a listening socket, once (ZAP, RFC 27).
