@@ -29,7 +29,7 @@ from p2pkv.control.security import (
     no_answer,
 )
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, Inspect, Report, decode, encode
+from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
 
 BURST = 256
@@ -417,25 +417,21 @@ def inspect(
     BadMessage if what answers is something else.
     """
     endpoint = Endpoint(None, members)
-    try:
-        answer = _ask(endpoint, address, seconds)
-    finally:
-        endpoint.close()
-    if not isinstance(answer, Report):
-        raise TimeoutError(f"{address} answered {type(answer).__name__}, which is no report")
-    return answer.values
-
-
-def _ask(endpoint: Endpoint, address: Address, seconds: float) -> AnyMessage:
     connection, asked = endpoint.dial(address), False
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        endpoint.wait(min(left, 0.05))
-        asked = asked or connection.send(encode(Inspect()))
-        for _, data in endpoint.receive():
-            return decode(data)
-        for failure in endpoint.failures():
-            raise TimeoutError(failure.reason)
+    try:
+        while (left := end - time.monotonic()) > 0:
+            endpoint.wait(min(left, 0.05))
+            asked = asked or connection.send(encode(Inspect()))
+            for _, data in endpoint.receive():
+                answer = decode(data)
+                if isinstance(answer, Report):
+                    return answer.values
+                raise TimeoutError(f"{address} answered {type(answer).__name__}, which is no report")
+            for failure in endpoint.failures():
+                raise TimeoutError(failure.reason)
+    finally:
+        endpoint.close()
     raise TimeoutError(
         f"nothing at {address} answered in {seconds:g} s: is an instance running there, with this kv_port "
         "plus the rank?"
