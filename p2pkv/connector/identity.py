@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
-# Models.
-
-
 log = logging.getLogger("p2pkv")
 
 _unread = RateLimit(seconds=600.0)

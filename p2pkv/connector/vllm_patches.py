@@ -162,9 +162,6 @@ def untested() -> str:
     return f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
 
 
-# Weights that change.
-
-
 class WeightWatch(Patch):
     """Reports to the connector all that may change the weights, since vLLM has no hook for that.
 
@@ -248,11 +245,8 @@ def _watching(core: Any) -> Iterator[Generation | None]:
             )
 
 
-# Steps in which vLLM computes nothing; `idle_steps` has the whole.
-
-
 class EngineCore(Patch):
-    """Knows the engine core of this process, and lets it rest between two idle steps.
+    """Knows the engine core of this process, and lets it rest between two idle steps (`idle_steps`).
 
     vLLM calls `_process_input_queue` before each step. Where `rests`, that call waits first for up to
     `seconds`, as vLLM itself does when no request is there at all: for the next item of the input queue. That
@@ -378,9 +372,6 @@ class SpinWait(Patch):
         return None if self.idle else original(*args, **kwargs)
 
 
-# P's blocks.
-
-
 class EarlyRevocation(Patch):
     """P's revocations before vLLM's V2 runner overwrites the blocks.
 
@@ -408,9 +399,6 @@ class EarlyRevocation(Patch):
             if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
                 self.preempt(each)
         original(runner, scheduler_output)
-
-
-# D's requests that wait.
 
 
 class Deferral(Patch):

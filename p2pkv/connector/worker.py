@@ -26,8 +26,6 @@ from p2pkv.engine.forward import ComputedLayers
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.thread import Rank
 
-# D's loads.
-
 
 @dataclass
 class _Load:
@@ -49,7 +47,7 @@ class _Load:
 
 
 class Loads:
-    """The engine reports the end of each request once; only then is the request forgotten."""
+    """D's. The engine reports the end of each request once; only then is the request forgotten."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank: Rank | Asleep = rank
@@ -168,9 +166,6 @@ class Loads:
         """What the scheduler's side must learn besides, since the last call."""
         news, self._news = self._news, WorkerNews()
         return news
-
-
-# The worker.
 
 
 class Asleep:

@@ -405,9 +405,6 @@ def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
     return frames
 
 
-# Asking a running rank what it holds now.
-
-
 def inspect(
     address: Address, seconds: float = 2.0, members: Members | None = None
 ) -> dict[str, int | float | str]:
