@@ -152,10 +152,8 @@ def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
 
 def _series_of(name: str) -> dict[str, str]:
     """The names of the series that show this counter, and their help."""
-    if name not in RENAMED:
-        return {name: f"p2pkv: {name.replace('_', ' ')}"}
-    new = RENAMED[name]
-    return {new: f"p2pkv: {new.replace('_', ' ')}", name: f"p2pkv: the old name of p2pkv_{new}_total"}
+    new = RENAMED.get(name, name)
+    return {name: f"p2pkv: the old name of p2pkv_{new}_total", new: f"p2pkv: {new.replace('_', ' ')}"}
 
 
 class P2pKvMetrics(KVConnectorPromMetrics):

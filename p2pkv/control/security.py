@@ -132,7 +132,9 @@ class ZapHandler:
         if len(request) < _FIELDS:
             return [], ""
         path, version, number = request[:2], request[2], request[3]
-        refusal = self._refusal(_plain(request[5]), request[7], request[_FIELDS:])
+        # A socket for both families puts IPv4 into IPv6.
+        address = request[5].decode("ascii", "replace").removeprefix("::ffff:")
+        refusal = self._refusal(address, request[7], request[_FIELDS:])
         status = (b"400", b"not admitted") if refusal else (b"200", b"")
         return [*path, version, number, *status, b"" if refusal else b"member", b""], refusal
 
@@ -144,11 +146,6 @@ class ZapHandler:
         if mechanism == b"CURVE" and len(credentials) == 1 and self._members.include(credentials[0]):
             return ""
         return f"a connection from {address} was refused: it does not show the members' key"
-
-
-def _plain(address: bytes) -> str:
-    """As people write it: a socket for both families puts IPv4 into IPv6."""
-    return address.decode("ascii", "replace").removeprefix("::ffff:")
 
 
 # Failed handshakes, which libzmq keeps to itself unless a socket is monitored.
