@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -60,7 +60,7 @@ class Function:
     """In that module, as "EngineCore.sleep"."""
     parameters: tuple[str, ...] = ()
     """Their names; empty: any."""
-    mentions: tuple[str, ...] = ()
+    mentions: Set[str] = frozenset()
     """Names that its code must use."""
     only_if: str = ""
     """A flag of the module without which there is no such function; "": there is always one."""
@@ -94,7 +94,7 @@ class Function:
             self.parameters and tuple(inspect.signature(function).parameters) != self.parameters
         ):
             return f"this vLLM has no {self.name}({expected})"
-        if not {*self.mentions} <= set(inspect.unwrap(function).__code__.co_names):
+        if not self.mentions <= set(inspect.unwrap(function).__code__.co_names):
             return f"this vLLM's {self.name} works in a way that p2pkv does not know"
         return ""
 
@@ -263,10 +263,10 @@ class EngineCore(Patch):
             _ENGINE_CORE,
             "EngineCoreProc._process_input_queue",
             ("self",),
-            ("has_work", "is_running", "input_queue", "_handle_client_request"),
+            {"has_work", "is_running", "input_queue", "_handle_client_request"},
         ),
     )
-    required = (Function(_ENGINE_CORE, "EngineCoreProc._handle_client_request", mentions=("WAKEUP",)),)
+    required = (Function(_ENGINE_CORE, "EngineCoreProc._handle_client_request", mentions={"WAKEUP"}),)
     without = (
         "vLLM's engine core steps while it has nothing to compute, and its ranks do not learn that it is "
         "paused"
@@ -336,7 +336,7 @@ class SpinWait(Patch):
     name = "spin_wait"
     replaced = (
         Function(
-            _QUEUES, "SpinCondition.wait", ("self", "timeout_ms"), ("last_read", "busy_loop_s", "poller")
+            _QUEUES, "SpinCondition.wait", ("self", "timeout_ms"), {"last_read", "busy_loop_s", "poller"}
         ),
         Function(_QUEUES, "spinloop", only_if="SPINLOOP_EXT_ENABLED"),
     )
@@ -383,7 +383,7 @@ class EarlyRevocation(Patch):
 
     name = "early_revocation"
     replaced = (Function(_RUNNER, "GPUModelRunner.update_requests", ("self", "scheduler_output")),)
-    required = (Function(_RUNNER, "GPUModelRunner.execute_model", mentions=("update_requests",)),)
+    required = (Function(_RUNNER, "GPUModelRunner.execute_model", mentions={"update_requests"}),)
     without = ""
 
     def __init__(self) -> None:
@@ -414,7 +414,7 @@ class Deferral(Patch):
         Function(
             _SCHEDULER,
             "Scheduler.schedule",
-            mentions=("waiting", "peek_request", "prepend_requests", "get_num_new_matched_tokens"),
+            mentions={"waiting", "peek_request", "prepend_requests", "get_num_new_matched_tokens"},
         ),
     )
     without = "vLLM looks up each request that waits for P in every scheduling pass"
@@ -451,10 +451,10 @@ class PausedLoads(Patch):
             _SCHEDULER,
             "Scheduler._update_waiting_for_remote_kv",
             ("self", "request"),
-            mentions=("finished_recving_kv_req_ids",),
+            mentions={"finished_recving_kv_req_ids"},
         ),
         Function(_SCHEDULER, "Scheduler._free_request_blocks", ("self", "request")),
-        Function(_SCHEDULER, "Scheduler.has_requests", mentions=("has_pending_push_work",)),
+        Function(_SCHEDULER, "Scheduler.has_requests", mentions={"has_pending_push_work"}),
     )
     without = "vLLM's /pause?mode=keep fails on a D while KV comes in"
 
