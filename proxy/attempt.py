@@ -26,7 +26,6 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
-from .answers import STOPPED, gave_up, message_of, returned_params
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
 from .bodies import Body
 from .continuation import Continuation
@@ -35,9 +34,9 @@ from .http import REQUEST_ID, Headers
 from .limits import RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import CallSpan, Ended, RequestRecord
-from .relay import Relay, Scrubber, refusal
+from .relay import Relay, Scrubber, refusal, to_instance
 from .transcript import Transcript
-from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused, to_instance
+from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +240,7 @@ class Attempt:
         assert prefilled.reply is not None
         with self._decode_call() as call:
             try:
-                answer = await self._decode(call, returned_params(prefilled.reply.body))
+                answer = await self._decode(call, prefilled.reply.kv_transfer_params)
             except CallFailed as error:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
@@ -297,8 +296,6 @@ class Attempt:
         self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
-            if gave_up(self.body.path, reply.body):
-                raise CallFailed(CallEnd.ABORTED, STOPPED)
             self._prefill_end, why = CallEnd.ANSWERED, ""
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
@@ -428,7 +425,7 @@ class Attempt:
             return self._failed(_NO_SOCKET, 503)
         if error.reply is not None:
             status = error.reply.status
-            if status == 500 and _names_no_reason(message_of(error.reply.body)):
+            if status == 500 and _names_no_reason(error.reply.error_message):
                 return self._failed(self._why_decode_failed(verdict), 500)
             if not 400 <= status < 600:
                 # A redirection is no answer: it would send the client to the instance.

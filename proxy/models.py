@@ -14,9 +14,9 @@ from aiohttp import web
 
 from .errors import error_response
 from .membership.instance import Instance
-from .relay import Scrubber, refusal
+from .relay import Scrubber, refusal, to_instance
 from .routing import Choice
-from .upstream import CallFailed, Client, Reply, read_whole, to_instance
+from .upstream import CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from .answers import is_servers_error
 from .bodies import Body, Fields
+from .upstream import is_servers_error
 
 _decoder = msgspec.json.Decoder(Fields)
 _DATA = b"data:"
