@@ -78,18 +78,6 @@ class Outcome:
     culprit: Instance | None = None
     ended: Ended | None = None
 
-    @property
-    def blame(self) -> Blame:
-        return self.verdict.blame
-
-    @property
-    def again(self) -> Again:
-        return self.verdict.again
-
-    @property
-    def charge(self) -> Charge:
-        return self.verdict.charge
-
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
@@ -131,12 +119,8 @@ class _Prefilled:
         return self.verdict.again is not Again.GOES_ON
 
 
-@dataclass(frozen=True)
-class _DecodeAnswer:
-    """D's answer, begun: a success with the start of its body, which holds the first token."""
-
-    response: aiohttp.ClientResponse
-    head: bytes
+_DecodeAnswer = tuple[aiohttp.ClientResponse, bytes]
+"""D's answer, begun: a success, and the start of its body, which holds the first token."""
 
 
 @dataclass(eq=False)
@@ -299,7 +283,7 @@ class Attempt:
             self._prefill_end, why = CallEnd.ANSWERED, ""
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
-            self.record.prefilled(instance, means.clock() - asked)
+            self.record.metrics.prefilled(instance, means.clock() - asked)
             self._count(instance, success=True)
             self._charge_doubted(Charge.IF_P_ACCEPTS)
             return _Prefilled(_PREFILLED, reply)
@@ -397,7 +381,7 @@ class Attempt:
         self._decode_end = CallEnd.ANSWERED
         self._count(call.instance, success=True)
         self._charge_doubted(Charge.IF_D_ACCEPTS)
-        return _DecodeAnswer(response, head)
+        return response, head
 
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
@@ -465,15 +449,16 @@ class Attempt:
     ) -> Outcome:
         """D's answer goes to the client."""
         self.body.let_go()  # from here on nothing is tried again
-        streamed = answer.response.content_type == EVENT_STREAM
-        pace = self.record.streams(answer.head, again=self.continuation is not None) if streamed else None
+        answered, head = answer
+        streamed = answered.content_type == EVENT_STREAM
+        pace = self.record.streams(head, again=self.continuation is not None) if streamed else None
         progress = self.place.progress
         if progress is not None and streamed:
             progress.first_token(self.means.clock())
         relay = self.relay = Relay(
             self.request,
-            answer.response,
-            answer.head,
+            answered,
+            head,
             self._scrubber,
             self.body.path,
             pace,
@@ -513,7 +498,7 @@ class Attempt:
     def _count(self, instance: Instance, *, success: bool) -> None:
         """For the metrics, and for the instance's breaker."""
         now = self.means.clock()
-        self.record.record_outcome(instance, success)
+        self.record.metrics.record_outcome(instance, success)
         if instance.left is not None:
             return  # it gets no more requests anyway
         if success:

@@ -24,12 +24,13 @@ from p2pkv.control.security import Members, NoCurve, members_of
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
-from . import options
+from . import options, settings
 from .access import Access
 from .app import LISTENER, PLAIN_LISTENER, end, make_app, make_runner
 from .limits import Limits
 from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
+from .routing_base import Routing
 from .service import PROXY
 from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans
@@ -126,7 +127,7 @@ def _app(
         limits=limits,
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
-        routing=options.routing(arguments),
+        routing=settings.made(Routing, arguments),
         guard=Access(arguments.admin_token, arguments.private, tuple(arguments.api_key)),
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import re
 import resource
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from p2pkv import __version__
 from p2pkv.pairing import Address
 
 from . import settings
-from .bodies import PIECE_TOKENS
 from .limits import Limits
 from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
@@ -62,23 +61,11 @@ def _addresses(arguments: argparse.Namespace) -> list[Address]:
 
 
 def limits(arguments: argparse.Namespace) -> Limits:
-    return Limits(
-        max_requests=arguments.max_requests,
-        max_waiting=arguments.max_waiting,
-        max_wait=arguments.max_wait,
-        max_body=arguments.max_body_mib << 20,
-        max_values=arguments.max_body_values,
-        max_messages=arguments.max_messages,
-        max_held=arguments.max_held_mib << 20,
-        body_seconds=arguments.body_seconds,
-        max_connections=min(arguments.max_connections, arguments.workers * _most_requests()),
-        retries=arguments.retries,
-        resumes=arguments.resume_limit,
-        resume_bytes=arguments.resume_mib << 20,
-        lease=arguments.lease_seconds,
-        first_token_seconds=arguments.first_token_seconds,
-        event_seconds=arguments.event_seconds,
-        alone_share=0.0 if arguments.no_decode_alone else arguments.alone_share,
+    given = settings.made(Limits, arguments)
+    return replace(
+        given,
+        max_connections=min(given.max_connections, arguments.workers * _most_requests()),
+        alone_share=0.0 if arguments.no_decode_alone else given.alone_share,
     )
 
 
@@ -86,18 +73,6 @@ def _most_requests() -> int:
     """That one process has descriptors for: a request needs three."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 3)
-
-
-def routing(arguments: argparse.Namespace) -> Routing:
-    return Routing(
-        prefill=arguments.prefill_policy,
-        decode=arguments.decode_policy,
-        session_header=arguments.session_header,
-        prefix_memory=arguments.prefix_memory,
-        skip_below=arguments.skip_prefill_below,
-        placement=arguments.placement,
-        pause_weight=arguments.pause_weight,
-    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -152,8 +127,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="ask the prefill and the decode instance at the same time, or the decode instance after the "
         "prefill instance has answered (default: %(default)s)",
     )
-    _add_routing(parser)
-    _add_limits(parser)
+    group = parser.add_argument_group("which instances serve a request", _policies())
+    settings.add_fields(group, Routing, {"prefill": POLICIES, "decode": POLICIES})
+    settings.add_fields(parser, Limits)
+    parser.add_argument(
+        "--no-decode-alone",
+        action="store_true",
+        help="when no prefill instance can serve a request, fail it; by default a decode instance computes "
+        "its prompt. --skip-prefill-below has no effect then",
+    )
     _add_operation(parser)
     return parser
 
@@ -167,7 +149,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--workers",
-        type=_at_least(1),
+        type=settings.at_least(1),
         default=1,
         metavar="N",
         help="processes that serve the port, for more requests than one core can take; each has an equal "
@@ -239,123 +221,6 @@ def _policies() -> str:
     )
 
 
-def _add_routing(parser: argparse.ArgumentParser) -> None:
-    """Which instances serve a request."""
-    defaults = Routing()
-    group = parser.add_argument_group("which instances serve a request", _policies())
-    for option, role, default in (
-        ("--prefill-policy", "prefill", defaults.prefill),
-        ("--decode-policy", "decode", defaults.decode),
-    ):
-        group.add_argument(
-            option,
-            choices=POLICIES,
-            default=default,
-            metavar="POLICY",
-            help=f"how the {role} instance is chosen, see above (default: %(default)s)",
-        )
-    group.add_argument(
-        "--placement",
-        choices=("pair", "auto"),
-        default=defaults.placement,
-        help="pair: a prefill instance computes each prompt and a decode instance the answer, chosen by the "
-        "policies; auto: where predicted cost is least, and an instance of both roles may serve a request "
-        "whole; the policies count only for what is cached (default: %(default)s)",
-    )
-    group.add_argument(
-        "--pause-weight",
-        type=_not_negative,
-        default=defaults.pause_weight,
-        metavar="N",
-        help="for --placement auto: what a second counts for which a prompt stops an answer, beside one of "
-        "waiting; the larger, the more prompts and answers are kept apart (default: %(default)s)",
-    )
-    group.add_argument(
-        "--session-header",
-        type=_header,
-        default=defaults.session_header,
-        metavar="NAME",
-        help="for consistent_hash: the HTTP header that names a client's session; without it: least_loaded "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--prefix-memory",
-        type=_at_least(1),
-        default=defaults.prefix_memory,
-        metavar="N",
-        help="for prefix_aware: how many pieces of prompts the proxy remembers for prefill instances, and as "
-        f"many for decode instances: {PIECE_TOKENS} tokens each at a prompt's beginning, and 512 beyond "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--skip-prefill-below",
-        type=_at_least(0),
-        default=defaults.skip_below,
-        metavar="TOKENS",
-        help="a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
-        "--decode-policy prefix_aware only tokens that are new to it count (default: %(default)s, so none "
-        "does)",
-    )
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """How much the proxy takes on, and for how long."""
-    standard = Limits()
-    rows: list[tuple[str, Callable[[str], float], float, str, str]] = [
-        ("--max-requests", _at_least(1), standard.max_requests, "N",
-            "requests under way at each decode instance; others wait"),
-        ("--max-waiting", _at_least(0), standard.max_waiting, "N",
-            "requests that wait, in all; others get a 503"),
-        ("--max-wait", _seconds, standard.max_wait, "SECONDS",
-            "how long a request waits before it gets a 503"),
-        ("--max-body-mib", _at_least(1), standard.max_body >> 20, "MIB",
-            "MiB of one request's body; a larger one gets a 413"),
-        ("--max-body-values", _at_least(1), standard.max_values, "N",
-            "values in one request's body: messages, their parts and fields, prompts, items of lists; token "
-            "ids do not count. More get a 413"),
-        ("--max-messages", _at_least(1), standard.max_messages, "N",
-            "messages, or items of the input of /v1/responses, in one request's body; more get a 413"),
-        ("--body-seconds", _seconds, standard.body_seconds, "SECONDS",
-            "how long a request's body may take to come; then it gets a 408"),
-        ("--max-connections", _at_least(1), standard.max_connections, "N",
-            "connections of clients at a time; one more takes the place of an idle one, or gets a 503"),
-        ("--max-held-mib", _at_least(1), standard.max_held >> 20, "MIB",
-            "MiB of the bodies of all requests that have not begun to be answered; others get a 503"),
-        ("--retries", _at_least(0), standard.retries, "N",
-            "tries at other instances if one fails before the first byte; one whose port refuses does not "
-            "count"),
-        ("--resume-limit", _at_least(0), standard.resumes, "N",
-            "how often a streamed answer whose decode instance is lost goes on at another one; 0: it ends "
-            "with an error event"),
-        ("--resume-mib", _at_least(1), standard.resume_bytes >> 20, "MIB",
-            "MiB of token ids that are held for that, of all answers together; further ones do not go on"),
-        ("--alone-share", _share, standard.alone_share, "SHARE",
-            "of each decode instance's --max-requests, for prompts that it computes because no prefill "
-            "instance can, or because they are short (--skip-prefill-below); others get a 503, or a prefill "
-            "instance"),
-        ("--lease-seconds", _seconds, standard.lease, "SECONDS",
-            "how long an instance may be silent, its connection open, until it is gone"),
-        ("--first-token-seconds", _seconds, standard.first_token_seconds, "SECONDS",
-            "how long a streamed answer may take until its first token; then the request is tried elsewhere, "
-            "or ends with a 504. Set it well above what a long prompt takes under load; 0: no deadline"),
-        ("--event-seconds", _seconds, standard.event_seconds, "SECONDS",
-            "how long nothing more of a streamed answer may come until it goes on at another instance, or "
-            "ends with an error event; 0: no deadline"),
-        ("--drain-seconds", _seconds, 25.0, "SECONDS",
-            "after SIGTERM, how long requests under way may go on"),
-    ]  # fmt: skip
-    for option, take, default, unit, what in rows:
-        parser.add_argument(
-            option, type=take, default=default, metavar=unit, help=f"{what} (default: %(default)g)"
-        )
-    parser.add_argument(
-        "--no-decode-alone",
-        action="store_true",
-        help="when no prefill instance can serve a request, fail it; by default a decode instance computes "
-        "its prompt. --skip-prefill-below has no effect then",
-    )
-
-
 def _address(text: str) -> Address:
     try:
         return Address.parse(text)
@@ -371,47 +236,6 @@ def _listed(role: Role) -> Callable[[str], ListedInstance]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return instance
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return number
-
-
-def _header(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of an HTTP header, such as X-Session-Id")
-    return text
-
-
-def _seconds(text: str) -> float:
-    return _not_negative(text, "number of seconds")
-
-
-def _not_negative(text: str, what: str = "number") -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what} of at least 0")
-    return number
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
-        )
-    return share
 
 
 def _token(text: str) -> str:

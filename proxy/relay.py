@@ -273,16 +273,9 @@ class Relay:
 # The headers of requests and answers.
 
 _HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
+    "trailer", "transfer-encoding", "upgrade",
+}  # fmt: skip
 # Headers with which vLLM's caller controls it (all that vLLM 0.32 reads in `entrypoints/`). That caller is
 # the proxy: it alone chooses what names a replica or a transfer, and the load of one instance is none of a
 # client's concerns. A client's priority stands in its body, where vLLM reads it, too. Two others go through:

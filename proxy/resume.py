@@ -101,7 +101,7 @@ class Resumer:
                 if not relay.resumable:
                     self._counters.resumed += relay.complete
                     return relay
-            elif outcome.culprit is not None and outcome.again is not Again.NO:
+            elif outcome.culprit is not None and outcome.verdict.again is not Again.NO:
                 failed |= {outcome.culprit}
             else:
                 break
@@ -113,7 +113,7 @@ class Resumer:
         """Tokens of its model's context; None if it does not say."""
         timeout = aiohttp.ClientTimeout(total=_CONTEXT_SECONDS)
         try:
-            async with self._session.get(f"{decode.url}/v1/models", timeout=timeout) as response:
+            async with self._session.kept.get(f"{decode.url}/v1/models", timeout=timeout) as response:
                 listed = _context_lengths.decode(await response.read()).data
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
             return None

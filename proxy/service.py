@@ -140,17 +140,18 @@ class Proxy:
                 return await self._resume(attempt, place, failed, active)
             if outcome.ended is not None:
                 record.end(outcome.ended)
-            if outcome.again is Again.NO or self.active.stopping:
+            again = outcome.verdict.again
+            if again is Again.NO or self.active.stopping:
                 return outcome.response
-            if outcome.again is Again.SAME:
+            if again is Again.SAME:
                 # Under a new id neither side takes it for the one that was aborted.
                 may_resend = False
                 continue
             culprit = outcome.culprit
             assert culprit is not None
             failed |= {culprit}
-            doubted += ((culprit, outcome.charge),)
-            decides = outcome.again is Again.ALONE
+            doubted += ((culprit, outcome.verdict.charge),)
+            decides = again is Again.ALONE
             if decides and self.limits.alone and self.admission.stay_alone(place, failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
@@ -272,10 +273,6 @@ class Proxy:
 
 
 PROXY = web.AppKey("proxy", Proxy)
-
-
-async def generate(request: web.Request) -> web.StreamResponse:
-    return await request.app[PROXY].generate(request)
 
 
 # Requests that are under way, and how they end when the proxy stops.

@@ -15,10 +15,13 @@ import difflib
 import logging
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, fields
+from typing import Any, NoReturn, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PREFIX = "P2PKV_PROXY_"
 FILE_OPTION = "--config"
@@ -133,3 +136,98 @@ def _as_arguments(
         if action.choices is not None and read not in action.choices:
             wrong(f"{each!r} is none of {', '.join(map(str, action.choices))}")
     return [f"--{name}={each}" for each in values]
+
+
+# Options that are fields of a dataclass: this is their one declaration.
+
+
+def option(
+    name: str,
+    default: Any,
+    read: Callable[[str], Any],
+    unit: str | None,
+    what: str,
+    *,
+    choices: Collection[str] | None = None,
+    factor: int = 1,
+) -> Any:
+    """A field of a dataclass that is given by the option `name`.
+
+    Args:
+        default: of the field.
+        read: makes the option's value of a text, or raises ArgumentTypeError.
+        unit: stands for the value in --help.
+        what: the option means, for --help.
+        factor: by which the option's value is multiplied.
+    """
+    known = {"name": name, "type": read, "unit": unit, "what": what, "choices": choices, "factor": factor}
+    return field(default=default, metadata=known)
+
+
+def add_fields(
+    group: argparse._ActionsContainer, kind: type[Any], choices: Mapping[str, Collection[str]] | None = None
+) -> None:
+    """The options of this dataclass; `choices`: of fields that do not name them."""
+    for each in fields(kind):
+        if known := each.metadata:
+            default = each.default if known["factor"] == 1 else each.default // known["factor"]
+            form = "g" if isinstance(default, float) else "s"
+            group.add_argument(
+                known["name"],
+                type=known["type"],
+                default=default,
+                metavar=known["unit"],
+                choices=known["choices"] or (choices or {}).get(each.name),
+                help=f"{known['what']} (default: %(default){form})",
+            )
+
+
+def made(kind: type[T], arguments: argparse.Namespace) -> T:
+    """One with the fields that were given."""
+    given = {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        if known := each.metadata:
+            value = getattr(arguments, known["name"].removeprefix("--").replace("-", "_"))
+            given[each.name] = value if known["factor"] == 1 else value * known["factor"]
+    return kind(**given)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def header(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of an HTTP header, such as X-Session-Id")
+    return text
+
+
+def seconds(text: str) -> float:
+    return not_negative(text, "number of seconds")
+
+
+def not_negative(text: str, what: str = "number") -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what} of at least 0")
+    return number
+
+
+def share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
+        )
+    return share

@@ -60,7 +60,7 @@ class Client:
     it is used again. That is no failure of the instance: the request goes once more, over a new connection.
 
     Attributes:
-        kept: makes and keeps connections.
+        kept: makes and keeps connections. Its `get` tries once more by itself.
         reconnected: how many requests went once more.
     """
 
@@ -77,10 +77,6 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self.kept.close()
         await self._fresh.close()
-
-    def get(self, url: str, **options: Any) -> Any:
-        """As aiohttp's own methods, which try once more by themselves."""
-        return self.kept.get(url, **options)
 
     async def post(
         self, url: str, body: Content, headers: Headers, may_repeat: Callable[[], bool] = lambda: True
@@ -345,12 +341,25 @@ class Call:
             raise
 
     async def first_event(self, response: aiohttp.ClientResponse) -> bytes:
-        """The start of a successful answer, see the function. Raises CallFailed."""
+        """The start of a successful answer, as far as it proves that generation has begun: in an event stream
+        everything up to the first event with content, else all of it, or its first MiB. Raises CallFailed if
+        there is none."""
+        streamed = response.content_type == EVENT_STREAM
+        most = _MAX_FIRST_BYTES if streamed else _MAX_HELD_BYTES
+        head, event = b"", None
         try:
-            head = await first_event(response, self._path)
-        except CallFailed:
+            while chunk := await response.content.readany():
+                head += chunk
+                if (streamed and (event := first_content(head)) is not None) or len(head) > most:
+                    break
+        except (aiohttp.ClientError, OSError) as error:
             self._check_lost()
-            raise
+            what = "first token" if streamed else "answer was complete"
+            raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
+        failure = _failure(self._path, response, head, event)
+        if failure is not None:
+            self._check_lost()
+            raise failure
         self.begun = True
         return head
 
@@ -394,31 +403,22 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
 
 
-async def first_event(response: aiohttp.ClientResponse, path: str) -> bytes:
-    """The start of a successful answer at this endpoint, as far as it proves that generation has begun: in an
-    event stream everything up to the first event with content, else all of it, or its first MiB.
-    Raises CallFailed if there is none."""
-    streamed = response.content_type == EVENT_STREAM
-    most = _MAX_FIRST_BYTES if streamed else _MAX_HELD_BYTES
-    head, event = b"", None
-    try:
-        while chunk := await response.content.readany():
-            head += chunk
-            if (streamed and (event := first_content(head)) is not None) or len(head) > most:
-                break
-        else:
-            if streamed or not head:
-                raise CallFailed(CallEnd.BROKEN, "ended its answer without a token")
-    except (aiohttp.ClientError, OSError) as error:
-        what = "first token" if streamed else "answer was complete"
-        raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
-    whole = not streamed and response.content.at_eof()
+def _failure(path: str, response: aiohttp.ClientResponse, head: bytes, event: Any) -> CallFailed | None:
+    """What the start of an answer shows that is no success; None if it is one.
+
+    Args:
+        event: the first one of a stream that has content; None if there is none.
+    """
+    streamed, ended = response.content_type == EVENT_STREAM, response.content.at_eof()
+    whole = not streamed and ended
+    if (streamed and ended and event is None) or not head:
+        return CallFailed(CallEnd.BROKEN, "ended its answer without a token")
     if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed) or _ends(event):
-        raise CallFailed(CallEnd.ABORTED, STOPPED)
+        return CallFailed(CallEnd.ABORTED, STOPPED)
     if is_servers_error(event):
         detail = _text(_get(event, "error"), "message")
-        raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
-    return head
+        return CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
+    return None
 
 
 # The first event of a stream: vLLM has sent the head of its answer, a success, before it knows whether it can
@@ -468,16 +468,10 @@ def _decoded(data: bytes) -> Any:
 
 
 # What /v1/responses and /v1/messages send before anything is generated, or together with it.
-_ANNOUNCEMENTS = frozenset(
-    {
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-        "message_start",
-        "content_block_start",
-        "ping",
-    }
-)
+_ANNOUNCEMENTS = {
+    "response.created", "response.queued", "response.in_progress", "message_start", "content_block_start",
+    "ping",
+}  # fmt: skip
 
 
 def _announces(event: Any) -> bool:
