@@ -31,9 +31,9 @@ from .bodies import Body
 from .continuation import Continuation
 from .errors import error_response
 from .http import REQUEST_ID, Headers
-from .limits import RequestCounters
+from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
-from .metrics import CallSpan, Ended, RequestRecord
+from .metrics import RECORD, CallSpan, Ended
 from .relay import Relay, Scrubber, refusal, to_instance
 from .transcript import Transcript
 from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused
@@ -87,17 +87,16 @@ class Means:
         clock: monotonic seconds.
         lingering: P's calls that may outlive their attempt.
         may_repeat: whether a call may be sent once more, over another connection.
-        first_token_seconds: from an attempt's start to the first token of a stream, at most; 0: no deadline.
-        event_seconds: from one event of a stream to the next, at most; 0: no deadline.
+        dispatch: whether P and D get a request at once or one after the other.
     """
 
     session: Client
     clock: Callable[[], float]
+    limits: Limits
     counters: RequestCounters
+    dispatch: Dispatch
     lingering: set[asyncio.Task[_Prefilled]]
     may_repeat: Callable[[], bool]
-    first_token_seconds: float = 0.0
-    event_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,6 @@ class Attempt:
     request: web.Request
     body: Body
     place: RequestPlace
-    record: RequestRecord
     may_leave: Callable[[Instance], bool]
     may_resend: bool = True
     doubted: tuple[tuple[Instance, Charge], ...] = ()
@@ -160,7 +158,7 @@ class Attempt:
     _decode_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
 
     def __post_init__(self) -> None:
-        self.choice = self.place.choice
+        self.choice, self.record = self.place.choice, self.request[RECORD]
         prefill, decode = self.choice.prefill, self.choice.decode
         if self.choice.whole:
             prefill = decode  # which its engine takes for a plain request
@@ -173,11 +171,11 @@ class Attempt:
         """Set once D has accepted or refused the request, or failed."""
         self.record.begins(self.choice, self.unique)
 
-    async def run(self, dispatch: Dispatch) -> Outcome:
+    async def run(self) -> Outcome:
         """Serves the request, as far as this attempt can."""
         if self.choice.prefill is None:
             return await self._alone()
-        return await (self._concurrent() if dispatch == "concurrent" else self._sequential())
+        return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
 
     def move(self) -> None:
         """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
@@ -359,7 +357,7 @@ class Attempt:
         """D's answer from its first token on. Raises CallFailed."""
         token_ids = self.transcript is not None
         body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids)
-        seconds, self._decode_end = self.means.first_token_seconds, CallEnd.PENDING
+        seconds, self._decode_end = self.means.limits.first_token_seconds, CallEnd.PENDING
         late: asyncio.TimerHandle | None = None
         try:
             response = await call.open(body, self._headers(call.instance))
@@ -462,7 +460,7 @@ class Attempt:
             self._scrubber,
             self.body.path,
             pace,
-            self.means.event_seconds if streamed else 0.0,
+            self.means.limits.event_seconds if streamed else 0.0,
             self.transcript if streamed else None,
             self.continuation,
             self.former,

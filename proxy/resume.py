@@ -9,15 +9,12 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from .admission import RequestPlace
-from .attempt import Attempt, Dispatch
+from .attempt import Attempt, Means
 from .blame import Again, CallEnd
 from .continuation import Continuation, ending
-from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .relay import Relay
 from .retries import Retries
-from .upstream import Client
 
 logger = logging.getLogger(__name__)
 
@@ -38,21 +35,13 @@ _context_lengths = msgspec.json.Decoder(_ContextLengths)
 class Resumer:
     """Goes on with the streamed answers that lost their decode instance."""
 
-    def __init__(
-        self, session: Client, retries: Retries, limits: Limits, counters: RequestCounters, dispatch: Dispatch
-    ) -> None:
-        self._session = session
+    def __init__(self, means: Means, retries: Retries) -> None:
+        self._session = means.session.kept
+        self._limits, self._counters = means.limits, means.counters
         self._retries = retries
-        self._limits = limits
-        self._counters = counters
-        self._dispatch = dispatch
 
     async def finish(
-        self,
-        attempt: Attempt,
-        place: RequestPlace,
-        failed: frozenset[Instance],
-        follow: Callable[[Attempt], None],
+        self, attempt: Attempt, failed: frozenset[Instance], follow: Callable[[Attempt], None]
     ) -> Relay:
         """Brings an answer to its end whose relay is resumable, by other instances or with an error.
 
@@ -63,7 +52,7 @@ class Resumer:
         Returns:
             What relayed the last of it.
         """
-        relay, transcript = attempt.relay, attempt.transcript
+        relay, transcript, place = attempt.relay, attempt.transcript, attempt.place
         assert relay is not None and transcript is not None
         tries, free = 0, False
         while True:
@@ -92,7 +81,7 @@ class Resumer:
                 former=relay,
             )
             follow(attempt)
-            outcome = await attempt.run(self._dispatch)
+            outcome = await attempt.run()
             # It has computed nothing; several D's may have died together.
             free = outcome.end is CallEnd.CLOSED
             tries += not free
@@ -113,7 +102,7 @@ class Resumer:
         """Tokens of its model's context; None if it does not say."""
         timeout = aiohttp.ClientTimeout(total=_CONTEXT_SECONDS)
         try:
-            async with self._session.kept.get(f"{decode.url}/v1/models", timeout=timeout) as response:
+            async with self._session.get(f"{decode.url}/v1/models", timeout=timeout) as response:
                 listed = _context_lengths.decode(await response.read()).data
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
             return None

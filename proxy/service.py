@@ -77,16 +77,16 @@ class Proxy:
         self.model_lists = ModelLists(self.session)
         self._retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
-        self._resumer = Resumer(self.session, self._retries, self.limits, self.counters, self.dispatch)
         self._means = Means(
             session=self.session,
             clock=self.clock,
+            limits=self.limits,
             counters=self.counters,
+            dispatch=self.dispatch,
             lingering=self.lingering,
             may_repeat=self._retries.spend,
-            first_token_seconds=self.limits.first_token_seconds,
-            event_seconds=self.limits.event_seconds,
         )
+        self._resumer = Resumer(self._means, self._retries)
         self.exposition = Exposition(self.metrics, self)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -133,11 +133,11 @@ class Proxy:
         while True:
             may_leave = partial(self._retries.may_leave, place, failed=failed, tries=tries)
             active.attempt = attempt = Attempt(
-                self._means, request, body, place, record, may_leave, may_resend, doubted, active.transcript
+                self._means, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
-            outcome = await attempt.run(self.dispatch)
+            outcome = await attempt.run()
             if attempt.relay is not None and attempt.relay.resumable:
-                return await self._resume(attempt, place, failed, active)
+                return await self._resume(attempt, failed, active)
             if outcome.ended is not None:
                 record.end(outcome.ended)
             again = outcome.verdict.again
@@ -168,13 +168,13 @@ class Proxy:
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
 
     async def _resume(
-        self, attempt: Attempt, place: RequestPlace, failed: frozenset[Instance], active: ActiveRequest
+        self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest
     ) -> web.StreamResponse:
         """The rest of a streamed answer that lost its decode instance."""
         relay, record = attempt.relay, attempt.record
         assert relay is not None
         try:
-            relay = await self._resumer.finish(attempt, place, failed, partial(setattr, active, "attempt"))
+            relay = await self._resumer.finish(attempt, failed, partial(setattr, active, "attempt"))
         except asyncio.CancelledError:
             if not active.cut:
                 raise

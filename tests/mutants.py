@@ -1174,7 +1174,7 @@ PRODUCT = (
     ),
     Mutant(
         "the proxy's own lack of sockets makes a listed instance unready",
-        "proxy/membership/listed.py:ListedInstances._look",
+        "proxy/membership/listed.py:ListedWatch._look",
         "            if is_ours(error):\n",
         "            if False:\n",
         ("tests/proxy/test_listed.py::test_what_the_proxy_lacks_makes_no_listed_instance_unready",),
@@ -1401,9 +1401,9 @@ PRODUCT = (
     ),
     Mutant(
         "a listed instance whose rank was known once is not asked again",
-        "proxy/membership/listed.py:ListedInstances._down",
-        "        watched.source.answers = watched.source.pinged = watched.learnt = False\n",
-        "        watched.source.answers = watched.source.pinged = False\n",
+        "proxy/membership/listed.py:ListedWatch._down",
+        "        self._source.answers = self._source.pinged = self._learnt = False\n",
+        "        self._source.answers = self._source.pinged = False\n",
         ("tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again",),
     ),
     Mutant(

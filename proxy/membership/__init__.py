@@ -16,7 +16,7 @@ from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
 
 from .instance import PingSource
-from .listed import ListedInstance, ListedInstances
+from .listed import ListedInstance, ListedWatch
 from .listener import Listener
 from .partners import PartnerLists
 from .prober import Prober
@@ -69,8 +69,9 @@ class Membership:
 
     def watch(self, listed: Sequence[ListedInstance], members: Members | None = None) -> None:
         """These are there without a ping, as long as their /health answers, while it runs."""
-        there = ListedInstances(listed, self._session, self.registry, self.take, members, self.clock)
-        self._watches.append(there.run)
+        for each in listed:
+            watch = ListedWatch(each, self._session, self.registry, self.take, members, self.clock)
+            self._watches.append(watch.run)
 
     async def run(self) -> None:
         """Until cancelled."""
