@@ -27,7 +27,7 @@ from p2pkv.pairing import mint
 
 from .admission import RequestPlace
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
-from .bodies import Body
+from .bodies import Body, Fields
 from .continuation import Continuation
 from .errors import error_response
 from .http import REQUEST_ID, Headers
@@ -192,9 +192,14 @@ class Attempt:
 
     async def _alone(self) -> Outcome:
         """D serves the request as if it were an ordinary instance."""
-        with self._decode_call() as call, self._computed_as_predicted():
+        with self._computed_as_predicted():
+            return await self._by_decode()
+
+    async def _by_decode(self, kv_transfer_params: Fields | None = None) -> Outcome:
+        """D's part where P has none, or has done it."""
+        with self._decode_call() as call:
             try:
-                answer = await self._decode(call)
+                answer = await self._decode(call, kv_transfer_params)
             except CallFailed as error:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
@@ -220,12 +225,7 @@ class Attempt:
         if prefilled.error is not None:
             return self._prefill_failed(prefilled.verdict, prefilled.error)
         assert prefilled.reply is not None
-        with self._decode_call() as call:
-            try:
-                answer = await self._decode(call, prefilled.reply.kv_transfer_params)
-            except CallFailed as error:
-                return self._decode_failed(error)
-            return await self._pass_on(answer)
+        return await self._by_decode(prefilled.reply.kv_transfer_params)
 
     async def _concurrent(self) -> Outcome:
         """P and D at once; D waits for P's KV by itself."""
@@ -353,7 +353,7 @@ class Attempt:
             complete = self.relay is not None and self.relay.complete
             self._end_span("D", "" if complete else "the answer is not complete")
 
-    async def _decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> _DecodeAnswer:
+    async def _decode(self, call: Call, kv_transfer_params: Fields | None = None) -> _DecodeAnswer:
         """D's answer from its first token on. Raises CallFailed."""
         token_ids = self.transcript is not None
         body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids)

@@ -446,15 +446,8 @@ class RequestRecord:
 
     def ids(self) -> dict[str, str]:
         """Those that are known."""
-        return {
-            name: value
-            for name, value in (
-                ("request_id", self.unique),
-                ("client_request_id", self.client_id),
-                ("trace_id", self.trace_id),
-            )
-            if value
-        }
+        ids = {"request_id": self.unique, "client_request_id": self.client_id, "trace_id": self.trace_id}
+        return {name: value for name, value in ids.items() if value}
 
     def __str__(self) -> str:
         fields = {**self.ids(), **self.as_fields()}

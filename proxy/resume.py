@@ -6,9 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-import aiohttp
-import msgspec
-
 from .attempt import Attempt, Means
 from .blame import Again, CallEnd
 from .continuation import Continuation, ending
@@ -18,25 +15,11 @@ from .retries import Retries
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT_SECONDS = 5.0
-
-
-class _ContextLength(msgspec.Struct):
-    max_model_len: int | None = None
-
-
-class _ContextLengths(msgspec.Struct):
-    data: list[_ContextLength] = []
-
-
-_context_lengths = msgspec.json.Decoder(_ContextLengths)
-
 
 class Resumer:
     """Goes on with the streamed answers that lost their decode instance."""
 
     def __init__(self, means: Means, retries: Retries) -> None:
-        self._session = means.session.kept
         self._limits, self._counters = means.limits, means.counters
         self._retries = retries
 
@@ -66,10 +49,9 @@ class Resumer:
                 break
             self._counters.resume_tries += 1
             decode = place.choice.decode
-            context = await self._context(decode) if transcript.wanted.needs_context else 0
-            if context is None:
+            if transcript.wanted.needs_context and not decode.context:
                 break
-            goes_on = Continuation(transcript, context, attempt.continuation)
+            goes_on = Continuation(transcript, decode.context, attempt.continuation)
             logger.info("request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before)
             attempt = dataclasses.replace(
                 attempt,
@@ -97,16 +79,6 @@ class Resumer:
         self._counters.not_resumed += 1
         await relay.give_up()
         return relay
-
-    async def _context(self, decode: Instance) -> int | None:
-        """Tokens of its model's context; None if it does not say."""
-        timeout = aiohttp.ClientTimeout(total=_CONTEXT_SECONDS)
-        try:
-            async with self._session.get(f"{decode.url}/v1/models", timeout=timeout) as response:
-                listed = _context_lengths.decode(await response.read()).data
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
-            return None
-        return max((each.max_model_len or 0 for each in listed), default=0) or None
 
 
 def _stays(_: Instance) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property, partial
 
-from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, fewest, least_busy
+from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, least_busy
 from .membership.partners import Nearby
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction, ignore_error
@@ -513,9 +513,10 @@ def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]
     found = [differences(p, d) for p in ps for d in ds if p.shares_model(d)]
     if not found:
         return "No prefill instance and decode instance that are ready serve the same model."
+    nearest = min(found, key=len)
     return (
         "No prefill instance that is ready fits a decode instance for this model: they differ in "
-        f"{' and '.join(fewest(found))}."
+        f"{' and '.join(nearest)}."
     )
 
 

@@ -276,7 +276,8 @@ class Call:
     async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
-        self._asking = asyncio.create_task(self._ask(body, headers))
+        url = self.instance.url + self._path
+        self._asking = asyncio.create_task(self._session.post(url, body, headers, self._may_repeat))
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
@@ -292,9 +293,6 @@ class Call:
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
         return self._response
-
-    async def _ask(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
-        return await self._session.post(self.instance.url + self._path, body, headers, self._may_repeat)
 
     def lose(self, loss: Loss) -> None:
         """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.

@@ -39,8 +39,7 @@ class Membership:
     ) -> None:
         self.registry = Registry() if registry is None else registry
         self.clock = clock
-        self._changed: Callable[[], None] = lambda: None
-        self.prober = Prober(session, self.registry, clock, self._announce_change)
+        self.prober = Prober(session, self.registry, clock)
         self.partners = PartnerLists(self.registry)
         self._session = session
         self._listeners: list[Listener] = []
@@ -55,10 +54,7 @@ class Membership:
 
     def on_change(self, call: Callable[[], None]) -> None:
         """`call` from now on when there may be instances for requests that wait."""
-        self._changed = call
-
-    def _announce_change(self) -> None:
-        self._changed()
+        self.prober.changed = call
 
     def listen(self, endpoint: str, members: Members | None = None) -> Listener:
         """Takes pings at this ZMQ endpoint, while it runs. Raises OSError if it cannot be bound."""
