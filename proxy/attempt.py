@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
@@ -65,7 +65,6 @@ class Outcome:
     Attributes:
         response: what the client gets if there is no other attempt, or has got.
         verdict: who is to blame, and whether the request may be sent again.
-        why: what went wrong, for the log; "" if nothing did.
         end: how the call ended that ended the attempt.
         culprit: the instance to blame; None if none is.
         ended: for the metrics, where that is more than the response's status shows.
@@ -74,7 +73,6 @@ class Outcome:
     response: web.StreamResponse
     verdict: Verdict
     end: CallEnd
-    why: str = ""
     culprit: Instance | None = None
     ended: Ended | None = None
 
@@ -177,6 +175,18 @@ class Attempt:
             return await self._alone()
         return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
 
+    def going_on(self, continuation: Continuation) -> Attempt:
+        """Another one, which goes on with the answer of which this one has sent the last so far."""
+        return replace(
+            self,
+            body=continuation.body,
+            doubted=(),
+            may_leave=lambda _: False,
+            may_resend=False,
+            continuation=continuation,
+            former=self.relay or self.former,
+        )
+
     def move(self) -> None:
         """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
         there."""
@@ -264,7 +274,6 @@ class Attempt:
         return self.choice.prefill
 
     async def _prefill(self, may_leave: Callable[[], bool]) -> _Prefilled:
-        """P's whole part."""
         instance, means = self._prefill_instance, self.means
         call = Call(
             means.session,
@@ -307,7 +316,6 @@ class Attempt:
         return _Prefilled(verdict, None, failed)
 
     def _prefill_failed(self, verdict: Verdict, error: CallFailed) -> Outcome:
-        """P's failure ends the attempt."""
         if error.end is CallEnd.NO_SOCKET:
             response = self._failed(_NO_SOCKET, 503)
         elif error.end in REFUSALS and error.reply is not None:
@@ -402,7 +410,6 @@ class Attempt:
         return self._prefill_end
 
     def _to_ds_failure(self, error: CallFailed, verdict: Verdict) -> web.Response:
-        """The response to the client."""
         if error.end is CallEnd.NO_SOCKET:
             return self._failed(_NO_SOCKET, 503)
         if error.reply is not None:
@@ -445,7 +452,6 @@ class Attempt:
     async def _pass_on(
         self, answer: _DecodeAnswer, prefilling: asyncio.Task[_Prefilled] | None = None
     ) -> Outcome:
-        """D's answer goes to the client."""
         self.body.let_go()  # from here on nothing is tried again
         answered, head = answer
         streamed = answered.content_type == EVENT_STREAM
@@ -471,7 +477,7 @@ class Attempt:
         if relay.broken is not None:
             verdict = assign_blame("D", relay.broken, self._state_of_prefill(), begun=True)
             self._charge(self.choice.decode, verdict)
-            return Outcome(response, verdict, relay.broken, relay.why, self.choice.decode, "broken")
+            return Outcome(response, verdict, relay.broken, self.choice.decode, "broken")
         if progress is not None and pace is not None and relay.complete:
             progress.ended(pace.events - 1, self.means.clock())
         ended: Ended | None = None if relay.complete else "left" if relay.client_left else "broken"
@@ -482,7 +488,7 @@ class Attempt:
     def _outcome(self, response: web.Response, verdict: Verdict, error: CallFailed) -> Outcome:
         culprits = {Blame.P: self.choice.prefill, Blame.D: self.choice.decode}
         ended: Ended | None = "shed" if verdict.blame is Blame.PROXY else None
-        return Outcome(response, verdict, error.end, str(error), culprits.get(verdict.blame), ended)
+        return Outcome(response, verdict, error.end, culprits.get(verdict.blame), ended)
 
     def _charge(self, instance: Instance, verdict: Verdict) -> None:
         if verdict.charge is Charge.NOW and not instance.drained:  # whose streams are moved, perhaps

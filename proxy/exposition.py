@@ -170,7 +170,6 @@ class _Merged(prometheus.CollectorRegistry):
 
 
 def _by_state(instances: Metric) -> Metric:
-    """How many there are, from the state of each."""
     found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
     states = GaugeMetricFamily(
         "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]

@@ -23,7 +23,7 @@ class Limits:
         "requests that wait, in all; others get a 503")
     max_wait: float = option("--max-wait", 30.0, seconds, "SECONDS",
         "how long a request waits before it gets a 503")
-    max_body: int = option("--max-body-mib", 64 * _MIB, at_least(1), "MIB",
+    max_body: int = option("--max-body-mib", 64, at_least(1), "MIB",
         "MiB of one request's body; a larger one gets a 413", factor=_MIB)
     max_values: int = option("--max-body-values", 1 << 17, at_least(1), "N",
         "values in one request's body: messages, their parts and fields, prompts, items of lists; token ids "
@@ -34,14 +34,14 @@ class Limits:
         "how long a request's body may take to come; then it gets a 408")
     max_connections: int = option("--max-connections", 16384, at_least(1), "N",
         "connections of clients at a time; one more takes the place of an idle one, or gets a 503")
-    max_held: int = option("--max-held-mib", 1024 * _MIB, at_least(1), "MIB",
+    max_held: int = option("--max-held-mib", 1024, at_least(1), "MIB",
         "MiB of the bodies of all requests that have not begun to be answered; others get a 503", factor=_MIB)
     retries: int = option("--retries", 1, at_least(0), "N",
         "tries at other instances if one fails before the first byte; one whose port refuses does not count")
     resumes: int = option("--resume-limit", 2, at_least(0), "N",
         "how often a streamed answer whose decode instance is lost goes on at another one; 0: it ends with "
         "an error event")
-    resume_bytes: int = option("--resume-mib", 256 * _MIB, at_least(1), "MIB",
+    resume_bytes: int = option("--resume-mib", 256, at_least(1), "MIB",
         "MiB of token ids that are held for that, of all answers together; further ones do not go on",
         factor=_MIB)
     resume_bytes_each: int = 2 * _MIB

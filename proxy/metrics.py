@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import prometheus_client as prometheus
@@ -69,7 +70,7 @@ class Held(Protocol):
         """What is held now."""
 
     def instances(self) -> list[Instance]:
-        """The living instances."""
+        """Those that live."""
 
     def state_of(self, instance: Instance) -> str:
         """One of STATES."""
@@ -147,48 +148,44 @@ class Metrics:
         self.began = clock()
         self.registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self.registry)
-        self._requests = prometheus.Counter(
+        counter = partial(prometheus.Counter, registry=self.registry)
+        histogram = partial(prometheus.Histogram, registry=self.registry)
+        self._requests = counter(
             "p2pkv_proxy_requests",
             "Requests that have ended, by how they ended.",
             ["endpoint", "model", "outcome"],
-            registry=self.registry,
         )
-        self._first_token = prometheus.Histogram(
+        self._first_token = histogram(
             "p2pkv_proxy_time_to_first_token_seconds",
             "From a streamed request's arrival to the first token of the decode instance's answer; `way` is "
             "pair, alone (no prefill instance could help) or unpaired (none was wanted).",
             ["address", "way"],
             buckets=_FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
         )
-        self._duration = prometheus.Histogram(
+        self._duration = histogram(
             "p2pkv_proxy_request_seconds",
             "From a request's arrival to its end, by the decode instance that had it last.",
             ["address", "outcome"],
             buckets=_DURATION_BUCKETS,
-            registry=self.registry,
         )
-        self._prefill = prometheus.Histogram(
+        self._prefill = histogram(
             "p2pkv_proxy_prefill_seconds",
             "How long a prefill instance took for its part of a request, if it succeeded.",
             ["address"],
             buckets=_FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
         )
-        self._parts = prometheus.Counter(
+        self._parts = counter(
             "p2pkv_proxy_instance_requests",
             "What became of requests at single instances, retries included. A decode instance's `ok` is its "
             "first token; an answer that breaks off later counts as `failed`, too.",
             ["address", "role", "outcome"],
-            registry=self.registry,
         )
-        self._errors = prometheus.Histogram(
+        self._errors = histogram(
             "p2pkv_proxy_first_token_prediction_error",
             "Of --placement auto: how far the predicted time to the first token was from the time that came, "
             "as a share of that; `way` is whole or pair.",
             ["way"],
             buckets=_ERROR_BUCKETS,
-            registry=self.registry,
         )
         self._by_address = (self._first_token, self._duration, self._prefill, self._parts)
         self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
@@ -411,7 +408,6 @@ class RequestRecord:
         self.model = model
 
     def begins(self, choice: Choice, unique: str) -> None:
-        """These instances are asked now."""
         self.tries += 1
         self.unique = unique
         self.prefill = choice.prefill.ping.http_address if choice.prefill else ""

@@ -9,6 +9,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from p2pkv import __version__
 from p2pkv.pairing import Address
@@ -19,6 +21,9 @@ from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
 from .routing import POLICIES
 from .routing_base import Routing
+from .settings import Option
+
+T = TypeVar("T")
 
 _DESCRIPTION = """\
 One OpenAI endpoint in front of vLLM prefill and decode instances.
@@ -55,7 +60,6 @@ def read(
 
 
 def _addresses(arguments: argparse.Namespace) -> list[Address]:
-    """Of all that are listed."""
     listed: list[ListedInstance] = [*arguments.prefill, *arguments.decode]
     return [address for each in listed for address in (each.http, each.zmq)]
 
@@ -84,125 +88,19 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=10001, help="port to serve on (default: %(default)s)")
-    parser.add_argument(
-        "--discovery",
-        type=_address,
-        default="127.0.0.1:30001",
-        metavar="HOST:PORT",
-        help="where instances send their pings (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="the secret of all instances, so that only they can register; or set P2PKV_SECRET",
-    )
-    parser.add_argument(
-        "--plain-discovery",
-        type=_address,
-        metavar="HOST:PORT",
-        help="a second place for pings, without the secret: for instances with `discovery: plain`",
-    )
-    roles: dict[str, Role] = {"--prefill": "P", "--decode": "D"}
-    for option, role in roles.items():
-        parser.add_argument(
-            option,
-            type=_listed(role),
-            action="append",
-            default=[],
-            metavar="URL=HOST:PORT",
-            help=f"a {ROLE_NAMES[role]} instance that does not ping this proxy: the URL of its API, and its "
-            "host and kv_port. Repeat the option for others (environment: commas; file: a list)",
-        )
-    parser.add_argument(
-        "--allow-insecure",
-        action="store_true",
-        help="let --discovery be off loopback without a secret",
-    )
-    parser.add_argument(
-        "--dispatch",
-        choices=("concurrent", "sequential"),
-        default="concurrent",
-        help="ask the prefill and the decode instance at the same time, or the decode instance after the "
-        "prefill instance has answered (default: %(default)s)",
-    )
+    for each in _PLACES:
+        each.add_to(parser)
     group = parser.add_argument_group("which instances serve a request", _policies())
-    settings.add_fields(group, Routing, {"prefill": POLICIES, "decode": POLICIES})
+    settings.add_fields(group, Routing, prefill=POLICIES, decode=POLICIES)
     settings.add_fields(parser, Limits)
-    parser.add_argument(
-        "--no-decode-alone",
-        action="store_true",
-        help="when no prefill instance can serve a request, fail it; by default a decode instance computes "
-        "its prompt. --skip-prefill-below has no effect then",
-    )
-    _add_operation(parser)
-    return parser
-
-
-def _add_operation(parser: argparse.ArgumentParser) -> None:
-    """For those who run it."""
+    Option("--no-decode-alone", False, what="when no prefill instance can serve a request, fail it; by "
+        "default a decode instance computes its prompt. --skip-prefill-below has no effect then",
+    ).add_to(parser)  # fmt: skip
     group = parser.add_argument_group("operation")
     group.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    group.add_argument(
-        settings.FILE_OPTION, metavar="FILE", help="a TOML file with options, such as `max-requests = 64`"
-    )
-    group.add_argument(
-        "--workers",
-        type=settings.at_least(1),
-        default=1,
-        metavar="N",
-        help="processes that serve the port, for more requests than one core can take; each has an equal "
-        "part of the limits and chooses by its own requests only: take power_of_two for both policies "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--api-key",
-        type=_key,
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="clients have to show this key, as OpenAI's and Anthropic's do; repeat the option for others. "
-        "It goes on to the instances. The environment or the file is the better place",
-    )
-    group.add_argument(
-        "--ssl-certfile", default="", metavar="FILE", help="serve HTTPS, with this certificate chain (PEM)"
-    )
-    group.add_argument("--ssl-keyfile", default="", metavar="FILE", help="the certificate's key (PEM)")
-    group.add_argument(
-        "--admin-token",
-        type=_token,
-        default="",
-        metavar="TOKEN",
-        help="what a request to drain or resume an instance has to show; without one there is none. The "
-        "environment or the file is the better place",
-    )
-    group.add_argument(
-        "--private",
-        action="store_true",
-        help="/instances, /status and /metrics, which name instances, take the admin token, too",
-    )
-    group.add_argument(
-        "--log-level",
-        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
-        default="INFO",
-        help="default: %(default)s",
-    )
-    group.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="json: an object for each line, with the ids of its request (default: %(default)s)",
-    )
-    group.add_argument(
-        "--otlp-traces-endpoint",
-        default="",
-        metavar="URL",
-        help="where OpenTelemetry spans go, such as http://127.0.0.1:4318/v1/traces; needs OpenTelemetry",
-    )
-    group.add_argument(
-        "--log-requests", action="store_true", help="write a line when a request has ended, for each request"
-    )
+    for each in _OPERATION:
+        each.add_to(group)
+    return parser
 
 
 def _policies() -> str:
@@ -221,21 +119,19 @@ def _policies() -> str:
     )
 
 
-def _address(text: str) -> Address:
-    try:
-        return Address.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _told(read: Callable[[str], T]) -> Callable[[str], T]:
+    """The same, with a ValueError's sentence for argparse, which else has one of its own."""
 
-
-def _listed(role: Role) -> Callable[[str], ListedInstance]:
-    def instance(text: str) -> ListedInstance:
+    def told(text: str) -> T:
         try:
-            return ListedInstance.parse(role, text)
+            return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return instance
+    return told
+
+
+_address = _told(Address.parse)
 
 
 def _token(text: str) -> str:
@@ -256,3 +152,48 @@ def _port(text: str) -> int:
             f"{text!r} is not a port: expected a number from 1 to 65535, or 0 for a free one"
         )
     return int(text)
+
+
+def _listed(option: str, role: Role) -> Option:
+    return Option(option, [], _told(partial(ListedInstance.parse, role)), "URL=HOST:PORT",
+        f"a {ROLE_NAMES[role]} instance that does not ping this proxy: the URL of its API, and its host and "
+        "kv_port. Repeat the option for others (environment: commas; file: a list)")  # fmt: skip
+
+
+_PLACES = (
+    Option("--host", "127.0.0.1", what="address to serve on"),
+    Option("--port", 10001, _port, what="port to serve on"),
+    Option("--discovery", "127.0.0.1:30001", _address, "HOST:PORT", "where instances send their pings"),
+    Option("--secret-file", None, str, "FILE",
+        "the secret of all instances, so that only they can register; or set P2PKV_SECRET"),
+    Option("--plain-discovery", None, _address, "HOST:PORT",
+        "a second place for pings, without the secret: for instances with `discovery: plain`"),
+    _listed("--prefill", "P"),
+    _listed("--decode", "D"),
+    Option("--allow-insecure", False, what="let --discovery be off loopback without a secret"),
+    Option("--dispatch", "concurrent", what="ask the prefill and the decode instance at the same time, or "
+        "the decode instance after the prefill instance has answered", choices=("concurrent", "sequential")),
+)  # fmt: skip
+_OPERATION = (
+    Option(settings.FILE_OPTION, None, str, "FILE", "a TOML file with options, such as `max-requests = 64`"),
+    Option("--workers", 1, settings.at_least(1), "N",
+        "processes that serve the port, for more requests than one core can take; each has an equal part of "
+        "the limits and chooses by its own requests only: take power_of_two for both policies"),
+    Option("--api-key", [], _key, "KEY",
+        "clients have to show this key, as OpenAI's and Anthropic's do; repeat the option for others. It "
+        "goes on to the instances. The environment or the file is the better place"),
+    Option("--ssl-certfile", "", str, "FILE", "serve HTTPS, with this certificate chain (PEM)"),
+    Option("--ssl-keyfile", "", str, "FILE", "the certificate's key (PEM)"),
+    Option("--admin-token", "", _token, "TOKEN",
+        "what a request to drain or resume an instance has to show; without one there is none. The "
+        "environment or the file is the better place"),
+    Option("--private", False,
+        what="/instances, /status and /metrics, which name instances, take the admin token, too"),
+    Option("--log-level", "INFO", what="the least important lines that are written",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR")),
+    Option("--log-format", "text", what="json: an object for each line, with the ids of its request",
+        choices=("text", "json")),
+    Option("--otlp-traces-endpoint", "", str, "URL",
+        "where OpenTelemetry spans go, such as http://127.0.0.1:4318/v1/traces; needs OpenTelemetry"),
+    Option("--log-requests", False, what="write a line when a request has ended, for each request"),
+)  # fmt: skip

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -147,10 +147,10 @@ class _Fleet:
         prefillers: Sequence[Instance],
         decoders: Sequence[Instance],
         now: float,
-        why_none: Callable[[Role], str],
+        registry: Registry,
         avoid: frozenset[Instance] = frozenset(),
     ) -> None:
-        self._model, self._now, self._avoid, self._why_none = model, now, avoid, why_none
+        self._model, self._now, self._avoid, self._registry = model, now, avoid, registry
         self._all_prefillers = prefillers
         self._decoders = _serving(decoders, model)
 
@@ -162,7 +162,7 @@ class _Fleet:
     @cached_property
     def _matching_prefillers(self) -> Sequence[Instance]:
         if not self._all_prefillers:
-            raise NoInstance(self._why_none("P"))
+            raise NoInstance(_why_none(self._registry, "P"))
         serving = _serving(self._all_prefillers, self._model)
         matching = _matching(serving, self._decoders)
         if not matching:
@@ -225,13 +225,13 @@ class _Kept:
             and all(self._state(each, now) == state for each, state in self._doubtful.items())
         )
 
-    def fleet(self, model: str | None, why_none: Callable[[Role], str]) -> _Fleet:
+    def fleet(self, model: str | None) -> _Fleet:
         """For this model. Raises UnknownModel."""
         if self._alike and model not in self._names:
             model = None  # see `_serving`: as for a request that names none
         known = self._fleets.get(model)
         if known is None:
-            known = _Fleet(model, self.prefillers, self.decoders, self._now, why_none)
+            known = _Fleet(model, self.prefillers, self.decoders, self._now, self._registry)
             if model is None or model in self._names:  # so that clients cannot make entries
                 self._fleets[model] = known
         return known
@@ -432,7 +432,7 @@ class Router:
             return [], self._with_room_alone(fleet)
         if not sound and self._alone:
             if mode is PrefillMode.NEEDED:
-                raise NoInstance(self._why_none("P"))
+                raise NoInstance(_why_none(self._registry, "P"))
             with suppress(AloneFull):
                 return [], self._with_room_alone(fleet)
         prefillers, decoders = fleet.pair
@@ -469,15 +469,15 @@ class Router:
     def _fleet(self, model: str | None, now: float, avoid: frozenset[Instance]) -> _Fleet:
         kept = self._kept(now)
         if not kept.decoders:
-            raise NoInstance(self._why_none("D"))
+            raise NoInstance(_why_none(self._registry, "D"))
         if avoid:
-            return _Fleet(model, kept.prefillers, kept.decoders, now, self._why_none, avoid)
-        return kept.fleet(model, self._why_none)
+            return _Fleet(model, kept.prefillers, kept.decoders, now, self._registry, avoid)
+        return kept.fleet(model)
 
     def missing(self, now: float) -> list[str]:
         """What is missing, in sentences; without a D nothing is served, without a P perhaps by D alone."""
         roles: tuple[Role, ...] = ("P", "D")
-        absent = [self._why_none(role) for role in roles if not self._registry.routable(role, now)]
+        absent = [_why_none(self._registry, role) for role in roles if not self._registry.routable(role, now)]
         return absent + self._misfits()
 
     def helped(self, now: float) -> bool:
@@ -492,19 +492,20 @@ class Router:
             for (role, names), count in sorted(counted.items())
         ]
 
-    def _why_none(self, role: Role) -> str:
-        known = self._registry.known(role)
-        out = {
-            "drained": sum(instance.drained for instance in known),
-            "paused by vLLM's /pause": sum(instance.paused and not instance.drained for instance in known),
-        }
-        unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
-        why = f"of {len(known)} registered, none has answered /health with 200 lately"
-        if not known:
-            why = "none has registered"
-        elif unused:
-            why = f"of {len(known)} registered, {unused}, and no other has answered /health lately"
-        return f"No {ROLE_NAMES[role]} instance is ready: {why}."
+
+def _why_none(registry: Registry, role: Role) -> str:
+    known = registry.known(role)
+    out = {
+        "drained": sum(instance.drained for instance in known),
+        "paused by vLLM's /pause": sum(instance.paused and not instance.drained for instance in known),
+    }
+    unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
+    why = f"of {len(known)} registered, none has answered /health with 200 lately"
+    if not known:
+        why = "none has registered"
+    elif unused:
+        why = f"of {len(known)} registered, {unused}, and no other has answered /health lately"
+    return f"No {ROLE_NAMES[role]} instance is ready: {why}."
 
 
 def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> str:

@@ -21,6 +21,7 @@ from .admission import Admission, RequestPlace
 from .attempt import Attempt, Dispatch, Means, Outcome
 from .blame import Again, CallEnd, Charge
 from .bodies import BadBody, Body, Intake, parse
+from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
 from .http import REQUEST_ID
@@ -29,8 +30,7 @@ from .membership import Membership
 from .membership.instance import Instance
 from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .models import ModelLists
-from .relay import STALL_SECONDS
-from .resume import Resumer
+from .relay import STALL_SECONDS, Relay
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .routing_base import Routing, RoutingRequest
@@ -86,7 +86,6 @@ class Proxy:
             lingering=self.lingering,
             may_repeat=self._retries.spend,
         )
-        self._resumer = Resumer(self._means, self._retries)
         self.exposition = Exposition(self.metrics, self)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -123,7 +122,6 @@ class Proxy:
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
     ) -> web.StreamResponse:
-        """Attempts until one is the last."""
         record = request[RECORD]
         failed: frozenset[Instance] = frozenset()
         doubted: tuple[tuple[Instance, Charge], ...] = ()
@@ -170,11 +168,11 @@ class Proxy:
     async def _resume(
         self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest
     ) -> web.StreamResponse:
-        """The rest of a streamed answer that lost its decode instance."""
+        """The rest of a streamed answer that lost its decode instance, see continuation.py."""
         relay, record = attempt.relay, attempt.record
         assert relay is not None
         try:
-            relay = await self._resumer.finish(attempt, failed, partial(setattr, active, "attempt"))
+            relay = await self._go_on(attempt, failed, active)
         except asyncio.CancelledError:
             if not active.cut:
                 raise
@@ -185,6 +183,45 @@ class Proxy:
         elif not relay.complete:
             record.end("broken")
         return relay.response
+
+    async def _go_on(self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest) -> Relay:
+        """Brings an answer to its end by instances that have not failed, or with an error. Returns what
+        relayed the last of it."""
+        relay, transcript, place = attempt.relay, attempt.transcript, attempt.place
+        assert relay is not None and transcript is not None
+        tries, free = 0, False
+        while not transcript.finished:
+            failed |= {place.choice.decode}
+            if tries == self.limits.resumes or not await self._retries.resume(
+                place, failed, tries, free=free
+            ):
+                break
+            self.counters.resume_tries += 1
+            decode = place.choice.decode
+            if transcript.wanted.needs_context and not decode.context:
+                break
+            goes_on = Continuation(transcript, decode.context, attempt.continuation)
+            logger.info("request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before)
+            active.attempt = attempt = attempt.going_on(goes_on)
+            outcome = await attempt.run()
+            # It has computed nothing; several D's may have died together.
+            free = outcome.end is CallEnd.CLOSED
+            tries += not free
+            if attempt.relay is not None:
+                relay = attempt.relay
+                if not relay.resumable:
+                    self.counters.resumed += relay.complete
+                    return relay
+            elif outcome.culprit is not None and outcome.verdict.again is not Again.NO:
+                failed |= {outcome.culprit}
+            else:
+                break
+        if transcript.finished:
+            await relay.finish(ending(transcript))
+        else:
+            self.counters.not_resumed += 1
+            await relay.give_up()
+        return relay
 
     def _shed(self, attempt: Attempt, outcome: Outcome, record: RequestRecord) -> web.StreamResponse:
         """P has failed, and D may not take the request alone: because of its share, or it is gone, too."""
@@ -230,7 +267,6 @@ class Proxy:
         }
 
     def instances(self) -> list[Instance]:
-        """The living ones."""
         return list(dict.fromkeys(self.registry.known("P") + self.registry.known("D")))
 
     def state_of(self, instance: Instance) -> str:
@@ -403,6 +439,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ProxyError as failure:
+        if failure.status == 503 and RECORD in request and not request[RECORD].tries:
+            request[RECORD].end("shed")
         response = error_response(failure.status, str(failure))
         if failure.last:
             response.force_close()
@@ -419,6 +457,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         if _begun.get() and request.transport is not None:
+            if RECORD in request:
+                request[RECORD].ended_with(500)
             # A second head in the middle of an answer would be taken for the rest of it.
             request.transport.abort()
             raise ConnectionResetError from None
@@ -457,19 +497,8 @@ def recording(
             response = await handler(request)
             record.ended_with(response.status)
             return response
-        except ProxyError as failure:
-            if failure.status == 503 and not record.tries:
-                record.end("shed")
-            record.ended_with(failure.status)
-            raise
-        except web.HTTPException as error:
-            record.ended_with(error.status)
-            raise
         except (asyncio.CancelledError, ConnectionError):
             record.end("left")
-            raise
-        except Exception:
-            record.ended_with(500)
             raise
         finally:
             record.count()

@@ -16,7 +16,7 @@ import logging
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -138,57 +138,66 @@ def _as_arguments(
     return [f"--{name}={each}" for each in values]
 
 
-# Options that are fields of a dataclass: this is their one declaration.
+# Their declaration.
 
 
-def option(
-    name: str,
-    default: Any,
-    read: Callable[[str], Any],
-    unit: str | None,
-    what: str,
-    *,
-    choices: Collection[str] | None = None,
-    factor: int = 1,
-) -> Any:
-    """A field of a dataclass that is given by the option `name`.
+@dataclass(frozen=True)
+class Option:
+    """One option.
 
-    Args:
-        default: of the field.
-        read: makes the option's value of a text, or raises ArgumentTypeError.
+    Attributes:
+        default: False for a flag, and a list for one that may be repeated.
+        read: makes its value of a text, or raises ArgumentTypeError.
         unit: stands for the value in --help.
-        what: the option means, for --help.
-        factor: by which the option's value is multiplied.
+        what: it means, for --help.
+        choices: all that it may be; None for anything that can be read.
     """
-    known = {"name": name, "type": read, "unit": unit, "what": what, "choices": choices, "factor": factor}
-    return field(default=default, metadata=known)
+
+    name: str
+    default: Any
+    read: Callable[[str], Any] = str
+    unit: str | None = None
+    what: str = ""
+    choices: Collection[str] | None = None
+
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        if self.default is False:
+            group.add_argument(self.name, action="store_true", help=self.what)
+            return
+        several = isinstance(self.default, list)
+        form = "g" if isinstance(self.default, float) else "s"
+        shown = "" if several or self.default in (None, "") else f" (default: %(default){form})"
+        group.add_argument(
+            self.name,
+            action="append" if several else "store",
+            type=self.read,
+            default=self.default,
+            metavar=self.unit,
+            choices=self.choices,
+            help=self.what + shown,
+        )
 
 
-def add_fields(
-    group: argparse._ActionsContainer, kind: type[Any], choices: Mapping[str, Collection[str]] | None = None
-) -> None:
-    """The options of this dataclass; `choices`: of fields that do not name them."""
+def option(name: str, default: Any, *more: Any, factor: int = 1, **others: Any) -> Any:
+    """A field of a dataclass, and the Option that gives it; `factor`: by which its value is multiplied."""
+    known = {"option": Option(name, default, *more, **others), "factor": factor}
+    return field(default=default if factor == 1 else default * factor, metadata=known)
+
+
+def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Collection[str]) -> None:
+    """The options of this dataclass; `choices`: of fields whose options do not name them."""
     for each in fields(kind):
-        if known := each.metadata:
-            default = each.default if known["factor"] == 1 else each.default // known["factor"]
-            form = "g" if isinstance(default, float) else "s"
-            group.add_argument(
-                known["name"],
-                type=known["type"],
-                default=default,
-                metavar=known["unit"],
-                choices=known["choices"] or (choices or {}).get(each.name),
-                help=f"{known['what']} (default: %(default){form})",
-            )
+        if known := each.metadata.get("option"):
+            replace(known, choices=choices.get(each.name, known.choices)).add_to(group)
 
 
 def made(kind: type[T], arguments: argparse.Namespace) -> T:
     """One with the fields that were given."""
     given = {}
     for each in fields(kind):  # type: ignore[arg-type]
-        if known := each.metadata:
-            value = getattr(arguments, known["name"].removeprefix("--").replace("-", "_"))
-            given[each.name] = value if known["factor"] == 1 else value * known["factor"]
+        if known := each.metadata.get("option"):
+            value = getattr(arguments, known.name.removeprefix("--").replace("-", "_"))
+            given[each.name] = value if each.metadata["factor"] == 1 else value * each.metadata["factor"]
     return kind(**given)
 
 
@@ -212,22 +221,24 @@ def seconds(text: str) -> float:
 
 
 def not_negative(text: str, what: str = "number") -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
+    number = _float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no {what} of at least 0")
     return number
 
 
 def share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
+    share = _float(text)
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
         )
     return share
+
+
+def _float(text: str) -> float:
+    """Below zero for what is no number, as no option may be."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

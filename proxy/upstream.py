@@ -83,23 +83,19 @@ class Client:
     ) -> aiohttp.ClientResponse:
         """The head of the answer; `may_repeat` is asked before the request goes once more. Raises
         aiohttp.ClientError or OSError."""
-        was, began = _Was(), time.monotonic()
+        reused: list[bool] = []  # not empty if its connection was idle until now
+        began = time.monotonic()
         try:
             return await self.kept.post(
-                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=was
+                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=reused
             )
         except (aiohttp.ClientError, OSError) as error:
             at_once = time.monotonic() - began <= _REPEAT_SECONDS
-            if not (was.idle and at_once and _closed_unanswered(error) and may_repeat()):
+            if not (reused and at_once and _closed_unanswered(error) and may_repeat()):
                 raise
             logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
         self.reconnected += 1
         return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
-
-    @property
-    def open(self) -> int:
-        """Connections on which something is under way."""
-        return sum(len(each.connector._acquired) for each in (self.kept, self._fresh) if each.connector)
 
 
 # Up to this size a body is sent as one piece, together with the request's head.
@@ -132,16 +128,9 @@ def _payload(body: Content) -> bytes | _Streamed:
     return bytes(body) if body.size <= _ONE_PIECE_BYTES else _Streamed(body)
 
 
-@dataclass
-class _Was:
-    """What one request learns of its connection: whether it was idle until now."""
-
-    idle: bool = False
-
-
 async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConnectionReuseconnParams) -> None:
-    if isinstance(context.trace_request_ctx, _Was):
-        context.trace_request_ctx.idle = True
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.append(True)
 
 
 def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
@@ -506,8 +495,6 @@ STOPPED = "was stopped before its answer was complete"
 
 
 class _Part(msgspec.Struct):
-    """A choice, a delta or the usage."""
-
     finish_reason: str | None = None
     stop_reason: str | None = None
     output_tokens: int | None = None

@@ -427,7 +427,6 @@ class Instance:
             self._ends.discard(end)
 
     def take_turn(self, turn: int) -> None:
-        """It has been chosen."""
         self.turn = turn
         self._weigh()
 

@@ -68,7 +68,11 @@ def held(deployment: Deployment) -> dict[str, int]:
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
         "handlers": len(proxy.active),
-        "connections": proxy.session.open,
+        "connections": sum(
+            len(each.connector._acquired)
+            for each in (proxy.session.kept, proxy.session._fresh)
+            if each.connector
+        ),
     }
 
 
