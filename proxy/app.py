@@ -25,7 +25,7 @@ from .membership.listener import Listener
 from .membership.registry import Registry, random_turn
 from .metrics import Metrics
 from .routing_base import Routing
-from .service import PROXY, Handler, Proxy, errors_as_json, note_begin, recording, written_in_time
+from .service import PROXY, Handler, Proxy, errors_as_json, generate, note_begin, recording, written_in_time
 from .siblings import Siblings, answering
 from .tracing import Spans
 from .upstream import Client
@@ -162,7 +162,7 @@ def _routes(guard: Access) -> list[web.RouteDef]:
         return handler
 
     return [
-        *(web.post(path, of_this_one(Proxy.generate)) for path in sorted(PAIRED | SINGLE)),
+        *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
         web.get("/v1/models", of_this_one(Proxy.models)),
         web.get("/health", of_this_one(admin.health_page)),
         web.get("/ready", of_this_one(admin.ready_page)),

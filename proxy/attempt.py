@@ -97,24 +97,8 @@ class Means:
     may_repeat: Callable[[], bool]
 
 
-@dataclass(frozen=True)
-class _Prefilled:
-    """P's part, ended.
-
-    Attributes:
-        reply: P's answer; None if it failed.
-        error: how it failed; None if it did not.
-    """
-
-    verdict: Verdict
-    reply: Reply | None = None
-    error: CallFailed | None = None
-
-    @property
-    def fails(self) -> bool:
-        """Whether this ends the attempt."""
-        return self.verdict.again is not Again.GOES_ON
-
+_Prefilled = tuple[Verdict, Reply | CallFailed]
+"""P's part, ended: its answer, or how it failed."""
 
 _DecodeAnswer = tuple[aiohttp.ClientResponse, bytes]
 """D's answer, begun: a success, and the start of its body, which holds the first token."""
@@ -231,27 +215,25 @@ class Attempt:
 
     async def _sequential(self) -> Outcome:
         """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
-        prefilled = await self._prefill(lambda: self.may_leave(self._prefill_instance))
-        if prefilled.error is not None:
-            return self._prefill_failed(prefilled.verdict, prefilled.error)
-        assert prefilled.reply is not None
-        return await self._by_decode(prefilled.reply.kv_transfer_params)
+        verdict, ended = await self._prefill(may_leave=True)
+        if isinstance(ended, CallFailed):
+            return self._prefill_failed(verdict, ended)
+        return await self._by_decode(ended.kv_transfer_params)
 
     async def _concurrent(self) -> Outcome:
         """P and D at once; D waits for P's KV by itself."""
         with self._decode_call() as call, ExitStack() as cleanup:
             self._decode_end = CallEnd.PENDING
             # If P hangs, D's own lease for it ends D's wait.
-            prefilling = _task(self._prefill(lambda: False))
+            prefilling = _task(self._prefill(may_leave=False))
             cleanup.callback(self._see_off, prefilling)
             decoding = _task(self._decode(call))
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             if prefilling.done() and self._decode_end not in _DECIDED_BY_D:
-                prefilled = prefilling.result()
-                if prefilled.fails:
-                    assert prefilled.error is not None
-                    return self._prefill_failed(prefilled.verdict, prefilled.error)
+                verdict, ended = prefilling.result()
+                if isinstance(ended, CallFailed) and verdict.again is not Again.GOES_ON:
+                    return self._prefill_failed(verdict, ended)
             try:
                 answer = await decoding
             except CallFailed as error:
@@ -259,6 +241,16 @@ class Attempt:
                     await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
                 return self._decode_failed(error)
             return await self._pass_on(answer, prefilling)
+
+    def _call(self, instance: Instance, tokens: int = 0, *, may_leave: bool) -> Call:
+        return Call(
+            self.means.session,
+            instance,
+            self.body.path,
+            tokens,
+            may_repeat=self._may_repeat,
+            may_leave=lambda: may_leave and self.may_leave(instance),
+        )
 
     def _may_repeat(self) -> bool:
         """Whether a call may be sent once more, over another connection."""
@@ -268,21 +260,11 @@ class Attempt:
 
     # P's part.
 
-    @property
-    def _prefill_instance(self) -> Instance:
-        assert self.choice.prefill is not None
-        return self.choice.prefill
-
-    async def _prefill(self, may_leave: Callable[[], bool]) -> _Prefilled:
-        instance, means = self._prefill_instance, self.means
-        call = Call(
-            means.session,
-            instance,
-            self.body.path,
-            self.choice.prefill_tokens,
-            may_repeat=self._may_repeat,
-            may_leave=may_leave,
-        )
+    async def _prefill(self, *, may_leave: bool) -> _Prefilled:
+        """P's whole part; `may_leave`: it may be left, should P hang."""
+        instance, means = self.choice.prefill, self.means
+        assert instance is not None
+        call = self._call(instance, self.choice.prefill_tokens, may_leave=may_leave)
         self.place.sent()
         self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
         try:
@@ -293,7 +275,7 @@ class Attempt:
             self.record.metrics.prefilled(instance, means.clock() - asked)
             self._count(instance, success=True)
             self._charge_doubted(Charge.IF_P_ACCEPTS)
-            return _Prefilled(_PREFILLED, reply)
+            return _PREFILLED, reply
         except CallFailed as error:
             self._prefill_end, self._prefill_why = error.end, str(error)
             failed, why = error, str(error)
@@ -313,7 +295,7 @@ class Attempt:
             one_prompt=self.body.one_prompt,
         )
         self._charge(instance, verdict)
-        return _Prefilled(verdict, None, failed)
+        return verdict, failed
 
     def _prefill_failed(self, verdict: Verdict, error: CallFailed) -> Outcome:
         if error.end is CallEnd.NO_SOCKET:
@@ -345,14 +327,7 @@ class Attempt:
     @contextmanager
     def _decode_call(self) -> Iterator[Call]:
         """The call to D, closed at the end whatever happens."""
-        call = Call(
-            self.means.session,
-            self.choice.decode,
-            self.body.path,
-            may_repeat=self._may_repeat,
-            may_leave=lambda: self.may_leave(self.choice.decode),
-        )
-        self._decoding = call
+        self._decoding = call = self._call(self.choice.decode, may_leave=True)
         try:
             yield call
         finally:
@@ -535,9 +510,9 @@ def _interrupt(relay: Relay, prefilling: asyncio.Task[_Prefilled]) -> None:
     """Of several prompts, those that D has not begun still need P."""
     if prefilling.cancelled() or prefilling.exception() is not None:
         return
-    prefilled = prefilling.result()
-    if prefilled.fails:
-        relay.interrupt(f"The prefill instance failed: it {prefilled.error}.")
+    verdict, ended = prefilling.result()
+    if verdict.again is not Again.GOES_ON:
+        relay.interrupt(f"The prefill instance failed: it {ended}.")
 
 
 def _names_no_reason(message: str) -> bool:

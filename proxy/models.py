@@ -51,11 +51,10 @@ class ModelLists:
         finally:
             for task in asking.values():
                 task.cancel()
-        found = [models for reply in replies.values() if (models := _models_in(reply)) is not None]
-        if found:  # so this client may see them
-            for instance, reply in replies.items():
-                if (models := _models_in(reply)) is not None:
-                    self._latest[instance] = models
+        read = {instance: _models_in(reply) for instance, reply in replies.items()}
+        if found := {instance: models for instance, models in read.items() if models is not None}:
+            # So this client may see them.
+            self._latest.update(found)
             lists = [self._latest.get(instance, []) for instance in decoders]
             by_name = {str(model.get("id")): model for each in reversed(lists) for model in each}
             data = {"object": "list", "data": list(by_name.values())}

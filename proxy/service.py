@@ -311,6 +311,10 @@ class Proxy:
 PROXY = web.AppKey("proxy", Proxy)
 
 
+async def generate(request: web.Request) -> web.StreamResponse:
+    return await request.app[PROXY].generate(request)
+
+
 # Requests that are under way, and how they end when the proxy stops.
 
 STOPPING = "This proxy is stopping; try again in a few seconds."

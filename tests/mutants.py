@@ -1210,8 +1210,8 @@ PRODUCT = (
     Mutant(
         "a P that stops breaks a stream of several prompts",
         "proxy/attempt.py:_interrupt",
-        "    if prefilled.fails:\n        relay",
-        "    if prefilled.error is not None:\n        relay",
+        "    if verdict.again is not Again.GOES_ON:\n        relay",
+        "    if isinstance(ended, CallFailed):\n        relay",
         ("tests/proxy/test_blame.py::test_a_p_that_stops_breaks_no_stream_of_several_prompts",),
     ),
     Mutant(
