@@ -36,7 +36,7 @@ from .membership.instance import Instance, Role
 from .metrics import RECORD, CallSpan, Ended
 from .relay import Relay, Scrubber, refusal, to_instance
 from .transcript import Transcript
-from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused
+from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -344,8 +344,6 @@ class Attempt:
         late: asyncio.TimerHandle | None = None
         try:
             response = await call.open(body, self._headers(call.instance))
-            if not 200 <= response.status < 300:
-                raise refused(await call.rest(response))
             self._decode_end = CallEnd.ACCEPTED
             self._decode_known.set()
             if seconds and response.content_type == EVENT_STREAM:

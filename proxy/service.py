@@ -46,7 +46,7 @@ _MOVE_SECONDS = 1.0
 
 @dataclass
 class Proxy:
-    """All that the handlers share.
+    """All that the handlers share. What of it is counted or held, see `Held`.
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
@@ -259,7 +259,6 @@ class Proxy:
                 attempt.move()
 
     def counted(self) -> dict[str, int]:
-        """What has been counted since the start, wherever it is counted."""
         return {
             **asdict(self.counters),
             "reconnected": self.session.reconnected,
@@ -275,8 +274,6 @@ class Proxy:
         return instance.state(self.clock(), needed=needed)
 
     def prefill_work(self, instance: Instance) -> tuple[float, float] | None:
-        """Seconds of prompts that are queued there, and the share of its time that prompts take; None
-        without --placement auto, which learns them."""
         if self.routing.placement != "auto":
             return None
         engine, now = self.router.costs.of(instance), self.clock()

@@ -206,7 +206,7 @@ class CallFailed(Exception):
         self.detail = detail
 
 
-def refused(reply: Reply) -> CallFailed:
+def _refused(reply: Reply) -> CallFailed:
     """For an answer that is no success."""
     end = CallEnd.ERROR
     if 400 <= reply.status < 500:
@@ -263,7 +263,7 @@ class Call:
         self._cleanup = ExitStack()
 
     async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
-        """Sends the request and waits for the answer's head. Raises CallFailed."""
+        """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
         url = self.instance.url + self._path
         self._asking = asyncio.create_task(self._session.post(url, body, headers, self._may_repeat))
@@ -281,6 +281,8 @@ class Call:
             raise CallFailed(end, "could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
+        if not 200 <= self._response.status < 300:
+            raise _refused(await self.rest(self._response))
         return self._response
 
     def lose(self, loss: Loss) -> None:
@@ -313,8 +315,6 @@ class Call:
     async def whole(self, body: Content, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, also if it is no success."""
         reply = await self.rest(await self.open(body, headers))
-        if not reply.ok:
-            raise refused(reply)
         if gave_up(self._path, reply.body):
             raise CallFailed(CallEnd.ABORTED, STOPPED)
         return reply
