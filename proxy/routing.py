@@ -138,21 +138,19 @@ class Choice:
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
+@dataclass(eq=False)
 class _Fleet:
     """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
 
-    def __init__(
-        self,
-        model: str | None,
-        prefillers: Sequence[Instance],
-        decoders: Sequence[Instance],
-        now: float,
-        registry: Registry,
-        avoid: frozenset[Instance] = frozenset(),
-    ) -> None:
-        self._model, self._now, self._avoid, self._registry = model, now, avoid, registry
-        self._all_prefillers = prefillers
-        self._decoders = _serving(decoders, model)
+    _model: str | None
+    _all_prefillers: Sequence[Instance]
+    _all_decoders: Sequence[Instance]
+    _now: float
+    _registry: Registry
+    _avoid: frozenset[Instance] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._decoders = _serving(self._all_decoders, self._model)
 
     @cached_property
     def decoders(self) -> Sequence[Instance]:

@@ -1189,8 +1189,8 @@ PRODUCT = (
     Mutant(
         "the models of a D that does not answer are forgotten",
         "proxy/models.py:ModelLists.merged",
-        "                    self._latest[instance] = models\n",
-        "                    pass\n",
+        "            self._latest.update(found)\n",
+        "            pass\n",
         ("tests/proxy/test_models.py",),
     ),
     Mutant(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import aiohttp
@@ -67,39 +67,31 @@ class ListedInstance:
         return f"{ROLE_NAMES[self.role]} instance {self.http}"
 
 
+@dataclass(eq=False)
 class ListedWatch:
     """Keeps one listed instance in the registry for as long as it answers.
 
-    Args:
+    Attributes:
         take: takes in what stands for a ping.
         members: of whom rank 0 is one, if there is a secret.
         clock: the registry's.
     """
 
-    def __init__(
-        self,
-        listed: ListedInstance,
-        session: aiohttp.ClientSession,
-        registry: Registry,
-        take: Callable[[Ping, PingSource], None],
-        members: Members | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._listed = listed
-        self._session = session
-        self._registry = registry
-        self._take = take
-        self._members = members
-        self._clock = clock
-        self._source = ListedSource()
-        self._ping: Ping | None = None
-        """What stands for its pings; None while it does not answer."""
-        self._learnt = False
-        """Whether rank 0 has reported what is in it."""
-        self._asked = 0.0
-        """When rank 0 was asked last."""
-        self._logged = ""
-        """The trouble that the log has."""
+    listed: ListedInstance
+    session: aiohttp.ClientSession
+    registry: Registry
+    take: Callable[[Ping, PingSource], None]
+    members: Members | None
+    clock: Callable[[], float]
+    _source: ListedSource = field(default_factory=ListedSource)
+    _ping: Ping | None = None
+    """What stands for its pings; None while it does not answer."""
+    _learnt: bool = False
+    """Whether rank 0 has reported what is in it."""
+    _asked: float = 0.0
+    """When rank 0 was asked last."""
+    _logged: str = ""
+    """The trouble that the log has."""
 
     async def run(self) -> None:
         """Asks until cancelled."""
@@ -107,17 +99,17 @@ class ListedWatch:
             try:
                 await self._look()
             except Exception:  # one answer must not end the watch
-                logger.exception("%s could not be asked for its health", self._listed)
+                logger.exception("%s could not be asked for its health", self.listed)
             await asyncio.sleep(_PERIOD_SECONDS)
 
     async def _look(self) -> None:
-        known = self._registry.at(self._listed.key)
+        known = self.registry.at(self.listed.key)
         if known is not None and known.source is not self._source:
             self._source.pinged = True
             return
         try:
-            async with self._session.get(
-                f"http://{self._listed.http}/health", timeout=_TIMEOUT, allow_redirects=False
+            async with self.session.get(
+                f"http://{self.listed.http}/health", timeout=_TIMEOUT, allow_redirects=False
             ) as answer:
                 trouble = "" if answer.status == 200 else f"its /health answered {answer.status}"
         except TimeoutError:
@@ -134,30 +126,30 @@ class ListedWatch:
         # Else it has said goodbye, or is lost: it may be stopping, and counts when /health has failed once.
 
     def _down(self, trouble: str) -> None:
-        known = self._registry.at(self._listed.key)
+        known = self.registry.at(self.listed.key)
         if known is not None and known.source is self._source:
             known.healthy = False  # until its /health answers again
         if self._ping is not None or not self._logged:
-            logger.warning("%s, which is listed, gets no requests: %s", self._listed, trouble)
+            logger.warning("%s, which is listed, gets no requests: %s", self.listed, trouble)
         self._logged = self._logged or trouble
         self._source.answers = self._source.pinged = self._learnt = False
         self._ping = None
 
     async def _up(self) -> None:
-        now = self._clock()
+        now = self.clock()
         if self._ping is None or (not self._learnt and now - self._asked > _ASK_AGAIN_SECONDS):
             self._asked = now
             self._ping = await self._learn()
         if self._ping is not None and not self._source.pinged:
             self._source.answers = True
-            self._take(self._ping, self._source)
+            self.take(self._ping, self._source)
 
     async def _learn(self) -> Ping | None:
         """What stands for its pings; None if another instance is there than the list says."""
-        listed = self._listed
+        listed = self.listed
         ping = Ping(type=listed.role, http_address=str(listed.http), zmq_address=str(listed.zmq))
         try:
-            report = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self._members)
+            report = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self.members)
             rank = msgspec.convert(report, _Rank)
             full = msgspec.structs.replace(
                 ping,
@@ -184,7 +176,7 @@ class ListedWatch:
     def _log(self, trouble: str) -> None:
         """Once, until it changes."""
         if self._logged != trouble:
-            logger.warning("%s, which is listed: %s", self._listed, trouble)
+            logger.warning("%s, which is listed: %s", self.listed, trouble)
         self._logged = trouble
 
 
