@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
@@ -224,49 +224,37 @@ _LOST: dict[Loss, tuple[CallEnd, str]] = {
 }
 
 
+@dataclass(eq=False)
 class Call:
     """One POST to one instance. `close` aborts it, by closing the connection.
 
-    Args:
+    Attributes:
+        tokens: of the prompt, that the instance computes while this call is open; 0 if it is no P.
         may_repeat: asked before the request goes once more, over another connection.
         may_leave: asked each second once the instance pings no more although its /health answers: whether the
             request has anywhere else to go.
-
-    Attributes:
-        instance: who is asked.
-        tokens: of the prompt, that it computes while this call is open; 0 if it is no P.
         begun: the answer has begun.
     """
 
-    def __init__(
-        self,
-        session: Client,
-        instance: Instance,
-        path: str,
-        tokens: int = 0,
-        *,
-        may_repeat: Callable[[], bool] = lambda: True,
-        may_leave: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.instance = instance
-        self.tokens = tokens
-        self.begun = False
-        self._session = session
-        self._path = path
-        self._may_repeat = may_repeat
-        self._may_leave = may_leave
-        self._received = -1
-        self._moved = 0.0
-        self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
-        self._response: aiohttp.ClientResponse | None = None
-        self._lost: Loss | None = None
-        self._cleanup = ExitStack()
+    session: Client
+    instance: Instance
+    path: str
+    tokens: int = 0
+    may_repeat: Callable[[], bool] = lambda: True
+    may_leave: Callable[[], bool] = lambda: False
+    begun: bool = False
+    _received: int = -1
+    _moved: float = 0.0
+    _asking: asyncio.Task[aiohttp.ClientResponse] | None = None
+    _response: aiohttp.ClientResponse | None = None
+    _lost: Loss | None = None
+    _cleanup: ExitStack = field(default_factory=ExitStack)
 
     async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
-        url = self.instance.url + self._path
-        self._asking = asyncio.create_task(self._session.post(url, body, headers, self._may_repeat))
+        url = self.instance.url + self.path
+        self._asking = asyncio.create_task(self.session.post(url, body, headers, self.may_repeat))
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
@@ -302,7 +290,7 @@ class Call:
     def _stuck(self) -> bool:
         """Whether an instance that hangs keeps this call waiting for no good."""
         if not self.begun:
-            return self.instance.vouches or self._may_leave()
+            return self.instance.vouches or self.may_leave()
         if not self.instance.vouches:
             return False
         # By what earlier calls have seen: whether more of the answer has come in the last seconds.
@@ -315,7 +303,7 @@ class Call:
     async def whole(self, body: Content, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, also if it is no success."""
         reply = await self.rest(await self.open(body, headers))
-        if gave_up(self._path, reply.body):
+        if gave_up(self.path, reply.body):
             raise CallFailed(CallEnd.ABORTED, STOPPED)
         return reply
 
@@ -343,7 +331,7 @@ class Call:
             self._check_lost()
             what = "first token" if streamed else "answer was complete"
             raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
-        failure = _failure(self._path, response, head, event)
+        failure = _failure(self.path, response, head, event)
         if failure is not None:
             self._check_lost()
             raise failure

@@ -1126,7 +1126,7 @@ PRODUCT = (
     Mutant(
         "a request at a hung D fails although there is no other",
         "proxy/upstream.py:Call._stuck",
-        "self.instance.vouches or self._may_leave()",
+        "self.instance.vouches or self.may_leave()",
         "True",
         ("tests/proxy/test_hung.py::test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go",),
     ),
