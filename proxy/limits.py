@@ -26,37 +26,34 @@ class Limits:
     max_body: int = option("--max-body-mib", 64, at_least(1), "MIB",
         "MiB of one request's body; a larger one gets a 413", factor=_MIB)
     max_values: int = option("--max-body-values", 1 << 17, at_least(1), "N",
-        "values in one request's body: messages, their parts and fields, prompts, items of lists; token ids "
-        "do not count. More get a 413")
+        "JSON values in one request's body, token ids not counted; more get a 413")
     max_messages: int = option("--max-messages", 4096, at_least(1), "N",
         "messages, or items of the input of /v1/responses, in one request's body; more get a 413")
     body_seconds: float = option("--body-seconds", 60.0, seconds, "SECONDS",
         "how long a request's body may take to come; then it gets a 408")
     max_connections: int = option("--max-connections", 16384, at_least(1), "N",
-        "connections of clients at a time; one more takes the place of an idle one, or gets a 503")
+        "connections of clients; one more takes the place of an idle one, or gets a 503")
     max_held: int = option("--max-held-mib", 1024, at_least(1), "MIB",
-        "MiB of the bodies of all requests that have not begun to be answered; others get a 503", factor=_MIB)
+        "MiB of the bodies of all requests without an answer yet; others get a 503", factor=_MIB)
     retries: int = option("--retries", 1, at_least(0), "N",
-        "tries at other instances if one fails before the first byte; one whose port refuses does not count")
+        "tries at other instances if one fails before the first byte, not counting refused connections")
     resumes: int = option("--resume-limit", 2, at_least(0), "N",
-        "how often a streamed answer whose decode instance is lost goes on at another one; 0: it ends with "
-        "an error event")
+        "how often a streamed answer whose decode instance is lost goes on at another one; 0: never")
     resume_bytes: int = option("--resume-mib", 256, at_least(1), "MIB",
-        "MiB of token ids that are held for that, of all answers together; further ones do not go on",
-        factor=_MIB)
+        "MiB of token ids that the proxy holds for that; answers beyond it do not go on", factor=_MIB)
     resume_bytes_each: int = 2 * _MIB
     """The same of one answer; no option."""
     alone_share: float = option("--alone-share", 0.25, share, "SHARE",
-        "of each decode instance's --max-requests, for prompts that it computes because no prefill instance "
-        "can, or because they are short (--skip-prefill-below); others get a 503, or a prefill instance")
+        "share of each decode instance's --max-requests, for prompts that it computes because no prefill "
+        "instance can, or because they are short")
     lease: float = option("--lease-seconds", LEASE, seconds, "SECONDS",
-        "how long an instance may be silent, its connection open, until it is gone")
+        "how long an instance whose connection is open may be silent until it counts as gone")
     first_token_seconds: float = option("--first-token-seconds", 0.0, seconds, "SECONDS",
-        "how long a streamed answer may take until its first token; then the request is tried elsewhere, or "
-        "ends with a 504. Set it well above what a long prompt takes under load; 0: no deadline")
+        "how long a streamed answer may take until its first token, before it is tried elsewhere or ends "
+        "with a 504: more than a long prompt takes under load; 0: no deadline")
     event_seconds: float = option("--event-seconds", 0.0, seconds, "SECONDS",
-        "how long nothing more of a streamed answer may come until it goes on at another instance, or ends "
-        "with an error event; 0: no deadline")
+        "how long a streamed answer may pause before it goes on at another instance, or ends with an error "
+        "event; 0: no deadline")
     drain_seconds: float = option("--drain-seconds", 25.0, seconds, "SECONDS",
         "after SIGTERM, how long requests under way may go on")
     # fmt: on

@@ -93,8 +93,8 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("which instances serve a request", _policies())
     settings.add_fields(group, Routing, prefill=POLICIES, decode=POLICIES)
     settings.add_fields(parser, Limits)
-    Option("--no-decode-alone", False, what="when no prefill instance can serve a request, fail it; by "
-        "default a decode instance computes its prompt. --skip-prefill-below has no effect then",
+    Option("--no-decode-alone", False, what="fail a request when no prefill instance can serve it, instead "
+        "of letting a decode instance compute its prompt; --skip-prefill-below has no effect then",
     ).add_to(parser)  # fmt: skip
     group = parser.add_argument_group("operation")
     group.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -156,8 +156,8 @@ def _port(text: str) -> int:
 
 def _listed(option: str, role: Role) -> Option:
     return Option(option, [], _told(partial(ListedInstance.parse, role)), "URL=HOST:PORT",
-        f"a {ROLE_NAMES[role]} instance that does not ping this proxy: the URL of its API, and its host and "
-        "kv_port. Repeat the option for others (environment: commas; file: a list)")  # fmt: skip
+        f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. Repeat the "
+        "option for others (environment: commas; file: a list)")  # fmt: skip
 
 
 _PLACES = (
@@ -171,29 +171,29 @@ _PLACES = (
     _listed("--prefill", "P"),
     _listed("--decode", "D"),
     Option("--allow-insecure", False, what="let --discovery be off loopback without a secret"),
-    Option("--dispatch", "concurrent", what="ask the prefill and the decode instance at the same time, or "
-        "the decode instance after the prefill instance has answered", choices=("concurrent", "sequential")),
+    Option("--dispatch", "concurrent", what="ask the prefill and the decode instance at once, or the "
+        "prefill instance first", choices=("concurrent", "sequential")),
 )  # fmt: skip
 _OPERATION = (
     Option(settings.FILE_OPTION, None, str, "FILE", "a TOML file with options, such as `max-requests = 64`"),
     Option("--workers", 1, settings.at_least(1), "N",
-        "processes that serve the port, for more requests than one core can take; each has an equal part of "
-        "the limits and chooses by its own requests only: take power_of_two for both policies"),
+        "processes that serve the port; each has an equal part of the limits and knows its own requests "
+        "only: take power_of_two for both policies"),
     Option("--api-key", [], _key, "KEY",
-        "clients have to show this key, as OpenAI's and Anthropic's do; repeat the option for others. It "
-        "goes on to the instances. The environment or the file is the better place"),
+        "clients have to show this key, which goes on to the instances; repeat the option for others. Safer "
+        "in the environment or the file"),
     Option("--ssl-certfile", "", str, "FILE", "serve HTTPS, with this certificate chain (PEM)"),
     Option("--ssl-keyfile", "", str, "FILE", "the certificate's key (PEM)"),
     Option("--admin-token", "", _token, "TOKEN",
-        "what a request to drain or resume an instance has to show; without one there is none. The "
-        "environment or the file is the better place"),
+        "what a request to drain or resume an instance has to show; without it none can. Safer in the "
+        "environment or the file"),
     Option("--private", False,
-        what="/instances, /status and /metrics, which name instances, take the admin token, too"),
+        what="/instances, /status and /metrics, which name instances, demand the admin token"),
     Option("--log-level", "INFO", what="the least important lines that are written",
         choices=("DEBUG", "INFO", "WARNING", "ERROR")),
     Option("--log-format", "text", what="json: an object for each line, with the ids of its request",
         choices=("text", "json")),
     Option("--otlp-traces-endpoint", "", str, "URL",
         "where OpenTelemetry spans go, such as http://127.0.0.1:4318/v1/traces; needs OpenTelemetry"),
-    Option("--log-requests", False, what="write a line when a request has ended, for each request"),
+    Option("--log-requests", False, what="write a line for each request when it has ended"),
 )  # fmt: skip

@@ -22,20 +22,20 @@ class Routing:
     decode: str = option("--decode-policy", "least_loaded", str, "POLICY",
         "how the decode instance is chosen, see above")
     placement: Placement = option("--placement", "pair", str, None,  # noqa: RUF009
-        "pair: a prefill instance computes each prompt and a decode instance the answer, chosen by the "
-        "policies; auto: where predicted cost is least, and an instance of both roles may serve a request "
-        "whole; the policies count only for what is cached", choices=("pair", "auto"))
+        "pair: the policies choose a prefill instance for each prompt and a decode instance for the answer; "
+        "auto: least predicted cost, and an instance of both roles may serve a request whole",
+        choices=("pair", "auto"))
     pause_weight: float = option("--pause-weight", 0.1, not_negative, "N",
-        "for --placement auto: what a second counts for which a prompt stops an answer, beside one of "
-        "waiting; the larger, the more prompts and answers are kept apart")
+        "for --placement auto: the cost of a second for which a prompt stops an answer, where a second of "
+        "waiting costs 1; the larger, the more prompts and answers are kept apart")
     session_header: str = option("--session-header", "X-Session-Id", header, "NAME",
-        "for consistent_hash: the HTTP header that names a client's session; without it: least_loaded")
+        "for consistent_hash: the HTTP header that names a session; without it: least_loaded")
     prefix_memory: int = option("--prefix-memory", 1 << 16, at_least(1), "N",
-        "for prefix_aware: how many pieces of prompts the proxy remembers for prefill instances, and as many "
-        f"for decode instances: {PIECE_TOKENS} tokens each at a prompt's beginning, and 512 beyond")
+        "for prefix_aware: how many pieces of prompts the proxy remembers for prefill and as many for decode "
+        f"instances: {PIECE_TOKENS} tokens each at a prompt's beginning, 512 beyond")
     skip_below: int = option("--skip-prefill-below", 0, at_least(0), "TOKENS",
         "a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
-        "--decode-policy prefix_aware only tokens that are new to it count; 0: none does")
+        "--decode-policy prefix_aware only tokens new to it count; 0: none does")
     # fmt: on
 
 
