@@ -23,6 +23,7 @@ from engine_support import (
     wrong_cells,
 )
 from memory_links import MemoryNetwork
+from transfers import ends
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
@@ -71,8 +72,7 @@ def blocks_of(number: int) -> list[int]:
 
 def begin(p: Engine, d: Engine, key: str, number: int) -> None:
     """The prompt is computed, and its load is admitted."""
-    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-    prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=TOKENS, salt=number)
+    begin(p, d, key, TOKENS, blocks_of(number), salt=number)
     on_engine_thread(p.ranks[0].rank, lambda: None)  # P knows of all of it: what D wants is cut at once
     d.wait(do.Begun(key))
     d.do(do.Load(key, 0, TOKENS - 1, (blocks_of(number),)))
@@ -82,9 +82,7 @@ def arrives(p: Engine, d: Engine, key: str, number: int) -> None:
     d.wait(do.Loaded(key))
     for rank in d.ranks:
         assert wrong_cells(rank, blocks_of(number), 0, TOKENS - 1, number) == []
-    p.wait(do.BlocksFree(key))
-    for engine in (p, d):
-        engine.do(do.Forget(key))
+    ends(p, d, key)
 
 
 def whole(p: Engine, d: Engine, key: str, number: int) -> None:
@@ -325,8 +323,7 @@ def test_ranks_that_begin_to_move_data_in_any_order_do_not_lock_each_other(turns
     """Two of P and two of D; one rank of D admits A then B, the other one B then A."""
     with two_ranks_each() as (p, d):
         for number, key in enumerate("AB"):
-            d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-            prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=TOKENS, salt=number)
+            begin(p, d, key, TOKENS, blocks_of(number), salt=number)
         for key in "AB":
             d.wait(do.Begun(key))
         ranks = [each.rank for each in (*p.ranks, *d.ranks)]
@@ -356,8 +353,7 @@ def _look(rank: Rank) -> None:
 def test_a_load_on_one_rank_needs_no_load_on_another() -> None:
     """What keeps ranks from locking each other: each rank of P sends what its own rank of D has granted."""
     with two_ranks_each() as (p, d):
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-        prefill(p, "k", d.address, TOKENS, blocks_of(0), chunk=TOKENS)
+        begin(p, d, tokens=TOKENS, blocks=blocks_of(0))
         d.wait(do.Begun("k"))
         for rank, other in (d.ranks, d.ranks[::-1]):
             other_before = other.rank.counters.values["bytes_scattered"]

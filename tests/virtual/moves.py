@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from engine_support import prefill, step, wrong_cells
+from transfers import BLOCKS, TOKENS, value
 from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
 
-BLOCKS = list(range(6))
-TOKENS = 96
 LEASE, STALL = 10.0, 16.0
 LONG = 30.0
 """Seconds: several leases, and longer than a stall."""
@@ -19,10 +18,6 @@ GRACE = 5.0
 HALF = TOKENS // 2
 TOKEN = 4 * 2 * 8 * 4
 """Bytes of a token."""
-
-
-def value(engine, name: str) -> int:
-    return engine.rank.counters.snapshot()[name]
 
 
 def expect(pair: VirtualPair, key: str = "k", tokens: int = TOKENS) -> None:
@@ -63,6 +58,5 @@ def kept(pair: VirtualPair) -> bool:
 
 def nothing_was_lost(pair: VirtualPair) -> None:
     for engine in (pair.p, pair.d):
-        counters = engine.rank.counters.values
         lost = "transfers_failed", "links_aborted", "handshakes_failed", "messages_refused"
-        assert {name: counters[name] for name in lost} == dict.fromkeys(lost, 0)
+        assert {name: value(engine, name) for name in lost} == dict.fromkeys(lost, 0)
