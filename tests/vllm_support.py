@@ -214,6 +214,35 @@ def tokens(count: int, seed: int | str) -> list[int]:
     return [draw.randrange(300, MODEL.vocab) for _ in range(count)]
 
 
+def complete(
+    at: VllmServer | ProxyServer,
+    prompt: answers.Prompt,
+    count: int = 16,
+    model: str = MODEL_NAME,
+    **more: Any,
+) -> Answer:
+    """The answer to one prompt. `more`: of the request."""
+    return answers.complete(at.base_url, model, prompt, max_tokens=count, **more)[0]
+
+
+def ask_pair(
+    p: VllmServer, d: VllmServer, prompt: answers.Prompt, count: int = 16, *, at_once: bool = True
+) -> Answer:
+    """D's answer to a prompt that P computes: both asked at once, or D when P has answered."""
+    headers = paired_headers(p, d)
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(complete, p, prompt, 1, headers=headers)
+        if not at_once:
+            prefill.result()
+        answer = complete(d, prompt, count, headers=headers)
+        prefill.result()
+    return answer
+
+
+DISPATCHES = ("concurrent", "sequential")
+each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+
+
 def ask_all(
     base_url: str, prompts: Sequence[answers.Prompt], *, at_once: int, max_tokens: int = 16
 ) -> list[Answer]:
