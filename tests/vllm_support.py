@@ -269,6 +269,27 @@ def metric(server: VllmServer, name: str) -> float:
     return client.metrics(server.base_url).get(name, 0.0)
 
 
+class Hits:
+    """What is asked within finds so many tokens in vLLM's own prefix cache, and no more."""
+
+    def __init__(self, server: VllmServer, tokens: int) -> None:
+        self._server = server
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._before = self._now()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            # vLLM counts after it has answered.
+            expected = self._before + self._tokens
+            wait_until(lambda: self._now() >= expected, f"{self._tokens} tokens of the prefix cache", 5.0)
+            assert self._now() == expected
+
+    def _now(self) -> float:
+        return metric(self._server, "vllm:prefix_cache_hits_total")
+
+
 class Traffic:
     """What P has sent and D has written since this was made, by their own counters, in bytes."""
 

@@ -32,9 +32,11 @@ from vllm_support import (
     SETTINGS,
     Fleet,
     Traffic,
+    ask_pair,
     assert_at_rest,
     assert_same,
     at_rest,
+    complete,
     kv_bytes,
     paired_headers,
     plugin_environment,
@@ -510,7 +512,7 @@ def test_preemption_on_d(small_pair: Small, single: VllmServer) -> None:
 
 
 def alone(single: VllmServer, prompts: list[list[int]], count: int) -> list[Answer]:
-    return [answers.complete(single.base_url, MODEL_NAME, each, max_tokens=count)[0] for each in prompts]
+    return [complete(single, each, count) for each in prompts]
 
 
 # Beside a connector that stores prompts.
@@ -530,14 +532,7 @@ class Storing:
     d_folder: Path
 
     def ask(self, prompt: list[int]) -> Answer:
-        headers = paired_headers(self.p, self.d)
-        with ThreadPoolExecutor(1) as pool:
-            prefill = pool.submit(
-                answers.complete, self.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers
-            )
-            answer = answers.complete(self.d.base_url, MODEL_NAME, prompt, headers=headers)[0]
-            prefill.result()
-        return answer
+        return ask_pair(self.p, self.d, prompt)
 
     def moved(self) -> float:
         at_rest(self.d)

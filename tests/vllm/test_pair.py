@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 
 import pytest
 from probes import Compared
@@ -14,33 +13,27 @@ from vllm_support import (
     Fleet,
     Traffic,
     ask_all,
-    assert_at_rest,
     assert_same,
+    each_dispatch,
     kv_bytes,
     tokens,
 )
 
 from p2pkv.demo import answers, client
 
-DISPATCHES = ("concurrent", "sequential")
+pytestmark = pytest.mark.usefixtures("compared")
+
 LENGTHS = {
     "one-token": 1,
     "block-1": BLOCK - 1,
     "block": BLOCK,
     "block+1": BLOCK + 1,
+    "two-tokens": 2,
+    "chunk": CHUNK,
+    "chunk+1": CHUNK + 1,
+    "chunk+2": CHUNK + 2,
     "three-chunks": 2 * CHUNK + CHUNK // 2,
 }
-
-each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
-
-
-@pytest.fixture(autouse=True)
-def left_as_found(fleet: Fleet) -> Iterator[None]:
-    """After every test the pages of D were those of P, and neither holds anything any more."""
-    compared = Compared(fleet.probes)
-    yield
-    compared.spans()
-    assert_at_rest(fleet)
 
 
 def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
@@ -52,17 +45,18 @@ def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
 
 @each_dispatch
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
-def test_a_prompt_of_each_length(fleet: Fleet, dispatch: str, length: int) -> None:
+def test_a_prompt_of_each_length(fleet: Fleet, compared: Compared, dispatch: str, length: int) -> None:
     prompt = tokens(length, f"length {length} {dispatch}")
     traffic = Traffic(fleet)
     pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
     # D computes the last token by itself.
     assert_moved(traffic, (0, length - 1))
+    assert length == 1 or compared.spans(1) == [(0, length - 1)]
 
 
 @each_dispatch
-def test_a_prompt_half_cached_on_p(fleet: Fleet, dispatch: str) -> None:
+def test_a_prompt_half_cached_on_p(fleet: Fleet, compared: Compared, dispatch: str) -> None:
     length = 2 * CHUNK + CHUNK // 2
     prompt = tokens(length, f"cached on P {dispatch}")
     answers.complete(fleet.p.base_url, MODEL_NAME, prompt[: 5 * BLOCK], max_tokens=1)
@@ -72,10 +66,11 @@ def test_a_prompt_half_cached_on_p(fleet: Fleet, dispatch: str) -> None:
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
     assert_moved(traffic, (0, length - 1))
     assert client.metrics(fleet.p.base_url)["vllm:prefix_cache_hits_total"] - hits >= 4 * BLOCK
+    assert compared.spans(1) == [(0, length - 1)]
 
 
 @each_dispatch
-def test_a_prompt_half_cached_on_d(fleet: Fleet, dispatch: str) -> None:
+def test_a_prompt_half_cached_on_d(fleet: Fleet, compared: Compared, dispatch: str) -> None:
     length = 2 * CHUNK + CHUNK // 2
     cached = 5 * BLOCK
     prompt = tokens(length, f"cached on D {dispatch}")
@@ -84,6 +79,7 @@ def test_a_prompt_half_cached_on_d(fleet: Fleet, dispatch: str) -> None:
     pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
     assert_moved(traffic, (cached, length - 1))
+    assert compared.spans(1) == [(cached, length - 1)]
 
 
 @each_dispatch
