@@ -48,7 +48,8 @@ def finish(p: Instance, *requests: Request) -> None:
 def rests(p: Instance, *freed: str, reported: Request | None = None) -> None:
     """D has all of these keys; nothing is held, and vLLM was told of this request alone, if of any."""
     for key in freed:
-        rests(p, key)
+        p.rank.free(key)
+    p.assert_at_rest()
     assert reported is None or p.reported == [reported.request_id]
 
 
@@ -271,8 +272,7 @@ def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
     (flush,) = p.rank.said(do.Flush)
     assert flush.keys == tuple(keys)
     finish(p, *requests)
-    for key in keys:
-        rests(p, key)
+    rests(p, *keys)
 
 
 def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without_a_push() -> None:
