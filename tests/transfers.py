@@ -1,4 +1,4 @@
-"""One request between a P and a D of made-up pages: what both are told of it, step by step, and how it ends."""
+"""One request between a made-up P and D: what both are told of it, step by step, and how it ends."""
 
 from __future__ import annotations
 

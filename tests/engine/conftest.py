@@ -1,4 +1,4 @@
-"""Engines within this process, over links of its memory or, for the tests that are about NCCL, over simulated NCCL."""
+"""Engines within this process: over links of its memory or, for the tests about NCCL, over simulated NCCL."""
 
 from __future__ import annotations
 
