@@ -23,7 +23,7 @@ from engine_support import (
     wrong_cells,
 )
 from memory_links import MemoryNetwork
-from transfers import ends
+from transfers import begin, ends
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
@@ -70,7 +70,7 @@ def blocks_of(number: int) -> list[int]:
     return list(range(5 * number, 5 * number + 5))
 
 
-def begin(p: Engine, d: Engine, key: str, number: int) -> None:
+def admit(p: Engine, d: Engine, key: str, number: int) -> None:
     """The prompt is computed, and its load is admitted."""
     begin(p, d, key, TOKENS, blocks_of(number), salt=number)
     on_engine_thread(p.ranks[0].rank, lambda: None)  # P knows of all of it: what D wants is cut at once
@@ -86,7 +86,7 @@ def arrives(p: Engine, d: Engine, key: str, number: int) -> None:
 
 
 def whole(p: Engine, d: Engine, key: str, number: int) -> None:
-    begin(p, d, key, number)
+    admit(p, d, key, number)
     arrives(p, d, key, number)
 
 
@@ -183,7 +183,7 @@ def test_slow_ps_do_not_delay_the_other_ps_of_their_d(make: Make, slow_ones: int
     for number, p in enumerate(slow):
         whole(p, d, f"before {number}", number)
         go_on.append(hold_back(p))
-        begin(p, d, f"slow {number}", number)
+        admit(p, d, f"slow {number}", number)
     moved = values(d)["bytes_scattered"]
     wait_for(lambda: gauges(d)["receives_posted"] >= slow_ones, what="receives for each slow P")
     for number in range(3):
@@ -210,7 +210,7 @@ def test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget
             whole(p, d, f"before {number}", number)
             go_on.append(hold_back(p))
             held = gauges(d)["receives_posted"]
-            begin(p, d, f"slow {number}", number)
+            admit(p, d, f"slow {number}", number)
             wait_for(lambda held=held: gauges(d)["receives_posted"] > held, what="a receive for this P")
             wait_for(
                 lambda number=number: gauges(d)["receives_asked"] >= 8 * (number + 1), what="more chunks"
@@ -245,7 +245,7 @@ def test_too_little_staging_is_counted_and_nothing_is_lost(make: Make) -> None:
     within_budget(p, "P")
     within_budget(d, "D")
     for number in range(4):
-        begin(p, d, f"k{number}", number)
+        admit(p, d, f"k{number}", number)
     for number in range(4):
         arrives(p, d, f"k{number}", number)
     assert values(d)["chunks_waited"] > 0
