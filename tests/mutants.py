@@ -227,7 +227,7 @@ PRODUCT = (
     ),
     Mutant(
         "the proxy sends no X-data-parallel-rank",
-        "proxy/upstream.py:to_instance",
+        "proxy/relay.py:to_instance",
         "if instance.replica is not None:",
         "if False:",
         ("tests/proxy/test_data_parallel.py",),
@@ -682,8 +682,8 @@ PRODUCT = (
     ),
     Mutant(
         "vLLM's V2 runner overwrites blocks before the revocation",
-        "p2pkv/connector/vllm_patches.py:EarlyRevocation.replace_update_requests.revoke_first",
-        "self._revoke(scheduler_output.kv_connector_metadata)",
+        "p2pkv/connector/vllm_patches.py:EarlyRevocation.instead_of_update_requests",
+        "self.preempt(each)",
         "pass",
         ("tests/connector/test_worker.py",),
     ),
@@ -922,23 +922,23 @@ PRODUCT = (
     ),
     Mutant(
         "an answer was given up if the bytes that say so are anywhere in it",
-        "proxy/answers.py:gave_up",
-        "return shape is not None and sign in body and _given_up(body, shape)",
+        "proxy/upstream.py:gave_up",
+        "return sign is not None and sign in body and _given_up(body)",
         "return b'\"finish_reason\":\"abort\"' in body",
         ("tests/proxy/test_given_up.py::test_an_answer_that_repeats_its_request_pauses_no_instance",),
     ),
     Mutant(
         "an event gives up if the bytes that say so are anywhere in it",
-        "proxy/answers.py:GivenUpFilter._first_given_up",
-        "if any(_given_up(line[len(_DATA) :], self._shape) for line in lines if line.startswith(_DATA)):",
+        "proxy/upstream.py:first_given_up",
+        "if any(_given_up(line.removeprefix(_DATA)) for line in lines if line.startswith(_DATA)):",
         "if lines:",
         ("tests/proxy/test_given_up.py::test_what_does_not_give_up_passes_as_it_is",),
     ),
     Mutant(
         "a message that was given up passes for a whole one",
-        "proxy/answers.py:_Message.given_up",
-        'return self.type == "message" and self.stop_reason is None',
-        "return False",
+        "proxy/upstream.py:_Answer.given_up",
+        'case "message", _:',
+        'case "no message", _:',
         ("tests/proxy/test_vllm_answers.py::test_messages",),
     ),
     Mutant(
@@ -1133,7 +1133,7 @@ PRODUCT = (
     Mutant(
         "a request at a hung D fails although there is no other",
         "proxy/upstream.py:Call._stuck",
-        "self.instance.vouches or self._may_leave()",
+        "self.instance.vouches or self.may_leave()",
         "True",
         ("tests/proxy/test_hung.py::test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go",),
     ),
@@ -1181,7 +1181,7 @@ PRODUCT = (
     ),
     Mutant(
         "the proxy's own lack of sockets makes a listed instance unready",
-        "proxy/membership/listed.py:ListedInstances._look",
+        "proxy/membership/listed.py:ListedWatch._look",
         "            if is_ours(error):\n",
         "            if False:\n",
         ("tests/proxy/test_listed.py::test_what_the_proxy_lacks_makes_no_listed_instance_unready",),
@@ -1196,8 +1196,8 @@ PRODUCT = (
     Mutant(
         "the models of a D that does not answer are forgotten",
         "proxy/models.py:ModelLists.merged",
-        "                    self._latest[instance] = models\n",
-        "                    pass\n",
+        "            self._latest.update(found)\n",
+        "            pass\n",
         ("tests/proxy/test_models.py",),
     ),
     Mutant(
@@ -1217,8 +1217,8 @@ PRODUCT = (
     Mutant(
         "a P that stops breaks a stream of several prompts",
         "proxy/attempt.py:_interrupt",
-        "    if prefilled.fails:\n        relay",
-        "    if prefilled.error is not None:\n        relay",
+        "    if verdict.again is not Again.GOES_ON:\n        relay",
+        "    if isinstance(ended, CallFailed):\n        relay",
         ("tests/proxy/test_blame.py::test_a_p_that_stops_breaks_no_stream_of_several_prompts",),
     ),
     Mutant(
@@ -1408,9 +1408,9 @@ PRODUCT = (
     ),
     Mutant(
         "a listed instance whose rank was known once is not asked again",
-        "proxy/membership/listed.py:ListedInstances._down",
-        "        watched.source.answers = watched.source.pinged = watched.learnt = False\n",
-        "        watched.source.answers = watched.source.pinged = False\n",
+        "proxy/membership/listed.py:ListedWatch._down",
+        "        self._source.answers = self._source.pinged = self._learnt = False\n",
+        "        self._source.answers = self._source.pinged = False\n",
         ("tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again",),
     ),
     Mutant(
@@ -1597,7 +1597,7 @@ PRODUCT = (
     ),
     Mutant(
         "a pause that keeps requests does not take back the blocks that KV has come into",
-        "p2pkv/connector/vllm_patches.py:PausedLoads.replace_reset_prefix_cache.reset",
+        "p2pkv/connector/vllm_patches.py:PausedLoads.instead_of_reset_prefix_cache",
         "self._give_back(scheduler)",
         "pass",
         ("tests/connector/test_decode_side.py",),
@@ -1639,7 +1639,7 @@ PRODUCT = (
     ),
     Mutant(
         "a nap sleeps through wake-ups",
-        "p2pkv/connector/vllm_patches.py:SpinWait.replace_wait.wait",
+        "p2pkv/connector/vllm_patches.py:SpinWait.instead_of_wait",
         "original(condition, nap if timeout_ms is None else min(nap, timeout_ms))",
         "time.sleep(nap / 1000)",
         ("tests/connector/test_idle_steps.py::TestSpinning::test_a_wake_up_ends_the_nap",),
