@@ -26,7 +26,6 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
-from vllm.version import __version_tuple__ as version
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -40,6 +39,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from vllm.version import __version_tuple__ as version
 
 from p2pkv.demo.tiny_model import TinyFiles
 
@@ -282,7 +282,7 @@ KINDS = (
         layout="BLHNC",
         model=TinyDeepseek(),
     ),
-    # DeepSeek V4.1, GLM5-Next and Qwen4-exp, as their GPU code lays them out (vLLM's deepseek_v41/compressor.py,
+    # DeepSeek V4.1, GLM5-Next and Qwen4-exp, as their GPU code lays them out (deepseek_v41/compressor.py,
     # glm5next/common/attention.py, qwen4_exp/common/qsa_cache.py): every kind of layer, and small ones.
     Kind(
         "V4.1",
@@ -298,9 +298,7 @@ KINDS = (
         model=TinyDeepseek(),
         pool=4,
     ),
-    Kind(
-        "Qwen4-exp", (state("align"), full(BF16), keys(4), ring(4, BF16)), layout="BLNHC", pool=4
-    ),
+    Kind("Qwen4-exp", (state("align"), full(BF16), keys(4), ring(4, BF16)), layout="BLNHC", pool=4),
     Kind("all", _ALL),
     Kind("all-packed", _ALL, layout="BLHNC"),
 )

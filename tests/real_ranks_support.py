@@ -336,9 +336,7 @@ class Engine(Instance):
             if spec.num_prefill_checkpoint_blocks:
                 self._write_passed(rank, layer, made, table, span)
 
-    def _step_ring(
-        self, rank: int, layer: int, made: Contents, block: int, span: range, about: str
-    ) -> None:
+    def _step_ring(self, rank: int, layer: int, made: Contents, block: int, span: range, about: str) -> None:
         """As vLLM's compressors: read the pool that is not complete, then keep the last tokens."""
         view, spec = self._layer(rank, layer)
         slots, heads = spec.block_size, heads_of(spec, *self._place(rank))
@@ -346,7 +344,9 @@ class Engine(Instance):
         there = view[block][:, [token % slots for token in opened]].transpose(0, 1)
         assert torch.equal(there, made.rows(opened, layer, heads, view)), f"{about}: another pool's tokens"
         last = span[-slots:]
-        view[block][:, [token % slots for token in last]] = made.rows(last, layer, heads, view).transpose(0, 1)
+        view[block][:, [token % slots for token in last]] = made.rows(last, layer, heads, view).transpose(
+            0, 1
+        )
 
     def _write_passed(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
         """The state at a block's end within the step, where vLLM's backends write it."""

@@ -52,7 +52,7 @@ LATENT = {
     288: (Plane("values", 256), Plane("scales", 32)),
 }
 """Latents, by bytes of a row. DeepSeek V4's `fp8_ds_mla`: 448 numbers of fp8 and 64 of bfloat16, and 7 scales
-and a byte of padding; V4.1's: 512 numbers of fp8, and 16 scales; its `nvfp4_ds_mla`: 512 of 4 bits, and 32."""
+and a byte of padding; V4.1's: 512 numbers of fp8 and 16 scales; its `nvfp4_ds_mla`: 512 of 4 bits and 32."""
 
 INDEXER = {
     132: (Plane("values", 128), Plane("scales", 4)),
@@ -66,8 +66,8 @@ def row_form(name: str, spec: KVCacheSpec) -> RowForm:
     """How the rows of this attention layer lie. Raises ConfigError if that is not known."""
     if getattr(spec, "bounded_replay", False):
         raise ConfigError(
-            f"this model's layer {name} keeps no windows in vLLM's prefix cache (--swa-bounded-replay): behind "
-            "a prefix vLLM computes its last window again, and a load would be cut to whole blocks; set "
+            f"this model's layer {name} keeps no windows in vLLM's prefix cache (--swa-bounded-replay): "
+            "behind a prefix vLLM computes its last window again, and a load would be cut to whole blocks; set "
             "--no-swa-bounded-replay on P and D"
         )
     tokens: int | Fraction = getattr(spec, "tokens_per_state", 1)

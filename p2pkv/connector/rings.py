@@ -50,7 +50,7 @@ def _group(
     tables: Sequence[int],
 ) -> LocalGroup:
     """Each head's slots are one row, and a layer of the group: so a rank's heads are not divided."""
-    rows = [(number, head) for number in numbers for head in tensors[number].split(1, dim=1)]
+    rows = [(number, head) for number in numbers for head in torch.split(tensors[number], 1, 1)]
     cache = PagedCache.from_tensors(
         [head.flatten(2)[:, :, None] for _, head in rows],
         block_size=1,

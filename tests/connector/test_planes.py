@@ -21,7 +21,6 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, nvfp4_kv_cache_f
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
-from vllm.version import __version_tuple__ as version
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -29,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     get_kv_quant_mode,
 )
+from vllm.version import __version_tuple__ as version
 
 from p2pkv.config import ConfigError
 from p2pkv.connector.describe import make_ready
