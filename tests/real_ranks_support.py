@@ -344,9 +344,8 @@ class Engine(Instance):
         there = view[block][:, [token % slots for token in opened]].transpose(0, 1)
         assert torch.equal(there, made.rows(opened, layer, heads, view)), f"{about}: another pool's tokens"
         last = span[-slots:]
-        view[block][:, [token % slots for token in last]] = made.rows(last, layer, heads, view).transpose(
-            0, 1
-        )
+        rows = made.rows(last, layer, heads, view)
+        view[block][:, [token % slots for token in last]] = rows.transpose(0, 1)
 
     def _write_passed(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
         """The state at a block's end within the step, where vLLM's backends write it."""

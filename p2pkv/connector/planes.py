@@ -67,7 +67,7 @@ def row_form(name: str, spec: KVCacheSpec) -> RowForm:
     if getattr(spec, "bounded_replay", False):
         raise ConfigError(
             f"this model's layer {name} keeps no windows in vLLM's prefix cache (--swa-bounded-replay): "
-            "behind a prefix vLLM computes its last window again, and a load would be cut to whole blocks; set "
+            "behind a prefix vLLM computes its last window again, and cuts a load to whole blocks; set "
             "--no-swa-bounded-replay on P and D"
         )
     tokens: int | Fraction = getattr(spec, "tokens_per_state", 1)

@@ -128,8 +128,8 @@ def state_entry(spec: Any, tokens: int) -> int:
     """Which entry of the layer's block table holds the state after the first `tokens` of a prompt, 1 or more.
 
     Of a ring, and without prefix caching (mamba_cache_mode "none"), that is the first. With it ("align") a
-    table has an entry for every block of tokens, of which the one of the last token holds the state. What is behind it is for
-    speculative tokens.
+    table has an entry for every block of tokens, of which the one of the last token holds the state. What is
+    behind it is for speculative tokens.
     """
     assert tokens > 0
     per_block = getattr(spec, "mamba_cache_mode", "none") != "none"
