@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -38,6 +39,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from vllm.version import __version_tuple__ as version
 
 from p2pkv.demo.tiny_model import TinyFiles
 
@@ -69,6 +71,7 @@ class Kind:
         block: tokens of a block, vLLM's --block-size; prefixes are found in units of BLOCK.
         model: whose configuration the instances have.
         recurrent: what its recurrent layers are.
+        pool: tokens of which a compressor makes one row, from what lies in rings.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Kind:
     block: int = BLOCK
     model: TinyFiles = SMALL
     recurrent: Mamba2 | DeltaNet = RECURRENT
+    pool: int = 1
 
     def specs(self, tp: int) -> dict[str, KVCacheSpec]:
         """By the layers' names."""
@@ -199,6 +203,11 @@ def indexer(tokens: int) -> MakeSpec:
     )
 
 
+PLANES = {584: 8, 132: 4}
+"""Bytes of a row: how many of them are scales, which lie behind the values of all rows of a block."""
+if version < (0, 33):
+    PLANES |= {528: 16, 288: 32}
+
 V4: dict[str, Any] = {
     "head_size": 512,
     "cache_dtype_str": "fp8_ds_mla",
@@ -208,17 +217,33 @@ V4: dict[str, Any] = {
 }
 
 
-def compressed(tokens: int) -> MakeSpec:
-    return lambda block, tp: MLAAttentionSpec(block_size=block, tokens_per_state=tokens, **V4)
+def compressed(tokens: int, row: int = 584) -> MakeSpec:
+    more = V4 | {"state_content_bytes": row}
+    return lambda block, tp: MLAAttentionSpec(block_size=block, tokens_per_state=tokens, **more)
 
 
-def latent_window(tokens: int) -> MakeSpec:
-    return lambda block, tp: SlidingWindowMLASpec(block_size=block, sliding_window=tokens, **V4)
+def latent_window(tokens: int, row: int = 584) -> MakeSpec:
+    more = V4 | {"state_content_bytes": row}
+    return lambda block, tp: SlidingWindowMLASpec(block_size=block, sliding_window=tokens, **more)
 
 
 def compressor(tokens: int, size: int) -> MakeSpec:
     return lambda block, tp: SlidingWindowMLASpec(
         block_size=block, num_kv_heads=1, head_size=size, dtype=F32, sliding_window=tokens
+    )
+
+
+def keys(tokens: int) -> MakeSpec:
+    """Qwen4-exp's compressed keys."""
+    return lambda block, tp: MLAAttentionSpec(
+        block_size=block, num_kv_heads=1, head_size=24, dtype=BF16, tokens_per_state=tokens
+    )
+
+
+def ring(slots: int, dtype: torch.dtype, heads: int = 1) -> MakeSpec:
+    """What a compressor needs of the last tokens; all of it on every rank."""
+    return lambda block, tp: CircularBufferSpec(
+        block_size=slots, num_kv_heads=heads, head_size=24, head_size_v=0, dtype=dtype
     )
 
 
@@ -257,6 +282,23 @@ KINDS = (
         layout="BLHNC",
         model=TinyDeepseek(),
     ),
+    # DeepSeek V4.1, GLM5-Next and Qwen4-exp, as their GPU code lays them out (deepseek_v41/compressor.py,
+    # glm5next/common/attention.py, qwen4_exp/common/qsa_cache.py): every kind of layer, and small ones.
+    Kind(
+        "V4.1",
+        (latent_window(20, 528), compressed(2, 528), indexer(2), ring(8, F32), compressed(2, 288)),
+        layout="BLHNC",
+        model=TinyDeepseek(),
+        pool=2,
+    ),
+    Kind(
+        "GLM5-Next",
+        (state("align"), opaque(656), indexer(4), ring(8, BF16, heads=2)),
+        layout="BLHNC",
+        model=TinyDeepseek(),
+        pool=4,
+    ),
+    Kind("Qwen4-exp", (state("align"), full(BF16), keys(4), ring(4, BF16)), layout="BLNHC", pool=4),
     Kind("all", _ALL),
     Kind("all-packed", _ALL, layout="BLHNC"),
 )
@@ -320,8 +362,8 @@ class Rows:
         self.in_block = spec.block_size // self.tokens
         content = view.shape[-1]
         widths = [content]
-        if view.dtype == torch.uint8 and content in (584, 132):
-            widths = [content - {584: 8, 132: 4}[content], {584: 8, 132: 4}[content]]
+        if view.dtype == torch.uint8 and content in PLANES:
+            widths = [content - PLANES[content], PLANES[content]]
         self._planes = len(widths) > 1
         row, first, places = torch.arange(self.in_block)[:, None], 0, []
         for width in widths:
@@ -368,6 +410,6 @@ def seen_by(spec: KVCacheSpec, span: range, prompt: int) -> list[range]:
 
 def heads_of(spec: AttentionSpec, tp: int, rank: int) -> range:
     """The KV heads of the model that a rank has of this layer."""
-    shared = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    shared = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec | CircularBufferSpec)
     first = 0 if shared else rank * spec.num_kv_heads
     return range(first, first + spec.num_kv_heads)

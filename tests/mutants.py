@@ -772,6 +772,27 @@ PRODUCT = (
         ("tests/kv/test_planes.py",),
     ),
     Mutant(
+        "rings are left out",
+        "p2pkv/connector/describe.py:local_groups",
+        "once += ring_groups(",
+        "[] and ring_groups(",
+        ("tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block",),
+    ),
+    Mutant(
+        "only the first head of a ring travels",
+        "p2pkv/connector/rings.py:_group",
+        "torch.split(tensors[number], 1, 1)",
+        "torch.split(tensors[number], 1, 1)[:1]",
+        ("tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block",),
+    ),
+    Mutant(
+        "rings of different sizes are not refused",
+        "p2pkv/protocol/handshake.py:_seen",
+        "if group.once and group.window:",
+        "if False:",
+        ("tests/protocol/test_handshake.py",),
+    ),
+    Mutant(
         "an indexer's keys are left out",
         "p2pkv/connector/describe.py:Layers.alike",
         "if keeps_state(spec):",
@@ -1500,8 +1521,8 @@ PRODUCT = (
     Mutant(
         "P and D may have different attention windows",
         "p2pkv/protocol/handshake.py:_same_of_groups",
-        '        ("attention windows", _seen(mine), _seen(theirs), SAME_ALLOCATOR),\n',
-        "",
+        "_seen(mine), _seen(theirs), SAME_RINGS",
+        "0, 0, SAME_RINGS",
         ("tests/protocol/test_handshake.py",),
     ),
     Mutant(

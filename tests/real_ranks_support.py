@@ -22,7 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
@@ -255,6 +261,9 @@ class Engine(Instance):
                         continue
                     if isinstance(spec, MambaSpec):
                         self._step_state(rank, layer, made, table, span, write, about)
+                    elif isinstance(spec, CircularBufferSpec):
+                        if write:
+                            self._step_ring(rank, layer, made, table[0], span, about)
                     elif write:
                         self._write(rank, layer, made, table, span)
                     else:
@@ -330,6 +339,17 @@ class Engine(Instance):
             self._put_state(rank, made, span.stop, layer, view[block, 0, 0])
             if spec.num_prefill_checkpoint_blocks:
                 self._write_passed(rank, layer, made, table, span)
+
+    def _step_ring(self, rank: int, layer: int, made: Contents, block: int, span: range, about: str) -> None:
+        """As vLLM's compressors: read the pool that is not complete, then keep the last tokens."""
+        view, spec = self._layer(rank, layer)
+        slots, heads = spec.block_size, heads_of(spec, *self._place(rank))
+        opened = range(span.start // self.kind.pool * self.kind.pool, span.start)
+        there = view[block][:, [token % slots for token in opened]].transpose(0, 1)
+        assert torch.equal(there, made.rows(opened, layer, heads, view)), f"{about}: another pool's tokens"
+        last = span[-slots:]
+        rows = made.rows(last, layer, heads, view)
+        view[block][:, [token % slots for token in last]] = rows.transpose(0, 1)
 
     def _write_passed(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
         """The state at a block's end within the step, where vLLM's backends write it."""

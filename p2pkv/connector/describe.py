@@ -23,6 +23,7 @@ from p2pkv.connector.block_room import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.planes import plane_views, row_form
 from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
+from p2pkv.connector.rings import is_ring, ring_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import (
     DRAFTERS,
@@ -71,7 +72,7 @@ def engine_ranks(config: VllmConfig) -> int:
 def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
     """Over how many ranks of a stage decode-context parallelism divides the tokens of these layers. So many
     times as many tokens as in a rank's block has a block of the scheduler."""
-    divided = getattr(spec, "dcp_sharded", not keeps_state(spec))
+    divided = not keeps_state(spec) and getattr(spec, "dcp_sharded", True)
     return int(config.parallel_config.decode_context_parallel_size) if divided else 1
 
 
@@ -151,7 +152,7 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
                 names = ", ".join(kind.__name__ for kind in known)
                 raise ConfigError(
                     f"this model keeps {type(spec).__name__} for {name}: this version of p2pkv moves "
-                    f"recurrent states, and of attention {names}; serve this model without p2pkv"
+                    f"recurrent states, rings, and of attention {names}; serve this model without p2pkv"
                 )
             row_form(name, spec)
 
@@ -178,7 +179,7 @@ def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
     sizes, states = [], {}
     for number, group in enumerate(kv_config.kv_cache_groups):
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
-        sizes.append(spec.block_size * token_parts(config, spec))
+        sizes.append(0 if is_ring(spec) else spec.block_size * token_parts(config, spec))
         if keeps_state(spec):
             states[number] = spec
     return BlockTables(tuple(sizes), states)
@@ -194,10 +195,11 @@ def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlock
 
 
 def keeps_state(spec: KVCacheSpec) -> bool:
-    """Whether this is a recurrent layer, with one state for a request."""
+    """Whether a request has one row of this layer, which is overwritten in place: a recurrent layer's state,
+    or a ring."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    return isinstance(spec, MambaSpec)
+    return isinstance(spec, MambaSpec) or is_ring(spec)
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
@@ -336,7 +338,9 @@ def local_groups(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -
     tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
     states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
     tp = config.parallel_config.tensor_parallel_size
-    return [*groups, *(state_groups(states, tp=tp, dim_first=conv_dim_first()) if states else [])]
+    once = state_groups(states, tp=tp, dim_first=conv_dim_first()) if states else []
+    once += ring_groups(layers.names, layers.specs, layers.tensors, layers.tables)
+    return [*groups, *sorted(once, key=lambda group: group.numbers[0])]
 
 
 def _groups_of(

@@ -46,9 +46,13 @@ class RowForm(NamedTuple):
     slot_heads: int = 0
 
 
-LATENT = Plane("values", 576), Plane("scales", 8)
-"""DeepSeek V4's `fp8_ds_mla`: 448 numbers of fp8 and 64 of bfloat16, behind them 7 scales and a byte of
-padding."""
+LATENT = {
+    584: (Plane("values", 576), Plane("scales", 8)),
+    528: (Plane("values", 512), Plane("scales", 16)),
+    288: (Plane("values", 256), Plane("scales", 32)),
+}
+"""Latents, by bytes of a row. DeepSeek V4's `fp8_ds_mla`: 448 numbers of fp8 and 64 of bfloat16, and 7 scales
+and a byte of padding; V4.1's: 512 numbers of fp8 and 16 scales; its `nvfp4_ds_mla`: 512 of 4 bits and 32."""
 
 INDEXER = {
     132: (Plane("values", 128), Plane("scales", 4)),
@@ -60,6 +64,12 @@ of MXFP4 and a scale for each 32 of them."""
 
 def row_form(name: str, spec: KVCacheSpec) -> RowForm:
     """How the rows of this attention layer lie. Raises ConfigError if that is not known."""
+    if getattr(spec, "bounded_replay", False):
+        raise ConfigError(
+            f"this model's layer {name} keeps no windows in vLLM's prefix cache (--swa-bounded-replay): "
+            "behind a prefix vLLM computes its last window again, and cuts a load to whole blocks; set "
+            "--no-swa-bounded-replay on P and D"
+        )
     tokens: int | Fraction = getattr(spec, "tokens_per_state", 1)
     if tokens < 1 or int(tokens) != tokens:
         raise ConfigError(
@@ -96,13 +106,16 @@ def _slot_heads(name: str, spec: Any) -> int:
 
 
 def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
+    from vllm.version import __version_tuple__ as version
+
     width = getattr(spec, "state_content_bytes", None)
     if getattr(spec, "model_version", None) is not None:
         if width is None:  # numbers of the cache's own type, one row after the other
             return ()
-        if (spec.model_version, width) == ("deepseek_v4", sum(plane.width for plane in LATENT)):
-            return LATENT
-        raise _unknown(name, spec, f"rows of {width} bytes")
+        if spec.model_version != "deepseek_v4" or width not in LATENT:
+            raise _unknown(name, spec, f"rows of {width} bytes")
+        # Since vLLM 0.33 the scales of V4.1's rows lie behind each row's own values.
+        return () if width < 584 and version >= (0, 33) else LATENT[width]
     from vllm.platforms import current_platform
 
     if spec.kv_quant_mode.is_turboquant and current_platform.is_rocm():

@@ -118,12 +118,13 @@ def state_groups(layers: Sequence[RecurrentLayer], *, tp: int, dim_first: bool) 
 def state_entry(spec: Any, tokens: int) -> int:
     """Which entry of the layer's block table holds the state after the first `tokens` of a prompt, 1 or more.
 
-    Without prefix caching (mamba_cache_mode "none") that is the first. With it ("align") a table has an entry
-    for every block of tokens, of which the one of the last token holds the state. What is behind it is for
-    speculative tokens.
+    Of a ring, and without prefix caching (mamba_cache_mode "none"), that is the first. With it ("align") a
+    table has an entry for every block of tokens, of which the one of the last token holds the state. What is
+    behind it is for speculative tokens.
     """
     assert tokens > 0
-    return 0 if spec.mamba_cache_mode == "none" else (tokens - 1) // int(spec.block_size)
+    per_block = getattr(spec, "mamba_cache_mode", "none") != "none"
+    return (tokens - 1) // int(spec.block_size) if per_block else 0
 
 
 def _specs_of(kv_config: KVCacheConfig) -> dict[str, tuple[int, Any]]:

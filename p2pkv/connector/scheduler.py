@@ -38,9 +38,9 @@ class BlockTables:
     """How vLLM's tables of a request's blocks are read."""
 
     sizes: tuple[int, ...]
-    """Tokens in a block, of each table."""
+    """Tokens in a block, of each table; 0: a ring's, of which no token has a block of its own."""
     states: Mapping[int, Any] = field(default_factory=dict)
-    """Of the tables of recurrent layers, vLLM's description of these layers."""
+    """Of the tables of recurrent layers and rings, vLLM's description of these layers."""
 
     def of(self, blocks: Iterable[Iterable[int]], tokens: int) -> Blocks:
         """The tables as the engine wants them: of a state the block that holds it after so many tokens."""
@@ -49,6 +49,10 @@ class BlockTables:
             entry = state_entry(spec, tokens)
             tables[number] = tables[number][entry : entry + 1]
         return tuple(tables)
+
+    def of_tokens(self, tables: Iterable[list[int]]) -> list[tuple[int, list[int]]]:
+        """Each table that has blocks of tokens, and how many a block has."""
+        return [(size, table) for size, table in zip(self.sizes, tables, strict=False) if size]
 
 
 class Half:
@@ -249,7 +253,7 @@ class ProducerScheduler(Half):
             stop = request.num_computed_tokens
             if state is not None and request_id in output.num_scheduled_tokens and stop > local:
                 tables = state.get_block_ids(request_id) or ()
-                for size, table in zip(self._tables.sizes, tables, strict=False):
+                for size, table in self._tables.of_tokens(tables):
                     filled.update(table[local // size : -(-stop // size)])
         self._looked_up.clear()
         if filled:
@@ -261,7 +265,7 @@ class ProducerScheduler(Half):
         vLLM also counts as cached what another request of this very step is about to compute; those
         tokens come with each layer's hook.
         """
-        for size, group in zip(self._tables.sizes, blocks, strict=True):
+        for size, group in self._tables.of_tokens(blocks):
             number = next((index for index, block in enumerate(group) if block in fresh), len(group))
             cached = min(cached, number * size)
         return cached
@@ -274,7 +278,7 @@ class ProducerScheduler(Half):
         starts |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
         fresh: set[int] = set()
         for request_id, start in starts.items():
-            for size, group in zip(self._tables.sizes, state.get_block_ids(request_id) or (), strict=False):
+            for size, group in self._tables.of_tokens(state.get_block_ids(request_id) or ()):
                 fresh.update(group[start // size :])
         return fresh
 

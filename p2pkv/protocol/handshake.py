@@ -105,6 +105,8 @@ def _as_it_lies(group: KvGroup) -> RowFormat:
 
 def _seen(group: KvGroup) -> int | str:
     """The tokens that attention looks at."""
+    if group.once and group.window:
+        return f"a ring of {group.window} slots in {group.row_bytes} bytes"
     return f"in chunks of {group.window}" if group.chunked else group.window
 
 
@@ -175,6 +177,7 @@ REFUSED_FOR = 5.0
 DRAFTER = " with drafter "
 """In a Hello's weights, before what identifies a drafter that keeps KV."""
 
+SAME_RINGS = "serve the same model with the same num_speculative_tokens, from which vLLM takes a ring's size"
 SAME_ALLOCATOR = "serve the same model, and set --disable-hybrid-kv-cache-manager on both sides or on neither"
 
 
@@ -289,7 +292,7 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
     """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
     return [
         ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
-        ("attention windows", _seen(mine), _seen(theirs), SAME_ALLOCATOR),
+        ("attention windows", _seen(mine), _seen(theirs), SAME_RINGS if mine.once else SAME_ALLOCATOR),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
         (
             "bytes per token and head" if _row_tokens(mine) == 1 else "bytes per row and head",

@@ -82,7 +82,8 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
         codec: how the bytes of a row are arranged; handshake.py says what travels between which.
         layer_names: digest of the names of all its layers, in order.
         once: a layer has one row per head for a whole request (a recurrent state), and not one per unit.
-        window: tokens that attention looks at from each token on, itself counted; 0: all before it.
+        window: tokens that attention looks at from each token on, itself counted; 0: all before it. With
+            `once`: how many of the last tokens a ring has slots for; 0: a recurrent state.
         chunked: attention looks at no token before the last multiple of `window`, instead.
         block: where there is a window, tokens that are kept together. P has all of a block or nothing, and D
             wants all or nothing, since its prefix cache keeps blocks; 1: D caches no prefixes.

@@ -183,7 +183,8 @@ def draw_hybrid(draw: random.Random) -> Model:
         # As a recurrent layer has it: a part of its convolution, and its state, in one block.
         recurrent, its, moves = layers(1 + (not window)), next(table), draw.random() < 0.5
         groups.append(Group(recurrent, draw.choice([1, 2]), 6, its, once=True, moves=moves))
-        groups.append(Group(recurrent, draw.choice([2, 4]), 22, its, once=True, moves=moves))
+        other = Group(recurrent, draw.choice([2, 4]), 22, its, once=True, moves=moves)
+        groups.append(other if moves else replace(other, window=8))  # a ring, which stays where it is
     return Model(tuple(groups))
 
 

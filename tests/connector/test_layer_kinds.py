@@ -44,10 +44,10 @@ MOVED_SPECS = {
     "MambaSpec",
     "ChunkedLocalAttentionSpec",
     "RSWASpec",
+    "CircularBufferSpec",
 }
 REFUSED_SPECS = {
     "AttentionSpec": "a base of others",
-    "CircularBufferSpec": "a ring of the last tokens, written in place: not rows of tokens",
     "CrossAttentionSpec": "of encoder-decoder models, which vLLM refuses with any KV connector",
     "EncoderOnlyAttentionSpec": "keeps nothing between steps",
     "HiSparseHotSpec": "a copy on the device of KV that lies in host memory",
@@ -78,7 +78,8 @@ OWN_CACHE = "a cache beside an attention, without a forward of its own"
 RECURRENT = "recurrent layers have no hook"
 SHUFFLED = "ROCm's kernels shuffle an indexer's keys"
 SEVERAL = "keeps several rows for each token"
-RING = REFUSED_SPECS["CircularBufferSpec"]
+RING = "a ring of the last tokens, written in place"
+STEP5 = "vLLM 0.33 takes no other connectors for Step5 than NIXL's and Mooncake's"
 BASE = "a base of others"
 
 KINDS: dict[str, Kind] = {
@@ -91,7 +92,7 @@ KINDS: dict[str, Kind] = {
     "MultiHeadLatentAttention": Kind(How.SWEEP, PRIVATE),
     "BailingMoELinearAttention": Kind(How.SWEEP, RECURRENT),
     "BailingMoeV3KimiDeltaAttention": Kind(How.SWEEP, RECURRENT),
-    "Glm5NextLinearAttention": Kind(How.REFUSED, RECURRENT, beside="Glm5NextTailCache"),
+    "Glm5NextLinearAttention": Kind(How.SWEEP, RECURRENT),
     "KimiGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
     "KimiK3DeltaAttention": Kind(How.SWEEP, RECURRENT),
     "MambaMixer": Kind(How.SWEEP, RECURRENT),
@@ -108,7 +109,7 @@ KINDS: dict[str, Kind] = {
     "DeepseekV32IndexerCache": Kind(How.SWEEP, OWN_CACHE),
     "DeepseekV32MLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"),
     "DeepseekV32ROCmIndexerCache": Kind(How.REFUSED, SHUFFLED),
-    "DeepseekV41ROCMAiterMLAAttention": Kind(How.REFUSED, RING),
+    "DeepseekV41ROCMAiterMLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"),
     "DeepseekV4Attention": Kind(How.SWEEP, PRIVATE),
     "DeepseekV4CPUAttention": Kind(How.SWEEP, PRIVATE),
     "DeepseekV4CPUIndexerCache": Kind(How.SWEEP, OWN_CACHE),
@@ -120,14 +121,14 @@ KINDS: dict[str, Kind] = {
     "DeepseekV4ROCMAiterMLAAttention": Kind(How.SWEEP, PRIVATE),
     "DeepseekV4SWACache": Kind(How.SWEEP, OWN_CACHE),
     "DeepseekV4XPUAttention": Kind(How.SWEEP, PRIVATE),
-    "Glm5NextIndexerCache": Kind(How.REFUSED, OWN_CACHE, beside="Glm5NextTailCache"),
-    "Glm5NextTailCache": Kind(How.REFUSED, RING),
+    "Glm5NextIndexerCache": Kind(How.SWEEP, OWN_CACHE),
+    "Glm5NextTailCache": Kind(How.SWEEP, RING),
     "MiniMaxM3IndexerCache": Kind(How.SWEEP, OWN_CACHE),
     "MiniMaxM3SparseAttention": Kind(How.SWEEP, PRIVATE),
-    "QSACompressedKeyCache": Kind(How.REFUSED, OWN_CACHE, beside="QSAKeyStateCache"),
-    "QSAKeyStateCache": Kind(How.REFUSED, RING),
-    "Qwen4ExpPLELayer": Kind(How.REFUSED, RECURRENT, beside="QSAKeyStateCache"),
-    "Qwen4ExpQSAAttention": Kind(How.REFUSED, PRIVATE, beside="QSAKeyStateCache"),
+    "QSACompressedKeyCache": Kind(How.SWEEP, OWN_CACHE),
+    "QSAKeyStateCache": Kind(How.SWEEP, RING),
+    "Qwen4ExpPLELayer": Kind(How.SWEEP, RECURRENT),
+    "Qwen4ExpQSAAttention": Kind(How.SWEEP, PRIVATE),
     "RSWAAttention": Kind(How.HOOK),
     "StaticSinkAttention": Kind(How.REFUSED, REFUSED_SPECS["SinkFullAttentionSpec"]),
     "WhisperCausalAttentionWithBlockPooling": Kind(How.REFUSED, SEVERAL),
@@ -140,7 +141,7 @@ KINDS: dict[str, Kind] = {
 
 SINCE_33: dict[str, Kind] = {
     "DeepseekV4RocmMxfp4IndexerCache": Kind(How.REFUSED, SHUFFLED),
-    "Step5CSATailRing": Kind(How.REFUSED, RING),
+    "Step5CSATailRing": Kind(How.REFUSED, STEP5),
     "Step5SparseSummaryCacheLayer": Kind(How.REFUSED, OWN_CACHE, beside="Step5CSATailRing"),
 }
 """What vLLM 0.33 has besides."""
@@ -150,11 +151,10 @@ WHERE_IT_DEPENDS = {
     "WhisperCausalAttentionWithBlockPooling",
     "DeepseekV32ROCmIndexerCache",
     "DeepseekV4RocmMxfp4IndexerCache",
-    "DeepseekV41ROCMAiterMLAAttention",
+    "Step5CSATailRing",
 }
 """Their spec alone does not decide. The first two are refused where they keep what they are for; as plain
-attention, which they also may be, they are moved. The next two are of ROCm. The last one's compressors, of
-DeepSeek V4.1, have a ring where those of V4, which have the same name, have a window."""
+attention, which they also may be, they are moved. The next two are of ROCm. vLLM refuses the last one."""
 
 HOOKED_FUNCTIONS = {"unified_attention_with_output", "unified_mla_attention_with_output", "dummy_attention"}
 HOOKED_SINCE_33 = {"step5_dsa_attention_with_output", "step5_swa_attention_with_output"}
@@ -293,8 +293,11 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
     "keys of 100 bytes": lambda: interface.MLAAttentionSpec(
         **LATENT | {"head_size": 100}, cache_role=SparseCacheRole.INDEXER
     ),
-    "rows of 528 bytes": lambda: interface.MLAAttentionSpec(
-        **LATENT, model_version="deepseek_v4", state_content_bytes=528
+    "rows of 100 bytes": lambda: interface.MLAAttentionSpec(
+        **LATENT, model_version="deepseek_v4", state_content_bytes=100
+    ),
+    "set --no-swa-bounded-replay": lambda: interface.SlidingWindowMLASpec(
+        **LATENT, sliding_window=64, model_version="deepseek_v4", state_content_bytes=528, bounded_replay=True
     ),
     "keeps 2 rows for each token": lambda: interface.FullAttentionSpec(
         **ATTENTION, tokens_per_state=Fraction(1, 2)

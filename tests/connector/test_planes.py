@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -27,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     get_kv_quant_mode,
 )
+from vllm.version import __version_tuple__ as version
 
 from p2pkv.config import ConfigError
 from p2pkv.connector.describe import make_ready
@@ -45,13 +47,15 @@ def spec_of(make: Callable[[Any], Any]) -> KVCacheSpec:
         return make(config.cache_config).get_kv_cache_spec(config)
 
 
-def swa(cache: Any, dtype: torch.dtype) -> DeepseekV4SWACache:
-    return DeepseekV4SWACache(512, 128, dtype, "swa", cache, TritonAttentionBackend, block_size=64)
+def swa(cache: Any, dtype: torch.dtype, row: int = 584) -> DeepseekV4SWACache:
+    return DeepseekV4SWACache(
+        512, 128, dtype, "swa", cache, TritonAttentionBackend, block_size=64, packed_bytes_per_token=row
+    )
 
 
-def packed_swa(cache: Any) -> DeepseekV4SWACache:
+def packed_swa(cache: Any, row: int = 584) -> DeepseekV4SWACache:
     cache.cache_dtype = "fp8_ds_mla"
-    return swa(cache, torch.uint8)
+    return swa(cache, torch.uint8, row)
 
 
 LAYERS: dict[str, tuple[Callable[[Any], Any], int, tuple[Any, ...]]] = {
@@ -62,7 +66,9 @@ LAYERS: dict[str, tuple[Callable[[Any], Any], int, tuple[Any, ...]]] = {
         4,
         INDEXER[68],
     ),
-    "V4's window": (packed_swa, 1, LATENT),
+    "V4's window": (packed_swa, 1, LATENT[584]),
+    "V4.1's window": (partial(packed_swa, row=528), 1, LATENT[528] if version < (0, 33) else ()),
+    "V4.1's window, NVFP4": (partial(packed_swa, row=288), 1, LATENT[288] if version < (0, 33) else ()),
     "V4's window, bfloat16": (lambda cache: swa(cache, torch.bfloat16), 1, ()),
 }
 

@@ -56,6 +56,14 @@ def cache(tp: int = 2, **changes: Any) -> Cache:
     return Cache(tp, (replace(GROUP, **changes),))
 
 
+def test_rings_of_different_sizes_do_not_fit() -> None:
+    mine = hello("P", cache(once=True, heads=1, window=8, row_bytes=64))
+    theirs = hello("D", cache(once=True, heads=1, window=16, row_bytes=128))
+    sizes = "a ring of 8 slots in 64 bytes at p:21000, a ring of 16 slots in 128 bytes at d:22000"
+    with pytest.raises(Refused, match=f"{sizes}; .* num_speculative_tokens"):
+        negotiate(mine, theirs)
+
+
 # The sentences.
 
 

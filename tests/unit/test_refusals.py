@@ -12,7 +12,10 @@ import p2pkv
 
 PRODUCT = Path(p2pkv.__file__).parent
 FILES = [
-    *(f"connector/{name}.py" for name in ("connector", "describe", "planes", "recurrent", "stage_layers")),
+    *(
+        f"connector/{name}.py"
+        for name in ("connector", "describe", "planes", "recurrent", "rings", "stage_layers")
+    ),
     "protocol/handshake.py",
     "plan.py",
 ]
