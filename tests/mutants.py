@@ -522,7 +522,7 @@ PRODUCT = (
     Mutant(
         "an instance in trouble is announced (K4)",
         "p2pkv/control/announcer_child.py:_Worker.vouched_for",
-        "return not silent and self._last != FAILS",
+        "return not silent and not self._last.trouble",
         "return not silent",
         ("tests/control/test_announcer.py",),
     ),

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from p2pkv.control.announcer import BEAT_SECONDS, FAILS, PAUSED, RUNS, STOP, Orders
-from p2pkv.control.discovery import PING_INTERVAL, encode_partners
+from p2pkv.control.announcer import BEAT_SECONDS, STOP, Orders, Standing
+from p2pkv.control.discovery import PING_INTERVAL, Workload, encode_partners
 from p2pkv.control.pinger import Addresses, OnPartners, Pinger
 from p2pkv.control.security import members_of
 from p2pkv.control.warm_up import warm_up
@@ -45,9 +45,9 @@ class _Worker:
         self._stall = 0.0
         self._beaten = time.monotonic()
         self._silent = False
-        self._last = RUNS
+        self._last = Standing()
         self.changed: Callable[[], None] = lambda: None
-        """Called when a beat differs from the one before."""
+        """Called when a beat has other news than the one before."""
         self.announced = False
         self.stopping = threading.Event()
 
@@ -66,7 +66,7 @@ class _Worker:
 
     def follow(self) -> None:
         """Read the worker's beats, until it stops or is gone; for a thread."""
-        self._take_beats(self._rest)
+        self._take_beats(b"")
         while not self.stopping.is_set():
             ready, _, _ = select.select([self._pipe], [], [], BEAT_SECONDS)
             # A process that the worker has forked may hold its end of the pipe open.
@@ -79,20 +79,30 @@ class _Worker:
                 os._exit(0)
 
     def _take_beats(self, data: bytes) -> None:
-        if not data:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not lines:
             return
         self._beaten = time.monotonic()
-        last, self._last = self._last, data[-1:]
-        if self._last != last:
-            self.changed()
-        if STOP in data:
+        if STOP in lines:
             self.stopping.set()
             if not self.announced:
                 os._exit(0)
+            return
+        last, self._last = self._last, msgspec.json.decode(lines[-1], type=Standing)
+        if msgspec.structs.replace(self._last, at=last.at) != last:
+            self.changed()
 
     @property
     def paused(self) -> bool:
-        return self._last == PAUSED
+        return self._last.paused
+
+    @property
+    def workload(self) -> Workload | None:
+        """What its scheduler has to do, by its last beat."""
+        last = self._last
+        if last.workload is None:
+            return None
+        return msgspec.structs.replace(last.workload, age=max(0.0, time.monotonic() - last.at))
 
     def vouched_for(self) -> bool:
         """Whether the worker has beaten within `stall_seconds`, and its last beat does not forbid a ping."""
@@ -104,7 +114,7 @@ class _Worker:
         elif self._silent and not silent:
             log.warning("the worker is back: it is announced again")
         self._silent = silent
-        return not silent and self._last != FAILS
+        return not silent and not self._last.trouble
 
 
 class _Partners:
@@ -155,6 +165,7 @@ def main() -> None:
             members,
             vouched_for=worker.vouched_for,
             paused=lambda: worker.paused,
+            workload=lambda: worker.workload,
             on_partners=partners.of(proxy),
         )
         for proxy in announcement.proxies

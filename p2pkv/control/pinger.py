@@ -17,6 +17,7 @@ from p2pkv.control.discovery import (
     PING_INTERVAL,
     BadPartners,
     Ping,
+    Workload,
     decode_partners,
     encode_ping,
     goodbye,
@@ -53,7 +54,7 @@ class Pinger:
         interval: seconds between two pings.
         members: of the secret with which the pings are encrypted; None: they are sent in the clear.
         vouched_for: called before each ping, in the pinger's thread; while it returns False none is sent.
-        paused: called likewise; the value of the ping's `paused`.
+        paused, workload: called likewise; the values of these fields of the ping.
         on_partners: takes the partners that the proxy names, in the pinger's thread.
 
     Raises:
@@ -68,18 +69,18 @@ class Pinger:
         members: Members | None = None,
         vouched_for: Callable[[], bool] = lambda: True,
         paused: Callable[[], bool] = lambda: False,
+        workload: Callable[[], Workload | None] = lambda: None,
         on_partners: OnPartners = lambda addresses: None,
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
         self._proxy = Address.parse(proxy_address)
-        self._frame = encode_ping(ping)
-        self._paused_frame = encode_ping(msgspec.structs.replace(ping, paused=True))
+        self._ping = ping
         self._goodbye = encode_ping(goodbye(ping))
         self._interval = interval
         self._members = members
         self._vouched_for = vouched_for
-        self._paused = paused
+        self._paused, self._workload = paused, workload
         self._asks = ping.partners > 0
         self._on_partners = on_partners
         self._log_limit = RateLimit(seconds=_LOG_SECONDS)
@@ -148,7 +149,7 @@ class Pinger:
         due = time.monotonic() + self._interval
         if self._connected(dealer, watch):
             if self._vouched_for():
-                dealer.send(self._paused_frame if self._paused() else self._frame, zmq.NOBLOCK)
+                dealer.send(self._frame(), zmq.NOBLOCK)
             while (left := due - time.monotonic()) > 0 and not self._stopping.is_set():
                 ready = self._wait(left, *([(dealer, zmq.POLLIN)] if self._asks else []))
                 if dealer in ready:
@@ -157,6 +158,11 @@ class Pinger:
                     break
             return True
         return False
+
+    def _frame(self) -> bytes:
+        """The ping as it is now."""
+        paused, workload = self._paused(), self._workload()
+        return encode_ping(msgspec.structs.replace(self._ping, paused=paused, workload=workload))
 
     def _read(self, dealer: zmq.Socket[bytes]) -> None:
         """One message of the proxy's. Empty ones only show whether the connection stands."""

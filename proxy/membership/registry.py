@@ -18,9 +18,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from msgspec.structs import replace
-
-from p2pkv.control.discovery import Ping, goodbye
+from p2pkv.control.discovery import Ping, goodbye, lasting
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -101,7 +99,8 @@ class Registry:
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
-        newcomer = Instance(_unpaused(ping), now, source, self._life)
+        newcomer = Instance(lasting(ping), now, source, self._life)
+        newcomer.pinged(ping, now)
         newcomer.take_turn(self._first_turn())
         newcomer.paused = ping.paused
         known = self._instances.get(newcomer.key)
@@ -109,6 +108,7 @@ class Registry:
             self._leave(known, newcomer, now)
             return None
         if known is not None and known.ping == newcomer.ping:
+            known.pinged(ping, now)
             self._renew(known, newcomer)
             return None
         holder = self._holder(newcomer, known, now)
@@ -147,7 +147,6 @@ class Registry:
         return True
 
     def _renew(self, known: Instance, again: Instance) -> None:
-        known.last_seen = max(known.last_seen, again.last_seen)
         if known.paused != again.paused:
             known.paused = again.paused
             if not again.paused:
@@ -325,7 +324,7 @@ class Registry:
     def of(self, ping: Ping) -> Instance | None:
         """The one whose latest ping this is."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
-        return known if known is not None and known.ping == _unpaused(ping) else None
+        return known if known is not None and known.ping == lasting(ping) else None
 
     def at(self, key: InstanceKey) -> Instance | None:
         """The one with this role, HTTP address and data-parallel rank."""
@@ -362,8 +361,3 @@ class Registry:
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
         return now - instance.last_sign > self._lease
-
-
-def _unpaused(ping: Ping) -> Ping:
-    """What is equal in all pings of an instance."""
-    return replace(ping, paused=False) if ping.paused else ping
