@@ -79,13 +79,13 @@ class Mix:
 
 
 SHORT_LONG, LONG_SHORT = Mix((32, 128), (48, 96)), Mix((400, 900), (8, 24))
-MIXED = Mix((32, 900), (16, 48))
+MIXED, VERY_LONG = Mix((32, 900), (16, 48)), Mix((500, 6000), (16, 48))
 
 
 def mix_at(name: str, now: float) -> Mix:
     if name == "changes":
         return (SHORT_LONG, LONG_SHORT)[int(now / SWITCH_SECONDS) % 2]
-    return MIXES[name]
+    return VERY_LONG if name == "very long prompts" else MIXES[name]
 
 
 MIXES = {"short prompts": SHORT_LONG, "long prompts": LONG_SHORT, "mixed": MIXED, "changes": MIXED}
@@ -187,8 +187,10 @@ class Noise(PlacementCosts):
 class Proxy:
     """The proxy's parts in front of the engines."""
 
-    def __init__(self, loop: VirtualLoop, routing: Routing, noise: PlacementCosts | None) -> None:
-        self.registry = Registry()
+    def __init__(
+        self, loop: VirtualLoop, routing: Routing, noise: PlacementCosts | None, first_turn: Callable[[], int]
+    ) -> None:
+        self.registry = Registry(first_turn=first_turn)
         self.router = Router(self.registry, routing)
         if noise:
             self.router.costs = noise
@@ -226,8 +228,14 @@ class Pool:
         self.loop, self.system, self.seen = loop, system, Seen()
         self.dice = random.Random(seed)
         routing = Routing(placement="auto" if system == "auto" else "pair", pause_weight=weight)
+        dice = random.Random(seed)
         self.proxies = [
-            Proxy(loop, routing, Noise(weight, dice=random.Random(seed)) if noise else None)
+            Proxy(
+                loop,
+                routing,
+                Noise(weight, dice=random.Random(seed)) if noise else None,
+                (lambda: -dice.randrange(1 << 30)),
+            )
             for _ in range(proxies)
         ]
         self.asked = 0

@@ -48,9 +48,9 @@ _RECENT, _SHOWN = 256, 16
 _LEAST_STEPS = 4
 """Of an answer, before it is learned from."""
 _REPORT_SECONDS = 6.0
-"""An older report counts no more; where this proxy has prompts, so that it would have changed, none older than
-`_FRESH_SECONDS`: an engine that hangs does not look idle."""
 _FRESH_SECONDS = 2.5
+"""An older report counts no more; while this proxy has prompts there, none older than the second: it would
+have changed, and an engine that hangs must not look idle."""
 _ON_ITS_WAY = 0.05
 """Seconds from the choice of an instance until its scheduler has the request, about."""
 
