@@ -140,6 +140,8 @@ class EngineCosts:
         """Of the queue, the prompts that are not in the report."""
         self._changes: deque[tuple[float, int]] = deque()
         """When answers were placed and when they ended, of late."""
+        self._asked: tuple[float, float] | None = None
+        """When the queue was asked for last, and its seconds; None if it has changed since."""
         self._since = 0.0
         """When it began with the prompt that it computes now."""
         self._computed = 0.0
@@ -155,8 +157,9 @@ class EngineCosts:
 
     def prompt_seconds(self, tokens: float, prompts: float = 1.0) -> float:
         """Of computing `prompts` with so many tokens together."""
-        size = tokens / _TOKENS
-        return self.prompt.predict(prompts, size, size * self.streams / _STREAMS)
+        any_prompt, tokens_alone, beside = self.prompt.weights
+        more = tokens_alone + beside * (self.answers + self.others) / _STREAMS
+        return any_prompt * prompts + more * tokens / _TOKENS
 
     @property
     def streams(self) -> int:
@@ -166,6 +169,11 @@ class EngineCosts:
     def queued_seconds(self, now: float) -> float:
         """Until all prompts that are here now are computed. One that is overdue may take as long again, so
         that an engine that hangs does not look idle."""
+        if self._asked is None or self._asked[0] != now:
+            self._asked = now, self._seconds_left(now)
+        return self._asked[1]
+
+    def _seconds_left(self, now: float) -> float:
         if self._reports(now):
             prompts, tokens = self._waiting(now)
             return self.prompt_seconds(tokens, prompts)
@@ -199,7 +207,7 @@ class EngineCosts:
     def follow(self, report: Report) -> None:
         """Its scheduler has reported."""
         self._count(max(report.at, self._counted))
-        self.report = self._reported = report
+        self.report, self._reported, self._asked = report, report, None
         sent = report.at - _ON_ITS_WAY
         while self._since_report and self._since_report[0].placed <= sent:
             self._since_report.popleft()
@@ -225,6 +233,7 @@ class EngineCosts:
             prompt.among = count + 1.0, others + tokens
         self._queue.append(prompt)
         self._since_report.append(prompt)
+        self._asked = None
         self.tokens += tokens
         return prompt
 
@@ -232,6 +241,7 @@ class EngineCosts:
         if self._queue[0] is prompt:
             self._since = now
         self._queue.remove(prompt)
+        self._asked = None
         self.tokens -= prompt.tokens
         with suppress(ValueError):  # it is in the report
             self._since_report.remove(prompt)
@@ -260,6 +270,7 @@ class EngineCosts:
     def count_answers(self, more: int, now: float) -> None:
         self._count(now)
         self.answers += more
+        self._asked = None
         self._changes.append((now, more))
         while now - self._changes[0][0] > _REPORT_SECONDS:
             self._changes.popleft()
@@ -451,18 +462,19 @@ class PlacementCosts:
         Args:
             near: the decoders that have a link to this instance; None if all have or may have.
         """
-        prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now)
-                   for each in self._some(prefillers)}  # fmt: skip
+        drawn = self._some(prefillers)
+        prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now) for each in drawn}
 
         def answers_at(some: Sequence[Instance]) -> list[tuple[Instance, float, float]]:
-            return [(each, *self._answer_part(each, tokens, now)) for each in self._some(some)]
+            return [(each, *self._answer_part(each, tokens, now)) for each in some]
 
-        answers = answers_at(decoders)
+        # Of a pool of both roles the same ones: two choices, and half of the work.
+        answers = answers_at(drawn if prefillers == decoders else self._some(decoders))
         pairs = [
             _Way(prompt.cost + _FIRST_TOKEN * late + cost, each.turn, prompt.seconds + late, prefill, each)
             # The second one is for where the first one is the best to decode, too.
             for prefill, prompt in heapq.nsmallest(1 if near else 2, prompts.items(), key=itemgetter(1))
-            for each, cost, late in (answers_at(near(prefill)) if near else answers)
+            for each, cost, late in (answers_at(self._some(near(prefill))) if near else answers)
             if each is not prefill and each.matches(prefill)
         ]
         whole = []

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from p2pkv.control.discovery import Ping, lasting
+from p2pkv.control.discovery import Ping, are_alike
 
 from .app import end
 from .limits import Limits
@@ -188,7 +188,7 @@ class Pings:
         self._numbers[source] = number
         latest = self._latest.setdefault(number, {})
         latest[key] = RepeatedPing(number, source.member, serial, ping, time.monotonic())
-        if before is None or lasting(before.ping) != lasting(ping) or before.ping.paused != ping.paused:
+        if before is None or before.ping.paused != ping.paused or not are_alike(before.ping, ping):
             self._changed()
 
     def answer(self, number: int, frame: bytes) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
+from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -167,6 +168,14 @@ def lasting(ping: Ping) -> Ping:
     if not ping.paused and ping.workload is None:
         return ping
     return msgspec.structs.replace(ping, paused=False, workload=None)
+
+
+def are_alike(one: Ping, other: Ping) -> bool:
+    """Whether the two are of one start of an engine: `lasting` is equal, and both are goodbyes or neither."""
+    return _LASTING(one) == _LASTING(other)
+
+
+_LASTING = attrgetter(*(each for each in Ping.__struct_fields__ if each not in ("paused", "workload")))
 
 
 def goodbye(ping: Ping) -> Ping:

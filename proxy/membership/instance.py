@@ -384,7 +384,7 @@ class Instance:
 
     def matches(self, other: Instance) -> bool:
         """Whether one request's `model` can mean the same to both, and KV may move between them."""
-        return self.shares_model(other) and self.fits(other)
+        return self.shares_model(other) and (self.kind == other.kind or self.fits(other))
 
     def shares_model(self, other: Instance) -> bool:
         """Whether one request's `model` can mean the same to both."""

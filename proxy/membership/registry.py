@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from p2pkv.control.discovery import Ping, goodbye, lasting
+from p2pkv.control.discovery import Ping, are_alike, goodbye, lasting
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -99,6 +99,11 @@ class Registry:
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
+        known = self.of(ping)
+        if known is not None:
+            known.pinged(ping, now)
+            self._renew(known, ping.paused, source)
+            return None
         newcomer = Instance(lasting(ping), now, source, self._life)
         newcomer.pinged(ping, now)
         newcomer.take_turn(self._first_turn())
@@ -106,10 +111,6 @@ class Registry:
         known = self._instances.get(newcomer.key)
         if ping.leaving:
             self._leave(known, newcomer, now)
-            return None
-        if known is not None and known.ping == newcomer.ping:
-            known.pinged(ping, now)
-            self._renew(known, newcomer)
             return None
         holder = self._holder(newcomer, known, now)
         if holder is not None:
@@ -146,19 +147,19 @@ class Registry:
         self._drained[newcomer.key] = now or drained
         return True
 
-    def _renew(self, known: Instance, again: Instance) -> None:
-        if known.paused != again.paused:
-            known.paused = again.paused
-            if not again.paused:
+    def _renew(self, known: Instance, paused: bool, source: PingSource | None) -> None:
+        if known.paused != paused:
+            known.paused = paused
+            if not paused:
                 known.breaker.clear()  # what failed was aborted by the pause
             logger.warning(
-                "%s %s", known, "is paused: it gets no new requests" if again.paused else "has been resumed"
+                "%s %s", known, "is paused: it gets no new requests" if paused else "has been resumed"
             )
-        if isinstance(known.source, ListedSource) and known.source != again.source:
-            known.source.pinged, known.source = True, again.source
+        if isinstance(known.source, ListedSource) and known.source != source:
+            known.source.pinged, known.source = True, source
             known.learn(known.names)
-        elif known.source is None or (again.source != known.source and not known.source.stands()):
-            known.source = again.source
+        elif known.source is None or (source != known.source and not known.source.stands()):
+            known.source = source
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
@@ -324,7 +325,7 @@ class Registry:
     def of(self, ping: Ping) -> Instance | None:
         """The one whose latest ping this is."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
-        return known if known is not None and known.ping == lasting(ping) else None
+        return known if known is not None and are_alike(known.ping, ping) else None
 
     def at(self, key: InstanceKey) -> Instance | None:
         """The one with this role, HTTP address and data-parallel rank."""
