@@ -151,7 +151,10 @@ def state_of(
     if core is not None:
         work = bool(core.scheduler.has_requests()) or not core.input_queue.empty()
         paused = bool(core.scheduler.pause_state)
-        workload = workload_of(core, is_loaded)
+        try:
+            workload = workload_of(core, is_loaded)
+        except Exception as error:  # another vLLM's scheduler: a beat without it is worth as much
+            log.debug("what the scheduler has to do cannot be read: %r", error)
     return Beat(
         steps=steps, work=work, paused=paused, orphaned=orphaned, workload=workload, at=time.monotonic()
     )

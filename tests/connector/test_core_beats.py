@@ -236,6 +236,13 @@ def test_a_prompt_that_comes_from_a_p_is_not_queued_at_d() -> None:
     assert work is not None and (work.prompts, work.tokens, work.answers) == (0, 0, 1)
 
 
+def test_a_scheduler_that_cannot_be_read_costs_no_beat() -> None:
+    d, requests = Instance("D"), queue.Queue[Any]()
+    requests.put("what no vLLM of today puts there")
+    beat = beat_of(d, requests)
+    assert beat.work and beat.workload is None
+
+
 def test_without_the_engine_core_no_workload_is_known() -> None:
     beat = state_of(None, steps=1, transfers=True, orphaned=False, is_loaded=lambda _: False)
     assert beat.workload is None and beat.work
