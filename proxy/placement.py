@@ -114,13 +114,12 @@ _NOTHING = Report(Workload(), float("-inf"))
 class EngineCosts:
     """What is placed at one instance, and what its work has cost.
 
-    An instance that reports what its scheduler has to do has requests of other proxies, too. Of this proxy's
-    own requests those count beside the report that have been placed since: `on_its_way` seconds before the
-    time of the report, or later.
+    An instance that reports what its scheduler has to do has prompts of other proxies, too. Of this proxy's
+    own prompts those count beside the report that have been placed since: `_ON_ITS_WAY` before its time, or
+    later. Answers are this proxy's own: a fixed share of all, and known at once.
 
     Attributes:
         answers: placed here to be decoded, begun or not.
-        others: answers of other proxies' requests, at the time of the report.
     """
 
     def __init__(self) -> None:
@@ -131,15 +130,13 @@ class EngineCosts:
         that prompts took."""
         self.hand_over = LeastSquares([0.02, 0.005])
         """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
-        self.answers = self.tokens = self.others = 0
+        self.answers = self.tokens = 0
         self._queue: deque[QueuedPrompt] = deque()
         """The prompts that are not computed yet, the oldest first."""
         self.report = self._reported = _NOTHING
         """The last report, and what is left of it."""
         self._since_report: deque[QueuedPrompt] = deque()
         """Of the queue, the prompts that are not in the report."""
-        self._changes: deque[tuple[float, int]] = deque()
-        """When answers were placed and when they ended, of late."""
         self._asked: tuple[float, float] | None = None
         """When the queue was asked for last, and its seconds; None if it has changed since."""
         self._since = 0.0
@@ -158,13 +155,8 @@ class EngineCosts:
     def prompt_seconds(self, tokens: float, prompts: float = 1.0) -> float:
         """Of computing `prompts` with so many tokens together."""
         any_prompt, tokens_alone, beside = self.prompt.weights
-        more = tokens_alone + beside * (self.answers + self.others) / _STREAMS
+        more = tokens_alone + beside * self.answers / _STREAMS
         return any_prompt * prompts + more * tokens / _TOKENS
-
-    @property
-    def streams(self) -> int:
-        """Answers that are decoded here, of all proxies' requests."""
-        return self.answers + self.others
 
     def queued_seconds(self, now: float) -> float:
         """Until all prompts that are here now are computed. One that is overdue may take as long again, so
@@ -206,18 +198,10 @@ class EngineCosts:
 
     def follow(self, report: Report) -> None:
         """Its scheduler has reported."""
-        self._count(max(report.at, self._counted))
         self.report, self._reported, self._asked = report, report, None
         sent = report.at - _ON_ITS_WAY
         while self._since_report and self._since_report[0].placed <= sent:
             self._since_report.popleft()
-        since = 0
-        for when, more in reversed(self._changes):
-            if when <= sent:
-                break
-            if more > 0 or when > report.at:
-                since += more
-        self.others = max(0, report.work.answers - (self.answers - since))
 
     def prefill_share(self, now: float) -> float:
         """Of its time that prompts take, lately and next."""
@@ -257,7 +241,7 @@ class EngineCosts:
             count, tokens = prompt.among or (1.0, prompt.tokens)
             size = tokens / count / _TOKENS
             took = (now - prompt.placed) / count if prompt.among else seconds
-            self.prompt.learn(took, 1.0, size, size * self.streams / _STREAMS)
+            self.prompt.learn(took, 1.0, size, size * self.answers / _STREAMS)
         past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
         self._share, self._shared = past + seconds / _SHARE_SECONDS, now
         self._computed += seconds
@@ -265,19 +249,13 @@ class EngineCosts:
 
     def marks(self, now: float) -> tuple[float, float, float]:
         """What `answer_ended` compares: now, and the sums so far."""
-        return now, self._computed, self._area + self.streams * (now - self._counted)
+        return now, self._computed, self._area + self.answers * (now - self._counted)
 
     def count_answers(self, more: int, now: float) -> None:
-        self._count(now)
+        self._area += self.answers * (now - self._counted)
+        self._counted = now
         self.answers += more
         self._asked = None
-        self._changes.append((now, more))
-        while now - self._changes[0][0] > _REPORT_SECONDS:
-            self._changes.popleft()
-
-    def _count(self, now: float) -> None:
-        self._area += self.streams * (now - self._counted)
-        self._counted = now
 
     def answer_ended(self, steps: int, begun: tuple[float, float, float], now: float) -> None:
         """An answer that began at these marks took so many steps."""
@@ -500,14 +478,14 @@ class PlacementCosts:
         engine = self.of(instance)
         prompt = engine.prompt_seconds(new)
         seconds = engine.queued_seconds(now) + prompt
-        return PromptPart(_FIRST_TOKEN * seconds + self.pause_weight * engine.streams * prompt, seconds)
+        return PromptPart(_FIRST_TOKEN * seconds + self.pause_weight * engine.answers * prompt, seconds)
 
     def _answer_part(self, instance: Instance, tokens: int, now: float) -> tuple[float, float]:
         """The part of the cost that depends on where the answer is decoded, and the seconds of a hand-over
         to there."""
         engine = self.of(instance)
         step, longer, stopped = engine.step.weights
-        step += longer * (2 * engine.streams + 1) / _STREAMS  # of this answer, and more of the others
+        step += longer * (2 * engine.answers + 1) / _STREAMS  # of this answer, and more of the others
         stopped *= engine.prefill_share(now) * (1.0 + self.pause_weight)
         return self.answer_steps * (step + stopped), engine.hand_over.predict(1.0, tokens / _TOKENS)
 

@@ -132,9 +132,7 @@ def test_a_paused_instance_says_so_at_once_and_that_it_is_back(start, proxy) -> 
     assert proxy.hear(10.0) == PING
 
 
-def test_what_the_scheduler_has_to_do_travels_with_pings_and_at_once_when_it_changes(
-    start, proxy
-) -> None:
+def test_what_the_scheduler_has_to_do_travels_with_pings_and_at_once_when_it_changes(start, proxy) -> None:
     worker, _ = start(interval=60.0)
     assert proxy.hear() == PING
     for tokens in (500, 0):

@@ -376,19 +376,6 @@ def test_an_old_report_counts_no_more() -> None:
     assert engine.queued_seconds(20.0) >= 9.0, "it hangs"
 
 
-def test_answers_of_others_count_once() -> None:
-    engine = EngineCosts()
-    engine.count_answers(3, 0.0)
-    engine.count_answers(1, 1.0)  # is in no report before 1.05
-    engine.follow(Report(Workload(answers=5), 1.0))
-    assert (engine.others, engine.streams) == (2, 6)
-    engine.count_answers(-2, 1.5)  # were in the report, and have ended since
-    engine.follow(Report(Workload(answers=6), 1.2))
-    assert engine.others == 2
-    engine.follow(Report(Workload(answers=1), 2.0))
-    assert engine.others == 0
-
-
 def test_a_ping_of_the_version_before_changes_nothing() -> None:
     registry = Registry(1e9)
     one = join(registry, ping("both", 10))
