@@ -27,10 +27,10 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 20_430),
-        ("lines of proxy", lines("proxy"), 8_590),
-        ("lines of tests", lines("tests"), 59_310),
-        ("words of README.md and docs/", words(), 25_750),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 20_560),
+        ("lines of proxy", lines("proxy"), 8_740),
+        ("lines of tests", lines("tests"), 59_580),
+        ("words of README.md and docs/", words(), 26_100),
     ]
 
 

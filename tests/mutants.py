@@ -247,6 +247,13 @@ PRODUCT = (
         ("tests/virtual/test_engine_cores.py",),
     ),
     Mutant(
+        "D counts chunks that P has sent against what P may announce",
+        "p2pkv/protocol/receiver.py:Source.announced",
+        "self._unsent >= MAX_CHUNKS",
+        "len(self.chunks) >= MAX_CHUNKS",
+        ("tests/protocol/test_receiver_faults.py",),
+    ),
+    Mutant(
         "P keeps blocks for as long as any D claims them (K3)",
         "p2pkv/protocol/sender.py:Sender.kept_until",
         "end = self._moved + self.terms.wait",
