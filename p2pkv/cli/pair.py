@@ -7,11 +7,8 @@ the kind that instances would have, and move some messages. As between ranks, D 
 
 from __future__ import annotations
 
-import fcntl
 import os
-import random
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,12 +16,13 @@ from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 import msgspec
+import psutil  # as torch it comes with vLLM
 import torch
 from msgspec import Struct
 
 import p2pkv
 from p2pkv import plugin
-from p2pkv.cli.doctor import Finding
+from p2pkv.cli.doctor import CheckFailed, Finding
 from p2pkv.control.endpoint import Connection, Endpoint, PortTaken, inspect
 from p2pkv.control.security import Members
 from p2pkv.device import own_stream
@@ -58,10 +56,6 @@ NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_
 SAME_NCCL = "give both the same `link`, and install the same nvidia-nccl package on both"
 
 
-class CheckFailed(Exception):
-    """The check of a pair cannot go on: a sentence."""
-
-
 # Instances that run.
 
 
@@ -82,8 +76,8 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         firsts.append(first)
         sentence = (
             f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
+            f"ranks answer; links that are up: {links}"
         )
-        sentence += f"ranks answer; links that are up: {links}"
         yield Finding(role, sentence, ok=first["role"] in (role, "both"))
     if len(firsts) == 2:
         one, two = firsts
@@ -98,8 +92,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
 def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> Finding:
     if one == two:
         return Finding(what, f"{one} on both")
-    sentence = f"{one} on {sides[0]} and {two} on {sides[1]}: {advice}"
-    return Finding(what, sentence, ok=False)
+    return Finding(what, f"{one} on {sides[0]} and {two} on {sides[1]}: {advice}", ok=False)
 
 
 # The network's way.
@@ -125,24 +118,10 @@ def address_towards(host: str) -> str:
 
 def interface_of(own: str) -> str | None:
     """The interface that has this address of this machine; None if that cannot be found out."""
-    if ":" in own:
-        wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
-        try:
-            with open("/proc/net/if_inet6", encoding="ascii") as lines:
-                fields = [line.split() for line in lines]
-        except OSError:
-            return None
-        return next((each[5] for each in fields if each[0] == wanted), None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe, 0x8915, asked)  # SIOCGIFADDR
-            except OSError:  # it has no address of version 4
-                continue
-            if socket.inet_ntoa(answer[20:24]) == own:
-                return name
-    return None
+    known = {
+        each.address.partition("%")[0]: name for name, some in psutil.net_if_addrs().items() for each in some
+    }
+    return known.get(own.partition("%")[0])
 
 
 # The messages between two doctors.
@@ -158,56 +137,53 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
     way: str
     network: dict[str, str]
 
+    @classmethod
+    def this_side(cls, link: str, way: str) -> About:
+        network = {name: os.environ[name] for name in NETWORK if name in os.environ}
+        return cls(p2pkv.__version__, PROTOCOL_VERSION, plugin.vllm_version() or "none", link, way, network)
 
-class Ask(Struct, frozen=True, forbid_unknown_fields=True, tag="Ask"):
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """From one doctor to the other."""
+
+
+class Ask(Message, frozen=True):
     """D to P: the first message. `host`: D's address."""
 
     about: About
     host: str
 
 
-class Invite(Struct, frozen=True, forbid_unknown_fields=True, tag="Invite"):
+class Invite(Message, frozen=True):
     """P to D: the answer. `blob` is the factory's, empty if the kinds differ."""
 
     about: About
     blob: bytes
 
 
-class Accept(Struct, frozen=True, forbid_unknown_fields=True, tag="Accept"):
+class Accept(Message, frozen=True):
     """D to P: D's end is there."""
 
     blob: bytes
 
 
-class Granted(Struct, frozen=True, forbid_unknown_fields=True, tag="Grant"):
+class Granted(Message, frozen=True, tag="Grant"):
     """D to P: the receive of message `number` is posted."""
 
     number: int
     remote_slot: int
 
 
-class Over(Struct, frozen=True, forbid_unknown_fields=True, tag="Over"):
+class Over(Message, frozen=True):
     """Either way: that was all. `rate` is in bytes per second; `failure` is a sentence, if it went wrong."""
 
     rate: float = 0.0
     failure: str = ""
 
 
-DoctorMessage = Ask | Invite | Accept | Granted | Over
-AnyOfThem = TypeVar("AnyOfThem", Ask, Invite, Accept, Granted, Over)
+AnyOfThem = TypeVar("AnyOfThem", bound=Message)
 
-_decoder: msgspec.msgpack.Decoder[DoctorMessage] = msgspec.msgpack.Decoder(DoctorMessage)
-
-
-def about(link: str, way: str) -> About:
-    return About(
-        p2pkv=p2pkv.__version__,
-        protocol=PROTOCOL_VERSION,
-        vllm=plugin.vllm_version() or "none",
-        link=link,
-        way=way,
-        network={name: os.environ[name] for name in NETWORK if name in os.environ},
-    )
+_decoder = msgspec.msgpack.Decoder(Ask | Invite | Accept | Granted | Over)
 
 
 def compare(mine: About, theirs: About) -> Iterator[Finding]:
@@ -233,11 +209,11 @@ class Conversation:
         """`connection`: the dialed one; None: that of the first doctor that asks."""
         self._endpoint = endpoint
         self._connection = connection
-        self._received: deque[DoctorMessage] = deque()
+        self._received: deque[Message] = deque()
         self._known = False
         """Whether the check has failed, and both sides know."""
 
-    def send(self, message: DoctorMessage) -> bool:
+    def send(self, message: Message) -> bool:
         """False if there is no connection, or not yet."""
         return self._connection is not None and self._connection.send(msgspec.msgpack.encode(message))
 
@@ -259,7 +235,7 @@ class Conversation:
             if not failure.quiet:
                 print(f"[--] {failure.reason}", flush=True)
 
-    def messages(self) -> Iterator[DoctorMessage]:
+    def messages(self) -> Iterator[Message]:
         """What has come and was not read. Raises CheckFailed if the check has failed there."""
         while self._received:
             message = self._received.popleft()
@@ -302,7 +278,7 @@ class Conversation:
                 raise CheckFailed(f"no doctor has sent anything for {seconds:g} s")
             self.poll(0.1)
 
-    def reach(self, address: Address, message: DoctorMessage) -> None:
+    def reach(self, address: Address, message: Message) -> None:
         """Send the first message once the other side can be reached. Raises CheckFailed."""
         end = time.monotonic() + ANSWER_SECONDS
         while not self.send(message):
@@ -324,7 +300,7 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
         other = Conversation(_endpoint(stack, address, members))
         print(f"[--] on the other host: p2pkv doctor --connect {address}", flush=True)
         ask = other.receive(Ask, LISTEN_SECONDS)
-        mine = about(factory.kind, way_to(ask.host))
+        mine = About.this_side(factory.kind, way_to(ask.host))
         yield from compare(mine, ask.about)
         if ask.about.link != mine.link:
             other.send(Invite(mine, b""))
@@ -352,7 +328,7 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
         factory = _factory(stack, link, own)
         endpoint = _endpoint(stack, None, members)
         other = Conversation(endpoint, endpoint.dial(address))
-        mine = about(factory.kind, way_to(address.host))
+        mine = About.this_side(factory.kind, way_to(address.host))
         other.reach(address, Ask(mine, own))
         invited = other.receive(Invite, ANSWER_SECONDS)
         yield from compare(mine, invited.about)
@@ -382,28 +358,19 @@ def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
     except ValueError as error:
         raise CheckFailed(str(error)) from None
     stack.callback(factory.close)
-    stack.enter_context(own_stream(_device(link)))
+    on_gpu = torch.cuda.is_available() and kind_of(link, has_gpu=True).memory != "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    stack.enter_context(own_stream(device))
     return factory
 
 
-def _device(link: str) -> torch.device:
-    on_gpu = torch.cuda.is_available() and kind_of(link, has_gpu=True).memory != "cpu"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
 def _endpoint(stack: ExitStack, address: Address | None, members: Members | None) -> Endpoint:
-    """One that listens at `address`; with None it only dials, and listens at some port of this machine."""
-    for _ in range(100):
-        address_here = address or Address("127.0.0.1", random.randint(20_000, 60_000))
-        try:
-            endpoint = Endpoint(address_here, members)
-        except PortTaken as error:
-            if address is not None:
-                raise CheckFailed(str(error)) from None
-            continue
-        stack.callback(endpoint.close)
-        return endpoint
-    raise CheckFailed("no port of 127.0.0.1 is free")
+    try:
+        endpoint = Endpoint(address, members)
+    except PortTaken as error:
+        raise CheckFailed(str(error)) from None
+    stack.callback(endpoint.close)
+    return endpoint
 
 
 def contents_of(number: int, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
@@ -25,9 +26,6 @@ class HeldBlocks:
 
     A D that takes nothing must not keep P from working for the others. It is full when it holds `share` of
     the blocks that no other D holds; so with the share 0.5, three Ds that take nothing leave an eighth.
-
-    Attributes:
-        all: blocks that all D's hold together; one that two of them hold counts twice.
     """
 
     def __init__(self, total: int, share: float) -> None:
@@ -39,6 +37,7 @@ class HeldBlocks:
         self._prompts: dict[str, tuple[Address, list[int]]] = {}
         self._said = RateLimit(seconds=FULL_SECONDS)
         self.all = 0
+        """Blocks that all D's hold together; one that two of them hold counts twice."""
 
     def hold(self, request_id: str, decode: Address, blocks: Iterable[Iterable[int]]) -> None:
         """The prompt is computed, and its blocks wait for D."""
@@ -72,46 +71,35 @@ class HeldBlocks:
             return False
         if self._said.admits(decode):
             log.warning(
-                "the D at %s holds %d of the %d KV blocks that P has for finished prompts, and other Ds "
-                "hold %d: its further prompts wait here (held_share is %g; logged once a minute)",
-                decode,
-                mine,
-                self._total,
-                others,
-                self._share,
+                f"the D at {decode} holds {mine} of the {self._total} KV blocks that P has for finished "
+                f"prompts, and other Ds hold {others}: its further prompts wait here (held_share is "
+                f"{self._share:g}; logged once a minute)"
             )
         return True
 
 
+@dataclass(frozen=True)
 class RequestBlocks:
-    """How many blocks vLLM gives one request at most.
+    """How many blocks vLLM gives one request at most."""
 
-    Attributes:
-        tables: of each of its block tables, tokens in a block, and blocks for the longest context.
-        lookahead: tokens beyond a request's own for which vLLM gives it blocks, too.
-    """
-
-    def __init__(self, tables: Iterable[tuple[int, int]], lookahead: int = 0) -> None:
-        self._tables = tuple(tables)
-        self._lookahead = lookahead
+    tables: Sequence[tuple[int, int]]
+    """Of each of its block tables, tokens in a block, and blocks for the longest context."""
+    lookahead: int = 0
+    """Tokens beyond a request's own for which vLLM gives it blocks, too."""
 
     def __call__(self, tokens: int) -> int:
-        return sum(min(-(-(tokens + self._lookahead) // size), most) for size, most in self._tables)
+        return sum(min(-(-(tokens + self.lookahead) // size), most) for size, most in self.tables)
 
 
 class Room:
     """The blocks that requests of one kind may hold at once. Who has waited longest goes first, so that short
-    requests do not keep a long one waiting for ever.
-
-    Attributes:
-        limit: in blocks.
-        taken: by requests that are inside; at most what they may come to hold.
-    """
+    requests do not keep a long one waiting for ever."""
 
     def __init__(self, limit: float = math.inf, blocks: Callable[[int], int] = lambda tokens: 0) -> None:
-        """`blocks`: of a request of so many tokens, at most."""
+        """`limit`: in blocks; `blocks`: of a request of so many tokens, at most."""
         self.limit = limit
         self.taken = 0
+        """By requests that are inside; at most what they may come to hold."""
         self.blocks = blocks
         self._inside: dict[str, int] = {}
         self._waiting: dict[str, None] = {}

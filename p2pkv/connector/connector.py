@@ -110,50 +110,48 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _schedule(self) -> None:
-        for note in self.options.notes:
+        config, options, cache = self._vllm_config, self.options, self._kv_cache_config
+        for note in options.notes:
             log.warning("%s", note)
-        config, options = self._vllm_config, self.options
         pairs = Pairs(options.address, options.role, options.is_of_instance)
         self._pace = IdlePace(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
-        pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
-        self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
+        pausing = options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
+        self._longest_wait = pausing * options.idle_wait_ms / 1000 / config.max_concurrent_batches
         self._rests = pausing and describe.on_one_host(config)
         patches.ENGINE_CORE.rests |= self._rests
-        patches.ENGINE_CORE.install(self.options.skip_patches)
+        patches.ENGINE_CORE.install(options.skip_patches)
         self._news = False
         self.generation = Generation(config)
-        self.watches = self.options.watch_weights
+        self.watches = options.watch_weights
         if self.watches:
-            patches.WEIGHTS.install(self.options.skip_patches)
+            patches.WEIGHTS.install(options.skip_patches)
         self._adapters: dict[tuple[str, str], tuple[int, str]] = {}
         """By name and path: the number and the files of the adapter of the last request."""
         self._requests: WeakSet[Request] = WeakSet()
         """All that vLLM knows."""
-        tables, whole = (
-            describe.block_tables(config, self._kv_cache_config),
-            describe.computes_last_token(self._kv_cache_config),
-        )
-        tail, world = describe.prompt_tail(config), self.options.engine_ranks
+        tables = describe.block_tables(config, cache)
+        whole = describe.computes_last_token(cache)
+        tail, world = describe.prompt_tail(config), options.engine_ranks
         for_prompts = for_loads = None
-        if self.options.prefills:
-            held_blocks = self._kv_cache_config.num_blocks
-            if self.options.decodes:
+        if options.prefills:
+            held_blocks = cache.num_blocks
+            if options.decodes:
                 held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
                 for_prompts, for_loads = self._thirds(held_blocks)
-            held = HeldBlocks(held_blocks, self.options.held_share)
+            held = HeldBlocks(held_blocks, options.held_share)
             self.producing = ProducerScheduler(
                 pairs, tables, held, whole, tail, config.max_concurrent_batches, for_prompts
             )
-        if self.options.decodes:
+        if options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
-            patches.DEFERRAL.install(self.options.skip_patches)
-            patches.PAUSED_LOADS.install(self.options.skip_patches)
+            patches.DEFERRAL.install(options.skip_patches)
+            patches.PAUSED_LOADS.install(options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
             # To the ranks on this host, vLLM's first: beats arrive nowhere else. Ray may put them anywhere.
             local = range(world // config.parallel_config.nnodes_within_dp)
-            self._beats = BeatSender([str(self.options.address.shifted(rank)) for rank in local], self._beat)
+            self._beats = BeatSender([str(options.address.shifted(rank)) for rank in local], self._beat)
 
     def _thirds(self, third: int) -> tuple[Room, Room]:
         """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
@@ -161,11 +159,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = describe.request_blocks(config, self._kv_cache_config)
         if (longest := blocks(config.model_config.max_model_len)) > third:
             log.warning(
-                "a request of --max-model-len tokens takes %d KV blocks, and prompts for other instances "
-                "and loads %d each at most (a third, with kv_both): longer prompts are computed where "
-                "they are decoded; give the cache more memory, or lower --max-model-len",
-                longest,
-                third,
+                f"a request of --max-model-len tokens takes {longest} KV blocks, and prompts for other "
+                f"instances and loads {third} each at most (a third, with kv_both): longer prompts are "
+                "computed where they are decoded; give the cache more memory, or lower --max-model-len"
             )
         return Room(third, blocks), Room(third, blocks)
 
@@ -217,8 +213,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _look_at_adapter(self, adapter: LoRARequest) -> None:
         """vLLM knows an adapter's blocks by its name and path: forget them if others lie there now."""
-        name = adapter.lora_name, adapter.lora_path
-        known, self._adapters[name] = self._adapters.get(name), _files_of(adapter)
+        name, content = (adapter.lora_name, adapter.lora_path), adapter_fingerprint(adapter)
+        known, self._adapters[name] = self._adapters.get(name), (adapter.lora_int_id, content)
         if known not in (None, self._adapters[name]):
             its = [each for each in self._requests if each.lora_request == adapter]
             forget_prefixes(self._manager, its)
@@ -362,12 +358,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if options.prefills:
             patches.EARLY_REVOCATION.preempt = self.worker.preempt
         log.info(
-            "%s rank %d listens at %s; link %s; here: %s",
-            options.role,
-            number,
-            hello.address,
-            links.kind,
-            "; ".join(map(str, cache.groups)),
+            f"{options.role} rank {number} listens at {hello.address}; link {links.kind}; here: "
+            f"{'; '.join(map(str, cache.groups))}"
         )
         if number == 0 and options.proxies and options.http_address is not None:
             self._announce(hello)
@@ -414,9 +406,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _pair(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
-        if self.worker is not None:
-            others = tuple(each for each in partners if each != str(self.options.address))
-            self.worker.rank.do(do.NamePartners(others))
+        assert self.worker is not None
+        others = tuple(each for each in partners if each != str(self.options.address))
+        self.worker.rank.do(do.NamePartners(others))
 
     def _standing(self) -> Standing:
         """Whether the proxies may send requests; for the announcer's thread."""
@@ -487,11 +479,6 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
 class P2pNcclConnector(P2pKvConnector):
     """The name under which users of vLLM's removed connector know it."""
-
-
-def _files_of(adapter: LoRARequest) -> tuple[int, str]:
-    """The number under which vLLM has loaded it, and what its files hold."""
-    return adapter.lora_int_id, adapter_fingerprint(adapter)
 
 
 def _log_as_vllm_does() -> None:

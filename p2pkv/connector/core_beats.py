@@ -56,10 +56,8 @@ class BeatListener:
             self._socket.bind(_socket_name(rank))
         except OSError as error:
             log.warning(
-                "%s cannot take its engine core's beats (%s): an engine core that is stopped or hung between "
-                "two steps will not be noticed",
-                rank,
-                error,
+                f"{rank} cannot take its engine core's beats ({error}): an engine core that is stopped or "
+                "hung between two steps will not be noticed"
             )
 
     def read(self) -> list[Beat]:
@@ -92,10 +90,8 @@ def _sender(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
 class BeatSender:
     """The engine core's end: a daemon thread that sends what `state` returns to each of `ranks`.
 
-    It ends with `close`, or when the object that `state` is a method of is gone.
-
-    Args:
-        state: its argument is whether the process that has started this one is gone.
+    It ends with `close`, or when the object that `state` is a method of is gone. The argument of `state` is
+    whether the process that has started this one is gone.
     """
 
     def __init__(self, ranks: Sequence[str], state: Callable[[bool], Beat]) -> None:
@@ -142,9 +138,7 @@ def state_of(
 
     Args:
         core: vLLM's EngineCoreProc; None where it is not known.
-        steps: that it has scheduled.
         transfers: p2pkv's own requests are under way, which is all that is known without `core`.
-        orphaned: the process that has started this one is gone.
         is_loaded: whether the KV of a request's prompt comes from another instance.
     """
     work, paused, workload = transfers, False, None

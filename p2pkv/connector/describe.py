@@ -8,6 +8,15 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.block_room import RequestBlocks
@@ -36,9 +45,6 @@ if TYPE_CHECKING:
 
 def options_of(config: VllmConfig) -> Options:
     """The instance's options. Raises ConfigError with a sentence."""
-    from vllm.platforms import current_platform
-    from vllm.utils.network_utils import get_ip
-
     has_gpu = torch.cuda.is_available()
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     assert transfer is not None
@@ -58,13 +64,8 @@ def options_of(config: VllmConfig) -> Options:
 def engine_ranks(config: VllmConfig) -> int:
     """The ranks of one engine; of a data-parallel instance each engine has so many."""
     parallel = config.parallel_config
-    return int(parallel.pipeline_parallel_size * stage_ranks(config))
-
-
-def stage_ranks(config: VllmConfig) -> int:
-    """The ranks of one pipeline stage."""
-    parallel = config.parallel_config
-    return int(parallel.prefill_context_parallel_size * parallel.tensor_parallel_size)
+    stage = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    return int(parallel.pipeline_parallel_size * stage)
 
 
 def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
@@ -207,8 +208,6 @@ def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
 
 def _window(spec: KVCacheSpec) -> int:
     """Tokens whose KV vLLM keeps for this layer; 0: all, as for windows without its hybrid allocator."""
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
     if _chunked(spec):
         return int(spec.attention_chunk_size)
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
@@ -216,15 +215,11 @@ def _window(spec: KVCacheSpec) -> int:
 
 def _chunked(spec: KVCacheSpec) -> bool:
     """Whether vLLM keeps the KV of the chunk that is computed, and not of a window that slides."""
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
     return isinstance(spec, ChunkedLocalAttentionSpec)
 
 
 def notifies_of_sleep() -> bool:
     """Whether vLLM notifies a connector before it takes the memory of the KV cache away, as 0.33 does."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
@@ -313,10 +308,8 @@ def make_ready(device: torch.device, layers: Iterable[Any]) -> None:
 
     A process may use AMX only once it has asked the system; in vLLM the first large matrix product happens
     to. A D whose first step is a decode would end with an illegal instruction. And Triton's attention sets
-    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too.
-
-    Args:
-        layers: as in vLLM's static_forward_context.
+    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too. `layers`: as in
+    vLLM's static_forward_context.
     """
     for layer in layers:
         impl: Any = getattr(layer, "impl", None)
@@ -414,8 +407,6 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
 
     Raises ConfigError where the numbers do not add up.
     """
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
-
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return 1
     tp, model = config.parallel_config.tensor_parallel_size, config.model_config

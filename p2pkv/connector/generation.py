@@ -84,9 +84,8 @@ class Generation:
             given = zip(("weights_iterator", "weights_path"), args, strict=False)
             return self._reload({**dict(given), **kwargs}, make)
         if method in SESSION:
-            result = (
-                make()
-            )  # vLLM refuses it out of turn; within an update that fails, the weights stay mixed
+            # vLLM refuses it out of turn; within an update that fails, the weights stay mixed.
+            result = make()
             self._changed() if method == "finish_weight_update" else self._mix()
             return result
         if method in KEEPS_WEIGHTS:

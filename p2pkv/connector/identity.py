@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
-# Models.
-
-
 log = logging.getLogger("p2pkv")
 
 _unread = RateLimit(seconds=600.0)
@@ -171,9 +168,8 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
     except OSError as error:
         if _unread.admits(path):
             log.warning(
-                "an adapter is distinguished from others by its name alone, since %s cannot be read: %s",
-                path,
-                error,
+                "an adapter is distinguished from others by its name alone, since "
+                f"{path} cannot be read: {error}"
             )
         return ""
 

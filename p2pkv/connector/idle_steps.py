@@ -26,13 +26,10 @@ waits for less; should it be longer all the same, a nap is at most an eighth of 
 
 
 class IdlePace:
-    """How long the pause of a step without tokens may be. For the engine core; no clock.
-
-    Args:
-        batches: the most steps that vLLM has under way at once (`max_concurrent_batches`).
-    """
+    """How long the pause of a step without tokens may be. For the engine core; no clock."""
 
     def __init__(self, batches: int) -> None:
+        """`batches`: the most steps that vLLM has under way at once (`max_concurrent_batches`)."""
         self._batches = batches
         self._empty = 0
         self._last = 0.0

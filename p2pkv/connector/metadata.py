@@ -10,14 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from p2pkv.engine.commands import Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.engine.context import Counters
@@ -25,31 +19,25 @@ from p2pkv.engine.context import Counters
 
 @dataclass
 class PrefillStep:
-    """P: what this step does to one prompt.
-
-    Attributes:
-        cached: its blocks hold tokens [0, cached) already, and no step will touch them again.
-        start, stop: this step computes tokens [start, stop).
-    """
+    """P: what this step does to one prompt."""
 
     blocks: PromptBlocks
     cached: int
+    """Its blocks hold tokens [0, cached) already, and no step will touch them again."""
     start: int
     stop: int
+    """This step computes tokens [start, stop)."""
 
 
 @dataclass
 class Ended:
-    """A request that is over, and why if it was cut short.
-
-    Attributes:
-        report: vLLM keeps the request's blocks until their end is reported.
-    """
+    """A request that is over, and why if it was cut short."""
 
     request_id: str
     key: str
     reason: str
     report: bool = True
+    """vLLM keeps the request's blocks until their end is reported."""
 
 
 @dataclass
@@ -84,33 +72,23 @@ class StepMetadata(KVConnectorMetadata):
 
     def with_loads(self, other: StepMetadata) -> StepMetadata:
         """These orders to P, and those of `other` to D, which are of the same step."""
-        return replace(
-            self,
-            invalidate=other.invalidate,
-            withheld=other.withheld,
-            expects=other.expects,
-            loads=other.loads,
-            drops=other.drops,
-        )
+        to_d = ("invalidate", "withheld", "expects", "loads", "drops")
+        return replace(self, **{name: getattr(other, name) for name in to_d})
 
     @property
     def orders(self) -> bool:
         """Whether there is anything new for the workers."""
-        to_p = self.holds, self.offers, self.prefills, self.revoked, self.stale, self.sent
-        return any((*to_p, self.invalidate, self.withheld, self.expects, self.loads, self.drops))
+        return self != StepMetadata(self.work, self.idle, self.idle_wait, self.bell)
 
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
-    """Workers to scheduler, each step: requests of D by vLLM's id.
-
-    Attributes:
-        begun: of each rank to which P has offered it, the generation in the offer; see `commands.Begun`.
-        failed: transfers that failed before D had blocks for them, and why.
-    """
+    """Workers to scheduler, each step: requests of D by vLLM's id."""
 
     begun: dict[str, list[str | None]] = field(default_factory=dict)
+    """Of each rank to which P has offered it, the generation in the offer; see `commands.Begun`."""
     failed: dict[str, str] = field(default_factory=dict)
+    """Transfers that failed before D had blocks for them, and why."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews)
@@ -174,10 +152,8 @@ def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
 
 def _series_of(name: str) -> dict[str, str]:
     """The names of the series that show this counter, and their help."""
-    if name not in RENAMED:
-        return {name: f"p2pkv: {name.replace('_', ' ')}"}
-    new = RENAMED[name]
-    return {new: f"p2pkv: {new.replace('_', ' ')}", name: f"p2pkv: the old name of p2pkv_{new}_total"}
+    new = RENAMED.get(name, name)
+    return {name: f"p2pkv: the old name of p2pkv_{new}_total", new: f"p2pkv: {new.replace('_', ' ')}"}
 
 
 class P2pKvMetrics(KVConnectorPromMetrics):

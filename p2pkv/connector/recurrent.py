@@ -49,23 +49,20 @@ number of equal heads that divides it, so that P and D have the same heads whate
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """One recurrent layer of this rank, as vLLM describes and registers it.
-
-    Attributes:
-        name: vLLM's.
-        spec: its MambaSpec.
-        module: the layer, as in vLLM's static_forward_context.
-        pages: the registered tensor, bytes [B, 1, 1, C].
-        table: number of the layer's block table.
-        number: the layer's number among all layers of this rank.
-    """
+    """One recurrent layer of this rank, as vLLM describes and registers it."""
 
     name: str
+    """vLLM's."""
     spec: Any
+    """Its MambaSpec."""
     module: Any
+    """The layer, as in vLLM's static_forward_context."""
     pages: torch.Tensor
+    """The registered tensor, bytes [B, 1, 1, C]."""
     table: int
+    """Number of the layer's block table."""
     number: int
+    """The layer's number among all layers of this rank."""
 
 
 def recurrent_layers(
@@ -106,14 +103,8 @@ def state_groups(layers: Sequence[RecurrentLayer], *, tp: int, dim_first: bool) 
     """The KV groups of these layers: of equal layers one for each segment, then one for the state.
 
     P and D make the same groups in the same order from the same model, whatever their tensor-parallel sizes
-    and layouts are.
-
-    Args:
-        layers: in the order of their numbers.
-        dim_first: see `conv_dim_first`.
-
-    Raises:
-        ConfigError: with a sentence that names the layer, for a state that cannot be described.
+    and layouts are. `layers`: in the order of their numbers; `dim_first`: see `conv_dim_first`. Raises
+    ConfigError with a sentence that names the layer, for a state that cannot be described.
     """
     parts: dict[_StatePart, list[tuple[RecurrentLayer, int]]] = {}
     for layer in layers:
@@ -178,19 +169,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Form:
-    """What a recurrent layer keeps for a request, of the whole model.
-
-    Attributes:
-        steps: time steps of the convolution's window that hold something after a prefill; 0: no convolution.
-        segments: its channels, by name, in the order of memory; `size` is channels of a head.
-        state: the recurrent state; None: there is none. `size` is elements of a head.
-        room: time steps that the window has room for.
-    """
+    """What a recurrent layer keeps for a request, of the whole model."""
 
     steps: int
+    """Time steps of the convolution's window that hold something after a prefill; 0: no convolution."""
     segments: tuple[tuple[str, Axis], ...]
+    """Its channels, by name, in the order of memory; `size` is channels of a head."""
     state: Axis | None
+    """The recurrent state; None: there is none. `size` is elements of a head."""
     room: int = 0
+    """Time steps that the window has room for."""
 
 
 def form_of(name: str, spec: Any, module: Any, *, tp: int, dim_first: bool) -> Form:
@@ -346,26 +334,23 @@ def _check_kind(name: str, spec: Any) -> Callable[[Sizes], Form]:
 class _StatePart:
     """What makes one KV group of all layers that have it.
 
-    Layers differ in it on P if they do on D: `form` has what lies around it, which decides on the strides.
-
-    Attributes:
-        kind: of the recurrent layer.
-        name: of the segment, or "state".
-        form: of the layer.
-        axis, steps: of this part; a state is one step.
-        step: bytes between two elements of a row: more than an element's where the rows are columns.
-        stride: bytes between two time steps.
-    """
+    Layers differ in it on P if they do on D: `form` has what lies around it, which decides on the strides."""
 
     kind: str
+    """Of the recurrent layer."""
     name: str
+    """Of the segment, or "state"."""
     form: Form
+    """Of the layer."""
     axis: Axis
     steps: int
+    """Of this part; a state is one step."""
     dtype: torch.dtype
     codec: str
     step: int
+    """Bytes between two elements of a row: more than an element's where the rows are columns."""
     stride: int
+    """Bytes between two time steps."""
 
     @property
     def row_bytes(self) -> int:

@@ -35,15 +35,12 @@ log = logging.getLogger("p2pkv")
 
 @dataclass(frozen=True)
 class BlockTables:
-    """How vLLM's tables of a request's blocks are read.
-
-    Attributes:
-        sizes: tokens in a block, of each table.
-        states: of the tables of recurrent layers, vLLM's description of these layers.
-    """
+    """How vLLM's tables of a request's blocks are read."""
 
     sizes: tuple[int, ...]
+    """Tokens in a block, of each table."""
     states: Mapping[int, Any] = field(default_factory=dict)
+    """Of the tables of recurrent layers, vLLM's description of these layers."""
 
     def of(self, blocks: Iterable[Iterable[int]], tokens: int) -> Blocks:
         """The tables as the engine wants them: of a state the block that holds it after so many tokens."""
@@ -52,6 +49,28 @@ class BlockTables:
             entry = state_entry(spec, tokens)
             tables[number] = tables[number][entry : entry + 1]
         return tuple(tables)
+
+
+class Half:
+    """P's or D's part of the connector."""
+
+    def __init__(self, pairs: Pairs, tables: BlockTables, whole: bool, tail: int, room: Room | None) -> None:
+        """`whole`: P computes the last tokens of a prompt, too; see `computes_last_token`. `tail`: how many D
+        computes in any case; see `prompt_tail`. `room`: for the blocks of all requests of this half that wait
+        for another instance; None: there is no bound."""
+        self._pairs = pairs
+        self._tables = tables
+        self._tail = tail
+        self._left_out = 0 if whole else tail
+        self._room = room or Room()
+        self._next = StepMetadata()
+        self._generation = ""
+
+    def _orders(self, output: SchedulerOutput) -> StepMetadata:
+        """What the workers are to do from this step on."""
+        meta, self._next = self._next, StepMetadata()
+        meta.work = output.total_num_scheduled_tokens > 0
+        return meta
 
 
 # P.
@@ -83,7 +102,7 @@ class _Prompt:
     """Why what was computed of it, with former weights, is not sent any more."""
 
 
-class ProducerScheduler:
+class ProducerScheduler(Half):
     """A key is taken from the arrival of its request until the workers have reported it."""
 
     def __init__(
@@ -96,15 +115,9 @@ class ProducerScheduler:
         batches: int = 1,
         room: Room | None = None,
     ) -> None:
-        """`whole`: the last tokens of a prompt are computed here, too; see `computes_last_token`. `tail`: how
-        many D computes itself; see `prompt_tail`. `batches`: the most steps that vLLM has under way at once.
-        `room`: for the blocks of all prompts that are computed for other instances; None: there is no bound.
-        """
-        self._pairs = pairs
+        """`batches`: the most steps that vLLM has under way at once. The others: see `Half`."""
+        super().__init__(pairs, tables, whole, tail, room)
         self._held = held
-        self._room = room or Room()
-        self._tables = tables
-        self._left_out = 0 if whole else tail
         self._batches = batches
         self._steps = 0
         self._looked_up: dict[str, tuple[Request, int]] = {}
@@ -113,11 +126,9 @@ class ProducerScheduler:
         """Blocks that another connector fills in steps whose results are not known, by step."""
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
-        self._duplicates: dict[str, dict[str, _Prompt]] = {}
-        """By key: requests of the same prompt that do not push, unless the one that does is aborted."""
+        self._duplicates: dict[str, _Prompt] = {}
+        """Requests of the prompt of another one that pushes it; they do so only if that is aborted."""
         self._ended: dict[str, str] = {}
-        self._next = StepMetadata()
-        self._generation = ""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: send nothing of what was computed before."""
@@ -126,10 +137,9 @@ class ProducerScheduler:
             if prompt.offered and not prompt.stale:
                 prompt.stale = CHANGED_ON_P
                 self._next.stale.append((prompt.paired.key, prompt.stale))
-        for duplicates in self._duplicates.values():
-            for prompt in duplicates.values():
-                if prompt.request.num_computed_tokens:
-                    prompt.stale = CHANGED_ON_P
+        for prompt in self._duplicates.values():
+            if prompt.request.num_computed_tokens:
+                prompt.stale = CHANGED_ON_P
         self._next.stale += [(key, CHANGED_ON_P) for key in self._ended.values()]
 
     def new(self, request: Request) -> None:
@@ -142,7 +152,7 @@ class ProducerScheduler:
         # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
         # router that lost its connection asks again, while the first one may be running still.
         if paired.key in self._taken:
-            self._duplicates.setdefault(paired.key, {})[request.request_id] = prompt
+            self._duplicates[request.request_id] = prompt
             return
         self._taken.add(paired.key)
         self._prompts[request.request_id] = prompt
@@ -181,8 +191,7 @@ class ProducerScheduler:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """This step's orders to the workers. Called before vLLM advances the computed tokens."""
-        meta, self._next = self._next, StepMetadata()
-        meta.work = output.total_num_scheduled_tokens > 0
+        meta = self._orders(output)
         self._note_loads(output)
         for request_id in output.preempted_req_ids or ():
             if prompt := self._prompts.get(request_id):
@@ -283,7 +292,7 @@ class ProducerScheduler:
         """The request has ended; whether its blocks must wait until the workers report them free."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
-            self._forget_duplicate(request)
+            self._duplicates.pop(request.request_id, None)
             return False
         self._room.leave(request.request_id)
         key = prompt.paired.key
@@ -315,16 +324,11 @@ class ProducerScheduler:
 
     def _next_duplicate(self, prompt: _Prompt) -> _Prompt | None:
         """The duplicate that pushes in place of this prompt, whose request was aborted, or None."""
-        for duplicate in self._duplicates.get(prompt.paired.key, {}).values():
-            if duplicate.digest == prompt.digest and not duplicate.stale:
-                self._forget_duplicate(duplicate.request)
-                return duplicate
+        for request_id, duplicate in self._duplicates.items():
+            same = duplicate.paired.key == prompt.paired.key and duplicate.digest == prompt.digest
+            if same and not duplicate.stale:
+                return self._duplicates.pop(request_id)
         return None
-
-    def _forget_duplicate(self, request: Request) -> None:
-        for key, duplicates in list(self._duplicates.items()):
-            if duplicates.pop(request.request_id, None) is not None and not duplicates:
-                del self._duplicates[key]
 
     def reported(self, sent: Iterable[str]) -> None:
         """The workers have reported these requests: their keys may be used again."""
@@ -377,13 +381,8 @@ class Asking:
     """The load began before D's weights changed, so that it has to end as failed."""
 
 
-class ConsumerScheduler:
-    """
-    Attributes:
-        asking: the first request of each key, by request id.
-        undecided: ids of the requests for which the answer to `matched` was, and still is, "ask again".
-        decided: called with ids that are undecided no more.
-    """
+class ConsumerScheduler(Half):
+    """A key is D's from the arrival of its first request until that has ended."""
 
     def __init__(
         self,
@@ -395,25 +394,20 @@ class ConsumerScheduler:
         tail: int = 1,
         room: Room | None = None,
     ) -> None:
-        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead.
-        `whole`: P computes the last tokens of a prompt, too; see `computes_last_token`. `tail`: how many are
-        computed here in any case; see `prompt_tail`. `room`: for the blocks of all requests whose KV is on
-        its way; None: there is no bound."""
-        self._pairs = pairs
-        self._tables = tables
-        self._tail = tail
-        self._left_out = 0 if whole else tail
-        self._room = room or Room()
+        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead. The
+        others: see `Half`."""
+        super().__init__(pairs, tables, whole, tail, room)
         self._too_long = RateLimit(seconds=TOO_LONG_SECONDS)
         self._world = world
         self._recompute = recompute
         self.asking: dict[str, Asking] = {}
+        """The first request of each key, by request id."""
         self._owners: dict[str, str] = {}
         self._siblings: dict[str, str] = {}
         self.undecided: set[str] = set()
+        """Ids of the requests for which the answer to `matched` was, and still is, "ask again"."""
         self.decided: Callable[[set[str]], None] = lambda request_ids: None
-        self._next = StepMetadata()
-        self._generation = ""
+        """Called with ids that are undecided no more."""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: load nothing more of what is on its way."""
@@ -468,10 +462,9 @@ class ConsumerScheduler:
             return False
         if self._too_long.admits():
             log.warning(
-                "a prompt of %d tokens is computed here and not loaded: it takes more than the %g KV blocks "
-                "that an instance of both roles has for loads; logged once a minute",
-                request.num_prompt_tokens,
-                self._room.limit,
+                f"a prompt of {request.num_prompt_tokens} tokens is computed here and not loaded: it takes "
+                f"more than the {self._room.limit:g} KV blocks that an instance of both roles has for loads; "
+                "logged once a minute"
             )
         return True
 
@@ -516,8 +509,7 @@ class ConsumerScheduler:
         self._next.loads.append((request.request_id, load))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        meta, self._next = self._next, StepMetadata()
-        meta.work = output.total_num_scheduled_tokens > 0
+        meta = self._orders(output)
         # A loaded request keeps its blocks until it runs: from then on vLLM may take them from it.
         for request_id in self._room.inside:
             if request_id in output.num_scheduled_tokens:

@@ -25,19 +25,16 @@ DRAFTERS = ("draft_model.", "mtp.")
 
 
 class Described(NamedTuple):
-    """A KV group as far as it lies on one rank.
-
-    Attributes:
-        kind: equal for layers that are one KV group, on whatever stage they lie.
-        word: what distinguishes groups of the same layers: a plane, or a part of a state.
-        shape: its entry in a Hello, without the names, as if there were no other stage.
-        names: its layers, in order.
-    """
+    """A KV group as far as it lies on one rank."""
 
     kind: str
+    """Equal for layers that are one KV group, on whatever stage they lie."""
     word: str
+    """What distinguishes groups of the same layers: a plane, or a part of a state."""
     shape: KvGroup
+    """Its entry in a Hello, without the names, as if there were no other stage."""
     names: tuple[str, ...]
+    """Its layers, in order."""
 
 
 class LocalGroup(NamedTuple):

@@ -16,49 +16,54 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.config import PatchName
 from p2pkv.connector.deferral import DeferringQueue
-from p2pkv.connector.generation import Generation
 from p2pkv.connector.idle_steps import LONGEST_NAP_MS, STEPLESS_MS
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler
 from p2pkv.plugin import doubt, vllm_version
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+    from p2pkv.connector.generation import Generation
+
 log = logging.getLogger("p2pkv")
 
-Replacement = Callable[..., Any]
+Original = Callable[..., Any]
+"""A function of vLLM."""
+
+_ENGINE_CORE = "vllm.v1.engine.core"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of vLLM, and how it must look for p2pkv to know it.
-
-    Attributes:
-        module: where it is, as "vllm.v1.engine.core".
-        name: in that module, as "EngineCore.sleep".
-        parameters: their names; empty: any.
-        mentions: names that its code must use.
-        only_if: a flag of the module without which there is no such function; "": there is always one.
-    """
+    """A function of vLLM, and how it must look for p2pkv to know it."""
 
     module: str
+    """Where it is, as "vllm.v1.engine.core"."""
     name: str
+    """In that module, as "EngineCore.sleep"."""
     parameters: tuple[str, ...] = ()
-    mentions: frozenset[str] = frozenset()
+    """Their names; empty: any."""
+    mentions: Set[str] = frozenset()
+    """Names that its code must use."""
     only_if: str = ""
+    """A flag of the module without which there is no such function; "": there is always one."""
 
     @property
     def last_name(self) -> str:
@@ -97,8 +102,8 @@ class Function:
 class Patch:
     """Functions of vLLM that p2pkv replaces together, and what the replacements need in this process.
 
-    For each function `f` of `replaced` there is a method `replace_f` (without leading underscores), which
-    takes vLLM's function and returns the one that takes its place.
+    For each function `f` of `replaced` there is a method `instead_of_f` (without leading underscores), which
+    is called in its place, with vLLM's function before the arguments.
     """
 
     name: ClassVar[PatchName]
@@ -117,10 +122,8 @@ class Patch:
         self.installed = False
 
     def install(self, skipped: Container[str] = ()) -> str:
-        """Install it, once in a process. Returns "", or why it cannot be, which it logs.
-
-        `skipped`: names of patches that are not to be installed.
-        """
+        """Install it, once in a process, unless `skipped` has its name. Returns "", or why it cannot be, and
+        logs that."""
         if self.installed:
             return ""
         if reason := self._reason_against(skipped):
@@ -143,32 +146,20 @@ class Patch:
     def _replace(self, function: Function) -> None:
         holder = function.holder()
         original = getattr(holder, function.last_name)
-        replacement = getattr(self, f"replace_{function.last_name.lstrip('_')}")(original)
+        method = getattr(self, f"instead_of_{function.last_name.lstrip('_')}")
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return method(original, *args, **kwargs)
+
         setattr(holder, function.last_name, wraps(original)(replacement))
 
 
 def untested() -> str:
     """Why nothing of this vLLM is replaced, whatever it looks like; "" if p2pkv is tested with it."""
     installed = vllm_version() or "of unknown version"
-    return (
-        f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
-        if doubt(installed)
-        else ""
-    )
-
-
-# Weights that change.
-
-
-@runtime_checkable
-class Watcher(Protocol):
-    """A connector, in the engine core, whose KV depends on the weights."""
-
-    generation: Generation
-    """Of its weights."""
-
-    watches: bool
-    """False: changes of the weights are not passed on to `generation`."""
+    if not doubt(installed):
+        return ""
+    return f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
 
 
 class WeightWatch(Patch):
@@ -181,7 +172,7 @@ class WeightWatch(Patch):
 
     name = "weights"
     replaced = tuple(
-        Function("vllm.v1.engine.core", f"EngineCore.{name}", parameters)
+        Function(_ENGINE_CORE, f"EngineCore.{name}", parameters)
         for name, parameters in (
             ("collective_rpc", ("self", "method", "timeout", "args", "kwargs")),
             ("set_weight_version", ("self", "weight_version")),
@@ -197,39 +188,36 @@ class WeightWatch(Patch):
     # A change that goes unnoticed makes answers wrong, and all arguments of these methods are known.
     any_version = True
 
-    def replace_collective_rpc(self, original: Replacement) -> Replacement:
-        def collective_rpc(
-            core: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            with _watching(core) as generation:
-                if generation is None:
-                    return original(core, method, timeout, args, kwargs)
-                return generation.call(
-                    method, args, kwargs or {}, lambda: original(core, method, timeout, args, kwargs)
-                )
+    def instead_of_collective_rpc(
+        self,
+        original: Original,
+        core: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        make = partial(original, core, method, timeout, args, kwargs)
+        with _watching(core) as generation:
+            return make() if generation is None else generation.call(method, args, kwargs or {}, make)
 
-        return collective_rpc
-
-    def replace_set_weight_version(self, original: Replacement) -> Replacement:
-        return _noted(original, lambda generation, weight_version: generation.version(str(weight_version)))
-
-    def replace_sleep(self, original: Replacement) -> Replacement:
-        return _noted(original, lambda generation, level=1, mode="abort": generation.sleeps(level))
-
-    def replace_wake_up(self, original: Replacement) -> Replacement:
-        return _noted(original, lambda generation, tags=None: generation.wakes(tags))
-
-
-def _noted(original: Replacement, note: Callable[..., None]) -> Replacement:
-    """A method of the engine core that first calls `note` with the generation and the arguments."""
-
-    def noted(core: Any, *args: Any, **kwargs: Any) -> Any:
+    def instead_of_set_weight_version(self, original: Original, core: Any, weight_version: Any) -> Any:
         with _watching(core) as generation:
             if generation is not None:
-                note(generation, *args, **kwargs)
-            return original(core, *args, **kwargs)
+                generation.version(str(weight_version))
+            return original(core, weight_version)
 
-    return noted
+    def instead_of_sleep(self, original: Original, core: Any, level: int = 1, mode: str = "abort") -> Any:
+        with _watching(core) as generation:
+            if generation is not None:
+                generation.sleeps(level)
+            return original(core, level, mode)
+
+    def instead_of_wake_up(self, original: Original, core: Any, tags: list[str] | None = None) -> Any:
+        with _watching(core) as generation:
+            if generation is not None:
+                generation.wakes(tags)
+            return original(core, tags)
 
 
 @contextmanager
@@ -239,9 +227,9 @@ def _watching(core: Any) -> Iterator[Generation | None]:
     If it changes meanwhile, all connectors empty their caches, also those beside p2pkv in a MultiConnector.
     """
     scheduler = getattr(core, "scheduler", None)
-    connector = scheduler.get_kv_connector() if scheduler is not None else None
+    connector: Any = scheduler.get_kv_connector() if scheduler is not None else None
     parts = getattr(connector, "_connectors", (connector,))
-    generation = next((each.generation for each in parts if isinstance(each, Watcher) and each.watches), None)
+    generation = next((each.generation for each in parts if getattr(each, "watches", False)), None)
     if scheduler is None or generation is None:
         yield None
         return
@@ -257,11 +245,8 @@ def _watching(core: Any) -> Iterator[Generation | None]:
             )
 
 
-# Steps in which vLLM computes nothing; `idle_steps` has the whole.
-
-
 class EngineCore(Patch):
-    """Knows the engine core of this process, and lets it rest between two idle steps.
+    """Knows the engine core of this process, and lets it rest between two idle steps (`idle_steps`).
 
     vLLM calls `_process_input_queue` before each step. Where `rests`, that call waits first for up to
     `seconds`, as vLLM itself does when no request is there at all: for the next item of the input queue. That
@@ -275,12 +260,13 @@ class EngineCore(Patch):
     name = "engine_core"
     replaced = (
         Function(
-            "vllm.v1.engine.core",
+            _ENGINE_CORE,
             "EngineCoreProc._process_input_queue",
             ("self",),
-            frozenset({"has_work", "is_running", "input_queue", "_handle_client_request"}),
+            {"has_work", "is_running", "input_queue", "_handle_client_request"},
         ),
     )
+    required = (Function(_ENGINE_CORE, "EngineCoreProc._handle_client_request", mentions={"WAKEUP"}),)
     without = (
         "vLLM's engine core steps while it has nothing to compute, and its ranks do not learn that it is "
         "paused"
@@ -302,28 +288,14 @@ class EngineCore(Patch):
         rung, self._rung = self._rung, False
         return rung
 
-    def _reason_against(self, skipped: Container[str]) -> str:
-        if reason := super()._reason_against(skipped):
-            return reason
-        from vllm.v1.engine import EngineCoreRequestType
+    def instead_of_process_input_queue(self, original: Original, core: Any) -> None:
+        self.core = core
+        if self.rests and not self.address:
+            self._open_bells(core.input_queue)
+        self._rest(core)
+        original(core)
 
-        return "" if hasattr(EngineCoreRequestType, "WAKEUP") else "this vLLM's engine core cannot be woken"
-
-    def replace_process_input_queue(self, original: Replacement) -> Replacement:
-        from vllm.v1.engine import EngineCoreRequestType
-
-        wake_up = EngineCoreRequestType.WAKEUP
-
-        def rest_and_take(core: Any) -> None:
-            self.core = core
-            if self.rests and not self.address:
-                self._open_bells(core.input_queue, wake_up)
-            self._rest(core, wake_up)
-            original(core)
-
-        return rest_and_take
-
-    def _open_bells(self, requests: queue.Queue[Any], wake_up: Any) -> None:
+    def _open_bells(self, requests: queue.Queue[Any]) -> None:
         bells = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             bells.bind(f"\0p2pkv-{uuid.uuid4().hex}")
@@ -335,12 +307,12 @@ class EngineCore(Patch):
         def pass_on() -> None:
             while True:  # also after an empty datagram; it ends with the process
                 bells.recv(1)
-                requests.put_nowait((wake_up, None))
+                requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
         threading.Thread(target=pass_on, name="p2pkv-bells", daemon=True).start()
         self.address = bells.getsockname().decode()
 
-    def _rest(self, core: Any, wake_up: Any) -> None:
+    def _rest(self, core: Any) -> None:
         seconds, self.seconds = self.seconds, 0.0
         if not seconds or not core.is_running():
             return
@@ -348,7 +320,7 @@ class EngineCore(Patch):
             kind, request = core.input_queue.get(timeout=seconds)
         except queue.Empty:
             return
-        self._rung = kind is wake_up
+        self._rung = kind is EngineCoreRequestType.WAKEUP
         core._handle_client_request(kind, request)
 
 
@@ -364,16 +336,9 @@ class SpinWait(Patch):
     name = "spin_wait"
     replaced = (
         Function(
-            "vllm.distributed.device_communicators.shm_broadcast",
-            "SpinCondition.wait",
-            ("self", "timeout_ms"),
-            frozenset({"last_read", "busy_loop_s", "poller"}),
+            _QUEUES, "SpinCondition.wait", ("self", "timeout_ms"), {"last_read", "busy_loop_s", "poller"}
         ),
-        Function(
-            "vllm.distributed.device_communicators.shm_broadcast",
-            "spinloop",
-            only_if="SPINLOOP_EXT_ENABLED",
-        ),
+        Function(_QUEUES, "spinloop", only_if="SPINLOOP_EXT_ENABLED"),
     )
     without = "vLLM's processes spin while they have nothing to compute"
 
@@ -384,19 +349,16 @@ class SpinWait(Patch):
         self.worker = False
         """Whether this process waits for steps only, and so has nothing to compute while none comes."""
 
-    def replace_wait(self, original: Replacement) -> Replacement:
-        def wait(condition: Any, timeout_ms: int | None = None) -> None:
-            nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
-            if not nap:
-                original(condition, timeout_ms)
-                return
-            busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
-            try:
-                original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
-            finally:
-                condition.busy_loop_s = busy
-
-        return wait
+    def instead_of_wait(self, original: Original, condition: Any, timeout_ms: int | None = None) -> None:
+        nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
+        if not nap:
+            original(condition, timeout_ms)
+            return
+        busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
+        try:
+            original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
+        finally:
+            condition.busy_loop_s = busy
 
     def _nap(self, waited: float, busy: float) -> int:
         """Milliseconds to sleep after so many seconds; 0: do as vLLM does, which spins for `busy` seconds."""
@@ -406,14 +368,8 @@ class SpinWait(Patch):
             return LONGEST_NAP_MS
         return min(int(waited * 1000) // STEPLESS_MS, LONGEST_NAP_MS) if self.worker else 0
 
-    def replace_spinloop(self, original: Replacement) -> Replacement:
-        def spinloop(*args: Any, **kwargs: Any) -> Any:
-            return None if self.idle else original(*args, **kwargs)
-
-        return spinloop
-
-
-# P's blocks.
+    def instead_of_spinloop(self, original: Original, *args: Any, **kwargs: Any) -> Any:
+        return None if self.idle else original(*args, **kwargs)
 
 
 class EarlyRevocation(Patch):
@@ -426,18 +382,8 @@ class EarlyRevocation(Patch):
     """
 
     name = "early_revocation"
-    replaced = (
-        Function(
-            "vllm.v1.worker.gpu.model_runner", "GPUModelRunner.update_requests", ("self", "scheduler_output")
-        ),
-    )
-    required = (
-        Function(
-            "vllm.v1.worker.gpu.model_runner",
-            "GPUModelRunner.execute_model",
-            mentions=frozenset({"update_requests"}),
-        ),
-    )
+    replaced = (Function(_RUNNER, "GPUModelRunner.update_requests", ("self", "scheduler_output")),)
+    required = (Function(_RUNNER, "GPUModelRunner.execute_model", mentions={"update_requests"}),)
     without = ""
 
     def __init__(self) -> None:
@@ -445,21 +391,14 @@ class EarlyRevocation(Patch):
         self.preempt: Callable[[StepMetadata], None] | None = None
         """Of this process's P; None: there is none."""
 
-    def replace_update_requests(self, original: Replacement) -> Replacement:
-        def revoke_first(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-            self._revoke(scheduler_output.kv_connector_metadata)
-            original(runner, scheduler_output)
-
-        return revoke_first
-
-    def _revoke(self, metadata: KVConnectorMetadata | None) -> None:
-        """`metadata`: p2pkv's, or that of vLLM's MultiConnector with p2pkv's in it."""
-        for each in (metadata, *getattr(metadata, "metadata", ())):
+    def instead_of_update_requests(
+        self, original: Original, runner: GPUModelRunner, scheduler_output: SchedulerOutput
+    ) -> None:
+        mine: Any = scheduler_output.kv_connector_metadata  # or a MultiConnector's, with p2pkv's in it
+        for each in (mine, *getattr(mine, "metadata", ())):
             if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
                 self.preempt(each)
-
-
-# D's requests that wait.
+        original(runner, scheduler_output)
 
 
 class Deferral(Patch):
@@ -470,23 +409,20 @@ class Deferral(Patch):
     """
 
     name = "deferral"
-    replaced = (Function("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("self", "request")),)
+    replaced = (Function(_SCHEDULER, "Scheduler.add_request", ("self", "request")),)
     required = (
         Function(
-            "vllm.v1.core.sched.scheduler",
+            _SCHEDULER,
             "Scheduler.schedule",
-            mentions=frozenset({"waiting", "peek_request", "prepend_requests", "get_num_new_matched_tokens"}),
+            mentions={"waiting", "peek_request", "prepend_requests", "get_num_new_matched_tokens"},
         ),
     )
     without = "vLLM looks up each request that waits for P in every scheduling pass"
 
-    def replace_add_request(self, original: Replacement) -> Replacement:
-        def defer_and_add(scheduler: Scheduler, request: Request) -> None:
-            if not isinstance(scheduler.waiting, DeferringQueue):
-                self._defer(scheduler)
-            original(scheduler, request)
-
-        return defer_and_add
+    def instead_of_add_request(self, original: Original, scheduler: Scheduler, request: Request) -> None:
+        if not isinstance(scheduler.waiting, DeferringQueue):
+            self._defer(scheduler)
+        original(scheduler, request)
 
     def _defer(self, scheduler: Scheduler) -> None:
         half = getattr(scheduler.connector, "consuming", None)
@@ -507,36 +443,31 @@ class PausedLoads(Patch):
     name = "paused_loads"
     replaced = (
         Function(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler.reset_prefix_cache",
-            ("self", "reset_running_requests", "reset_connector"),
+            _SCHEDULER, "Scheduler.reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")
         ),
     )
     required = (
         Function(
-            "vllm.v1.core.sched.scheduler",
+            _SCHEDULER,
             "Scheduler._update_waiting_for_remote_kv",
             ("self", "request"),
-            mentions=frozenset({"finished_recving_kv_req_ids"}),
+            mentions={"finished_recving_kv_req_ids"},
         ),
-        Function("vllm.v1.core.sched.scheduler", "Scheduler._free_request_blocks", ("self", "request")),
-        Function(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler.has_requests",
-            mentions=frozenset({"has_pending_push_work"}),
-        ),
+        Function(_SCHEDULER, "Scheduler._free_request_blocks", ("self", "request")),
+        Function(_SCHEDULER, "Scheduler.has_requests", mentions={"has_pending_push_work"}),
     )
     without = "vLLM's /pause?mode=keep fails on a D while KV comes in"
 
-    def replace_reset_prefix_cache(self, original: Replacement) -> Replacement:
-        def reset(
-            scheduler: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
-        ) -> Any:
-            if reset_running_requests:
-                self._give_back(scheduler)
-            return original(scheduler, reset_running_requests, reset_connector)
-
-        return reset
+    def instead_of_reset_prefix_cache(
+        self,
+        original: Original,
+        scheduler: Scheduler,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+    ) -> Any:
+        if reset_running_requests:
+            self._give_back(scheduler)
+        return original(scheduler, reset_running_requests, reset_connector)
 
     def _give_back(self, scheduler: Scheduler) -> None:
         for request_id in tuple(scheduler.finished_recving_kv_req_ids):

@@ -26,43 +26,33 @@ from p2pkv.engine.forward import ComputedLayers
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.thread import Rank
 
-# D's loads.
-
 
 @dataclass
 class _Load:
-    """One request that the engine knows."""
+    """One request that the engine knows, or that uses the key of one that the engine still knows."""
 
     request_id: str
     expect: do.Expect
     begun: bool = False
     """P has begun to compute it."""
-    waited: bool = False
-    """vLLM has given it blocks, and keeps them until the load is reported."""
-    unwanted: bool = False
-    """vLLM will not ask for it any more."""
+    order: do.Load | None = None
+    """What vLLM has ordered before the engine knows of it."""
+    waited: bool | None = None
+    """Whether vLLM keeps its blocks until the load is reported; False: it will not ask for it any more; None:
+    it has not decided."""
     dropped: bool = False
     """Whatever has come of it is not wanted."""
     complete: bool | None = None
     """Whether all has come; None until the engine has reported its end."""
 
 
-@dataclass
-class _Later:
-    """A request that uses the key of one that the engine still knows."""
-
-    request_id: str
-    expect: do.Expect
-    order: do.Load | None = None
-
-
 class Loads:
-    """The engine reports the end of each request once; only then is the request forgotten."""
+    """D's. The engine reports the end of each request once; only then is the request forgotten."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank: Rank | Asleep = rank
         self._known: dict[str, _Load] = {}
-        self._later: dict[str, _Later] = {}
+        self._later: dict[str, _Load] = {}
         self._results = KVConnectorTransferResults()
         self._news = WorkerNews()
 
@@ -76,7 +66,7 @@ class Loads:
     def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:
         """`fence`: nothing may be written to the blocks of these loads before it is passed; None: it may."""
         for request_id, expect in meta.expects:
-            self._expect(request_id, expect)
+            self._expect(_Load(request_id, expect))
         for request_id, load in meta.loads:
             self._load(request_id, replace(load, fence=fence))
         for ended in meta.drops:
@@ -84,12 +74,13 @@ class Loads:
         self._results.finished_recving.update(meta.withheld)
         self._results.failed_recving.update(meta.withheld)
 
-    def _expect(self, request_id: str, expect: do.Expect) -> None:
-        if expect.key in self._known:
-            self._later[expect.key] = _Later(request_id, expect)
+    def _expect(self, load: _Load) -> None:
+        key = load.expect.key
+        if key in self._known:
+            self._later[key] = load
         else:
-            self._known[expect.key] = _Load(request_id, expect)
-            self.rank.do(expect)
+            self._known[key] = load
+            self.rank.do(load.expect)
 
     def _load(self, request_id: str, order: do.Load) -> None:
         if (later := self._later.get(order.key)) and later.request_id == request_id:
@@ -98,7 +89,6 @@ class Loads:
         load = self._known[order.key]
         assert load.request_id == request_id
         load.waited = order.stop > order.start
-        load.unwanted = not load.waited
         if load.complete is None:
             self.rank.do(order)
         self._settle(order.key)
@@ -111,7 +101,7 @@ class Loads:
         load = self._known.get(key)
         if load is None or load.request_id != ended.request_id:
             return
-        load.waited, load.unwanted, load.dropped = ended.report, not ended.report, True
+        load.waited, load.dropped = ended.report, True
         if load.complete is None:
             self.rank.do(do.Drop(key, ended.reason))
         self._settle(key)
@@ -129,14 +119,14 @@ class Loads:
             case do.LoadFailed(key, reason) if key in self._known:
                 load = self._known[key]
                 load.complete = False
-                if not load.waited and not load.unwanted:
+                if load.waited is None:
                     self._news.failed[load.request_id] = reason
                 self._settle(key)
 
     def _settle(self, key: str) -> None:
         """Report the end to vLLM, if it waits, and let the engine forget the request."""
         load = self._known[key]
-        if load.complete is None or not (load.waited or load.unwanted):
+        if load.complete is None or load.waited is None:
             return
         if load.waited:
             self._results.finished_recving.add(load.request_id)
@@ -145,7 +135,7 @@ class Loads:
         del self._known[key]
         self.rank.do(do.Forget(key, "D"))
         if later := self._later.pop(key, None):
-            self._expect(later.request_id, later.expect)
+            self._expect(later)
             if later.order is not None:
                 self._load(later.request_id, later.order)
 
@@ -155,7 +145,7 @@ class Loads:
         """The engine is another one: it expects what P has not begun, and the rest has failed."""
         self.rank = rank
         for key, load in list(self._known.items()):
-            if load.complete is None and (load.begun or load.waited or load.unwanted):
+            if load.complete is None and (load.begun or load.waited is not None):
                 self.note(do.LoadFailed(key, "D has slept while this prompt's KV was on its way"))
             elif load.complete is None:
                 rank.do(load.expect)
@@ -176,9 +166,6 @@ class Loads:
         """What the scheduler's side must learn besides, since the last call."""
         news, self._news = self._news, WorkerNews()
         return news
-
-
-# The worker.
 
 
 class Asleep:

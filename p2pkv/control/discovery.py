@@ -120,13 +120,10 @@ class Ping(Struct, frozen=True, kw_only=True):
 
 
 class PartnersAnswer(Struct, frozen=True, kw_only=True):
-    """The proxy's answer to a D: P's that it may be paired with. Raises ValueError on a malformed address.
-
-    Attributes:
-        partners: `zmq_address` of each, the likeliest first.
-    """
+    """The proxy's answer to a D: P's that it may be paired with. Raises ValueError on a malformed address."""
 
     partners: Annotated[tuple[_AddressText, ...], Meta(max_length=MAX_PARTNERS)]
+    """`zmq_address` of each, the likeliest first."""
 
     def __post_init__(self) -> None:
         for text in self.partners:

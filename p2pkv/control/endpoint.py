@@ -1,4 +1,4 @@
-"""The control plane of one rank: one socket that listens, one for each peer that it dials.
+"""The control plane of one process: one socket that listens, one for each peer that it dials.
 
 A Connection is the same whichever side made it. Only `wait` blocks. Received bytes go to the caller as they
 are, and nothing that a peer sends makes an endpoint raise. All calls but `wake` come from the thread that
@@ -18,9 +18,18 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from p2pkv.control.security import HANDSHAKE_SECONDS, Members, Watch, ZapHandler, limit_handshake, no_answer
+from p2pkv.control.security import (
+    HANDSHAKE_SECONDS,
+    Failure,
+    Members,
+    Server,
+    Watch,
+    ZapHandler,
+    limit_handshake,
+    no_answer,
+)
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, Inspect, Report, decode, encode
+from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
 
 BURST = 256
@@ -67,10 +76,7 @@ class Connection:
     __slots__ = ("_identity", "_socket", "_watch", "address", "awaited", "since", "tag")
 
     def __init__(
-        self,
-        address: Address | None,
-        socket: zmq.Socket[bytes] | None = None,
-        identity: bytes | None = None,
+        self, address: Address | None, socket: zmq.Socket[bytes] | None = None, identity: bytes | None = None
     ) -> None:
         self.address = address
         self.since = 0.0  # when it was dialed last
@@ -122,26 +128,35 @@ class ConnectionFailure(NamedTuple):
 
 
 class Endpoint:
-    """Listens at `address` at once. Raises PortTaken with a sentence.
+    """Listens at `address` at once; None: it only dials. Raises PortTaken with a sentence.
 
     Args:
         members: only they get through the handshake, in either direction; None for any process.
         allowed: only peers from these networks get through, and no other address is dialed; None for any.
         patience: seconds that a handshake may take. With members or networks the peer's own thread takes
             part in it, and may be busy.
+        dials: what it connects to.
+        most: bytes of a message.
+        queue: messages that may wait in either direction of a connection.
     """
 
     def __init__(
         self,
-        address: Address,
+        address: Address | None,
         members: Members | None = None,
         allowed: Networks | None = None,
         patience: float = HANDSHAKE_SECONDS,
+        dials: Server = "rank",
+        most: int = MAX_MESSAGE_BYTES,
+        queue: int = 10_000,
     ) -> None:
-        self.address = address
+        self._address = address
         self._members = members
         self._allowed = allowed
         self._patience = patience
+        self._dials: Server = dials
+        self._most = most
+        self._queue = queue
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -161,7 +176,8 @@ class Endpoint:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._watch = Watch(self._router)
         self._poller.register(self._watch.socket, zmq.POLLIN)
-        self._listen(address)
+        if address is not None:
+            self._listen(address)
 
     def _listen(self, address: Address) -> None:
         if self._zap.needed:
@@ -211,7 +227,10 @@ class Endpoint:
         # A client may have forged the address: a peer that is no member gets no second connection.
         socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
         if self._members is not None:
-            self._members.join(socket, "rank")
+            self._members.join(socket, self._dials)
+        if self._dials == "proxy":
+            # "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
+            socket.setsockopt(zmq.IPV6, ":" in address.host)
         connection._watch = Watch(socket, dials=True)
         self._watched[connection._watch.socket] = connection
         self._poller.register(connection._watch.socket, zmq.POLLIN)
@@ -292,15 +311,10 @@ class Endpoint:
         connection = self._answered.get(identity)
         if connection is None:
             if len(self._answered) >= MAX_STRANGERS:
-                self._forget_strangers()
+                # Of connections without a tag: a peer that is still there has to send a Hello.
+                self._answered = {key: each for key, each in self._answered.items() if each.tag is not None}
             connection = self._answered[identity] = Connection(None, self._router, identity)
         return connection
-
-    def _forget_strangers(self) -> None:
-        """Drop connections without a `tag`. A peer that is still there has to send a Hello."""
-        self._answered = {
-            key: connection for key, connection in self._answered.items() if connection.tag is not None
-        }
 
     def _admit(self) -> None:
         """Answer libzmq's questions whether a peer may connect."""
@@ -319,29 +333,32 @@ class Endpoint:
         """Note failed handshakes with us, but not what the ZAP handler refused: `_admit` has noted that."""
         for failure in islice(self._watch.failures(), BURST):
             if not failure.refused:
-                reason = f"a connection to {self.address} was refused: {failure.detail}"
+                reason = f"a connection to {self._address} was refused: {failure.detail}"
                 self._failures.append(ConnectionFailure(None, reason, quiet=not failure.spoke))
 
     def _look_after(self, connection: Connection, watch: Watch) -> None:
-        failure = next(watch.failures(), None)
-        if failure is not None and failure.lost:
+        failure, now = next(watch.failures(), None), time.monotonic()
+        if failure is None:
+            return
+        # Whether the peer's own thread was busy, so that it closed the connection, and not to refuse us.
+        slow = watch.connected is not None and now - watch.connected > min(SLOW_SECONDS, self._patience / 2)
+        if failure.lost:
             # libzmq dials again by itself, but not after every kind of end.
             self._shut(connection)
-            if time.monotonic() - connection.since > LASTING:
+            if now - connection.since > LASTING:
                 self.redial(connection)
-        elif failure is not None and (failure.late or (failure.gone and self._slow(watch))):
+        elif failure.late or (failure.gone and slow):
             self._shut(connection)
-            reason = no_answer(connection.address, failure._replace(late=True), self._members is not None)
+            reason = self._no_answer(connection, failure._replace(late=True))
             self._failures.append(ConnectionFailure(connection, reason, late=True))
-        elif failure is not None and failure.gone and time.monotonic() < connection.awaited:
+        elif failure.gone and now < connection.awaited:
             self._shut(connection)
-        elif failure is not None:
-            self._give_up(connection, no_answer(connection.address, failure, self._members is not None))
+        else:
+            self._give_up(connection, self._no_answer(connection, failure))
 
-    def _slow(self, watch: Watch) -> bool:
-        """Whether the peer closed the connection because its own thread was busy, and not to refuse us."""
-        begun = watch.connected
-        return begun is not None and time.monotonic() - begun > min(SLOW_SECONDS, self._patience / 2)
+    def _no_answer(self, connection: Connection, failure: Failure) -> str:
+        name = f"the proxy at {connection.address}" if self._dials == "proxy" else connection.address
+        return no_answer(name, failure, self._members is not None)
 
     def _give_up(self, connection: Connection, reason: str) -> None:
         self._shut(connection)
@@ -369,12 +386,12 @@ class Endpoint:
         limit_handshake(socket, self._patience)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._most)
         # The kernel answers for a process that is frozen, not for a machine that is gone.
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
-        socket.setsockopt(zmq.SNDHWM, 10_000)
-        socket.setsockopt(zmq.RCVHWM, 10_000)
+        socket.setsockopt(zmq.SNDHWM, self._queue)
+        socket.setsockopt(zmq.RCVHWM, self._queue)
         return socket
 
 
@@ -388,9 +405,6 @@ def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
     return frames
 
 
-# Asking a running rank what it holds now.
-
-
 def inspect(
     address: Address, seconds: float = 2.0, members: Members | None = None
 ) -> dict[str, int | float | str]:
@@ -399,37 +413,22 @@ def inspect(
     Raises TimeoutError with a sentence if no rank of p2pkv answers in time or the secrets differ,
     BadMessage if what answers is something else.
     """
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        if members is not None:
-            members.join(socket, "rank")
-        watch = Watch(socket, dials=True)
-        try:
-            answer = _ask(socket, watch, address, seconds, members is not None)
-        finally:
-            watch.close()
-    if not isinstance(answer, Report):
-        raise TimeoutError(f"{address} answered {type(answer).__name__}, which is no report")
-    return answer.values
-
-
-def _ask(
-    socket: zmq.Socket[bytes], watch: Watch, address: Address, seconds: float, secret: bool
-) -> AnyMessage:
-    socket.connect(f"tcp://{address}")
-    socket.send(encode(Inspect()))
-    poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
-    poller.register(watch.socket, zmq.POLLIN)
+    endpoint = Endpoint(None, members)
+    connection, asked = endpoint.dial(address), False
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        ready = dict(poller.poll(int(left * 1000) + 1))
-        if socket in ready:
-            return decode(socket.recv())
-        for failure in watch.failures():
-            raise TimeoutError(no_answer(address, failure, secret))
+    try:
+        while (left := end - time.monotonic()) > 0:
+            endpoint.wait(min(left, 0.05))
+            asked = asked or connection.send(encode(Inspect()))
+            for _, data in endpoint.receive():
+                answer = decode(data)
+                if isinstance(answer, Report):
+                    return answer.values
+                raise TimeoutError(f"{address} answered {type(answer).__name__}, which is no report")
+            for failure in endpoint.failures():
+                raise TimeoutError(failure.reason)
+    finally:
+        endpoint.close()
     raise TimeoutError(
         f"nothing at {address} answered in {seconds:g} s: is an instance running there, with this kv_port "
         "plus the rank?"

@@ -85,13 +85,11 @@ def members_of(secret: bytes | None) -> Members | None:
 
 @lru_cache(maxsize=8)
 def _derive(secret: bytes) -> dict[str, Keys]:
-    slow = hashlib.pbkdf2_hmac("sha256", secret, _LABEL, _ROUNDS)
-    return {name: _pair(slow, name) for name in ("rank", "proxy", "member")}
-
-
-def _pair(slow: bytes, name: str) -> Keys:
-    secret = z85.encode(hashlib.blake2b(name.encode(), key=slow, digest_size=32).digest())
-    return Keys(zmq.curve_public(secret), secret)
+    slow, keys = hashlib.pbkdf2_hmac("sha256", secret, _LABEL, _ROUNDS), {}
+    for name in ("rank", "proxy", "member"):
+        own = z85.encode(hashlib.blake2b(name.encode(), key=slow, digest_size=32).digest())
+        keys[name] = Keys(zmq.curve_public(own), own)
+    return keys
 
 
 # Admission: libzmq asks about each connection to a listening socket, once (ZAP, RFC 27).
@@ -134,7 +132,9 @@ class ZapHandler:
         if len(request) < _FIELDS:
             return [], ""
         path, version, number = request[:2], request[2], request[3]
-        refusal = self._refusal(_plain(request[5]), request[7], request[_FIELDS:])
+        # A socket for both families puts IPv4 into IPv6.
+        address = request[5].decode("ascii", "replace").removeprefix("::ffff:")
+        refusal = self._refusal(address, request[7], request[_FIELDS:])
         status = (b"400", b"not admitted") if refusal else (b"200", b"")
         return [*path, version, number, *status, b"" if refusal else b"member", b""], refusal
 
@@ -146,11 +146,6 @@ class ZapHandler:
         if mechanism == b"CURVE" and len(credentials) == 1 and self._members.include(credentials[0]):
             return ""
         return f"a connection from {address} was refused: it does not show the members' key"
-
-
-def _plain(address: bytes) -> str:
-    """As people write it: a socket for both families puts IPv4 into IPv6."""
-    return address.decode("ascii", "replace").removeprefix("::ffff:")
 
 
 # Failed handshakes, which libzmq keeps to itself unless a socket is monitored.
@@ -189,20 +184,16 @@ class Failure(NamedTuple):
 
 
 class Watch:
-    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection.
-
-    Close it before the socket.
-
-    Attributes:
-        connected: when the other side's kernel accepted a socket that dials (monotonic); None before.
-        proven: its handshake has succeeded.
-    """
+    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection. Close it
+    before the socket."""
 
     def __init__(self, monitored: zmq.Socket[Any], *, dials: bool = False) -> None:
         address = f"inproc://p2pkv-watch-{next(_numbers)}"
         self._monitored = monitored
         self.connected: float | None = None
+        """When the other side's kernel accepted a socket that dials (monotonic); None before."""
         self.proven = False
+        """Its handshake has succeeded."""
         monitored.monitor(address, _FAILED | _COURSE if dials else _FAILED)
         self.socket: zmq.Socket[Any] = monitored.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)

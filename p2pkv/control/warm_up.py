@@ -36,24 +36,21 @@ _LONGEST_QUOTE = 200
 
 
 class WarmUp(Struct, frozen=True):
-    """Where the first prompts go, and how long they are.
-
-    Attributes:
-        url: of the instance's own HTTP API, as http://10.0.0.1:8000. With https no certificate is checked:
-            it is our own, and may be for another name.
-        model: a name under which the instance serves its model.
-        tokens: of a prompt.
-        seconds: how long to wait for the health page, and then again for the answers.
-        api_key: of the HTTP API; "" for none.
-        replica: see `discovery.Ping`.
-    """
+    """Where the first prompts go, and how long they are."""
 
     url: str
+    """Of the instance's own HTTP API, as http://10.0.0.1:8000. With https no certificate is checked:
+    it is our own, and may be for another name."""
     model: str
+    """A name under which the instance serves its model."""
     tokens: int
+    """Of a prompt."""
     seconds: float
+    """How long to wait for the health page, and then again for the answers."""
     api_key: str = ""
+    """Of the HTTP API; "" for none."""
     replica: int | None = None
+    """See `discovery.Ping`."""
 
 
 def warm_up(plan: WarmUp) -> bool:
