@@ -206,9 +206,8 @@ def take_memory(
     option: str,
     allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """uint8 [nbytes] for what `option` sizes. On CUDA the log has how much it is and what is left.
-
-    On CUDA `allocate` makes it, or torch, if it is None.
+    """uint8 [nbytes] for what `option` sizes. On CUDA `allocate` makes it (None: torch), and the log has how
+    much it is and what is left.
 
     vLLM has filled its share of the device before (--gpu-memory-utilization), so this comes out of the rest.
     Raises MemoryError with a sentence.

@@ -25,12 +25,9 @@ Positions = NDArray[np.int64]
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """The tokens of each prompt that one rank keeps: all where `ranks` is 1.
+    """The tokens of each prompt that `rank` of so many `ranks` keeps: all where `ranks` is 1.
 
-    Attributes:
-        rank: which of the group's ranks this is.
-        ranks: of the group.
-        run: tokens that follow each other on one rank.
+    `run`: tokens that follow each other on one rank.
     """
 
     rank: int

@@ -15,14 +15,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class LinkKind:
-    """One kind.
+    """One kind, named as the option `link` has it; `between`: what it connects, for docs/options.md.
 
-    Attributes:
-        name: as the option `link` has it.
-        memory: where the KV lies that it moves.
-        between: what it connects, for docs/options.md.
-        module: it has `make_links(LinkSettings) -> LinkFactory`, which raises ValueError where this machine
-            cannot have such links. It is imported only when it is used.
+    `memory`: where the KV lies that it moves. `module`: it has `make_links(LinkSettings) -> LinkFactory`,
+    which raises ValueError where this machine cannot have such links. It is imported only when it is used.
     """
 
     name: str

@@ -79,7 +79,7 @@ class Packing:
         )
 
     def unpack(self, dense: Elements, packed: Elements) -> None:
-        """Undo the packing of many pages at once: `dense` is written. Arguments as `views`."""
+        """Undo the packing of many pages at once: `dense` is written."""
         for plain, kernel in self.views(dense, packed):
             plain[...] = kernel
 

@@ -139,10 +139,7 @@ def _complaint(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two instances that serve one request, and the 32 hex digits that make it unique.
-
-    `prefill` and `decode` are where rank 0 of each listens.
-    """
+    """Where rank 0 of the two instances that serve one request listens, and 32 hex digits, `unique`."""
 
     prefill: Address
     decode: Address

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from math import lcm
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -87,19 +88,12 @@ class Edge(Struct, frozen=True, array_like=True):
 
 class Plan(Struct, frozen=True, dict=True):
     """Everything that a D engine needs from a P engine: each (group, layer, head, token) cell of each D rank
-    once.
-
-    `edges` are ordered by source, then target, then group.
+    once. `edges` are ordered by source, then target, then group.
     """
 
     prefill: Shapes
     decode: Shapes
     edges: tuple[Edge, ...]
-
-    def __post_init__(self) -> None:
-        assert len({_order(edge) for edge in self.edges}) == len(self.edges), (
-            "two edges of one group for one pair of ranks"
-        )
 
     def from_source(self, rank: int) -> tuple[Edge, ...]:
         """What P's `rank` sends, ordered by target and group; empty if other ranks send instead."""
@@ -116,17 +110,16 @@ class Plan(Struct, frozen=True, dict=True):
     @cached_property
     def digest(self) -> str:
         """64 hex digits, equal in every process that computed the same plan from the same shapes."""
-        return hashlib.sha256(
-            msgspec.msgpack.encode((_FORMAT, self.prefill, self.decode, self.edges))
-        ).hexdigest()
+        plan = msgspec.msgpack.encode((_FORMAT, self.prefill, self.decode, self.edges))
+        return hashlib.sha256(plan).hexdigest()
 
     @cached_property
     def _by_source(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(((edge.source, edge) for edge in self.edges), self.prefill[0].world)
+        return _grouped(self.prefill[0].world, self.edges, attrgetter("source"))
 
     @cached_property
     def _by_target(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(((edge.target, edge) for edge in self.edges), self.decode_ranks)
+        return _grouped(self.decode_ranks, self.edges, attrgetter("target"))
 
 
 def _known(rank: int, shapes: Shapes) -> int:
@@ -135,11 +128,13 @@ def _known(rank: int, shapes: Shapes) -> int:
     return rank
 
 
-def _grouped(edges: Iterable[tuple[int, Edge]], world: int) -> tuple[tuple[Edge, ...], ...]:
-    groups: tuple[list[Edge], ...] = tuple([] for _ in range(world))
-    for rank, edge in edges:
-        groups[rank].append(edge)
-    return tuple(tuple(group) for group in groups)
+def _grouped(
+    world: int, edges: Sequence[Edge], rank_of: Callable[[Edge], int]
+) -> tuple[tuple[Edge, ...], ...]:
+    groups: list[list[Edge]] = [[] for _ in range(world)]
+    for edge in edges:
+        groups[rank_of(edge)].append(edge)
+    return tuple(map(tuple, groups))
 
 
 @lru_cache(maxsize=64)
@@ -151,14 +146,15 @@ def make_plan(prefill: Shapes, decode: Shapes) -> Plan:
     _check_same("KV groups", len(prefill), len(decode))
     for shapes in (prefill, decode):
         if not shapes or len({(len(shape.layers), shape.tp, shape.pcp) for shape in shapes}) > 1:
-            raise PlanError(f"the KV groups {_listed(shapes)} are not divided over the same stages and ranks")
+            listed = ", ".join(map(str, shapes)) or "(there are none)"
+            raise PlanError(f"the KV groups {listed} are not divided over the same stages and ranks")
     edges: list[Edge] = []
     for group, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         of_group = f" in group {group}" if len(prefill) > 1 else ""
         _check_same(f"KV layers{of_group}", sum(ours.layers), sum(theirs.layers))
         _check_same(f"KV heads{of_group}", ours.heads, theirs.heads)
         edges += _edges(group, ours, theirs)
-    return Plan(prefill, decode, tuple(sorted(edges, key=_order)))
+    return Plan(prefill, decode, tuple(sorted(edges, key=attrgetter("source", "target", "group"))))
 
 
 def _check_same(what: str, ours: int, theirs: int) -> None:
@@ -167,14 +163,6 @@ def _check_same(what: str, ours: int, theirs: int) -> None:
             f"the prefill instance has {ours} {what}, the decode instance {theirs}: "
             "expected the same model on both"
         )
-
-
-def _listed(shapes: Sequence[Shape]) -> str:
-    return ", ".join(map(str, shapes)) or "(there are none)"
-
-
-def _order(edge: Edge) -> tuple[int, int, int]:
-    return edge.source, edge.target, edge.group
 
 
 def _edges(group: int, prefill: Shape, decode: Shape) -> Iterator[Edge]:

@@ -107,13 +107,10 @@ class Ownership(Struct, frozen=True, dict=True):
 
 
 class Overlap(Struct, frozen=True, array_like=True):
-    """Where, on one axis, a rank of the target's side meets a part of the source's side.
+    """Where, on one axis, rank `target` of the target's side meets `part` of the source's `Ownership.parts`.
 
-    Attributes:
-        part: index of the source's interval in its `Ownership.parts`.
-        target: the target's rank.
-        cells: what both hold, in global coordinates; never empty.
-        in_source, in_target: where `cells` starts within the interval that each side holds.
+    `cells`: what both hold, in global coordinates; never empty. `in_source`, `in_target`: where these start
+    within the interval that each side holds.
     """
 
     part: int
@@ -144,7 +141,7 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
     world rank = (stage * pcp + pcp rank) * tp + tp rank.
 
     Attributes:
-        layers: the group's layers, per pipeline stage, in order; their sum is the model's.
+        layers: per pipeline stage, in order; their sum is the model's.
         heads: KV heads of the whole model (1 for MLA, whose cache every rank holds).
         tp: tensor-parallel size; with more ranks than KV heads, groups of ranks hold the same head.
         pcp: prefill-context-parallel size: so many times as many ranks. It divides no KV by itself.
@@ -188,7 +185,7 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def width(self) -> int:
-        """The number of ranks of a stage."""
+        """Ranks of a stage."""
         return self.pcp * self.tp
 
     @property

@@ -28,7 +28,7 @@ from .exposition import page
 from .membership.instance import ROLE_NAMES, WORST_FIRST, Instance, Role
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
 from .service import STOPPING, Proxy
-from .siblings import Siblings, Together
+from .siblings import Siblings
 
 _LONGEST_DRAIN = 86400.0
 _ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
@@ -109,7 +109,8 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
 def drain(proxy: Proxy, address: str, *, drained: bool, seconds: float | None = None) -> list[dict[str, Any]]:
     """Drains or resumes all ranks at this HTTP address, for this worker; returns them. After `seconds` what
     still runs there goes on elsewhere, if it can; None: never."""
-    meant = at(proxy, address)
+    wanted = Address.parse(address)
+    meant = [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
     for instance in meant:
         proxy.registry.drain(instance, drained)
     proxy.admission.advance()
@@ -118,16 +119,10 @@ def drain(proxy: Proxy, address: str, *, drained: bool, seconds: float | None = 
     return [described(proxy, each) for each in meant]
 
 
-def at(proxy: Proxy, address: str) -> list[Instance]:
-    """All ranks at this HTTP address."""
-    wanted = Address.parse(address)
-    return [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
-
-
 async def listed(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
     """GET /instances."""
     guard.look(request)
-    return web.json_response({"instances": _together(await siblings.ask("instances"))})
+    return web.json_response({"instances": merged_instances(*await siblings.ask("instances"))})
 
 
 async def changed(siblings: Siblings, guard: Access, request: web.Request, what: str) -> web.Response:
@@ -142,7 +137,7 @@ async def changed(siblings: Siblings, guard: Access, request: web.Request, what:
             seconds = _seconds(request.query["move_after"])
     except ValueError as error:
         raise ProxyError(400, f"{error}.") from None
-    meant = _together(await siblings.ask(what, (address, seconds)))
+    meant = merged_instances(*await siblings.ask(what, (address, seconds)))
     if not meant:
         return error_response(
             404, "No instance with this HTTP address is registered; GET /instances lists those that are."
@@ -163,13 +158,7 @@ def _seconds(text: str) -> float:
 # Instances as all workers have them, as if these were one.
 
 
-def _together(answers: Together) -> list[dict[str, Any]]:
-    return merged_instances(answers.parts, complete=answers.complete)
-
-
-def merged_instances(
-    parts: Sequence[Sequence[dict[str, Any]]], *, complete: bool = True
-) -> list[dict[str, Any]]:
+def merged_instances(parts: Sequence[Sequence[dict[str, Any]]], complete: bool) -> list[dict[str, Any]]:
     """Each instance once; in the state that lets it take the fewest requests. It is not drained before all
     workers have drained it: one that is late may have requests there."""
     states: dict[Any, list[str]] = {}
@@ -215,16 +204,15 @@ async def keep_history(metrics: Metrics) -> None:
 async def metrics_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
     guard.look(request)
-    answers = await siblings.ask("metrics")
-    body, kind = page(request.headers.get("Accept", ""), answers.parts)
+    parts, _ = await siblings.ask("metrics")
+    body, kind = page(request.headers.get("Accept", ""), parts)
     return web.Response(body=body, headers={"Content-Type": kind})
 
 
 async def status_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     guard.look(request)
-    answers = await siblings.ask("status")
-    page = merged(answers.parts, complete=answers.complete)
+    page = merged(*await siblings.ask("status"))
     return web.json_response(page, headers={"Cache-Control": "no-store"})
 
 
@@ -266,7 +254,7 @@ _STATUSES = ("unavailable", "degraded", "ok")
 _SEEN_BY_ALL = ("silent", "engines_paused", "breakers_open", "claims_refused")
 
 
-def merged(parts: Sequence[dict[str, Any]], *, complete: bool = True) -> dict[str, Any]:
+def merged(parts: Sequence[dict[str, Any]], complete: bool = True) -> dict[str, Any]:
     """The page, of at least one worker's part; `complete`: of all workers'."""
     pairs = added([{(each["prefill"], each["decode"]): each for each in part["pairs"]} for part in parts])
     first_tokens = [seconds for part in parts for seconds in part["first_token_seconds"]]
@@ -281,7 +269,7 @@ def merged(parts: Sequence[dict[str, Any]], *, complete: bool = True) -> dict[st
         "stream_events": sum(part["stream_events"] for part in parts),
         "first_token_seconds": dict(zip(("p50", "p95"), quantiles(first_tokens, 0.5, 0.95), strict=True)),
         "placement": _merged_placement([part["placement"] for part in parts]),
-        "instances": merged_instances([part["instances"] for part in parts], complete=complete),
+        "instances": merged_instances([part["instances"] for part in parts], complete),
         "pairs": sorted(pairs, key=lambda pair: -pair["total"])[:_MOST_PAIRS],
         "history": _merged_history([part["history"] for part in parts]),
     }

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -27,6 +27,51 @@ _SHARE = 0.2
 _PER_SECOND = 1.0
 # Requests and retries are counted together within so many seconds.
 _TICK_SECONDS = 0.1
+
+
+class RetryBudget:
+    """Counts requests and retries of the last ten seconds.
+
+    What it allows is a share of the requests: in an outage, when everything fails, retries add that share to
+    the load and do not multiply it.
+    """
+
+    def __init__(self) -> None:
+        self._asked = _Recent()
+        self._retried = _Recent()
+
+    def request(self, now: float) -> None:
+        """One request has been admitted."""
+        self._asked.add(now)
+
+    def spend(self, now: float, *, whatever: bool = False) -> bool:
+        """Whether one retry is within the budget, or allowed `whatever` is left; if so it is counted."""
+        allowed = max(_SHARE * self._asked.total(now), _PER_SECOND * _WINDOW_SECONDS)
+        if not whatever and self._retried.total(now) + 1 > allowed:
+            return False
+        self._retried.add(now)
+        return True
+
+
+class _Recent:
+    """How many things happened in the last window, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._ticks: deque[list[float]] = deque()
+        self._total = 0
+
+    def add(self, now: float) -> None:
+        if not self._ticks or now - self._ticks[-1][0] >= _TICK_SECONDS:
+            self._ticks.append([now, 0])
+        self._ticks[-1][1] += 1
+        self._total += 1
+        self.total(now)
+
+    def total(self, now: float) -> int:
+        while self._ticks and now - self._ticks[0][0] > _WINDOW_SECONDS:
+            self._total -= int(self._ticks.popleft()[1])
+        return self._total
+
 
 # Places at instances.
 
@@ -93,27 +138,23 @@ class _Waiter:
         return self.request.model, self.mode
 
 
+@dataclass(eq=False)
 class Admission:
     """Gives out places, and keeps a queue of those that wait for one.
 
-    Args:
-        clock: the registry's.
-
     Attributes:
+        clock: the registry's.
         budget: of second tries; it grows with each request that gets a place.
     """
 
-    def __init__(
-        self, router: Router, limits: Limits, counters: RequestCounters, clock: Callable[[], float]
-    ) -> None:
-        self._router = router
-        self._limits = limits
-        self._counters = counters
-        self._clock = clock
-        self._numbers = itertools.count()
-        self._queues: dict[Wants, dict[_Waiter, None]] = {}
-        self._places: set[RequestPlace] = set()
-        self.budget = RetryBudget()
+    _router: Router
+    _limits: Limits
+    _counters: RequestCounters
+    _clock: Callable[[], float]
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _queues: dict[Wants, dict[_Waiter, None]] = field(default_factory=dict)
+    _places: set[RequestPlace] = field(default_factory=set)
+    budget: RetryBudget = field(default_factory=RetryBudget)
 
     @property
     def waiting(self) -> int:
@@ -298,50 +339,6 @@ class Admission:
             place.progress.leave(self._clock())
         for instance in place.choice.instances:
             instance.breaker.given_up(place.key)
-
-
-class RetryBudget:
-    """Counts requests and retries of the last ten seconds.
-
-    What it allows is a share of the requests: in an outage, when everything fails, retries add that share to
-    the load and do not multiply it.
-    """
-
-    def __init__(self) -> None:
-        self._asked = _Recent()
-        self._retried = _Recent()
-
-    def request(self, now: float) -> None:
-        """One request has been admitted."""
-        self._asked.add(now)
-
-    def spend(self, now: float, *, whatever: bool = False) -> bool:
-        """Whether one retry is within the budget, or allowed `whatever` is left; if so it is counted."""
-        allowed = max(_SHARE * self._asked.total(now), _PER_SECOND * _WINDOW_SECONDS)
-        if not whatever and self._retried.total(now) + 1 > allowed:
-            return False
-        self._retried.add(now)
-        return True
-
-
-class _Recent:
-    """How many things happened in the last window, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._ticks: deque[list[float]] = deque()
-        self._total = 0
-
-    def add(self, now: float) -> None:
-        if not self._ticks or now - self._ticks[-1][0] >= _TICK_SECONDS:
-            self._ticks.append([now, 0])
-        self._ticks[-1][1] += 1
-        self._total += 1
-        self.total(now)
-
-    def total(self, now: float) -> int:
-        while self._ticks and now - self._ticks[0][0] > _WINDOW_SECONDS:
-            self._total -= int(self._ticks.popleft()[1])
-        return self._total
 
 
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:

@@ -13,20 +13,8 @@ from aiohttp import web
 
 from p2pkv.control.security import Members
 
+from . import admin
 from .access import Access
-from .admin import (
-    changed,
-    dashboard,
-    described,
-    drain,
-    health_page,
-    keep_history,
-    listed,
-    metrics_page,
-    ready_page,
-    status_of,
-    status_page,
-)
 from .attempt import Dispatch
 from .connections import BoundedRunner
 from .http import PAIRED, SINGLE
@@ -111,7 +99,7 @@ def make_app(
                 app[LISTENER] = membership.listen(discovery, members)
                 if plain_discovery is not None:
                     app[PLAIN_LISTENER] = membership.listen(plain_discovery)
-            forever = [membership.run(), keep_history(metrics)]
+            forever = [membership.run(), admin.keep_history(metrics)]
             tasks = [asyncio.create_task(each) for each in forever]
             yield
             await end([*tasks, *proxy.lingering])
@@ -121,7 +109,7 @@ def make_app(
     recorded = recording(metrics, API, tracing, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    app = web.Application(client_max_size=largest, middlewares=[written_in_time, errors_as_json, recorded])
+    app = web.Application(client_max_size=largest, middlewares=[written_in_time, recorded, errors_as_json])
     app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((note_begin,))
@@ -146,10 +134,10 @@ def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[Any], Any]]:
     """What one worker answers for itself."""
     return {
         "metrics": lambda _: proxy.exposition.families(),
-        "status": lambda _: status_of(proxy, guard),
-        "instances": lambda _: [described(proxy, each) for each in proxy.instances()],
-        "drain": lambda about: drain(proxy, about[0], drained=True, seconds=about[1]),
-        "resume": lambda about: drain(proxy, about[0], drained=False),
+        "status": lambda _: admin.status_of(proxy, guard),
+        "instances": lambda _: [admin.described(proxy, each) for each in proxy.instances()],
+        "drain": lambda about: admin.drain(proxy, about[0], drained=True, seconds=about[1]),
+        "resume": lambda about: admin.drain(proxy, about[0], drained=False),
     }
 
 
@@ -176,18 +164,18 @@ def _routes(guard: Access) -> list[web.RouteDef]:
     return [
         *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
         web.get("/v1/models", of_this_one(Proxy.models)),
-        web.get("/health", of_this_one(health_page)),
-        web.get("/ready", of_this_one(ready_page)),
-        web.get("/instances", of_all_workers(listed)),
-        web.post("/instances/{address}/drain", of_all_workers(partial(changed, what="drain"))),
-        web.post("/instances/{address}/resume", of_all_workers(partial(changed, what="resume"))),
-        web.get("/status", of_all_workers(status_page)),
-        web.get("/metrics", of_all_workers(metrics_page)),
-        web.get("/", dashboard),
+        web.get("/health", of_this_one(admin.health_page)),
+        web.get("/ready", of_this_one(admin.ready_page)),
+        web.get("/instances", of_all_workers(admin.listed)),
+        web.post("/instances/{address}/drain", of_all_workers(partial(admin.changed, what="drain"))),
+        web.post("/instances/{address}/resume", of_all_workers(partial(admin.changed, what="resume"))),
+        web.get("/status", of_all_workers(admin.status_page)),
+        web.get("/metrics", of_all_workers(admin.metrics_page)),
+        web.get("/", admin.dashboard),
     ]
 
 
-async def end(tasks: list[asyncio.Task[Any]]) -> None:
+async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
@@ -26,18 +26,17 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
-from .answers import STOPPED, gave_up, message_of, returned_params
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
-from .bodies import Body
+from .bodies import Body, Fields
 from .continuation import Continuation
 from .errors import error_response
 from .http import REQUEST_ID, Headers
-from .limits import RequestCounters
+from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
-from .metrics import CallSpan, Ended, RequestRecord
-from .relay import Relay, Scrubber, refusal
+from .metrics import RECORD, CallSpan, Ended
+from .relay import Relay, Scrubber, refusal, to_instance
 from .transcript import Transcript
-from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused, to_instance
+from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,6 @@ class Outcome:
     Attributes:
         response: what the client gets if there is no other attempt, or has got.
         verdict: who is to blame, and whether the request may be sent again.
-        why: what went wrong, for the log; "" if nothing did.
         end: how the call ended that ended the attempt.
         culprit: the instance to blame; None if none is.
         ended: for the metrics, where that is more than the response's status shows.
@@ -75,21 +73,8 @@ class Outcome:
     response: web.StreamResponse
     verdict: Verdict
     end: CallEnd
-    why: str = ""
     culprit: Instance | None = None
     ended: Ended | None = None
-
-    @property
-    def blame(self) -> Blame:
-        return self.verdict.blame
-
-    @property
-    def again(self) -> Again:
-        return self.verdict.again
-
-    @property
-    def charge(self) -> Charge:
-        return self.verdict.charge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,44 +85,23 @@ class Means:
         clock: monotonic seconds.
         lingering: P's calls that may outlive their attempt.
         may_repeat: whether a call may be sent once more, over another connection.
-        first_token_seconds: from an attempt's start to the first token of a stream, at most; 0: no deadline.
-        event_seconds: from one event of a stream to the next, at most; 0: no deadline.
+        dispatch: whether P and D get a request at once or one after the other.
     """
 
     session: Client
     clock: Callable[[], float]
+    limits: Limits
     counters: RequestCounters
+    dispatch: Dispatch
     lingering: set[asyncio.Task[_Prefilled]]
     may_repeat: Callable[[], bool]
-    first_token_seconds: float = 0.0
-    event_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Prefilled:
-    """P's part, ended.
+_Prefilled = tuple[Verdict, Reply | CallFailed]
+"""P's part, ended: its answer, or how it failed."""
 
-    Attributes:
-        reply: P's answer; None if it failed.
-        error: how it failed; None if it did not.
-    """
-
-    verdict: Verdict
-    reply: Reply | None = None
-    error: CallFailed | None = None
-
-    @property
-    def fails(self) -> bool:
-        """Whether this ends the attempt."""
-        return self.verdict.again is not Again.GOES_ON
-
-
-@dataclass(frozen=True)
-class _DecodeAnswer:
-    """D's answer, begun: a success with the start of its body, which holds the first token."""
-
-    response: aiohttp.ClientResponse
-    head: bytes
+_DecodeAnswer = tuple[aiohttp.ClientResponse, bytes]
+"""D's answer, begun: a success, and the start of its body, which holds the first token."""
 
 
 @dataclass(eq=False)
@@ -160,7 +124,6 @@ class Attempt:
     request: web.Request
     body: Body
     place: RequestPlace
-    record: RequestRecord
     may_leave: Callable[[Instance], bool]
     may_resend: bool = True
     doubted: tuple[tuple[Instance, Charge], ...] = ()
@@ -177,7 +140,7 @@ class Attempt:
     _decode_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
 
     def __post_init__(self) -> None:
-        self.choice = self.place.choice
+        self.choice, self.record = self.place.choice, self.request[RECORD]
         prefill, decode = self.choice.prefill, self.choice.decode
         if self.choice.whole:
             prefill = decode  # which its engine takes for a plain request
@@ -190,11 +153,23 @@ class Attempt:
         """Set once D has accepted or refused the request, or failed."""
         self.record.begins(self.choice, self.unique)
 
-    async def run(self, dispatch: Dispatch) -> Outcome:
+    async def run(self) -> Outcome:
         """Serves the request, as far as this attempt can."""
         if self.choice.prefill is None:
             return await self._alone()
-        return await (self._concurrent() if dispatch == "concurrent" else self._sequential())
+        return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
+
+    def going_on(self, continuation: Continuation) -> Attempt:
+        """Another one, which goes on with the answer of which this one has sent the last so far."""
+        return replace(
+            self,
+            body=continuation.body,
+            doubted=(),
+            may_leave=lambda _: False,
+            may_resend=False,
+            continuation=continuation,
+            former=self.relay or self.former,
+        )
 
     def move(self) -> None:
         """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
@@ -211,9 +186,14 @@ class Attempt:
 
     async def _alone(self) -> Outcome:
         """D serves the request as if it were an ordinary instance."""
-        with self._decode_call() as call, self._computed_as_predicted():
+        with self._computed_as_predicted():
+            return await self._by_decode()
+
+    async def _by_decode(self, kv_transfer_params: Fields | None = None) -> Outcome:
+        """D's part where P has none, or has done it."""
+        with self._decode_call() as call:
             try:
-                answer = await self._decode(call)
+                answer = await self._decode(call, kv_transfer_params)
             except CallFailed as error:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
@@ -235,32 +215,25 @@ class Attempt:
 
     async def _sequential(self) -> Outcome:
         """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
-        prefilled = await self._prefill(lambda: self.may_leave(self._prefill_instance))
-        if prefilled.error is not None:
-            return self._prefill_failed(prefilled.verdict, prefilled.error)
-        assert prefilled.reply is not None
-        with self._decode_call() as call:
-            try:
-                answer = await self._decode(call, returned_params(prefilled.reply.body))
-            except CallFailed as error:
-                return self._decode_failed(error)
-            return await self._pass_on(answer)
+        verdict, ended = await self._prefill(may_leave=True)
+        if isinstance(ended, CallFailed):
+            return self._prefill_failed(verdict, ended)
+        return await self._by_decode(ended.kv_transfer_params)
 
     async def _concurrent(self) -> Outcome:
         """P and D at once; D waits for P's KV by itself."""
         with self._decode_call() as call, ExitStack() as cleanup:
             self._decode_end = CallEnd.PENDING
             # If P hangs, D's own lease for it ends D's wait.
-            prefilling = _task(self._prefill(lambda: False))
+            prefilling = _task(self._prefill(may_leave=False))
             cleanup.callback(self._see_off, prefilling)
             decoding = _task(self._decode(call))
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             if prefilling.done() and self._decode_end not in _DECIDED_BY_D:
-                prefilled = prefilling.result()
-                if prefilled.fails:
-                    assert prefilled.error is not None
-                    return self._prefill_failed(prefilled.verdict, prefilled.error)
+                verdict, ended = prefilling.result()
+                if isinstance(ended, CallFailed) and verdict.again is not Again.GOES_ON:
+                    return self._prefill_failed(verdict, ended)
             try:
                 answer = await decoding
             except CallFailed as error:
@@ -268,6 +241,16 @@ class Attempt:
                     await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
                 return self._decode_failed(error)
             return await self._pass_on(answer, prefilling)
+
+    def _call(self, instance: Instance, tokens: int = 0, *, may_leave: bool) -> Call:
+        return Call(
+            self.means.session,
+            instance,
+            self.body.path,
+            tokens,
+            may_repeat=self._may_repeat,
+            may_leave=lambda: may_leave and self.may_leave(instance),
+        )
 
     def _may_repeat(self) -> bool:
         """Whether a call may be sent once more, over another connection."""
@@ -277,35 +260,22 @@ class Attempt:
 
     # P's part.
 
-    @property
-    def _prefill_instance(self) -> Instance:
-        assert self.choice.prefill is not None
-        return self.choice.prefill
-
-    async def _prefill(self, may_leave: Callable[[], bool]) -> _Prefilled:
-        """P's whole part."""
-        instance, means = self._prefill_instance, self.means
-        call = Call(
-            means.session,
-            instance,
-            self.body.path,
-            self.choice.prefill_tokens,
-            may_repeat=self._may_repeat,
-            may_leave=may_leave,
-        )
+    async def _prefill(self, *, may_leave: bool) -> _Prefilled:
+        """P's whole part; `may_leave`: it may be left, should P hang."""
+        instance, means = self.choice.prefill, self.means
+        assert instance is not None
+        call = self._call(instance, self.choice.prefill_tokens, may_leave=may_leave)
         self.place.sent()
         self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
-            if gave_up(self.body.path, reply.body):
-                raise CallFailed(CallEnd.ABORTED, STOPPED)
             self._prefill_end, why = CallEnd.ANSWERED, ""
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
-            self.record.prefilled(instance, means.clock() - asked)
+            self.record.metrics.prefilled(instance, means.clock() - asked)
             self._count(instance, success=True)
             self._charge_doubted(Charge.IF_P_ACCEPTS)
-            return _Prefilled(_PREFILLED, reply)
+            return _PREFILLED, reply
         except CallFailed as error:
             self._prefill_end, self._prefill_why = error.end, str(error)
             failed, why = error, str(error)
@@ -325,10 +295,9 @@ class Attempt:
             one_prompt=self.body.one_prompt,
         )
         self._charge(instance, verdict)
-        return _Prefilled(verdict, None, failed)
+        return verdict, failed
 
     def _prefill_failed(self, verdict: Verdict, error: CallFailed) -> Outcome:
-        """P's failure ends the attempt."""
         if error.end is CallEnd.NO_SOCKET:
             response = self._failed(_NO_SOCKET, 503)
         elif error.end in REFUSALS and error.reply is not None:
@@ -358,14 +327,7 @@ class Attempt:
     @contextmanager
     def _decode_call(self) -> Iterator[Call]:
         """The call to D, closed at the end whatever happens."""
-        call = Call(
-            self.means.session,
-            self.choice.decode,
-            self.body.path,
-            may_repeat=self._may_repeat,
-            may_leave=lambda: self.may_leave(self.choice.decode),
-        )
-        self._decoding = call
+        self._decoding = call = self._call(self.choice.decode, may_leave=True)
         try:
             yield call
         finally:
@@ -374,16 +336,14 @@ class Attempt:
             complete = self.relay is not None and self.relay.complete
             self._end_span("D", "" if complete else "the answer is not complete")
 
-    async def _decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> _DecodeAnswer:
+    async def _decode(self, call: Call, kv_transfer_params: Fields | None = None) -> _DecodeAnswer:
         """D's answer from its first token on. Raises CallFailed."""
         token_ids = self.transcript is not None
         body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids)
-        seconds, self._decode_end = self.means.first_token_seconds, CallEnd.PENDING
+        seconds, self._decode_end = self.means.limits.first_token_seconds, CallEnd.PENDING
         late: asyncio.TimerHandle | None = None
         try:
             response = await call.open(body, self._headers(call.instance))
-            if not 200 <= response.status < 300:
-                raise refused(await call.rest(response))
             self._decode_end = CallEnd.ACCEPTED
             self._decode_known.set()
             if seconds and response.content_type == EVENT_STREAM:
@@ -400,7 +360,7 @@ class Attempt:
         self._decode_end = CallEnd.ANSWERED
         self._count(call.instance, success=True)
         self._charge_doubted(Charge.IF_D_ACCEPTS)
-        return _DecodeAnswer(response, head)
+        return response, head
 
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
@@ -423,12 +383,11 @@ class Attempt:
         return self._prefill_end
 
     def _to_ds_failure(self, error: CallFailed, verdict: Verdict) -> web.Response:
-        """The response to the client."""
         if error.end is CallEnd.NO_SOCKET:
             return self._failed(_NO_SOCKET, 503)
         if error.reply is not None:
             status = error.reply.status
-            if status == 500 and _names_no_reason(message_of(error.reply.body)):
+            if status == 500 and _names_no_reason(error.reply.error_message):
                 return self._failed(self._why_decode_failed(verdict), 500)
             if not 400 <= status < 600:
                 # A redirection is no answer: it would send the client to the instance.
@@ -466,21 +425,21 @@ class Attempt:
     async def _pass_on(
         self, answer: _DecodeAnswer, prefilling: asyncio.Task[_Prefilled] | None = None
     ) -> Outcome:
-        """D's answer goes to the client."""
         self.body.let_go()  # from here on nothing is tried again
-        streamed = answer.response.content_type == EVENT_STREAM
-        pace = self.record.streams(answer.head, again=self.continuation is not None) if streamed else None
+        answered, head = answer
+        streamed = answered.content_type == EVENT_STREAM
+        pace = self.record.streams(head, again=self.continuation is not None) if streamed else None
         progress = self.place.progress
         if progress is not None and streamed:
             progress.first_token(self.means.clock())
         relay = self.relay = Relay(
             self.request,
-            answer.response,
-            answer.head,
+            answered,
+            head,
             self._scrubber,
             self.body.path,
             pace,
-            self.means.event_seconds if streamed else 0.0,
+            self.means.limits.event_seconds if streamed else 0.0,
             self.transcript if streamed else None,
             self.continuation,
             self.former,
@@ -491,7 +450,7 @@ class Attempt:
         if relay.broken is not None:
             verdict = assign_blame("D", relay.broken, self._state_of_prefill(), begun=True)
             self._charge(self.choice.decode, verdict)
-            return Outcome(response, verdict, relay.broken, relay.why, self.choice.decode, "broken")
+            return Outcome(response, verdict, relay.broken, self.choice.decode, "broken")
         if progress is not None and pace is not None and relay.complete:
             progress.ended(pace.events - 1, self.means.clock())
         ended: Ended | None = None if relay.complete else "left" if relay.client_left else "broken"
@@ -502,7 +461,7 @@ class Attempt:
     def _outcome(self, response: web.Response, verdict: Verdict, error: CallFailed) -> Outcome:
         culprits = {Blame.P: self.choice.prefill, Blame.D: self.choice.decode}
         ended: Ended | None = "shed" if verdict.blame is Blame.PROXY else None
-        return Outcome(response, verdict, error.end, str(error), culprits.get(verdict.blame), ended)
+        return Outcome(response, verdict, error.end, culprits.get(verdict.blame), ended)
 
     def _charge(self, instance: Instance, verdict: Verdict) -> None:
         if verdict.charge is Charge.NOW and not instance.drained:  # whose streams are moved, perhaps
@@ -516,7 +475,7 @@ class Attempt:
     def _count(self, instance: Instance, *, success: bool) -> None:
         """For the metrics, and for the instance's breaker."""
         now = self.means.clock()
-        self.record.record_outcome(instance, success)
+        self.record.metrics.record_outcome(instance, success)
         if instance.left is not None:
             return  # it gets no more requests anyway
         if success:
@@ -549,9 +508,9 @@ def _interrupt(relay: Relay, prefilling: asyncio.Task[_Prefilled]) -> None:
     """Of several prompts, those that D has not begun still need P."""
     if prefilling.cancelled() or prefilling.exception() is not None:
         return
-    prefilled = prefilling.result()
-    if prefilled.fails:
-        relay.interrupt(f"The prefill instance failed: it {prefilled.error}.")
+    verdict, ended = prefilling.result()
+    if verdict.again is not Again.GOES_ON:
+        relay.interrupt(f"The prefill instance failed: it {ended}.")
 
 
 def _names_no_reason(message: str) -> bool:

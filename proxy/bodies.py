@@ -226,21 +226,18 @@ def _object(fields: Mapping[str, bytes | Raw]) -> Content:
 
 def _without_the_forbidden(fields: Views) -> Views:
     """Without what a client may not set; the same object if there is nothing of it."""
-    kept = fields
-    if not _NOT_THE_CLIENTS.isdisjoint(fields):
-        kept = {name: value for name, value in fields.items() if name not in _NOT_THE_CLIENTS}
-    extra = fields.get(_XARGS)
+    kept, extra = _allowed(fields), fields.get(_XARGS)
     if extra is None or bytes(memoryview(extra)[:1]) != b"{":
         return kept
-    allowed = _without_the_forbidden_extra(_views.decode(extra))
-    return kept if allowed is None else kept | {_XARGS: allowed}
+    given = _views.decode(extra)
+    allowed = _allowed(given)
+    return kept if allowed is given else kept | {_XARGS: Raw(bytes(_object(allowed)))}
 
 
-def _without_the_forbidden_extra(extra: Views) -> Raw | None:
-    """None if there is nothing of it."""
-    if _NOT_THE_CLIENTS.isdisjoint(extra):
-        return None
-    return Raw(bytes(_object({name: each for name, each in extra.items() if name not in _NOT_THE_CLIENTS})))
+def _allowed(fields: Views) -> Views:
+    if _NOT_THE_CLIENTS.isdisjoint(fields):
+        return fields
+    return {name: value for name, value in fields.items() if name not in _NOT_THE_CLIENTS}
 
 
 def _small(fields: Views, name: str) -> Any:

@@ -13,7 +13,7 @@ import signal
 import ssl
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from p2pkv.control.security import Members, NoCurve, members_of
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
-from . import options
+from . import options, settings
 from .access import Access
 from .app import LISTENER, PLAIN_LISTENER, end, make_app, make_runner
 from .limits import Limits
 from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
+from .routing_base import Routing
 from .service import PROXY
 from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans
@@ -51,10 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     set_up_logging(arguments.log_level, arguments.log_format)
     _take_descriptors()
-    _freeze()
+    return _run((_serve if arguments.workers == 1 else _oversee)(arguments, members))
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> int:
+    """All that this process does from now on; its exit status."""
+    # Modules and options live as long as the process: the garbage collector need not look at them again.
+    gc.collect()
+    gc.freeze()
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run((_serve if arguments.workers == 1 else _oversee)(arguments, members))
+            runner.run(serving)
     except (OSError, NoTracing) as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
@@ -68,12 +76,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return new_event_loop()
-
-
-def _freeze() -> None:
-    """Modules and options live as long as the process: the garbage collector need not look at them again."""
-    gc.collect()
-    gc.freeze()
 
 
 def _take_descriptors() -> None:
@@ -126,7 +128,7 @@ def _app(
         limits=limits,
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
-        routing=options.routing(arguments),
+        routing=settings.made(Routing, arguments),
         guard=Access(arguments.admin_token, arguments.private, tuple(arguments.api_key)),
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
@@ -184,11 +186,11 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="p2pkv-proxy-")))
         port = reserved(arguments.host, arguments.port)
         supervisor = Supervisor(arguments.workers, port, folder, _work, arguments, members)
-        listeners = [Listener(endpoint_of(arguments.discovery), supervisor.pings.take, members)]
-        cleanup.callback(listeners[0].close)
-        if arguments.plain_discovery is not None:
-            listeners.append(Listener(endpoint_of(arguments.plain_discovery), supervisor.pings.take))
-            cleanup.callback(listeners[1].close)
+        listeners: list[Listener] = []
+        for address, who in ((arguments.discovery, members), (arguments.plain_discovery, None)):
+            if address is not None:
+                listeners.append(Listener(endpoint_of(address), supervisor.pings.take, who))
+                cleanup.callback(listeners[-1].close)
         listening = [asyncio.create_task(each.run()) for each in listeners]
         try:
             await supervisor.start(stop)
@@ -210,13 +212,7 @@ def _work(arguments: argparse.Namespace, members: Members | None, config: Worker
     if config.number > 1:  # the first one logs which instances come and go
         logging.getLogger(f"{__package__}.membership.registry").setLevel(logging.ERROR)
         logging.getLogger(f"{__package__}.membership.prober").setLevel(logging.WARNING)
-    _freeze()
-    try:
-        with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_serve_as_worker(arguments, members, config))
-    except (OSError, NoTracing) as error:
-        print(f"p2pkv-proxy: {error}", file=sys.stderr)
-        sys.exit(1)
+    sys.exit(_run(_serve_as_worker(arguments, members, config)))
 
 
 async def _serve_as_worker(

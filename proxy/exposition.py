@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 
 import prometheus_client as prometheus
 from prometheus_client.core import (
@@ -18,20 +19,23 @@ from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
 
-from .membership.instance import WORST_FIRST
-from .metrics import STATES, Held, Metrics
+from .limits import RequestCounters
+from .membership.instance import STATES, WORST_FIRST
+from .metrics import Held, Metrics
 
 Family = tuple[str, str, str, Sequence[tuple[str, dict[str, str], float]]]
 """A metric's name, what it is, its type, and its samples: name, labels, value."""
 
 
 class Exposition:
-    """The /metrics page: what is measured, and what others count or hold, read when it is asked for."""
+    """The /metrics page: what is measured, and what others count or hold, read when it is asked for. To the
+    library it is one of its collectors."""
 
     def __init__(self, metrics: Metrics, held: Held) -> None:
         self._metrics = metrics
+        self._held = held
         metrics.show(held)
-        metrics.registry.register(_Collected(metrics, held))
+        metrics.registry.register(self)
 
     def families(self) -> list[Family]:
         """What the page has, as other processes can read it."""
@@ -40,26 +44,6 @@ class Exposition:
             (each.name, each.documentation, each.type, [(s.name, s.labels, s.value) for s in each.samples])
             for each in self._metrics.registry.collect()
         ]
-
-
-def growing(families: Iterable[Family]) -> list[Family]:
-    """Those that only grow, for as long as their process runs."""
-    return [each for each in families if each[2] in ("counter", "histogram")]
-
-
-def page(accept: str, parts: Sequence[Sequence[Family]]) -> tuple[bytes, str]:
-    """The page of all workers that these families are from, and its content type: in the format that
-    `accept`, a header, asks for."""
-    encode, kind = choose_encoder(accept)
-    return encode(_Merged(parts)), kind
-
-
-class _Collected:
-    """For Prometheus: what others hold, read when it asks."""
-
-    def __init__(self, metrics: Metrics, held: Held) -> None:
-        self._metrics = metrics
-        self._held = held
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -91,7 +75,6 @@ class _Collected:
             yield GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
 
     def _instances(self) -> Iterator[Metric]:
-        instances = self._held.instances()
         state = _by_instance(_STATE, "")
         load = _by_instance("p2pkv_proxy_instance_load", "Requests at an instance or on their way to it.")
         paused = _by_instance(
@@ -110,7 +93,7 @@ class _Collected:
             "p2pkv_proxy_instance_prefill_share",
             "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
         )
-        for each in instances:
+        for each in self._held.instances():
             labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
             state.add_metric(labels, WORST_FIRST.index(self._held.state_of(each)))
             load.add_metric(labels, each.load)
@@ -121,11 +104,7 @@ class _Collected:
             if work := self._held.prefill_work(each):
                 queued.add_metric(labels, work[0])
                 share.add_metric(labels, work[1])
-        yield state
-        yield load
-        yield paused
-        yield queued
-        yield share
+        yield from (state, load, paused, queued, share)
         yield from reported
 
     def _streams(self) -> Iterator[Metric]:
@@ -139,11 +118,23 @@ class _Collected:
             "Events of streamed answers: a token each, or nearly so.",
             labels=["address"],
         )
-        for name, gaps in self._metrics.all_gaps().items():
+        for name, gaps in self._metrics.gaps.items():
             between.add_metric([name], gaps.buckets(), gaps.total)
             events.add_metric([name], gaps.events)
         yield between
         yield events
+
+
+def growing(families: Iterable[Family]) -> list[Family]:
+    """Those that only grow, for as long as their process runs."""
+    return [each for each in families if each[2] in ("counter", "histogram")]
+
+
+def page(accept: str, parts: Sequence[Sequence[Family]]) -> tuple[bytes, str]:
+    """The page of all workers that these families are from, and its content type: in the format that
+    `accept`, a header, asks for."""
+    encode, kind = choose_encoder(accept)
+    return encode(_Merged(parts)), kind
 
 
 _STATE = "p2pkv_proxy_instance_state"
@@ -201,7 +192,6 @@ class _Merged(prometheus.CollectorRegistry):
 
 
 def _by_state(instances: Metric) -> Metric:
-    """How many there are, from the state of each."""
     found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
     states = GaugeMetricFamily(
         "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
@@ -221,19 +211,10 @@ def _together(sample: str) -> Callable[[float, float], float]:
 
 # The name for Prometheus, the holder's own name, and what it is.
 _COUNTERS = (
-    ("admitted", "admitted", "Requests that got a place at an instance."),
-    ("decode_alone", "alone", "Requests given to a decode instance because no prefill instance could help."),
-    ("prefill_skipped", "spared", "Requests given to a decode instance alone: their prompts are short."),
-    ("retries", "retried", "Second tries at another instance."),
-    ("retries_refused", "retries_refused", "Failures not tried again: the budget of retries was spent."),
-    ("resume_tries", "resume_tries", "Times that a streamed answer was sent to another decode instance."),
-    ("resumed", "resumed", "Streamed answers that went on at another decode instance, to their end."),
-    ("not_resumed", "not_resumed", "Streamed answers that could have gone on, and ended with an error."),
+    *((each.metadata["name"], each.name, each.metadata["what"])
+      for each in fields(RequestCounters) if each.metadata),
     ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
-    ("breaker_opened", "breakers_opened", "Pauses given to instances whose requests failed."),
     ("claims_refused", "claims_refused", "Pings under an address that another live instance has."),
-    ("left_waiting", "left_waiting", "Requests whose client left while they waited for a place."),
-    ("cut_off", "cut_off", "Requests that the proxy's own end ended."),
 )  # fmt: skip
 _GAUGES = (
     ("requests_running", "under_way", "Requests that have a place at an instance."),

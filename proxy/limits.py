@@ -2,54 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from .membership.registry import LEASE
+from .settings import at_least, option, seconds, share
+
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one proxy.
+    """Bounds of one proxy, each given by an option."""
 
-    Attributes:
-        max_requests: requests under way at one decode instance. It should be more than the instance's batch
-            holds, or the batch runs empty.
-        max_waiting: requests that wait for a place, in all.
-        max_wait: seconds that one of them waits at most.
-        max_body: bytes of the largest request.
-        max_values: values (objects, lists, texts, fields) in the largest request.
-        max_messages: messages, or items of the input of /v1/responses, in the largest request.
-        max_held: bytes of the bodies of all requests that an instance may still be sent.
-        body_seconds: how long a body may take to come, from its head to its last byte.
-        max_connections: of clients, at a time.
-        retries: how often one request is tried again elsewhere, before its first byte.
-        resumes: how often the answer of one request goes on at another decode instance; 0: never.
-        resume_bytes: what is held for that, of all answers together.
-        resume_bytes_each: of one.
-        lease: seconds for which an instance may be silent while its connection stands, before it is gone.
-        first_token_seconds: for the first token of a streamed answer; 0: no deadline.
-        event_seconds: from one event of a streamed answer to the next; 0: no deadline.
-        alone_share: of one decode instance's places, the share for requests whose prompts it computes in a
-            prefill instance's place, because none can or because they are short; 0 for none.
-    """
-
-    max_requests: int = 1024
-    max_waiting: int = 1024
-    max_wait: float = 30.0
-    max_body: int = 64 << 20
-    max_values: int = 1 << 17
-    max_messages: int = 4096
-    max_held: int = 1 << 30
-    body_seconds: float = 60.0
-    max_connections: int = 16384
-    retries: int = 1
-    resumes: int = 2
-    resume_bytes: int = 256 << 20
-    resume_bytes_each: int = 2 << 20
-    lease: float = LEASE
-    first_token_seconds: float = 0.0
-    event_seconds: float = 0.0
-    alone_share: float = 0.25
+    # fmt: off
+    # It should be more than an instance's batch holds, or the batch runs empty.
+    max_requests: int = option("--max-requests", 1024, at_least(1), "N",
+        "requests under way at each decode instance; others wait")
+    max_waiting: int = option("--max-waiting", 1024, at_least(0), "N",
+        "requests that wait, in all; others get a 503")
+    max_wait: float = option("--max-wait", 30.0, seconds, "SECONDS",
+        "how long a request waits before it gets a 503")
+    max_body: int = option("--max-body-mib", 64, at_least(1), "MIB",
+        "MiB of one request's body; a larger one gets a 413", factor=_MIB)
+    max_values: int = option("--max-body-values", 1 << 17, at_least(1), "N",
+        "JSON values in one request's body, token ids not counted; more get a 413")
+    max_messages: int = option("--max-messages", 4096, at_least(1), "N",
+        "messages, or items of the input of /v1/responses, in one request's body; more get a 413")
+    body_seconds: float = option("--body-seconds", 60.0, seconds, "SECONDS",
+        "how long a request's body may take to come; then it gets a 408")
+    max_connections: int = option("--max-connections", 16384, at_least(1), "N",
+        "connections of clients; one more takes the place of an idle one, or gets a 503")
+    max_held: int = option("--max-held-mib", 1024, at_least(1), "MIB",
+        "MiB of the bodies of all requests without an answer yet; others get a 503", factor=_MIB)
+    retries: int = option("--retries", 1, at_least(0), "N",
+        "tries at other instances if one fails before the first byte, not counting refused connections")
+    resumes: int = option("--resume-limit", 2, at_least(0), "N",
+        "how often a streamed answer whose decode instance is lost goes on at another one; 0: never")
+    resume_bytes: int = option("--resume-mib", 256, at_least(1), "MIB",
+        "MiB of token ids that the proxy holds for that; answers beyond it do not go on", factor=_MIB)
+    resume_bytes_each: int = 2 * _MIB
+    """The same of one answer; no option."""
+    alone_share: float = option("--alone-share", 0.25, share, "SHARE",
+        "share of each decode instance's --max-requests, for prompts that it computes because no prefill "
+        "instance can, or because they are short")
+    lease: float = option("--lease-seconds", LEASE, seconds, "SECONDS",
+        "how long an instance whose connection is open may be silent until it counts as gone")
+    first_token_seconds: float = option("--first-token-seconds", 0.0, seconds, "SECONDS",
+        "how long a streamed answer may take until its first token, before it is tried elsewhere or ends "
+        "with a 504: more than a long prompt takes under load; 0: no deadline")
+    event_seconds: float = option("--event-seconds", 0.0, seconds, "SECONDS",
+        "how long a streamed answer may pause before it goes on at another instance, or ends with an error "
+        "event; 0: no deadline")
+    drain_seconds: float = option("--drain-seconds", 25.0, seconds, "SECONDS",
+        "after SIGTERM, how long requests under way may go on")
+    # fmt: on
 
     @property
     def alone(self) -> int:
@@ -57,38 +64,36 @@ class Limits:
         return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0
 
 
+def _count(name: str, what: str) -> Any:
+    return field(default=0, metadata={"name": name, "what": what})
+
+
 @dataclass
 class RequestCounters:
-    """What the proxy has counted since it started; GET /health shows it.
+    """What the proxy has counted since it started: GET /health has it by these names, /metrics by those in
+    quotes, with what each is."""
 
-    Attributes:
-        admitted: requests that were given a place at an instance.
-        refused_full: turned away because too many waited, or their bodies held too much.
-        refused_late: turned away after the longest wait.
-        left_waiting: whose client left while they waited.
-        alone: requests that a decode instance was given because no prefill instance could serve them.
-        refused_alone: turned away because as many of those as may were under way.
-        spared: requests that a decode instance was given because their prompts are short.
-        retried: tries at another instance.
-        retries_refused: failures that were not tried again because the budget of retries was spent.
-        resume_tries: tries to go on with a streamed answer at another decode instance.
-        resumed: streamed answers that went on at another decode instance, to their end.
-        not_resumed: streamed answers that could have, and ended with an error.
-        breakers_opened: how often an instance was given a pause.
-        cut_off: requests that were ended because the proxy stopped.
-    """
-
-    admitted: int = 0
+    # fmt: off
+    admitted: int = _count("admitted", "Requests that got a place at an instance.")
+    # Requests turned away: too many waited or their bodies held too much; after the longest wait; as many
+    # prompts as may were computed by D's alone. /metrics has them as the reasons of one counter.
     refused_full: int = 0
     refused_late: int = 0
-    left_waiting: int = 0
-    alone: int = 0
     refused_alone: int = 0
-    spared: int = 0
-    retried: int = 0
-    retries_refused: int = 0
-    resume_tries: int = 0
-    resumed: int = 0
-    not_resumed: int = 0
-    breakers_opened: int = 0
-    cut_off: int = 0
+    alone: int = _count(
+        "decode_alone", "Requests given to a decode instance because no prefill instance could help.")
+    spared: int = _count(
+        "prefill_skipped", "Requests given to a decode instance alone: their prompts are short.")
+    retried: int = _count("retries", "Second tries at another instance.")
+    retries_refused: int = _count(
+        "retries_refused", "Failures not tried again: the budget of retries was spent.")
+    resume_tries: int = _count(
+        "resume_tries", "Times that a streamed answer was sent to another decode instance.")
+    resumed: int = _count(
+        "resumed", "Streamed answers that went on at another decode instance, to their end.")
+    not_resumed: int = _count(
+        "not_resumed", "Streamed answers that could have gone on, and ended with an error.")
+    breakers_opened: int = _count("breaker_opened", "Pauses given to instances whose requests failed.")
+    left_waiting: int = _count("left_waiting", "Requests whose client left while they waited for a place.")
+    cut_off: int = _count("cut_off", "Requests that the proxy's own end ended.")
+    # fmt: on

@@ -14,10 +14,11 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import prometheus_client as prometheus
@@ -33,9 +34,6 @@ Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
 took on no more (503); failed before its first byte; broken off after it; or its client left."""
 OUTCOMES: tuple[Ended, ...] = ("answered", "refused", "shed", "failed", "broken", "left")
 FAILURES: tuple[Ended, ...] = ("failed", "broken")
-
-STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
-"""Of an instance, see `state_of`."""
 
 # How many models have series of their own; the others share one.
 _MAX_MODELS = 200
@@ -72,7 +70,7 @@ class Held(Protocol):
         """What is held now."""
 
     def instances(self) -> list[Instance]:
-        """The living instances."""
+        """Those that live."""
 
     def state_of(self, instance: Instance) -> str:
         """One of STATES."""
@@ -150,51 +148,49 @@ class Metrics:
         self.began = clock()
         self.registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self.registry)
-        self._requests = prometheus.Counter(
+        counter = partial(prometheus.Counter, registry=self.registry)
+        histogram = partial(prometheus.Histogram, registry=self.registry)
+        self._requests = counter(
             "p2pkv_proxy_requests",
             "Requests that have ended, by how they ended.",
             ["endpoint", "model", "outcome"],
-            registry=self.registry,
         )
-        self._first_token = prometheus.Histogram(
+        self._first_token = histogram(
             "p2pkv_proxy_time_to_first_token_seconds",
             "From a streamed request's arrival to the first token of the decode instance's answer; `way` is "
             "pair, alone (no prefill instance could help) or unpaired (none was wanted).",
             ["address", "way"],
             buckets=_FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
         )
-        self._duration = prometheus.Histogram(
+        self._duration = histogram(
             "p2pkv_proxy_request_seconds",
             "From a request's arrival to its end, by the decode instance that had it last.",
             ["address", "outcome"],
             buckets=_DURATION_BUCKETS,
-            registry=self.registry,
         )
-        self._prefill = prometheus.Histogram(
+        self._prefill = histogram(
             "p2pkv_proxy_prefill_seconds",
             "How long a prefill instance took for its part of a request, if it succeeded.",
             ["address"],
             buckets=_FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
         )
-        self._parts = prometheus.Counter(
+        self._parts = counter(
             "p2pkv_proxy_instance_requests",
             "What became of requests at single instances, retries included. A decode instance's `ok` is its "
             "first token; an answer that breaks off later counts as `failed`, too.",
             ["address", "role", "outcome"],
-            registry=self.registry,
         )
-        self._errors = prometheus.Histogram(
+        self._errors = histogram(
             "p2pkv_proxy_first_token_prediction_error",
             "Of --placement auto: how far the predicted time to the first token was from the time that came, "
             "as a share of that; `way` is whole or pair.",
             ["way"],
             buckets=_ERROR_BUCKETS,
-            registry=self.registry,
         )
+        self._by_address = (self._first_token, self._duration, self._prefill, self._parts)
         self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
-        self._gaps: dict[str, Gaps] = {}
+        self.gaps: defaultdict[str, Gaps] = defaultdict(Gaps)
+        """By the address of the instance."""
         self._models: set[str] = set()
         self._gone: dict[str, float] = {}
         """Instances that have series and are not registered: when that was seen first."""
@@ -243,14 +239,16 @@ class Metrics:
     def lasted(self, instance: str, outcome: Ended, seconds: float) -> None:
         self._one(self._duration, instance, outcome).observe(seconds)
 
-    def prefilled(self, instance: str, seconds: float) -> None:
-        self._one(self._prefill, instance).observe(seconds)
+    def prefilled(self, instance: Instance, seconds: float) -> None:
+        """P has done its part of a request."""
+        self._one(self._prefill, instance.ping.http_address).observe(seconds)
 
     def predicted(self, prediction: Prediction, seen: float) -> None:
         """A first token for which this was predicted has come after `seen` seconds."""
         self._one(self._errors, prediction.way).observe(prediction.error(seen))
 
     def record_outcome(self, instance: Instance, success: bool) -> None:
+        """What became of one instance's part of a request."""
         outcome = "ok" if success else "failed"
         self._one(self._parts, instance.ping.http_address, instance.role, outcome).inc()
 
@@ -264,20 +262,14 @@ class Metrics:
 
     def pace(self, instance: str, head: bytes) -> Pace:
         """For one streamed answer of this instance, which has begun with `head`."""
-        return Pace(self.gaps(instance), self.clock, head)
-
-    def gaps(self, instance: str) -> Gaps:
-        return self._gaps.setdefault(instance, Gaps())
-
-    def all_gaps(self) -> Mapping[str, Gaps]:
-        return self._gaps
+        return Pace(self.gaps[instance], self.clock, head)
 
     # What the dashboard shows.
 
     @property
     def events(self) -> int:
         """Events of streamed answers so far: a token each, or nearly so."""
-        return sum(gaps.events for gaps in self._gaps.values())
+        return sum(gaps.events for gaps in self.gaps.values())
 
     def recent(self) -> list[float]:
         """The latest times to the first token, within a minute."""
@@ -316,22 +308,19 @@ class Metrics:
         known = self._addresses()
         self._gone = {name: self._gone.get(name, now) for name in known - here}
         over = {name for name, since in self._gone.items() if now - since >= _FORGET_SECONDS}
-        if over:
-            self._series.clear()
+        self._series = {key: series for key, series in self._series.items() if key[1][0] not in over}
         for name in over:
             del self._gone[name]
-            self._gaps.pop(name, None)
-            for metric in (self._first_token, self._duration, self._prefill, self._parts):
+            self.gaps.pop(name, None)
+            for metric in self._by_address:
                 metric.remove_by_labels({"address": name})
         for pair in [pair for pair in self.pairs if over.intersection(pair)]:
             del self.pairs[pair]
 
     def _addresses(self) -> set[str]:
         """Of the instances that have series."""
-        labelled = (self._first_token, self._duration, self._prefill, self._parts)
-        samples = (sample for metric in labelled for part in metric.collect() for sample in part.samples)
-        named = {sample.labels["address"] for sample in samples} | set(self._gaps)
-        return named | {name for pair in self.pairs for name in pair}
+        named = {labels[0] for metric, labels in self._series if metric in self._by_address}
+        return named.union(self.gaps, *self.pairs)
 
 
 def quantiles(values: Iterable[float], *shares: float) -> list[float | None]:
@@ -419,7 +408,6 @@ class RequestRecord:
         self.model = model
 
     def begins(self, choice: Choice, unique: str) -> None:
-        """These instances are asked now."""
         self.tries += 1
         self.unique = unique
         self.prefill = choice.prefill.ping.http_address if choice.prefill else ""
@@ -434,14 +422,6 @@ class RequestRecord:
             self.first_token_after = self.seconds
             self.metrics.first_token(self.decode, self.way, self.first_token_after)
         return self.metrics.pace(self.decode, head)
-
-    def prefilled(self, instance: Instance, seconds: float) -> None:
-        """P has done its part."""
-        self.metrics.prefilled(instance.ping.http_address, seconds)
-
-    def record_outcome(self, instance: Instance, success: bool) -> None:
-        """What became of one instance's part."""
-        self.metrics.record_outcome(instance, success)
 
     def end(self, outcome: Ended) -> None:
         """What became of it; the first call counts."""
@@ -462,15 +442,8 @@ class RequestRecord:
 
     def ids(self) -> dict[str, str]:
         """Those that are known."""
-        return {
-            name: value
-            for name, value in (
-                ("request_id", self.unique),
-                ("client_request_id", self.client_id),
-                ("trace_id", self.trace_id),
-            )
-            if value
-        }
+        ids = {"request_id": self.unique, "client_request_id": self.client_id, "trace_id": self.trace_id}
+        return {name: value for name, value in ids.items() if value}
 
     def __str__(self) -> str:
         fields = {**self.ids(), **self.as_fields()}

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from .errors import error_response
 from .membership.instance import Instance
-from .relay import Scrubber, refusal
+from .relay import Scrubber, refusal, to_instance
 from .routing import Choice
-from .upstream import CallFailed, Client, Reply, read_whole, to_instance
+from .upstream import CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,10 @@ class ModelLists:
         finally:
             for task in asking.values():
                 task.cancel()
-        found = [models for reply in replies.values() if (models := _models_in(reply)) is not None]
-        if found:  # so this client may see them
-            for instance, reply in replies.items():
-                if (models := _models_in(reply)) is not None:
-                    self._latest[instance] = models
+        read = {instance: _models_in(reply) for instance, reply in replies.items()}
+        if found := {instance: models for instance, models in read.items() if models is not None}:
+            # So this client may see them.
+            self._latest.update(found)
             lists = [self._latest.get(instance, []) for instance in decoders]
             by_name = {str(model.get("id")): model for each in reversed(lists) for model in each}
             data = {"object": "list", "data": list(by_name.values())}
@@ -68,7 +67,7 @@ class ModelLists:
     async def _ask(self, request: web.Request, instance: Instance, unique: str) -> Reply | None:
         headers = to_instance(request.headers, instance, unique)
         try:
-            async with self._session.get(
+            async with self._session.kept.get(
                 f"{instance.url}/v1/models",
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS),

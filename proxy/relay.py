@@ -12,19 +12,20 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from .answers import STOPPED, GivenUpFilter
 from .blame import CallEnd
 from .continuation import Continuation, Diverged
 from .errors import error_event
-from .http import NAMED_EVENTS, REQUEST_ID, Headers
-from .membership.instance import ROLE_NAMES
+from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers
+from .membership.instance import ROLE_NAMES, Instance
 from .metrics import Pace
 from .routing import Choice
 from .transcript import Transcript
-from .upstream import EVENT_STREAM, Reply, end_to_end
+from .upstream import ABORT, ABORTED, EVENT_END, EVENT_STREAM, NO_SIGNS, SIGNS, STOPPED, Reply, first_given_up
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_EVENT = 256 << 10
+"""Bytes up to which an event is looked at; vLLM ends each with the write in which it begins."""
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
 
@@ -269,6 +270,46 @@ class Relay:
         await self._send((b"" if between_events else b"\n\n") + error, last=True)
 
 
+# The headers of requests and answers.
+
+_HOP_BY_HOP = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
+    "trailer", "transfer-encoding", "upgrade",
+}  # fmt: skip
+# Headers with which vLLM's caller controls it (all that vLLM 0.32 reads in `entrypoints/`). That caller is
+# the proxy: it alone chooses what names a replica or a transfer, and the load of one instance is none of a
+# client's concerns. A client's priority stands in its body, where vLLM reads it, too. Two others go through:
+# Authorization, and X-Session-ID, which only names a session in vLLM's cache events.
+_CONTROLS = {REQUEST_ID.lower(), REPLICA.lower(), "x-vllm-priority", "endpoint-load-metrics-format"}
+# The proxy writes each body anew.
+_NOT_TO_INSTANCE = _CONTROLS | {
+    "host", "content-length", "content-type", "content-encoding", "accept-encoding", "expect",
+}  # fmt: skip
+
+
+def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: str) -> Headers:
+    """The client's end-to-end headers, with the id that this proxy has chosen."""
+    headers = end_to_end(client, _NOT_TO_INSTANCE)
+    headers[REQUEST_ID] = request_id
+    # Anthropic's clients show their key so, and vLLM looks for it in the other header only.
+    if (key := headers.get("X-Api-Key")) and "Authorization" not in headers:
+        headers["Authorization"] = f"Bearer {key}"
+    if theirs := client.get(REQUEST_ID):
+        headers.setdefault(CLIENT_ID, theirs)
+    headers["Content-Type"] = "application/json"
+    # Ids are rewritten in the answer, so it must come as it is.
+    headers["Accept-Encoding"] = "identity"
+    if instance.replica is not None:
+        headers[REPLICA] = str(instance.replica)
+    return headers
+
+
+def end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
+    dropped = _HOP_BY_HOP | others | named
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
 # A client may send none of these, and an instance should not; aiohttp writes no such header.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
 _NOT_TO_CLIENT = {"content-length", "content-encoding", REQUEST_ID.lower()}
@@ -326,6 +367,70 @@ def refusal(reply: Reply, scrubber: Scrubber) -> web.Response:
     headers = scrubber.headers(to_client(reply.headers))
     body = scrubber.text(reply.body.decode("utf-8", "replace")).encode()
     return web.Response(status=reply.status, headers=headers, body=body)
+
+
+class GivenUpFilter:
+    """Finds out, from the bytes of one answer, whether its instance has given it up. The bytes may be cut
+    anywhere.
+
+    Args:
+        path: the endpoint that answers.
+        streamed: the answer is an event stream; else a JSON that is too long to be held until it is whole.
+
+    Attributes:
+        given_up: the instance has given it up.
+    """
+
+    def __init__(self, path: str, *, streamed: bool) -> None:
+        self.given_up = False
+        self._streamed = streamed
+        self._sign: bytes | None
+        _, self._sign = SIGNS.get(path, NO_SIGNS)
+        self._rest = b""
+        """The event whose end has not come yet, or the end of a long JSON."""
+        self._passed = 0
+        """How many of its bytes have been passed on."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The next bytes, without the event that gives up and what follows it. An event that may be that one
+        is held back until it is complete."""
+        if self.given_up:
+            return b""
+        sign = self._sign
+        if sign is None:
+            return chunk
+        if not self._streamed:
+            return self._feed_json(chunk) if sign is ABORT else chunk
+        if not self._rest and sign not in chunk and chunk.endswith(EVENT_END):
+            return chunk  # as nearly all are
+        text, passed = self._rest + chunk, self._passed
+        end = text.rfind(EVENT_END)
+        whole = end + len(EVENT_END) if end >= 0 else 0
+        stop = len(text)
+        if sign in text:
+            at = first_given_up(text[:whole], sign)
+            if at is not None:
+                self.given_up, self._rest = True, b""
+                return text[passed:at]
+            if sign in text[whole:] and stop - whole <= _LONGEST_EVENT:
+                stop = max(whole, passed)
+        self._rest = text[whole:] if len(text) - whole <= _LONGEST_EVENT else b""
+        self._passed = stop - whole if self._rest else 0
+        return text[passed:stop]
+
+    def flush(self) -> bytes:
+        """What was held back, at the end of the answer."""
+        held = self._rest[self._passed :] if self._streamed else b""
+        self._rest = b""
+        return held
+
+    def _feed_json(self, chunk: bytes) -> bytes:
+        """Looks at bytes, which is exact where nothing that a client chose stands outside of a string."""
+        text, passed = self._rest + chunk, len(self._rest)
+        at = text.find(ABORTED)
+        self.given_up = at >= 0
+        self._rest = text[1 - len(ABORTED) :]
+        return text[passed:at] if self.given_up else chunk
 
 
 class Rewriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .admission import Admission, RequestPlace
 from .limits import Limits, RequestCounters
@@ -15,21 +16,19 @@ _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 
 
+@dataclass(frozen=True)
 class Retries:
     """Second tries, of all requests. `clock` is monotonic seconds."""
 
-    def __init__(
-        self, admission: Admission, limits: Limits, counters: RequestCounters, clock: Callable[[], float]
-    ) -> None:
-        self._admission = admission
-        self._limits = limits
-        self._counters = counters
-        self._clock = clock
+    admission: Admission
+    limits: Limits
+    counters: RequestCounters
+    clock: Callable[[], float]
 
     def spend(self) -> bool:
         """Whether the budget allows one try more; if so it is counted."""
-        allowed = self._admission.budget.spend(self._clock())
-        self._counters.retries_refused += not allowed
+        allowed = self.admission.budget.spend(self.clock())
+        self.counters.retries_refused += not allowed
         return allowed
 
     def may_leave(
@@ -37,11 +36,11 @@ class Retries:
     ) -> bool:
         """Whether a request that this instance holds up has anywhere else to go. The budget does not count:
         an instance that hangs has computed nothing, and each request leaves it once."""
-        if tries > self._limits.retries:
+        if tries > self.limits.retries:
             return False
         mode = place.mode_after(instance)
-        return self._admission.can_move(place, mode, failed | {instance}) or (
-            instance is place.choice.prefill and self._limits.alone > 0
+        return self.admission.can_move(place, mode, failed | {instance}) or (
+            instance is place.choice.prefill and self.limits.alone > 0
         )
 
     async def elsewhere(
@@ -60,17 +59,17 @@ class Retries:
                 only once, and nothing was computed.
             free: the budget does not count.
         """
-        if tries > self._limits.retries:
+        if tries > self.limits.retries:
             return False
         mode = place.mode_after(culprit)
-        if not self._admission.can_move(place, mode, failed):
+        if not self.admission.can_move(place, mode, failed):
             return False
         if not free and not self.spend():
             return False
         await asyncio.sleep(pause(tries))
         if not self._move(place, mode, failed, culprit):
             return False
-        self._counters.retried += 1
+        self.counters.retried += 1
         return True
 
     def _move(
@@ -79,8 +78,8 @@ class Retries:
         """To another server if any has room: the engines behind one HTTP server may stop together, with
         experts in lockstep and when the server ends."""
         elsewhere = failed.union(culprit.neighbours())
-        return self._admission.move(place, mode, elsewhere) or (
-            elsewhere != failed and self._admission.move(place, mode, failed)
+        return self.admission.move(place, mode, elsewhere) or (
+            elsewhere != failed and self.admission.move(place, mode, failed)
         )
 
     async def resume(
@@ -95,18 +94,18 @@ class Retries:
             tries: how often it has been moved so.
             free: the budget does not count.
         """
-        if not free and not self._admission.budget.spend(self._clock(), whatever=tries == 0):
-            self._counters.retries_refused += 1
+        if not free and not self.admission.budget.spend(self.clock(), whatever=tries == 0):
+            self.counters.retries_refused += 1
             return False
         if tries:
             await asyncio.sleep(pause(tries))
-        lost, alone = place.choice.decode, self._limits.alone > 0
+        lost, alone = place.choice.decode, self.limits.alone > 0
         if not (
             self._move(place, place.mode_after(lost), failed, lost)
-            or (alone and self._admission.stay_alone(place, failed))
+            or (alone and self.admission.stay_alone(place, failed))
         ):
             return False
-        self._counters.retried += 1
+        self.counters.retried += 1
         return True
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property, partial
 
-from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, fewest, least_busy
+from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, least_busy
 from .membership.partners import Nearby
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction, ignore_error
@@ -138,21 +138,19 @@ class Choice:
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
+@dataclass(eq=False)
 class _Fleet:
     """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
 
-    def __init__(
-        self,
-        model: str | None,
-        prefillers: Sequence[Instance],
-        decoders: Sequence[Instance],
-        now: float,
-        why_none: Callable[[Role], str],
-        avoid: frozenset[Instance] = frozenset(),
-    ) -> None:
-        self._model, self._now, self._avoid, self._why_none = model, now, avoid, why_none
-        self._all_prefillers = prefillers
-        self._decoders = _serving(decoders, model)
+    _model: str | None
+    _all_prefillers: Sequence[Instance]
+    _all_decoders: Sequence[Instance]
+    _now: float
+    _registry: Registry
+    _avoid: frozenset[Instance] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._decoders = _serving(self._all_decoders, self._model)
 
     @cached_property
     def decoders(self) -> Sequence[Instance]:
@@ -162,7 +160,7 @@ class _Fleet:
     @cached_property
     def _matching_prefillers(self) -> Sequence[Instance]:
         if not self._all_prefillers:
-            raise NoInstance(self._why_none("P"))
+            raise NoInstance(_why_none(self._registry, "P"))
         serving = _serving(self._all_prefillers, self._model)
         matching = _matching(serving, self._decoders)
         if not matching:
@@ -225,13 +223,13 @@ class _Kept:
             and all(self._state(each, now) == state for each, state in self._doubtful.items())
         )
 
-    def fleet(self, model: str | None, why_none: Callable[[Role], str]) -> _Fleet:
+    def fleet(self, model: str | None) -> _Fleet:
         """For this model. Raises UnknownModel."""
         if self._alike and model not in self._names:
             model = None  # see `_serving`: as for a request that names none
         known = self._fleets.get(model)
         if known is None:
-            known = _Fleet(model, self.prefillers, self.decoders, self._now, why_none)
+            known = _Fleet(model, self.prefillers, self.decoders, self._now, self._registry)
             if model is None or model in self._names:  # so that clients cannot make entries
                 self._fleets[model] = known
         return known
@@ -432,7 +430,7 @@ class Router:
             return [], self._with_room_alone(fleet)
         if not sound and self._alone:
             if mode is PrefillMode.NEEDED:
-                raise NoInstance(self._why_none("P"))
+                raise NoInstance(_why_none(self._registry, "P"))
             with suppress(AloneFull):
                 return [], self._with_room_alone(fleet)
         prefillers, decoders = fleet.pair
@@ -469,15 +467,15 @@ class Router:
     def _fleet(self, model: str | None, now: float, avoid: frozenset[Instance]) -> _Fleet:
         kept = self._kept(now)
         if not kept.decoders:
-            raise NoInstance(self._why_none("D"))
+            raise NoInstance(_why_none(self._registry, "D"))
         if avoid:
-            return _Fleet(model, kept.prefillers, kept.decoders, now, self._why_none, avoid)
-        return kept.fleet(model, self._why_none)
+            return _Fleet(model, kept.prefillers, kept.decoders, now, self._registry, avoid)
+        return kept.fleet(model)
 
     def missing(self, now: float) -> list[str]:
         """What is missing, in sentences; without a D nothing is served, without a P perhaps by D alone."""
         roles: tuple[Role, ...] = ("P", "D")
-        absent = [self._why_none(role) for role in roles if not self._registry.routable(role, now)]
+        absent = [_why_none(self._registry, role) for role in roles if not self._registry.routable(role, now)]
         return absent + self._misfits()
 
     def helped(self, now: float) -> bool:
@@ -492,19 +490,20 @@ class Router:
             for (role, names), count in sorted(counted.items())
         ]
 
-    def _why_none(self, role: Role) -> str:
-        known = self._registry.known(role)
-        out = {
-            "drained": sum(instance.drained for instance in known),
-            "paused by vLLM's /pause": sum(instance.paused and not instance.drained for instance in known),
-        }
-        unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
-        why = f"of {len(known)} registered, none has answered /health with 200 lately"
-        if not known:
-            why = "none has registered"
-        elif unused:
-            why = f"of {len(known)} registered, {unused}, and no other has answered /health lately"
-        return f"No {ROLE_NAMES[role]} instance is ready: {why}."
+
+def _why_none(registry: Registry, role: Role) -> str:
+    known = registry.known(role)
+    out = {
+        "drained": sum(instance.drained for instance in known),
+        "paused by vLLM's /pause": sum(instance.paused and not instance.drained for instance in known),
+    }
+    unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
+    why = f"of {len(known)} registered, none has answered /health with 200 lately"
+    if not known:
+        why = "none has registered"
+    elif unused:
+        why = f"of {len(known)} registered, {unused}, and no other has answered /health lately"
+    return f"No {ROLE_NAMES[role]} instance is ready: {why}."
 
 
 def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> str:
@@ -513,9 +512,10 @@ def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]
     found = [differences(p, d) for p in ps for d in ds if p.shares_model(d)]
     if not found:
         return "No prefill instance and decode instance that are ready serve the same model."
+    nearest = min(found, key=len)
     return (
         "No prefill instance that is ready fits a decode instance for this model: they differ in "
-        f"{' and '.join(fewest(found))}."
+        f"{' and '.join(nearest)}."
     )
 
 

@@ -6,33 +6,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Self
 
-from .bodies import Prompt
+from .bodies import PIECE_TOKENS, Prompt
 from .membership.instance import Instance
 from .placement import Placement
+from .settings import at_least, header, not_negative, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How instances are chosen.
+    """How instances are chosen, each given by an option. `POLICIES` in routing.py has the policies."""
 
-    Attributes:
-        prefill, decode: the policies for P and for D.
-        session_header: for consistent_hash: requests with the same value go to the same instance.
-        prefix_memory: for prefix_aware: pieces of prompts that are remembered for P's, and as many for D's.
-        skip_below: a prompt of fewer tokens goes to D alone, within the share for that; 0: none does. With
-            `prefix_aware` for D, tokens that D has been given before do not count.
-        placement: who decides whether one instance serves a request whole or two do: `auto`, predicted cost
-            (placement.py); `pair`, always two where there are two, each chosen by its policy.
-        pause_weight: for `auto`: what a second counts for which a prompt stops an answer.
-    """
-
-    prefill: str = "least_loaded"
-    decode: str = "least_loaded"
-    session_header: str = "X-Session-Id"
-    prefix_memory: int = 1 << 16
-    skip_below: int = 0
-    placement: Placement = "pair"
-    pause_weight: float = 0.1
+    # fmt: off
+    prefill: str = option("--prefill-policy", "least_loaded", str, "POLICY",
+        "how the prefill instance is chosen, see above")
+    decode: str = option("--decode-policy", "least_loaded", str, "POLICY",
+        "how the decode instance is chosen, see above")
+    placement: Placement = option("--placement", "pair", str, None,  # noqa: RUF009
+        "pair: the policies choose a prefill instance for each prompt and a decode instance for the answer; "
+        "auto: least predicted cost, and an instance of both roles may serve a request whole",
+        choices=("pair", "auto"))
+    pause_weight: float = option("--pause-weight", 0.1, not_negative, "N",
+        "for --placement auto: the cost of a second for which a prompt stops an answer, where a second of "
+        "waiting costs 1; the larger, the more prompts and answers are kept apart")
+    session_header: str = option("--session-header", "X-Session-Id", header, "NAME",
+        "for consistent_hash: the HTTP header that names a session; without it: least_loaded")
+    prefix_memory: int = option("--prefix-memory", 1 << 16, at_least(1), "N",
+        "for prefix_aware: how many pieces of prompts the proxy remembers for prefill and as many for decode "
+        f"instances: {PIECE_TOKENS} tokens each at a prompt's beginning, 512 beyond")
+    skip_below: int = option("--skip-prefill-below", 0, at_least(0), "TOKENS",
+        "a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
+        "--decode-policy prefix_aware only tokens new to it count; 0: none does")
+    # fmt: on
 
 
 @dataclass(frozen=True, eq=False)

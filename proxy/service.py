@@ -21,6 +21,7 @@ from .admission import Admission, RequestPlace
 from .attempt import Attempt, Dispatch, Means, Outcome
 from .blame import Again, CallEnd, Charge
 from .bodies import BadBody, Body, Intake, parse
+from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
 from .http import REQUEST_ID
@@ -29,8 +30,7 @@ from .membership import Membership
 from .membership.instance import Instance
 from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .models import ModelLists
-from .relay import STALL_SECONDS
-from .resume import Resumer
+from .relay import STALL_SECONDS, Relay
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .routing_base import Routing, RoutingRequest
@@ -46,7 +46,7 @@ _MOVE_SECONDS = 1.0
 
 @dataclass
 class Proxy:
-    """All that the handlers share.
+    """All that the handlers share. What of it is counted or held, see `Held`.
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
@@ -77,15 +77,14 @@ class Proxy:
         self.model_lists = ModelLists(self.session)
         self._retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
-        self._resumer = Resumer(self.session, self._retries, self.limits, self.counters, self.dispatch)
         self._means = Means(
             session=self.session,
             clock=self.clock,
+            limits=self.limits,
             counters=self.counters,
+            dispatch=self.dispatch,
             lingering=self.lingering,
             may_repeat=self._retries.spend,
-            first_token_seconds=self.limits.first_token_seconds,
-            event_seconds=self.limits.event_seconds,
         )
         self.exposition = Exposition(self.metrics, self)
 
@@ -123,7 +122,6 @@ class Proxy:
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
     ) -> web.StreamResponse:
-        """Attempts until one is the last."""
         record = request[RECORD]
         failed: frozenset[Instance] = frozenset()
         doubted: tuple[tuple[Instance, Charge], ...] = ()
@@ -133,24 +131,25 @@ class Proxy:
         while True:
             may_leave = partial(self._retries.may_leave, place, failed=failed, tries=tries)
             active.attempt = attempt = Attempt(
-                self._means, request, body, place, record, may_leave, may_resend, doubted, active.transcript
+                self._means, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
-            outcome = await attempt.run(self.dispatch)
+            outcome = await attempt.run()
             if attempt.relay is not None and attempt.relay.resumable:
-                return await self._resume(attempt, place, failed, active)
+                return await self._resume(attempt, failed, active)
             if outcome.ended is not None:
                 record.end(outcome.ended)
-            if outcome.again is Again.NO or self.active.stopping:
+            again = outcome.verdict.again
+            if again is Again.NO or self.active.stopping:
                 return outcome.response
-            if outcome.again is Again.SAME:
+            if again is Again.SAME:
                 # Under a new id neither side takes it for the one that was aborted.
                 may_resend = False
                 continue
             culprit = outcome.culprit
             assert culprit is not None
             failed |= {culprit}
-            doubted += ((culprit, outcome.charge),)
-            decides = outcome.again is Again.ALONE
+            doubted += ((culprit, outcome.verdict.charge),)
+            decides = again is Again.ALONE
             if decides and self.limits.alone and self.admission.stay_alone(place, failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
@@ -167,13 +166,13 @@ class Proxy:
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
 
     async def _resume(
-        self, attempt: Attempt, place: RequestPlace, failed: frozenset[Instance], active: ActiveRequest
+        self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest
     ) -> web.StreamResponse:
-        """The rest of a streamed answer that lost its decode instance."""
+        """The rest of a streamed answer that lost its decode instance, see continuation.py."""
         relay, record = attempt.relay, attempt.record
         assert relay is not None
         try:
-            relay = await self._resumer.finish(attempt, place, failed, partial(setattr, active, "attempt"))
+            relay = await self._go_on(attempt, failed, active)
         except asyncio.CancelledError:
             if not active.cut:
                 raise
@@ -184,6 +183,45 @@ class Proxy:
         elif not relay.complete:
             record.end("broken")
         return relay.response
+
+    async def _go_on(self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest) -> Relay:
+        """Brings an answer to its end by instances that have not failed, or with an error. Returns what
+        relayed the last of it."""
+        relay, transcript, place = attempt.relay, attempt.transcript, attempt.place
+        assert relay is not None and transcript is not None
+        tries, free = 0, False
+        while not transcript.finished:
+            failed |= {place.choice.decode}
+            if tries == self.limits.resumes or not await self._retries.resume(
+                place, failed, tries, free=free
+            ):
+                break
+            self.counters.resume_tries += 1
+            decode = place.choice.decode
+            if transcript.wanted.needs_context and not decode.context:
+                break
+            goes_on = Continuation(transcript, decode.context, attempt.continuation)
+            logger.info("request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before)
+            active.attempt = attempt = attempt.going_on(goes_on)
+            outcome = await attempt.run()
+            # It has computed nothing; several D's may have died together.
+            free = outcome.end is CallEnd.CLOSED
+            tries += not free
+            if attempt.relay is not None:
+                relay = attempt.relay
+                if not relay.resumable:
+                    self.counters.resumed += relay.complete
+                    return relay
+            elif outcome.culprit is not None and outcome.verdict.again is not Again.NO:
+                failed |= {outcome.culprit}
+            else:
+                break
+        if transcript.finished:
+            await relay.finish(ending(transcript))
+        else:
+            self.counters.not_resumed += 1
+            await relay.give_up()
+        return relay
 
     def _shed(self, attempt: Attempt, outcome: Outcome, record: RequestRecord) -> web.StreamResponse:
         """P has failed, and D may not take the request alone: because of its share, or it is gone, too."""
@@ -221,7 +259,6 @@ class Proxy:
                 attempt.move()
 
     def counted(self) -> dict[str, int]:
-        """What has been counted since the start, wherever it is counted."""
         return {
             **asdict(self.counters),
             "reconnected": self.session.reconnected,
@@ -229,7 +266,6 @@ class Proxy:
         }
 
     def instances(self) -> list[Instance]:
-        """The living ones."""
         return list(dict.fromkeys(self.registry.known("P") + self.registry.known("D")))
 
     def state_of(self, instance: Instance) -> str:
@@ -238,8 +274,6 @@ class Proxy:
         return instance.state(self.clock(), needed=needed)
 
     def prefill_work(self, instance: Instance) -> tuple[float, float] | None:
-        """Seconds of prompts that are queued there, and the share of its time that prompts take; None
-        without --placement auto, which learns them."""
         if self.routing.placement != "auto":
             return None
         engine, now = self.router.costs.of(instance), self.clock()
@@ -406,6 +440,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ProxyError as failure:
+        if failure.status == 503 and RECORD in request and not request[RECORD].tries:
+            request[RECORD].end("shed")
         response = error_response(failure.status, str(failure))
         if failure.last:
             response.force_close()
@@ -422,6 +458,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         if _begun.get() and request.transport is not None:
+            if RECORD in request:
+                request[RECORD].ended_with(500)
             # A second head in the middle of an answer would be taken for the rest of it.
             request.transport.abort()
             raise ConnectionResetError from None
@@ -460,19 +498,8 @@ def recording(
             response = await handler(request)
             record.ended_with(response.status)
             return response
-        except ProxyError as failure:
-            if failure.status == 503 and not record.tries:
-                record.end("shed")
-            record.ended_with(failure.status)
-            raise
-        except web.HTTPException as error:
-            record.ended_with(error.status)
-            raise
         except (asyncio.CancelledError, ConnectionError):
             record.end("left")
-            raise
-        except Exception:
-            record.ended_with(500)
             raise
         finally:
             record.count()

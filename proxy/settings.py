@@ -15,10 +15,13 @@ import difflib
 import logging
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PREFIX = "P2PKV_PROXY_"
 FILE_OPTION = "--config"
@@ -133,3 +136,109 @@ def _as_arguments(
         if action.choices is not None and read not in action.choices:
             wrong(f"{each!r} is none of {', '.join(map(str, action.choices))}")
     return [f"--{name}={each}" for each in values]
+
+
+# Their declaration.
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        default: False for a flag, and a list for one that may be repeated.
+        read: makes its value of a text, or raises ArgumentTypeError.
+        unit: stands for the value in --help.
+        what: it means, for --help.
+        choices: all that it may be; None for anything that can be read.
+    """
+
+    name: str
+    default: Any
+    read: Callable[[str], Any] = str
+    unit: str | None = None
+    what: str = ""
+    choices: Collection[str] | None = None
+
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        if self.default is False:
+            group.add_argument(self.name, action="store_true", help=self.what)
+            return
+        several = isinstance(self.default, list)
+        form = "g" if isinstance(self.default, float) else "s"
+        shown = "" if several or self.default in (None, "") else f" (default: %(default){form})"
+        group.add_argument(
+            self.name,
+            action="append" if several else "store",
+            type=self.read,
+            default=self.default,
+            metavar=self.unit,
+            choices=self.choices,
+            help=self.what + shown,
+        )
+
+
+def option(name: str, default: Any, *more: Any, factor: int = 1, **others: Any) -> Any:
+    """A field of a dataclass, and the Option that gives it; `factor`: by which its value is multiplied."""
+    known = {"option": Option(name, default, *more, **others), "factor": factor}
+    return field(default=default if factor == 1 else default * factor, metadata=known)
+
+
+def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Collection[str]) -> None:
+    """The options of this dataclass; `choices`: of fields whose options do not name them."""
+    for each in fields(kind):
+        if known := each.metadata.get("option"):
+            replace(known, choices=choices.get(each.name, known.choices)).add_to(group)
+
+
+def made(kind: type[T], arguments: argparse.Namespace) -> T:
+    """One with the fields that were given."""
+    given = {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        if known := each.metadata.get("option"):
+            value = getattr(arguments, known.name.removeprefix("--").replace("-", "_"))
+            given[each.name] = value if each.metadata["factor"] == 1 else value * each.metadata["factor"]
+    return kind(**given)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def header(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of an HTTP header, such as X-Session-Id")
+    return text
+
+
+def seconds(text: str) -> float:
+    return not_negative(text, "number of seconds")
+
+
+def not_negative(text: str, what: str = "number") -> float:
+    number = _float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what} of at least 0")
+    return number
+
+
+def share(text: str) -> float:
+    share = _float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
+        )
+    return share
+
+
+def _float(text: str) -> float:
+    """Below zero for what is no number, as no option may be."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

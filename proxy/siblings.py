@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +69,6 @@ async def answering(socket: Path, parts: Parts) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
-@dataclass(frozen=True)
-class Together:
-    """The answers of workers.
-
-    Attributes:
-        parts: of each that has answered; the first is of the worker that has asked.
-        complete: all have.
-    """
-
-    parts: list[Any]
-    complete: bool = True
-
-
 class Siblings:
     """All workers, or the only one.
 
@@ -97,22 +83,18 @@ class Siblings:
         self._counted: dict[int, list[Family]] = {}
         """What each of them has counted, by its last answer."""
 
-    async def ask(self, what: str, about: Any = None) -> Together:
-        """Each worker's answer. One that does not answer in time is missing: frozen, or starting."""
-        answers = dict(
-            zip(
-                self._others,
-                await asyncio.gather(*(self._ask(each, what, about) for each in self._others)),
-                strict=True,
-            )
-        )
+    async def ask(self, what: str, about: Any = None) -> tuple[list[Any], bool]:
+        """The answers of all workers, the first of them this one's, and whether they are complete. One that
+        does not answer in time is missing: frozen, or starting."""
+        found = await asyncio.gather(*(self._ask(each, what, about) for each in self._others))
+        answers = dict(zip(self._others, found, strict=True))
         there = {number: part for number, part in answers.items() if part is not None}
         parts = [self._parts[what](about), *there.values()]
         if what == "metrics":
             # What has only grown since: without it the sums would fall, which Prometheus takes for a restart.
             self._counted |= {number: growing(part) for number, part in there.items()}
             parts += [self._counted[each] for each in answers if each not in there and each in self._counted]
-        return Together(parts, complete=len(there) == len(answers))
+        return parts, len(there) == len(answers)
 
     async def _ask(self, number: int, what: str, about: Any) -> Any:
         try:

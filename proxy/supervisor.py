@@ -179,7 +179,6 @@ class Pings:
         """By connection and instance."""
 
     def take(self, ping: Ping, source: PingSource) -> None:
-        """One ping."""
         serial, key = next(self._serials), (ping.type, ping.http_address, ping.dp_rank)
         number = self._numbers.get(source, serial)
         before = self._latest.get(number, {}).get(key)
@@ -264,7 +263,8 @@ class Supervisor:
         """Until all workers serve, or are to `stop`. Raises WorkerFailed."""
         keeping = [asyncio.create_task(self._keep(each)) for each in self.workers]
         self._tasks = [*keeping, asyncio.create_task(self._update_all())]
-        waits = [asyncio.create_task(each) for each in (self._until_all_serve(), stop.wait())]
+        all_serve = asyncio.gather(*(each.served.wait() for each in self.workers))
+        waits: list[asyncio.Future[Any]] = [all_serve, asyncio.create_task(stop.wait())]
         try:
             await asyncio.wait([*waits, *keeping], return_when=asyncio.FIRST_COMPLETED)
             for each in keeping:
@@ -272,10 +272,6 @@ class Supervisor:
                     each.result()
         finally:
             await end(waits)
-
-    async def _until_all_serve(self) -> None:
-        for each in self.workers:
-            await each.served.wait()
 
     async def _keep(self, worker: _Child) -> None:
         """Starts a worker again and again. Raises WorkerFailed if it has never served."""
@@ -320,7 +316,7 @@ class Supervisor:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
     async def _update_all(self) -> None:
-        """Sends the workers what they have to know, until cancelled."""
+        """Until cancelled."""
         while True:
             self._news.clear()
             there = [each for each in self.workers if each.process is not None]
@@ -363,8 +359,9 @@ class Supervisor:
         for each in self._port:
             each.close()
         self._news.set()
-        ending = asyncio.create_task(self._until_all_ended())
-        hurrying = asyncio.create_task(hurry.wait())
+        keeping = self._tasks[: len(self.workers)]
+        ending: asyncio.Future[Any] = asyncio.gather(*keeping, return_exceptions=True)
+        hurrying: asyncio.Future[Any] = asyncio.create_task(hurry.wait())
         await asyncio.wait([ending, hurrying], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         self._hurry = True
         self._news.set()
@@ -373,7 +370,3 @@ class Supervisor:
             if worker.process is not None and worker.process.is_alive():
                 worker.process.kill()
         await end([ending, hurrying, *self._tasks])
-
-    async def _until_all_ended(self) -> None:
-        keeping = self._tasks[: len(self.workers)]
-        await asyncio.gather(*keeping, return_exceptions=True)

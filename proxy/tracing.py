@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .http import Headers
@@ -82,10 +83,10 @@ class Spans:
         self._provider.shutdown()
 
 
+@dataclass(frozen=True)
 class _Request(RequestSpan):
-    def __init__(self, spans: Spans, span: Any) -> None:
-        self._spans = spans
-        self._span = span
+    _spans: Spans
+    _span: Any
 
     def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
         return self._spans.child(self._span, instance, role, headers)
@@ -100,10 +101,10 @@ class _Request(RequestSpan):
         self._span.end()
 
 
+@dataclass(frozen=True)
 class _Call(CallSpan):
-    def __init__(self, trace: Any, span: Any) -> None:
-        self._trace = trace
-        self._span = span
+    _trace: Any
+    _span: Any
 
     def end(self, failed: str = "") -> None:
         if not self._span.is_recording():

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from .answers import is_servers_error
 from .bodies import Body, Fields
+from .upstream import is_servers_error
 
 _decoder = msgspec.json.Decoder(Fields)
 _DATA = b"data:"
@@ -215,22 +215,6 @@ class ResumePoint(NamedTuple):
     offset: int
 
 
-class Beyond(NamedTuple):
-    """What has come of an answer after its resume point.
-
-    Attributes:
-        tokens: of the answer, up to the point.
-        offset: see ResumePoint.
-        ids: tokens.
-        chars: characters of text, without those that are kept back.
-    """
-
-    tokens: int
-    offset: int
-    ids: list[int]
-    chars: int
-
-
 class EventPattern(NamedTuple):
     """What is around the text and the token id in nearly all events of one answer.
 
@@ -384,7 +368,6 @@ class Transcript:
         self._coming.clear()
 
     def _passed(self, event: bytes) -> bytes:
-        """One event."""
         at = event.find(_IDS)
         if at < 0:
             return self.without_tokens(event)
@@ -403,7 +386,6 @@ class Transcript:
         return _without_prompt(event) if first else event
 
     def _note(self, event: bytes, ids: bytes) -> None:
-        """An event with tokens."""
         choice = _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
         offset = 0
         if self.wanted.shows_tokens and not self.wanted.chat:
@@ -468,15 +450,19 @@ class Transcript:
         if self.bytes_held > self.memory.most_each or self.memory.held > self.memory.most:
             self.drop()
 
-    def rewind(self) -> Beyond:
-        """Goes back to the resume point, where another instance goes on; all its events are decoded."""
+    def rewind(self) -> tuple[int, int, list[int], int]:
+        """Goes back to the resume point, where another instance goes on; all its events are decoded.
+
+        Returns the answer's tokens up to the point and the point's offset; and of what the client has beyond
+        it, the ids and the characters of text, without those that are kept back.
+        """
         ids = [int(each) for each in bytes(self._ids[self._safe : -1]).split(b",") if each]
         chars = self._chars - self._safe_chars
         del self._ids[self._safe :]
         self._chars, self._rest, self.failed, self._plain = self._safe_chars, b"", b"", False
         self._pattern = None
         self._coming.clear()
-        return Beyond(self.tokens, self._safe_offset, ids, chars)
+        return self.tokens, self._safe_offset, ids, chars
 
     @property
     def all_ids(self) -> bytes:

@@ -1,4 +1,4 @@
-"""One request to one instance, which can be ended at any moment."""
+"""One request to one instance, which can be ended at any moment, and what its answer shows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
 import msgspec
 from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractStreamWriter
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDictProxy
 
-from .answers import STOPPED, gave_up, gave_up_early, is_servers_error
 from .blame import CallEnd
-from .bodies import Content
-from .http import CLIENT_ID, REPLICA, REQUEST_ID, Headers
+from .bodies import Content, Fields
+from .http import Headers
 from .membership.instance import Instance, Loss
 from .membership.prober import is_ours
 
@@ -61,7 +60,7 @@ class Client:
     it is used again. That is no failure of the instance: the request goes once more, over a new connection.
 
     Attributes:
-        kept: makes and keeps connections.
+        kept: makes and keeps connections. Its `get` tries once more by itself.
         reconnected: how many requests went once more.
     """
 
@@ -79,32 +78,24 @@ class Client:
         await self.kept.close()
         await self._fresh.close()
 
-    def get(self, url: str, **options: Any) -> Any:
-        """As aiohttp's own methods, which try once more by themselves."""
-        return self.kept.get(url, **options)
-
     async def post(
         self, url: str, body: Content, headers: Headers, may_repeat: Callable[[], bool] = lambda: True
     ) -> aiohttp.ClientResponse:
         """The head of the answer; `may_repeat` is asked before the request goes once more. Raises
         aiohttp.ClientError or OSError."""
-        was, began = _Was(), time.monotonic()
+        reused: list[bool] = []  # not empty if its connection was idle until now
+        began = time.monotonic()
         try:
             return await self.kept.post(
-                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=was
+                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=reused
             )
         except (aiohttp.ClientError, OSError) as error:
             at_once = time.monotonic() - began <= _REPEAT_SECONDS
-            if not (was.idle and at_once and _closed_unanswered(error) and may_repeat()):
+            if not (reused and at_once and _closed_unanswered(error) and may_repeat()):
                 raise
             logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
         self.reconnected += 1
         return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
-
-    @property
-    def open(self) -> int:
-        """Connections on which something is under way."""
-        return sum(len(each.connector._acquired) for each in (self.kept, self._fresh) if each.connector)
 
 
 # Up to this size a body is sent as one piece, together with the request's head.
@@ -137,16 +128,9 @@ def _payload(body: Content) -> bytes | _Streamed:
     return bytes(body) if body.size <= _ONE_PIECE_BYTES else _Streamed(body)
 
 
-@dataclass
-class _Was:
-    """What one request learns of its connection: whether it was idle until now."""
-
-    idle: bool = False
-
-
 async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConnectionReuseconnParams) -> None:
-    if isinstance(context.trace_request_ctx, _Was):
-        context.trace_request_ctx.idle = True
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.append(True)
 
 
 def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
@@ -193,6 +177,18 @@ class Reply:
     def ok(self) -> bool:
         return 200 <= self.status < 300
 
+    @property
+    def error_message(self) -> str:
+        """Of an error in OpenAI's form, or in FastAPI's; "" if there is none."""
+        fields = _decoded(self.body)
+        return _text(_get(fields, "error"), "message") or _text(fields, "detail")
+
+    @property
+    def kv_transfer_params(self) -> Fields | None:
+        """Those in P's answer, for D; None if it has none, or is not JSON."""
+        params = _get(_decoded(self.body), "kv_transfer_params")
+        return params if isinstance(params, dict) else None
+
 
 class CallFailed(Exception):
     """A call ended without a success. The message is for the client; the log has the details.
@@ -210,7 +206,7 @@ class CallFailed(Exception):
         self.detail = detail
 
 
-def refused(reply: Reply) -> CallFailed:
+def _refused(reply: Reply) -> CallFailed:
     """For an answer that is no success."""
     end = CallEnd.ERROR
     if 400 <= reply.status < 500:
@@ -228,48 +224,37 @@ _LOST: dict[Loss, tuple[CallEnd, str]] = {
 }
 
 
+@dataclass(eq=False)
 class Call:
     """One POST to one instance. `close` aborts it, by closing the connection.
 
-    Args:
+    Attributes:
+        tokens: of the prompt, that the instance computes while this call is open; 0 if it is no P.
         may_repeat: asked before the request goes once more, over another connection.
         may_leave: asked each second once the instance pings no more although its /health answers: whether the
             request has anywhere else to go.
-
-    Attributes:
-        instance: who is asked.
-        tokens: of the prompt, that it computes while this call is open; 0 if it is no P.
         begun: the answer has begun.
     """
 
-    def __init__(
-        self,
-        session: Client,
-        instance: Instance,
-        path: str,
-        tokens: int = 0,
-        *,
-        may_repeat: Callable[[], bool] = lambda: True,
-        may_leave: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.instance = instance
-        self.tokens = tokens
-        self.begun = False
-        self._session = session
-        self._path = path
-        self._may_repeat = may_repeat
-        self._may_leave = may_leave
-        self._received = -1
-        self._moved = 0.0
-        self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
-        self._response: aiohttp.ClientResponse | None = None
-        self._lost: Loss | None = None
-        self._cleanup = ExitStack()
+    session: Client
+    instance: Instance
+    path: str
+    tokens: int = 0
+    may_repeat: Callable[[], bool] = lambda: True
+    may_leave: Callable[[], bool] = lambda: False
+    begun: bool = False
+    _received: int = -1
+    _moved: float = 0.0
+    _asking: asyncio.Task[aiohttp.ClientResponse] | None = None
+    _response: aiohttp.ClientResponse | None = None
+    _lost: Loss | None = None
+    _cleanup: ExitStack = field(default_factory=ExitStack)
 
     async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
-        """Sends the request and waits for the answer's head. Raises CallFailed."""
+        """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
-        self._asking = asyncio.create_task(self._ask(body, headers))
+        url = self.instance.url + self.path
+        self._asking = asyncio.create_task(self.session.post(url, body, headers, self.may_repeat))
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
@@ -284,10 +269,9 @@ class Call:
             raise CallFailed(end, "could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
+        if not 200 <= self._response.status < 300:
+            raise _refused(await self.rest(self._response))
         return self._response
-
-    async def _ask(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
-        return await self._session.post(self.instance.url + self._path, body, headers, self._may_repeat)
 
     def lose(self, loss: Loss) -> None:
         """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
@@ -306,7 +290,7 @@ class Call:
     def _stuck(self) -> bool:
         """Whether an instance that hangs keeps this call waiting for no good."""
         if not self.begun:
-            return self.instance.vouches or self._may_leave()
+            return self.instance.vouches or self.may_leave()
         if not self.instance.vouches:
             return False
         # By what earlier calls have seen: whether more of the answer has come in the last seconds.
@@ -319,8 +303,8 @@ class Call:
     async def whole(self, body: Content, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, also if it is no success."""
         reply = await self.rest(await self.open(body, headers))
-        if not reply.ok:
-            raise refused(reply)
+        if gave_up(self.path, reply.body):
+            raise CallFailed(CallEnd.ABORTED, STOPPED)
         return reply
 
     async def rest(self, response: aiohttp.ClientResponse) -> Reply:
@@ -332,12 +316,25 @@ class Call:
             raise
 
     async def first_event(self, response: aiohttp.ClientResponse) -> bytes:
-        """The start of a successful answer, see the function. Raises CallFailed."""
+        """The start of a successful answer, as far as it proves that generation has begun: in an event stream
+        everything up to the first event with content, else all of it, or its first MiB. Raises CallFailed if
+        there is none."""
+        streamed = response.content_type == EVENT_STREAM
+        most = _MAX_FIRST_BYTES if streamed else _MAX_HELD_BYTES
+        head, event = b"", None
         try:
-            head = await first_event(response, self._path)
-        except CallFailed:
+            while chunk := await response.content.readany():
+                head += chunk
+                if (streamed and (event := first_content(head)) is not None) or len(head) > most:
+                    break
+        except (aiohttp.ClientError, OSError) as error:
             self._check_lost()
-            raise
+            what = "first token" if streamed else "answer was complete"
+            raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
+        failure = _failure(self.path, response, head, event)
+        if failure is not None:
+            self._check_lost()
+            raise failure
         self.begun = True
         return head
 
@@ -381,122 +378,60 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
 
 
-async def first_event(response: aiohttp.ClientResponse, path: str) -> bytes:
-    """The start of a successful answer at this endpoint, as far as it proves that generation has begun: in an
-    event stream everything up to the first event with content, else all of it, or its first MiB.
-    Raises CallFailed if there is none."""
-    streamed = response.content_type == EVENT_STREAM
-    most = _MAX_FIRST_BYTES if streamed else _MAX_HELD_BYTES
-    head = b""
-    try:
-        while chunk := await response.content.readany():
-            head += chunk
-            if (streamed and first_event_came(head)) or len(head) > most:
-                break
-        else:
-            if streamed or not head:
-                raise CallFailed(CallEnd.BROKEN, "ended its answer without a token")
-    except (aiohttp.ClientError, OSError) as error:
-        what = "first token" if streamed else "answer was complete"
-        raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
-    whole = not streamed and response.content.at_eof()
-    if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed):
-        raise CallFailed(CallEnd.ABORTED, STOPPED)
-    if streamed and first_event_ends(head):
-        raise CallFailed(CallEnd.ABORTED, STOPPED)
-    if streamed and first_event_failed(head):
-        detail = first_event_message(head)
-        raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
-    return head
+def _failure(path: str, response: aiohttp.ClientResponse, head: bytes, event: Any) -> CallFailed | None:
+    """What the start of an answer shows that is no success; None if it is one.
 
-
-# The headers of requests and answers.
-
-_HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
-# Headers with which vLLM's caller controls it (all that vLLM 0.32 reads in `entrypoints/`). That caller is
-# the proxy: it alone chooses what names a replica or a transfer, and the load of one instance is none of a
-# client's concerns. A client's priority stands in its body, where vLLM reads it, too. Two others go through:
-# Authorization, and X-Session-ID, which only names a session in vLLM's cache events.
-_CONTROLS = {REQUEST_ID.lower(), REPLICA.lower(), "x-vllm-priority", "endpoint-load-metrics-format"}
-# The proxy writes each body anew.
-_NOT_TO_INSTANCE = _CONTROLS | {
-    "host", "content-length", "content-type", "content-encoding", "accept-encoding", "expect",
-}  # fmt: skip
-
-
-def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: str) -> Headers:
-    """The client's end-to-end headers, with the id that this proxy has chosen."""
-    headers = end_to_end(client, _NOT_TO_INSTANCE)
-    headers[REQUEST_ID] = request_id
-    # Anthropic's clients show their key so, and vLLM looks for it in the other header only.
-    if (key := headers.get("X-Api-Key")) and "Authorization" not in headers:
-        headers["Authorization"] = f"Bearer {key}"
-    if theirs := client.get(REQUEST_ID):
-        headers.setdefault(CLIENT_ID, theirs)
-    headers["Content-Type"] = "application/json"
-    # Ids are rewritten in the answer, so it must come as it is.
-    headers["Accept-Encoding"] = "identity"
-    if instance.replica is not None:
-        headers[REPLICA] = str(instance.replica)
-    return headers
-
-
-def end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:
-    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
-    dropped = _HOP_BY_HOP | others | named
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    Args:
+        event: the first one of a stream that has content; None if there is none.
+    """
+    streamed, ended = response.content_type == EVENT_STREAM, response.content.at_eof()
+    whole = not streamed and ended
+    if (streamed and ended and event is None) or not head:
+        return CallFailed(CallEnd.BROKEN, "ended its answer without a token")
+    if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed) or _ends(event):
+        return CallFailed(CallEnd.ABORTED, STOPPED)
+    if is_servers_error(event):
+        detail = _text(_get(event, "error"), "message")
+        return CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
+    return None
 
 
 # The first event of a stream: vLLM has sent the head of its answer, a success, before it knows whether it can
 # generate anything.
 
 
-def first_event_came(head: bytes) -> bool:
-    """Whether there is a whole event with more than the role of the speaker."""
-    return _first_event(head) is not None
-
-
-def first_event_failed(head: bytes) -> bool:
-    """Whether that event is an error, and the server's own."""
-    return is_servers_error(_first_event(head))
-
-
-def first_event_ends(head: bytes) -> bool:
-    """Whether that event is the end, or the usage before it: vLLM sends nothing else of an answer that it
-    gives up before the first token."""
-    event = _first_event(head)
-    if isinstance(event, dict):
-        return event.get("choices") == []
-    return isinstance(event, bytes) and event.strip() == b"[DONE]"
-
-
-def first_event_message(head: bytes) -> str:
-    """The message of the error that it is; "" if it has none."""
-    event = _first_event(head)
-    error = event.get("error") if isinstance(event, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
-    return message if isinstance(message, str) else ""
-
-
-def _first_event(head: bytes) -> Any:
-    """The first event with content, decoded; None while there is none."""
+def first_content(head: bytes) -> Any:
+    """The first whole event with more than the role of the speaker, decoded; None while there is none."""
     *lines, _ = head.split(b"\n")
     for line in lines:
-        if line.startswith(b"data:"):
-            event = _decoded(line.removeprefix(b"data:"))
+        if line.startswith(_DATA):
+            event = _decoded(line.removeprefix(_DATA))
             if not _announces(event):
                 return event
     return None
+
+
+def is_servers_error(event: Any) -> bool:
+    """Whether a stream's event is an error that is not the client's."""
+    error = _get(event, "error")
+    code = _get(error, "code")
+    return isinstance(error, dict) and not (isinstance(code, int) and 400 <= code < 500)
+
+
+def _ends(event: Any) -> bool:
+    """Whether this is the end, or the usage before it: vLLM sends nothing else of an answer that it gives up
+    before the first token."""
+    return _get(event, "choices") == [] or (isinstance(event, bytes) and event.strip() == b"[DONE]")
+
+
+def _get(value: Any, name: str) -> Any:
+    """A field of what may be no object."""
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _text(value: Any, name: str) -> str:
+    found = _get(value, name)
+    return found if isinstance(found, str) else ""
 
 
 def _decoded(data: bytes) -> Any:
@@ -508,29 +443,120 @@ def _decoded(data: bytes) -> Any:
 
 
 # What /v1/responses and /v1/messages send before anything is generated, or together with it.
-_ANNOUNCEMENTS = frozenset(
-    {
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-        "message_start",
-        "content_block_start",
-        "ping",
-    }
-)
+_ANNOUNCEMENTS = {
+    "response.created", "response.queued", "response.in_progress", "message_start", "content_block_start",
+    "ping",
+}  # fmt: skip
 
 
 def _announces(event: Any) -> bool:
     """Whether all that it has is the role of the speaker, as a chat's first event, or it only opens the
     answer."""
-    if isinstance(event, dict) and event.get("type") in _ANNOUNCEMENTS:
+    if _text(event, "type") in _ANNOUNCEMENTS:
         return True
-    choices = event.get("choices") if isinstance(event, dict) else None
+    choices = _get(event, "choices")
     return isinstance(choices, list) and bool(choices) and all(_is_empty(each) for each in choices)
 
 
 def _is_empty(choice: Any) -> bool:
-    delta = choice.get("delta") if isinstance(choice, dict) else None
+    delta = _get(choice, "delta")
     if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") is not None:
         return False
     return not any(value for name, value in delta.items() if name != "role")
+
+
+# Answers that were given up. A vLLM that is stopped (SIGTERM) ends the requests that it works on with
+# status 200 and the tokens that it has. An aborted request ends so, too, but then its client has left. What
+# vLLM 0.32 writes then:
+#
+# /v1/completions, /v1/chat/completions: "abort" as the `finish_reason` of a choice, streamed or not.
+# /v1/messages: a message, or in a stream its `message_delta`, without a `stop_reason`; every answer that is
+#     complete has one.
+# /v1/responses: status "cancelled" for models with a Harmony template. For other models only the count of
+#     tokens shows it: an answer without any was given up. One that was given up later looks complete.
+#
+# An answer can repeat what its client has sent (metadata, tools, a tool's input). So each of these is read
+# from the JSON, in its place.
+
+STOPPED = "was stopped before its answer was complete"
+"""The words of an error about an instance that gave an answer up."""
+
+
+class _Part(msgspec.Struct):
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    output_tokens: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    """What shows in a whole answer, or in an event, of any endpoint that it was given up."""
+
+    type: str = ""
+    object: str = ""
+    status: str | None = None
+    stop_reason: str | None = None
+    choices: list[_Part] = []
+    delta: _Part | None = None
+    usage: _Part | None = None
+    response: _Answer | None = None
+
+    @property
+    def given_up(self) -> bool:
+        match self.type, self.object:
+            case "message", _:
+                return self.stop_reason is None
+            case "message_delta", _:
+                return self.delta is not None and self.delta.stop_reason is None
+            case "response.completed", _:
+                return self.response is not None and self.response.given_up
+            case _, "response":
+                unbegun = self.usage is not None and self.usage.output_tokens == 0
+                return unbegun or self.status == "cancelled"
+        return any(choice.finish_reason == "abort" for choice in self.choices)
+
+
+_answer = msgspec.json.Decoder(_Answer)
+ABORT = b'"abort"'
+ABORTED = b'"finish_reason":"abort"'
+# Bytes without which a whole answer, and an event, was not given up, so that others are not decoded.
+SIGNS: dict[str, tuple[bytes, bytes]] = {
+    "/v1/completions": (ABORT, ABORT),
+    "/v1/chat/completions": (ABORT, ABORT),
+    "/v1/messages": (b"", b'"message_delta"'),
+    "/v1/responses": (b"", b'"response.completed"'),
+}
+NO_SIGNS: tuple[None, None] = (None, None)
+_DATA = b"data:"
+EVENT_END = b"\n\n"
+
+
+def gave_up(path: str, body: bytes) -> bool:
+    """Whether the instance has given a whole answer up that is no stream."""
+    sign, _ = SIGNS.get(path, NO_SIGNS)
+    return sign is not None and sign in body and _given_up(body)
+
+
+def gave_up_early(path: str, head: bytes, *, streamed: bool) -> bool:
+    """Whether the start of an answer, which goes on, shows that."""
+    _, sign = SIGNS.get(path, NO_SIGNS)
+    if streamed and sign is not None:
+        return first_given_up(head.rpartition(EVENT_END)[0], sign) is not None
+    return sign is ABORT and ABORTED in head
+
+
+def _given_up(data: bytes) -> bool:
+    try:
+        return _answer.decode(data).given_up
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return False
+
+
+def first_given_up(events: bytes, sign: bytes) -> int | None:
+    """Where the first event begins that gives up, in events that are complete; None if none does."""
+    at = 0
+    for event in events.split(EVENT_END):
+        lines = event.split(b"\n") if sign in event else []
+        if any(_given_up(line.removeprefix(_DATA)) for line in lines if line.startswith(_DATA)):
+            return at
+        at += len(event) + len(EVENT_END)
+    return None

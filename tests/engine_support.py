@@ -49,7 +49,7 @@ class _Deed:
 
 def soon_on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
     """Have the engine's thread do this, since sockets and links are its own; returns at once."""
-    rank.core.table.commands[_Deed] = lambda deed, now: deed.act()
+    rank.core.table.commands[_Deed] = [lambda deed, now: deed.act()]
     rank.do(_Deed(act))  # type: ignore[arg-type]
 
 

@@ -94,7 +94,7 @@ PRODUCT = (
     ),
     Mutant(
         "over CUDA IPC slots come back while a P that D has aborted may write there",
-        "p2pkv/links/ipc_ends.py:IpcInbound.close",
+        "p2pkv/links/ipc_ends.py:IpcInbound._free",
         "awaited = self._line if self._posted and not self._left else None",
         "awaited = None",
         ("tests/links/test_ipc.py", "tests/links/test_ipc_processes.py"),
@@ -227,7 +227,7 @@ PRODUCT = (
     ),
     Mutant(
         "the proxy sends no X-data-parallel-rank",
-        "proxy/upstream.py:to_instance",
+        "proxy/relay.py:to_instance",
         "if instance.replica is not None:",
         "if False:",
         ("tests/proxy/test_data_parallel.py",),
@@ -242,7 +242,7 @@ PRODUCT = (
     Mutant(
         "a request that D never admits waits without end (K3)",
         "p2pkv/protocol/receiver.py:Receiver._bound",
-        "return None if self.ahead or self._idle else self.waits_since + self.wait",
+        "return None if self.ahead or self._idle else self.waits_since + self.bounds.wait",
         "return None",
         ("tests/virtual/test_engine_cores.py",),
     ),
@@ -332,9 +332,9 @@ PRODUCT = (
     ),
     Mutant(
         "a key that goes in both directions is forgotten in both at once",
-        "p2pkv/engine/roles.py:PrefillRole._forget",
-        'if command.role != "D":',
-        "if True:",
+        "p2pkv/engine/prefill.py:Prefill.forget",
+        'if command.role == "D":',
+        "if False:",
         ("tests/virtual/test_both_roles.py",),
     ),
     Mutant(
@@ -943,23 +943,23 @@ PRODUCT = (
     ),
     Mutant(
         "an answer was given up if the bytes that say so are anywhere in it",
-        "proxy/answers.py:gave_up",
-        "return shape is not None and sign in body and _given_up(body, shape)",
+        "proxy/upstream.py:gave_up",
+        "return sign is not None and sign in body and _given_up(body)",
         "return b'\"finish_reason\":\"abort\"' in body",
         ("tests/proxy/test_given_up.py::test_an_answer_that_repeats_its_request_pauses_no_instance",),
     ),
     Mutant(
         "an event gives up if the bytes that say so are anywhere in it",
-        "proxy/answers.py:GivenUpFilter._first_given_up",
-        "if any(_given_up(line[len(_DATA) :], self._shape) for line in lines if line.startswith(_DATA)):",
+        "proxy/upstream.py:first_given_up",
+        "if any(_given_up(line.removeprefix(_DATA)) for line in lines if line.startswith(_DATA)):",
         "if lines:",
         ("tests/proxy/test_given_up.py::test_what_does_not_give_up_passes_as_it_is",),
     ),
     Mutant(
         "a message that was given up passes for a whole one",
-        "proxy/answers.py:_Message.given_up",
-        'return self.type == "message" and self.stop_reason is None',
-        "return False",
+        "proxy/upstream.py:_Answer.given_up",
+        'case "message", _:',
+        'case "no message", _:',
         ("tests/proxy/test_vllm_answers.py::test_messages",),
     ),
     Mutant(
@@ -1154,7 +1154,7 @@ PRODUCT = (
     Mutant(
         "a request at a hung D fails although there is no other",
         "proxy/upstream.py:Call._stuck",
-        "self.instance.vouches or self._may_leave()",
+        "self.instance.vouches or self.may_leave()",
         "True",
         ("tests/proxy/test_hung.py::test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go",),
     ),
@@ -1202,7 +1202,7 @@ PRODUCT = (
     ),
     Mutant(
         "the proxy's own lack of sockets makes a listed instance unready",
-        "proxy/membership/listed.py:ListedInstances._look",
+        "proxy/membership/listed.py:ListedWatch._look",
         "            if is_ours(error):\n",
         "            if False:\n",
         ("tests/proxy/test_listed.py::test_what_the_proxy_lacks_makes_no_listed_instance_unready",),
@@ -1217,8 +1217,8 @@ PRODUCT = (
     Mutant(
         "the models of a D that does not answer are forgotten",
         "proxy/models.py:ModelLists.merged",
-        "                    self._latest[instance] = models\n",
-        "                    pass\n",
+        "            self._latest.update(found)\n",
+        "            pass\n",
         ("tests/proxy/test_models.py",),
     ),
     Mutant(
@@ -1238,8 +1238,8 @@ PRODUCT = (
     Mutant(
         "a P that stops breaks a stream of several prompts",
         "proxy/attempt.py:_interrupt",
-        "    if prefilled.fails:\n        relay",
-        "    if prefilled.error is not None:\n        relay",
+        "    if verdict.again is not Again.GOES_ON:\n        relay",
+        "    if isinstance(ended, CallFailed):\n        relay",
         ("tests/proxy/test_blame.py::test_a_p_that_stops_breaks_no_stream_of_several_prompts",),
     ),
     Mutant(
@@ -1429,9 +1429,9 @@ PRODUCT = (
     ),
     Mutant(
         "a listed instance whose rank was known once is not asked again",
-        "proxy/membership/listed.py:ListedInstances._down",
-        "        watched.source.answers = watched.source.pinged = watched.learnt = False\n",
-        "        watched.source.answers = watched.source.pinged = False\n",
+        "proxy/membership/listed.py:ListedWatch._down",
+        "        self._source.answers = self._source.pinged = self._learnt = False\n",
+        "        self._source.answers = self._source.pinged = False\n",
         ("tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again",),
     ),
     Mutant(

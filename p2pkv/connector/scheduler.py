@@ -375,8 +375,6 @@ class Asking:
     """Of each rank to which P has offered it, the generation in the offer; see `commands.Begun`."""
     failure: str = ""
     """Why nothing comes from P; see `ConsumerScheduler.fail`."""
-    siblings: list[str] = field(default_factory=list)
-    """Further children of n, by request id, which wait until this one is settled."""
     stale: bool = False
     """The load began before D's weights changed, so that it has to end as failed."""
 
@@ -404,6 +402,9 @@ class ConsumerScheduler(Half):
         """The first request of each key, by request id."""
         self._owners: dict[str, str] = {}
         self._siblings: dict[str, str] = {}
+        """The key of each further child of n, which waits until the first is settled."""
+        self._children: dict[str, set[str]] = {}
+        """The same, by key: a retry with this key may come between the first child's end and theirs."""
         self.undecided: set[str] = set()
         """Ids of the requests for which the answer to `matched` was, and still is, "ask again"."""
         self.decided: Callable[[set[str]], None] = lambda request_ids: None
@@ -425,7 +426,7 @@ class ConsumerScheduler(Half):
             return
         if paired.key in self._owners:
             self._siblings[request.request_id] = paired.key
-            self.asking[self._owners[paired.key]].siblings.append(request.request_id)
+            self._children.setdefault(paired.key, set()).add(request.request_id)
             return
         self._owners[paired.key] = request.request_id
         self.asking[request.request_id] = Asking(request, paired)
@@ -489,7 +490,7 @@ class ConsumerScheduler(Half):
         if external <= 0:
             asking.state = LoadState.SETTLED
             self._leave_room(request.request_id)
-            self._decide(asking.siblings)
+            self._decide(self._children.get(key, ()))
             if failure:
                 self._next.drops.append(Ended(request.request_id, key, failure, report=False))
             else:
@@ -555,7 +556,7 @@ class ConsumerScheduler(Half):
                     withheld.add(request_id)
                 else:
                     asking.state = LoadState.SETTLED
-                    decided += asking.siblings
+                    decided += self._children.get(asking.paired.key, ())
         self._next.withheld += withheld
         if news is not None:
             for request_id, offered in news.begun.items():
@@ -583,13 +584,16 @@ class ConsumerScheduler(Half):
 
     def finished(self, request: Request) -> None:
         """The request has ended, whatever its state. vLLM keeps the blocks of an aborted load itself."""
-        self._siblings.pop(request.request_id, None)
+        if key := self._siblings.pop(request.request_id, None):
+            self._children[key].remove(request.request_id)
+            if not self._children[key]:
+                del self._children[key]
         self.undecided.discard(request.request_id)
         asking = self.asking.pop(request.request_id, None)
         if asking is None:
             return
         self._leave_room(request.request_id)
-        self._decide(asking.siblings)
+        self._decide(self._children.get(asking.paired.key, ()))
         self._owners.pop(asking.paired.key, None)
         if asking.state is not LoadState.SETTLED:
             loading, key = asking.state is LoadState.LOADING, asking.paired.key

@@ -63,8 +63,9 @@ class Pinger:
 
     Before each ping the thread calls `vouched_for`, and sends none where that is False, and `paused` and
     `workload`, for the ping's fields of these names; `on_partners` takes the partners that any of the proxies
-    names. `members`: of the secret with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a
-    malformed address of a discovery socket, or an interval that is not positive.
+    names. `members`: of the secret with which the pings are encrypted; None: they are sent in the
+    clear. Raises ValueError for a malformed address of a discovery socket, or an interval that is not
+    positive.
     """
 
     def __init__(

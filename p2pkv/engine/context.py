@@ -52,7 +52,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.values = dict.fromkeys(self.NAMES, 0)
-        self.gauges: dict[str, Callable[[], int]] = {}
+        self.gauges: dict[str, list[Callable[[], int]]] = {}
 
     def add(self, name: str, value: int = 1) -> None:
         self.values[name] += value
@@ -60,14 +60,10 @@ class Counters:
     def add_gauges(self, **gauges: Callable[[], int]) -> None:
         """Gauges of one part of the rank. One of the same name is added up with those of other parts."""
         for name, read in gauges.items():
-            self.gauges[name] = _sum(self.gauges[name], read) if name in self.gauges else read
+            self.gauges.setdefault(name, []).append(read)
 
     def snapshot(self) -> dict[str, int]:
-        return self.values | {name: read() for name, read in self.gauges.items()}
-
-
-def _sum(one: Callable[[], int], other: Callable[[], int]) -> Callable[[], int]:
-    return lambda: one() + other()
+        return self.values | {name: sum(read() for read in parts) for name, parts in self.gauges.items()}
 
 
 Action = Callable[[float], None]
@@ -141,11 +137,9 @@ class Copies:
 
 
 class Revocations:
-    """Prompts whose blocks were taken back, until the engine thread has carried out that command.
+    """Prompts whose blocks were taken back, and how often, until the engine thread has carried that out.
 
-    Attributes:
-        reading: held while gathers are launched, so its holder knows that none is being launched.
-        keys: how often each was taken back. Guarded by `reading`.
+    `reading` guards `keys`, and is held while gathers are launched: its holder knows that none is then.
     """
 
     def __init__(self) -> None:

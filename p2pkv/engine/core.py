@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from p2pkv import __version__
 from p2pkv.config import Options
@@ -48,9 +48,7 @@ class HeldClock:
     """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
     process, its machine): a silence counts against a peer only while its messages could have been read.
 
-    Attributes:
-        turned: when the last turn began, by the owner's clock; None before the first.
-        held: seconds for which this clock has stood in all.
+    `turned`: when the last turn began, by the owner's clock. `held`: for how many seconds this one has stood.
     """
 
     def __init__(self) -> None:
@@ -75,14 +73,12 @@ class HeldClock:
 
 
 class Tables(NamedTuple):
-    """What takes each command, message and effect. `disconnected`: a peer that a message could not be sent
-    to.
-
-    Messages go by the class of the peer that they come from, and their own; `unowned`, by their own, may
-    come on any connection.
+    """What takes each command, message and effect, and a peer that a message could not be sent to. Messages
+    go by the class of the peer that they come from, and their own; `unowned`, by their own, may come on any
+    connection.
     """
 
-    commands: dict[type, Handle]
+    commands: dict[type, list[Handle]]
     messages: dict[tuple[type, type], Receive]
     unowned: dict[type, Unowned]
     effects: dict[type, Handle]
@@ -100,7 +96,7 @@ class Core:
 
     Attributes:
         prefill, decode: its roles; None: it does not have that one.
-        commands: what was ordered and is not carried out yet, in order.
+        commands: what was ordered and is not carried out yet.
     """
 
     def __init__(
@@ -140,8 +136,7 @@ class Core:
         table = Tables({}, {}, {}, {SendMessage: self._send, Emit: self._emit}, {})
         for role in self.roles:
             for kind, handle in role.commands.items():
-                before = table.commands.get(kind)
-                table.commands[kind] = handle if before is None else _both(before, handle)
+                table.commands.setdefault(kind, []).append(handle)
             table.messages.update({(role.peer, kind): take for kind, take in role.messages.items()})
             for kind, take in role.unowned.items():
                 table.unowned.setdefault(kind, take)  # a rank that is P, too, refuses no Hello as a D does
@@ -179,14 +174,10 @@ class Core:
 
     def events(self) -> list[Event]:
         """What has happened since the last call."""
-        out: list[Event] = []
-        while self._events:
-            out.append(self._events.popleft())
-        return out
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     @property
     def ordered(self) -> bool:
-        """Whether a command waits to be carried out."""
         return bool(self.commands)
 
     @property
@@ -235,7 +226,7 @@ class Core:
         return pause
 
     def leave(self, now: float, finish: bool = True) -> None:
-        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
+        """See Role.leave."""
         self._leave(now - self.clock.held, finish)
 
     def _leave(self, now: float, finish: bool = True) -> None:
@@ -254,13 +245,8 @@ class Core:
 
     def close(self) -> None:
         """Notify peers, and close the links and the endpoint."""
-        closes = [role.close for role in self.roles]
-        for step in (
-            self.context.copies.close,
-            *closes,
-            self.context.links.close,
-            self.context.endpoint.close,
-        ):
+        context, closes = self.context, [role.close for role in self.roles]
+        for step in (context.copies.close, *closes, context.links.close, context.endpoint.close):
             try:
                 step()
             except Exception:
@@ -307,10 +293,11 @@ class Core:
         commands = self.commands
         while commands and not self._blocked():
             command = commands.popleft()
-            take = self.table.commands.get(type(command))
-            if take is None:
+            takers = self.table.commands.get(type(command))
+            if takers is None:
                 raise AssertionError(f"{command} is not for a rank of role {self.context.options.role}")
-            take(command, now)
+            for take in takers:
+                take(command, now)
             self._apply(now)
 
     def _blocked(self) -> bool:
@@ -410,11 +397,3 @@ class Core:
             "engine_steps": self.steps.scheduled,
         }
         self.context.answer(connection, Report(values))
-
-
-def _both(one: Handle, other: Handle) -> Handle:
-    def handle(given: Any, now: float) -> None:
-        one(given, now)
-        other(given, now)
-
-    return handle

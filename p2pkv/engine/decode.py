@@ -6,7 +6,6 @@ It decides only: what is to be done is appended to the rank's effects.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -28,7 +27,7 @@ from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import is_engine_of, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.pieces import Extents
-from p2pkv.protocol.receiver import LoadPhase, Receiver
+from p2pkv.protocol.receiver import Bounds, LoadPhase, Receiver
 
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
@@ -45,8 +44,7 @@ class RequestEntry:
 
     Attributes:
         peers: the ranks of P to talk to, once all are connected.
-        fence: see `commands.Load`.
-        wanted: the tokens to be loaded into these blocks.
+        blocks, wanted, fence: those of `commands.Load`.
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
         buffer: the memory of KV that came before the request; None: there is none.
@@ -101,6 +99,8 @@ class Decode:
         self._ctx = context
         self._ranks = ranks
         self._buffers = PrefetchBuffers(context.options.prefetch_bytes, context.cache.device)
+        options = context.options
+        self._bounds = Bounds(options.lease_seconds, options.stall_seconds, options.wait_seconds)
         self._attempt = 0
         self._generation = ""
         """Of D's weights; a prompt of others is not taken before its request comes."""
@@ -139,9 +139,7 @@ class Decode:
             self._decided(entry, entry.receiver.cancel("D has another request of this name"), now)
         elif entry is not None:
             return
-        entry = RequestEntry(command, self._receiver(command, now))
-        self._enter(entry)
-        self._connect(entry, now)
+        self._enter(RequestEntry(command, self._receiver(command, now)), now)
 
     def load(self, command: do.Load, now: float) -> None:
         """The request has blocks. Does nothing if its transfer has ended: that event was emitted already."""
@@ -153,7 +151,10 @@ class Decode:
             start, stop = command.start, command.stop
             entry.blocks, entry.wanted = KeptTables(command.blocks), (start, stop)
             entry.fence = command.fence
-            self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
+            try:
+                self._decided(entry, entry.receiver.want(start, stop, now), now)
+            except RemoteProtocolError as error:
+                self._breach(entry, error, now)
             self._look_by(entry)  # a load may stall sooner
             if entry.buffer is not None:
                 self._ctx.effects.append(from_prefill.Admitted(tuple(entry.peers.values()), command.key))
@@ -165,7 +166,7 @@ class Decode:
 
     def forget(self, command: do.Forget, now: float) -> None:
         entry = self.entries.get(command.key)
-        if entry is not None and not entry.release_only:
+        if command.role != "P" and entry is not None and not entry.release_only:
             self._forget(entry)
             if entry.release_at is not None:
                 self._release_elsewhere(command.key, entry.release_at, now)
@@ -185,8 +186,13 @@ class Decode:
 
     # The tables.
 
-    def _enter(self, entry: RequestEntry) -> None:
-        """A new request, which has to be connected to its ranks of P."""
+    def _enter(self, entry: RequestEntry, now: float) -> None:
+        """A new request: connect it to its ranks of P, at once if they are there."""
+        self._await_connection(entry)
+        self._connect(entry, now)
+
+    def _await_connection(self, entry: RequestEntry) -> None:
+        """The request has to be connected to its ranks of P."""
         key = entry.expect.key
         self.entries[key] = entry
         self._of.setdefault(entry.prefill, {})[key] = entry
@@ -204,7 +210,7 @@ class Decode:
         """The request must connect to its ranks of P again."""
         self._out_of_tables(entry)
         entry.peers = {}
-        self._enter(entry)
+        self._await_connection(entry)
 
     def _out_of_tables(self, entry: RequestEntry) -> None:
         for address in [entry.prefill, *(peer.address for peer in entry.peers.values())]:
@@ -228,18 +234,8 @@ class Decode:
         return any(entry.rank_of(peer) is not None for entry in self.of(peer))
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
-        options, key = self._ctx.options, expect.key
-        return Receiver(
-            key,
-            self._next_attempt(),
-            expect.tokens,
-            expect.digest,
-            options.lease_seconds,
-            now,
-            stall=options.stall_seconds,
-            wait=options.wait_seconds,
-            ahead=ahead,
-        )
+        request = expect.tokens, expect.digest, self._bounds
+        return Receiver(expect.key, self._next_attempt(), *request, now, ahead)
 
     def _next_attempt(self) -> int:
         self._attempt += 1
@@ -272,7 +268,7 @@ class Decode:
         """Connect the request to all ranks that hold a part of its KV, if all are there; ask them for it."""
         if entry.peers or entry.receiver.load.ended:
             return
-        first = self._ranks.reached(entry.expect.prefill, now)
+        first = self._ranks.need(entry.expect.prefill, now)
         if first.refusal is not None:
             self._decided(entry, entry.receiver.lost(first.refusal), now)
             return
@@ -316,8 +312,7 @@ class Decode:
             return
         expect = do.Expect(message.key, first, message.tokens, message.digest)
         entry = RequestEntry(expect, self._receiver(expect, now, ahead=True), buffer=buffer)
-        self._enter(entry)
-        self._connect(entry, now)
+        self._enter(entry, now)
 
     # Messages of ranks of P.
 
@@ -352,35 +347,34 @@ class Decode:
             entry.expect = replace(entry.expect, prefill=engine)
             entry.receiver = entry.receiver.again(self._next_attempt(), now)
             entry.peers = {}
-            self._enter(entry)
-            self._connect(entry, now)
+            self._enter(entry, now)
 
     def _release_elsewhere(self, key: str, engine: Address, now: float) -> None:
         """The request ended while D asked another engine of P: this one may free its blocks."""
         expect = do.Expect(key, engine, 0, b"")
         entry = RequestEntry(expect, self._receiver(expect, now), release_only=True)
         entry.receiver.want(0, 0, now)
-        self._enter(entry)
-        self._connect(entry, now)
+        self._enter(entry, now)
 
     def message(self, peer: PrefillPeer, message: TransferMessage, now: float) -> None:
         entry = self.entries.get(message.key)
         if entry is None or peer.hello is None:
             return
         rank, receiver = peer.hello.rank, entry.receiver
-
-        def step() -> list[machine.Decision]:
+        try:
             match message:
                 case m.Chunk():
-                    return receiver.chunk(rank, message, now)
+                    decided = receiver.chunk(rank, message, now)
                 case m.Offer() if receiver.ahead and message.generation != self._generation:
-                    return receiver.cancel("P computes it with other weights than D has")
+                    decided = receiver.cancel("P computes it with other weights than D has")
                 case m.Offer():
-                    return receiver.offer(rank, message, now)
+                    decided = receiver.offer(rank, message, now)
                 case m.Failed():
-                    return receiver.failed(rank, message)
-
-        self._guard(entry, step, now)
+                    decided = receiver.failed(rank, message)
+        except RemoteProtocolError as error:
+            self._breach(entry, error, now)
+        else:
+            self._decided(entry, decided, now)
 
     def sent(self, effect: from_prefill.ChunkSent, now: float) -> None:
         peer, message = effect.peer, effect.message
@@ -392,16 +386,8 @@ class Decode:
         except RemoteProtocolError as error:
             self._breach(entry, error, now)
 
-    def _guard(self, entry: RequestEntry, step: Callable[[], list[machine.Decision]], now: float) -> None:
-        """Run a step of the receiver; a peer's breach of the protocol ends this transfer only."""
-        try:
-            decided = step()
-        except RemoteProtocolError as error:
-            self._breach(entry, error, now)
-        else:
-            self._decided(entry, decided, now)
-
     def _breach(self, entry: RequestEntry, error: RemoteProtocolError, now: float) -> None:
+        """A peer's breach of the protocol ends this transfer only."""
         self._ctx.counters.add("messages_refused")
         self._decided(entry, entry.receiver.lost(f"P broke the protocol: {error}"), now)
 

@@ -24,15 +24,7 @@ from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import (
-    Assignment,
-    Dialing,
-    Refused,
-    RowFormat,
-    negotiate,
-    unfit,
-    verified,
-)
+from p2pkv.protocol.handshake import Assignment, Dialing, Refused, RowFormat, negotiate, unfit, verified
 from p2pkv.protocol.messages import Chunk, Sent
 
 IDLE_SECONDS = 60.0
@@ -131,15 +123,6 @@ class AbortPrefillLink(Effect, frozen=True, eq=False):
 # One link.
 
 
-@dataclass(slots=True)
-class Waiting:
-    """An announced chunk that waits for a receive."""
-
-    key: str
-    chunk: Chunk
-    reserve: int = 0
-
-
 @dataclass(eq=False, slots=True)
 class Receiving:
     """A receive that is posted for an announced chunk, and P's `Sent` message about it, if it has come.
@@ -160,18 +143,15 @@ class Receiving:
 
 @dataclass(eq=False)
 class InboundLink:
-    """The link from one rank of P, if there is one, and what is announced and posted on it.
+    """The link from one rank of P, if there is one (`number` is -1 if not), and what is on it: announced
+    chunks that wait for a receive, and receives that are posted, the oldest first.
 
-    Attributes:
-        number: -1: there is none.
-        waiting: announced chunks that wait for a receive.
-        posted: receives that are posted, the oldest first.
-        burst: how many more receives may land in this turn.
+    `burst`: how many more receives may land in this turn.
     """
 
     ctx: Context
     number: int = -1
-    waiting: deque[Waiting] = field(default_factory=deque)
+    waiting: deque[Announced] = field(default_factory=deque)
     posted: deque[Receiving] = field(default_factory=deque)
     burst: int = 0
     _waited: Chunk | None = None
@@ -236,8 +216,7 @@ class InboundLink:
     def post(self) -> Receiving | None:
         """Post a receive for the next announced chunk, if the link and the rank's staging have room.
 
-        Chunks of requests that have blocks go before those that no request has asked for yet. Raises
-        LinkError.
+        Chunks of requests that have blocks go before those that no request has asked for yet.
         """
         if self._inbound is None or not self.waiting:
             return None
@@ -266,9 +245,10 @@ class InboundLink:
                 return
 
     def admitted(self, key: str) -> None:
-        for each in self.waiting:
-            if each.key == key:
-                each.reserve = 0
+        if any(each.key == key for each in self.waiting):
+            self.waiting = deque(
+                replace(each, reserve=0) if each.key == key else each for each in self.waiting
+            )
 
     def unwanted(self, key: str) -> None:
         if any(each.key == key for each in self.waiting):
@@ -316,10 +296,8 @@ class PrefillPeer:
 
     Attributes:
         used: when a request last needed it; -inf: none has.
-        hello, plan: None before P's Welcome.
-        formats, rows: the form in which its rows travel, by KV group, and our cache in that form; empty
-        before
-            P's Welcome.
+        hello, plan: None before P's Welcome, as what follows is empty.
+        formats, rows: the form in which its rows travel, by KV group, and our cache in that form.
         verify: whether this rank or P's wants a checksum of each chunk.
         unanswered_since: time of the oldest question of ours that it has not answered; None: it has
             answered all.
@@ -453,12 +431,12 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     # Dialing.
 
     def need(self, address: Address, now: float) -> PrefillPeer:
-        """A rank of P that a request needs."""
+        """A rank of P that a request needs; notes whether its address accepts a connection."""
         peer = self.get(str(address))
         if peer is not None and not peer.needed and not peer.dialing.open:
             peer.dialing = Dialing(peer.address, now)  # a failed preconnect must not fail this request
         peer = self.dial(address, now)
-        peer.used = now
+        peer.used, peer.reached = now, peer.connection.reached
         return peer
 
     def dial(self, address: Address, now: float) -> PrefillPeer:
@@ -470,12 +448,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             connection.assign(peer)
             self.add(peer)
         peer.greet(now)
-        return peer
-
-    def reached(self, address: Address, now: float) -> PrefillPeer:
-        """The same as `need`; notes whether its address accepts a connection."""
-        peer = self.need(address, now)
-        peer.reached = peer.connection.reached
         return peer
 
     # Their messages.
@@ -494,7 +466,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         self._ctx.effects.append(PrefillWelcomed(peer))
 
     def refuse(self, peer: PrefillPeer, message: m.Refuse, now: float) -> None:
-        peer.unanswered_since = None
+        self.answered(peer)
         self.refused(peer, message.reason, now)
 
     def refused(self, peer: PrefillPeer, reason: str, now: float) -> None:
@@ -572,7 +544,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     # The data.
 
     def announced(self, effect: Announced, now: float) -> None:
-        effect.peer.link.waiting.append(Waiting(effect.key, effect.chunk, effect.reserve))
+        effect.peer.link.waiting.append(effect)
         self._active[effect.peer] = None
 
     def admitted(self, effect: Admitted, now: float) -> None:
@@ -631,14 +603,13 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def busy(self) -> bool:
         return any(peer.link.busy for peer in self.active)
 
-    def check(self, now: float) -> bool:
-        """End links that stand still; whether to come back soon."""
+    def check(self, now: float) -> None:
+        """End links that stand still."""
         lease = self._ctx.options.lease_seconds
         for peer in self.active:
             if peer.link.overdue(now, lease):
                 reason = f"{peer.address} did not send in time what was granted: nothing for {lease:g} s"
                 self.lose_link(peer, reason, now)
-        return self.busy
 
     def redial_silent(self, now: float) -> None:
         """A connection may be dead although neither end has noticed: the next request opens another."""
@@ -657,12 +628,9 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         """Close links that are too many. `used`: the addresses of ranks that requests need."""
         linked = [peer for peer in self if peer.link.linked]
         quiet = (IDLE_BEATS + 1) * self._ctx.beat
-
-        def idle(peer: PrefillPeer) -> bool:
-            busy = peer.link.posted or peer.link.waiting or peer.address in used
-            return now - peer.used > quiet and not busy
-
-        for peer in surplus(linked, self._ctx.options.max_links, idle, lambda peer: peer.used):
+        unused = (peer for peer in linked if now - peer.used > quiet and peer.address not in used)
+        idle = (peer for peer in unused if not (peer.link.posted or peer.link.waiting))
+        for peer in surplus(len(linked) - self._ctx.options.max_links, idle, lambda peer: peer.used):
             log.info("closing the link from %s: %s", peer.address, IDLE_REASON)
             peer.abort(IDLE_REASON)
 

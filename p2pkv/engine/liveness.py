@@ -17,15 +17,12 @@ LATE_BEAT_SECONDS = 4.0
 
 
 class Beat(Struct, frozen=True, kw_only=True):
-    """What vLLM's engine core sends each of its ranks, from a thread of its own, several times in a second.
+    """What vLLM's engine core sends each of its ranks, from a thread of its own, several times in a second:
+    how many steps it has scheduled, and whether there is `work`, so that it must make steps.
 
-    Attributes:
-        steps: how many steps it has scheduled.
-        work: it has something to do, so it must make steps.
-        paused: vLLM's /pause has been called, and /resume has not.
-        orphaned: the process that started it, which has the HTTP server, is gone.
-        workload: of its scheduler; None if that is not known.
-        at: when that was so, by this host's monotonic clock.
+    `paused`: vLLM's /pause has been called, and /resume has not. `orphaned`: the process that started it,
+    which has the HTTP server, is gone. `workload`: of its scheduler, None if that is
+    not known, and `at`, by this host's monotonic clock, the time of it.
     """
 
     steps: int
@@ -42,11 +39,8 @@ class Liveness:
 
     Where no beat ever comes (workers that Ray started), the steps alone decide.
 
-    Args:
-        stall: seconds without progress after which an engine that has work counts as hung.
-        serving: see below.
-
     Attributes:
+        stall: seconds without progress after which an engine that has work counts as hung.
         held: by how much the engine thread's clock is behind the forward thread's; see Core.turn.
         read_beats: returns the beats that have come since its last call; called by the engine thread.
         paused_since: when the engine core was paused, by the engine thread's clock; None if it is not.
@@ -83,7 +77,6 @@ class Liveness:
         return number if self._since is not None else None
 
     def held_up(self, seconds: float) -> None:
-        """By how much the engine thread's clock is behind the forward thread's."""
         self.held = seconds
 
     # The engine core's beats.
@@ -119,8 +112,6 @@ class Liveness:
     @property
     def orphaned(self) -> bool:
         return self._beat is not None and self._beat.orphaned
-
-    # Both.
 
     def trouble(self, now: float, silence: float | None = None) -> str:
         """Why this engine's requests do not get on, a sentence; "" if they do.

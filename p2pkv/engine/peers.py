@@ -112,18 +112,11 @@ class Overdue:
 
 
 def surplus(
-    linked: Iterable[_Peer],
-    most: int,
-    idle: Callable[[_Peer], bool],
-    used: Callable[[_Peer], float | tuple[bool, float]],
+    excess: int, idle: Iterable[_Peer], used: Callable[[_Peer], float | tuple[bool, float]]
 ) -> list[_Peer]:
-    """The peers whose links to close, so that at most `most` of `linked` are left: idle ones, the longest
-    unused first, and before them those that no request has used.
+    """The peers whose links to close, where there are so many too many: idle ones, the longest unused first,
+    and before them those that no request has used.
 
-    A peer that is not idle keeps its link, so more than `most` may be left under load.
+    A peer that is not idle keeps its link, so too many may be left under load.
     """
-    peers = list(linked)
-    excess = len(peers) - most
-    if excess <= 0:
-        return []
-    return sorted(filter(idle, peers), key=used)[:excess]
+    return sorted(idle, key=used)[:excess] if excess > 0 else []

@@ -47,12 +47,12 @@ class Partner:
 
     Attributes:
         until: when it is forgotten, since the proxy names it no more.
-        since: when the try that is under way began; None: none is.
-        places: the addresses of its ranks that this rank talks to, as far as they are known.
-        sources: of these, the ranks that send KV to this rank, and so have a link; at least one is expected.
+        since, next, pause: when the try that is under way began (None: none is), when the next may begin, and
+            how long the pause after it is.
+        places, sources: the addresses of its ranks that this rank talks to, as far as they are known; how
+            many of these send KV to this rank, and so have a link: at least one is expected.
         up: whether all of its ranks are connected, and all of its links up.
         beaten: when its ranks were last sent a heartbeat from here.
-        next, pause: when the next try may begin, and how long the pause after it is.
         logged: whether it was logged that it could not be reached.
     """
 
@@ -69,9 +69,8 @@ class Partner:
 
 
 class Preconnect:
-    """What this rank of D does ahead of requests. `peers`: the dialed ranks of P.
-
-    Rank 0 gets the partners from the proxy, and passes them on to the other ranks of its engine.
+    """What this rank of D does ahead of requests. Rank 0 gets the partners from the proxy, and passes them on
+    to the other ranks of its engine.
     """
 
     def __init__(self, context: Context, peers: PrefillPeers) -> None:
@@ -97,7 +96,7 @@ class Preconnect:
         self._outdated = list(self._ctx.hello.addresses[1:])
         self._take(command.addresses, now)
 
-    def received(self, message: m.Partners, now: float) -> None:
+    def received(self, connection: Connection, message: m.Partners, now: float) -> None:
         """Rank 0 of this engine passes on what the proxy has named."""
         engine = self._ctx.hello.addresses[0]
         if message.engine != engine:

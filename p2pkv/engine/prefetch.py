@@ -35,14 +35,10 @@ class Check:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ArrivedChunk:
-    """One chunk that has arrived.
+    """One chunk that has arrived: its bytes, and our cache in the form that they have, by KV group.
 
-    Attributes:
-        peer, rank: who sent it. By the time it is written to our blocks the peer may have disconnected, or
-            have been replaced by another incarnation.
-        buffer: uint8 [nbytes].
-        rows: our cache in the form that the bytes have, by KV group.
-        check: None where no checksum is wanted.
+    By the time it is written to our blocks the peer may have disconnected, or have been replaced by another
+    incarnation. `check`: None where no checksum is wanted.
     """
 
     peer: PrefillPeer

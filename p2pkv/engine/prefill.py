@@ -5,7 +5,6 @@ It decides only: what is to be done is appended to the rank's effects.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -36,8 +35,7 @@ class PromptEntry:
 
     Attributes:
         decode: the D that it is for, by the address of its rank 0: the one in the request's id, or the engine
-            of the same instance that has claimed it.
-        peers: the ranks of that D that have claimed it, by their number.
+            of the same instance that has claimed it, with those of its ranks that have (`peers`).
         free: nothing reads its blocks any more.
     """
 
@@ -127,6 +125,8 @@ class Prefill:
             self._decided(entry, entry.sender.abort(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
+        if command.role == "D":
+            return
         self._referrals.forget(command.key)
         entry = self.entries.pop(command.key, None)
         if entry is not None:
@@ -326,9 +326,8 @@ class Prefill:
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if digest is not None:
-            self._ctx.copies.then(
-                key, lambda _: self._ctx.effects.append(to_decode.Summed(peer, pending)), now
-            )
+            summed = to_decode.Summed(peer, pending)
+            self._ctx.copies.then(key, lambda _: self._ctx.effects.append(summed), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
         assert peer.assignment is not None
@@ -454,11 +453,11 @@ class EndedTransfers:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._reasons: dict[str, tuple[float, str]] = {}
-        self._order: deque[tuple[float, str]] = deque()
+        """The oldest first."""
 
     def add(self, key: str, reason: str, now: float) -> None:
+        self.discard(key)
         self._reasons[key] = now, reason
-        self._order.append((now, key))
         self.expire(now)
 
     def get(self, key: str) -> str | None:
@@ -469,10 +468,11 @@ class EndedTransfers:
         self._reasons.pop(key, None)
 
     def expire(self, now: float) -> None:
-        while self._order and (len(self._order) > self.MOST or now - self._order[0][0] > self.seconds):
-            since, key = self._order.popleft()
-            if key in self._reasons and self._reasons[key][0] == since:
-                del self._reasons[key]
+        while self._reasons:
+            key = next(iter(self._reasons))
+            if len(self._reasons) <= self.MOST and now - self._reasons[key][0] <= self.seconds:
+                return
+            del self._reasons[key]
 
     def __len__(self) -> int:
         return len(self._reasons)

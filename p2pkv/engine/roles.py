@@ -5,8 +5,9 @@ A rank has a PrefillRole, a DecodeRole or both. Each matches everything once, in
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
@@ -29,12 +30,18 @@ Unowned = Callable[[Connection, Any, float], object]
 """The same for a message that may come on a connection of no peer."""
 
 
-class Role(Protocol):
+class Role(ABC):
     """P's half of a rank, or D's.
 
     Attributes:
         peer: the class of its peers.
         notified: peers were sent the end of something, and need time to read it.
+        unreachable: the peer at a dialed address is not a member, or must not be dialed: why.
+        disconnected: a message to this peer could not be sent.
+        poll: move what can be moved now.
+        check: look at what is under way.
+        look: look at all peers.
+        paused: this engine has been paused or resumed.
     """
 
     peer: ClassVar[type]
@@ -42,49 +49,39 @@ class Role(Protocol):
     messages: Mapping[type, Receive]
     unowned: Mapping[type, Unowned]
     effects: Mapping[type, Handle]
-    notified: bool
+    notified = False
+    unreachable: Callable[[Any, str, float], object]
+    disconnected: Handle
+    poll: Callable[[float], object]
+    check: Callable[[float], object]
+    look: Callable[[float], object]
+    paused: Callable[[float], object]
+    close: Callable[[], object]
 
+    @abstractmethod
     def stranger(self, connection: Connection) -> None:
         """A message that no role expects came on a connection of no peer."""
 
-    def unreachable(self, peer: Any, reason: str, now: float) -> None:
-        """The peer at a dialed address is not a member, or must not be dialed."""
-
-    @property
-    def disconnected(self) -> Handle:
-        """A message to this peer could not be sent."""
-
-    @property
-    def poll(self) -> Callable[[float], object]:
-        """Move what can be moved now."""
-
+    @abstractmethod
     def after(self, now: float) -> bool:
         """What is left of a turn once the effects of `poll` are applied; whether data is under way."""
 
-    def check(self, now: float) -> bool:
-        """Look at what is under way; whether to come back soon."""
-
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether something is under way that has to be looked at often."""
 
-    def look(self, now: float) -> None:
-        """Look at all peers."""
-
-    def paused(self, now: float) -> None:
-        """This engine has been paused or resumed."""
-
+    @abstractmethod
     def leave(self, now: float, finish: bool = True) -> None:
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
 
     @property
+    @abstractmethod
     def over(self) -> bool:
         """Whether nothing is under way."""
 
-    def close(self) -> None: ...
 
-
-class PrefillRole:
+class PrefillRole(Role):
     """A rank as P: answers the ranks of D, and pushes to them what its prompts' blocks hold."""
 
     peer: ClassVar[type] = DecodePeer
@@ -94,8 +91,7 @@ class PrefillRole:
         self.peers = peers = DecodePeers(context)
         self.transfers = transfers = Prefill(context, peers)
         peers.used_by(transfers.uses)
-        self.notified = False
-        self.commands: Mapping[type, Handle] = {
+        self.commands = {
             do.Hold: transfers.hold,
             do.OfferPrompt: transfers.offer,
             do.PromptBlocks: transfers.blocks,
@@ -103,9 +99,9 @@ class PrefillRole:
             do.Flush: transfers.flush,
             do.Revoked: transfers.revoke,
             do.Abort: transfers.abort,
-            do.Forget: self._forget,
+            do.Forget: transfers.forget,
         }
-        self.messages: Mapping[type, Receive] = {
+        self.messages = {
             m.Heartbeat: self._heartbeat,
             m.LinkAccept: peers.accept,
             m.LinkDown: peers.link_down,
@@ -114,8 +110,8 @@ class PrefillRole:
             m.Done: transfers.message,
             m.Cancel: transfers.message,
         }
-        self.unowned: Mapping[type, Unowned] = {m.Hello: peers.hello, m.Elsewhere: transfers.elsewhere}
-        self.effects: Mapping[type, Handle] = {
+        self.unowned = {m.Hello: peers.hello, m.Elsewhere: transfers.elsewhere}
+        self.effects = {
             to_decode.DecodeLinked: transfers.linked,
             to_decode.DecodeLinkLost: self._link_lost,
             to_decode.DecodeGone: transfers.gone,
@@ -134,10 +130,6 @@ class PrefillRole:
         self.look = peers.look
         self.paused = transfers.paused
         self.close = peers.close
-
-    def _forget(self, command: do.Forget, now: float) -> None:
-        if command.role != "D":
-            self.transfers.forget(command, now)
 
     def _heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
         self.peers.heartbeat(peer, bool(message.transfers), now)
@@ -171,27 +163,26 @@ class PrefillRole:
         return self.transfers.over and not self.peers.unfinished
 
 
-class DecodeRole:
+class DecodeRole(Role):
     """A rank as D: dials the ranks of P, and writes what they push to its requests' blocks."""
 
     peer: ClassVar[type] = PrefillPeer
-    notified = False
-    """D need not wait until its last messages are read: P gets them even if D closes right after."""
+    # D need not wait until its last messages are read (`notified`): P gets them even if D closes right after.
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self.peers = peers = PrefillPeers(context)
         self.transfers = transfers = Decode(context, peers)
         self.preconnect = Preconnect(context, peers)
-        self.commands: Mapping[type, Handle] = {
+        self.commands = {
             do.Expect: transfers.expect,
             do.Load: transfers.load,
             do.Drop: transfers.drop,
-            do.Forget: self._forget,
+            do.Forget: transfers.forget,
             do.Invalidate: transfers.invalidate,
             do.NamePartners: self.preconnect.name,
         }
-        self.messages: Mapping[type, Receive] = {
+        self.messages = {
             m.Welcome: peers.welcome,
             m.Refuse: peers.refuse,
             m.Stranger: peers.stranger,
@@ -205,8 +196,8 @@ class DecodeRole:
             m.Sent: peers.sent,
             m.Failed: transfers.message,
         }
-        self.unowned: Mapping[type, Unowned] = {m.Hello: self._hello, m.Partners: self._partners}
-        self.effects: Mapping[type, Handle] = {
+        self.unowned = {m.Hello: self._hello, m.Partners: self.preconnect.received}
+        self.effects = {
             from_prefill.PrefillWelcomed: lambda _, now: transfers.connect(now),
             from_prefill.PrefillLost: transfers.lost,
             from_prefill.PrefillFailed: transfers.fail,
@@ -224,10 +215,6 @@ class DecodeRole:
         self.poll = peers.poll
         self.close = peers.close
 
-    def _forget(self, command: do.Forget, now: float) -> None:
-        if command.role != "P":
-            self.transfers.forget(command, now)
-
     def _acknowledged(self, peer: PrefillPeer, message: m.HeartbeatAck, now: float) -> None:
         self.peers.answered(peer)
         self.transfers.holding(peer, message.held, now)
@@ -236,19 +223,15 @@ class DecodeRole:
         reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers and are dialed by none"
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
 
-    def _partners(self, connection: Connection, message: m.Partners, now: float) -> None:
-        self.preconnect.received(message, now)
-
     def stranger(self, connection: Connection) -> None:
         """Late messages of a rank of P that is not a peer any more."""
 
     def after(self, now: float) -> bool:
         return self.transfers.write_kept(now) or self.peers.moving
 
-    def check(self, now: float) -> bool:
+    def check(self, now: float) -> None:
         self.transfers.connect(now)
         self.peers.check(now)
-        return self.busy
 
     @property
     def busy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, PortTaken
@@ -32,11 +33,8 @@ STOP_SECONDS = FINISH_SECONDS + 3.0
 class Rank:
     """A Core with a thread of its own. Listens from the start on; `stop` it.
 
-    Raises PortTaken, NoCurve or RuntimeError with a sentence.
-
-    Attributes:
-        core: for its own thread alone, but for what `Core` gives the forward thread.
-        failure: a sentence: what ended the thread before `stop`; "" while nothing has.
+    Raises PortTaken, NoCurve or RuntimeError with a sentence. `core`: for its own thread alone, but for what
+    `Core` gives the forward thread. `failure`: a sentence: what ended the thread before `stop`.
     """
 
     def __init__(
@@ -172,7 +170,7 @@ class Rank:
     def _hurried(self) -> None:
         self._round(most=TICK)
 
-    def _round(self, most: float = float("inf")) -> None:
+    def _round(self, most: float = inf) -> None:
         self._asleep = True  # before the look at the commands: who adds one later wakes us
         self._endpoint.wait(min(most, self.core.pause(time.monotonic())))
         self._asleep = False

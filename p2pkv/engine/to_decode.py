@@ -137,13 +137,8 @@ class AbortDecodeLink(Effect, frozen=True, eq=False):
 
 @dataclass(eq=False, slots=True)
 class PendingSent:
-    """A `Sent` message that D has not been sent: it waits for its checksum, for those before it, and until
-    the link may launch the send.
-
-    Attributes:
-        digest: the checksum of what was gathered; None: none is wanted.
-        summed: the checksum is known, or none is wanted.
-        due: the link may launch the send: the message goes out in this turn.
+    """A `Sent` message that D has not been sent: it waits for its checksum (`summed`), for those before it,
+    and until the link may launch the send (`due`: it goes out in this turn). `digest`: None: none is wanted.
     """
 
     key: str
@@ -168,8 +163,7 @@ class OutboundLink:
     """The link to one rank of D: built, used, given up and built again; and what is queued on it.
 
     Attributes:
-        number: of the link, or of the try to build one.
-        since: when D was invited to it.
+        number, since: of the link, or of the try to build one; when D was invited to it.
         window: bytes that D can take on it at a time.
         parked: it was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
@@ -236,8 +230,7 @@ class OutboundLink:
 
     def accept(self, message: m.LinkAccept) -> None:
         """D has made its end: make ours. Does nothing if that invitation was given up. Raises LinkError."""
-        if message.link == self.number and self.building and not self.accepted:
-            assert self._invitation is not None
+        if message.link == self.number and self._invitation is not None and not self.accepted:
             self._outbound = self.ctx.links.complete(self._invitation, message.blob)
             self.window = message.window
 
@@ -391,8 +384,12 @@ class DecodePeer:
             return
         with contextlib.suppress(LinkError):  # the next poll raises it
             self.link.launch()
-            if (due := self.link.next_due()) is not None:
-                self.link.ctx.effects.append(SendDue(self, due))
+            self.announce()
+
+    def announce(self) -> None:
+        """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
+        if (due := self.link.next_due()) is not None:
+            self.link.ctx.effects.append(SendDue(self, due))
 
     def alive(self, wants: bool, now: float) -> None:
         """D has sent something. `wants`: it has named a transfer, so a parked link may be built again."""
@@ -454,16 +451,10 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         owed = [edge for edge in edges if edge.target == hello.rank]
         # D may have come ahead of any request: no other link has to go for that.
         link = OutboundLink(self._ctx, number=old.link.number if old is not None else 0, parked=self._full)
-        peer = DecodePeer(
-            connection,
-            hello,
-            frozenset(edge.target for edge in edges),
-            rows,
-            Assignment.of(owed, formats) if owed else None,
-            link,
-            verified(mine, hello),
-            wanted=now,
-        )
+        served = frozenset(edge.target for edge in edges)
+        assignment = Assignment.of(owed, formats) if owed else None
+        verify = verified(mine, hello)
+        peer = DecodePeer(connection, hello, served, rows, assignment, link, verify, wanted=now)
         connection.assign(peer)
         self.add(peer)
         log_connected(hello, formats, peer.verify)
@@ -574,7 +565,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             try:
                 if link.poll():
                     effects.append(DecodeLinked(peer))
-                self._announce(peer)
+                peer.announce()
                 for flight in link.taken():
                     if flight.nbytes:
                         effects.append(Taken(flight.key, flight.nbytes))
@@ -598,29 +589,24 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             return
         try:
             peer.link.commit(effect)
-            self._announce(peer)
+            peer.announce()
         except LinkError as error:
             self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
 
     def summed(self, effect: Summed, now: float) -> None:
         effect.sent.summed = True
         try:
-            self._announce(effect.peer)
+            effect.peer.announce()
         except LinkError as error:
             self.lose_link(effect.peer, f"the link to {effect.peer.address} broke: {error}", now)
-
-    def _announce(self, peer: DecodePeer) -> None:
-        """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
-        if (due := peer.link.next_due()) is not None:
-            self._ctx.effects.append(SendDue(peer, due))
 
     def confirmed(self, effect: Confirmed, now: float) -> None:
         effect.peer.unconfirmed.pop((effect.key, effect.attempt), None)
 
     # Time.
 
-    def check(self, now: float) -> bool:
-        """End links that stand still or do not come up; whether to come back soon."""
+    def check(self, now: float) -> None:
+        """End links that stand still or do not come up."""
         lease = self._ctx.options.lease_seconds
         for peer in self.active:
             if peer.link.overdue(now, lease):
@@ -632,7 +618,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                 self.lose_link(peer, reason, now)
             else:
                 self.invite(peer, now)
-        return self.busy
 
     @property
     def busy(self) -> bool:
@@ -646,11 +631,9 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     def look(self, now: float) -> None:
         """Close idle links; let the next turn look at all ranks. Call it several times a second."""
-        linked = [peer for peer in self if peer.link.linked]
-        most = self._ctx.options.max_links
-        for peer in surplus(
-            linked, most, lambda peer: self.idle(peer, now), lambda peer: (peer.named, peer.wanted)
-        ):
+        linked, most = [peer for peer in self if peer.link.linked], self._ctx.options.max_links
+        idle = (peer for peer in linked if self.idle(peer, now))
+        for peer in surplus(len(linked) - most, idle, lambda peer: (peer.named, peer.wanted)):
             log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
             self._park(peer, now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)

@@ -15,7 +15,7 @@ block table: `plane_of` makes the view of each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -62,53 +62,41 @@ class KeptTables(tuple[Sequence[int], ...]):
         return {}
 
 
+@dataclass(eq=False)
 class PagedCache:
     """One KV group of one rank; gathers rectangles out of its layers and scatters them into them.
 
     Attributes:
-        layers: layers of the group on this rank.
-        heads: KV heads on this rank.
-        blocks: logical blocks of each layer.
-        block_size: tokens in a logical block.
+        layers, heads: of the group, on this rank.
+        blocks: logical blocks of each layer, of `block_size` tokens.
         unit_tokens: tokens in a row: if dense, those that it stands for, mostly 1; those of a kernel block
             for a page codec.
-        row_bytes: bytes of a row.
         element_bytes: bytes of a number in a row.
         codec: how the bytes of a row are arranged.
         tables: the block table of each layer, by number.
-        device: where the layers lie.
         digest_name: the algorithm of `digest`; it depends on the device.
 
     Calls from several threads are safe as long as their rectangles do not overlap.
     """
 
-    def __init__(
-        self,
-        pages: list[LayerPages],
-        copier: Copier,
-        *,
-        heads: int,
-        block_size: int,
-        unit_tokens: int,
-        row_bytes: int,
-        element_bytes: int,
-        codec: str,
-        device: torch.device,
-    ) -> None:
+    pages: InitVar[list[LayerPages]]
+    copier: Copier
+    _: KW_ONLY
+    heads: int
+    block_size: int
+    unit_tokens: int
+    row_bytes: int
+    element_bytes: int
+    codec: str
+    device: torch.device
+
+    def __post_init__(self, pages: list[LayerPages]) -> None:
         self.layers = len(pages)
-        self.heads = heads
         self.blocks = min((page.blocks for page in pages), default=0)
-        self.block_size = block_size
-        self.unit_tokens = unit_tokens
-        self.row_bytes = row_bytes
-        self.element_bytes = element_bytes
-        self.codec = codec
         self.tables = tuple(page.table for page in pages)
-        self.device = device
-        self.digest_name = copier.digest_name
-        self.copier = copier
-        self._spans = copier.spans
-        self._record = make_recorder(device)
+        self.digest_name = self.copier.digest_name
+        self._spans = self.copier.spans
+        self._record = make_recorder(self.device)
 
     @classmethod
     def from_tensors(
@@ -417,9 +405,7 @@ class DenseView:
     """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head).
 
     Scatter fills a part of a page by reading, changing and writing it, so nothing else may write to the
-    pages that its tokens lie in meanwhile. The rest is as in PagedCache.
-
-    Raises ValueError for pages that cannot be undone.
+    pages that its tokens lie in meanwhile. Raises ValueError for pages that cannot be undone.
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -435,13 +421,11 @@ class DenseView:
         self._packing.check(self._tokens, self._content, cache.element_bytes)
 
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
-        """Bytes on the wire of `layers` layers x tokens [start, stop) x `heads` heads."""
         return layers * (stop - start) * heads * self.row_bytes
 
     def gather(
         self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
-        """Copy a rectangle from the pages to `out`; arguments and errors are PagedCache's."""
         for part in self.parts(out, layers, tokens, heads, blocks):
             self._cache.gather(part.raw, part.layers, part.pages, heads, blocks)
             if part.whole:
@@ -452,10 +436,7 @@ class DenseView:
     def scatter(
         self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
-        """Copy a rectangle from `src` to the pages; tokens beside it keep what they hold.
-
-        Nothing has been written if this raises ValueError.
-        """
+        """As PagedCache's; tokens beside the rectangle keep what they hold."""
         for part in self.parts(src, layers, tokens, heads, blocks):
             if part.whole:
                 self._packing.pack(part.packed, part.by_page(self._tokens))
@@ -511,13 +492,12 @@ class DenseView:
 
 class RankCache:
     """All KV groups of one rank, in the order in which its Hello names them. All lie on one device.
+    What is not described here is PagedCache's.
 
     Attributes:
-        groups: by number.
         layers: for each group, the numbers of its layers among all layers of this rank, in order. Two groups
             may share a layer, as the two states of a recurrent layer do.
-        device: where the layers lie.
-        digest_name: the algorithm of `digest`; it depends on the device.
+        digest_name: see PagedCache.
     """
 
     def __init__(self, groups: Sequence[PagedCache], layers: Sequence[Sequence[int]] | None = None) -> None:
@@ -541,6 +521,7 @@ class RankCache:
         self._some = next((group for group in groups if group.layers), groups[0])
         """A group that this rank has layers of."""
         self.digest_name = self._some.digest_name
+        self.fence = self._some.fence
 
     def seen_as(self, codecs: Sequence[str]) -> tuple[Rectangles, ...]:
         """Each group with its rows arranged by the codec of its number. Raises ValueError; see `seen_as`."""
@@ -552,14 +533,9 @@ class RankCache:
         return max(1, min(tokens * nbytes // unit for nbytes, unit in rows)) if rows else 1
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
-        """See PagedCache.digest."""
         return self._some.digest(buffer)
 
-    def fence(self) -> Fence:
-        """See PagedCache.fence."""
-        return self._some.fence()
-
     def warm_up(self) -> None:
-        """Compile now what gather and scatter run on the device, so that the first transfer does not wait."""
+        """See PagedCache.warm_up."""
         for group in self.groups:
             group.warm_up()

@@ -70,10 +70,9 @@ class LayerPages:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Consecutive layers [first, stop) that differ in nothing but their offset.
+    """Consecutive layers [first, stop) that differ in nothing but their offset. `pages`: the first one's.
 
     Attributes:
-        pages: the first layer's.
         steps: int64 [stop - first], each layer's offset from the first one's.
         grain: the greatest common divisor of `steps`, 0 for a single layer.
         apart: bytes from each layer to the next, 0 for a single layer; None: they are not equally far.
@@ -88,13 +87,9 @@ class Span:
 
 
 class Cut(NamedTuple):
-    """The part of a rectangle that lies in one span.
+    """The part of a rectangle that lies in one span. `layers` are counted as the cache counts them.
 
-    Attributes:
-        layers: counted as the cache counts them.
-        units, heads: half-open intervals.
-        row_bytes: bytes of a row.
-        table: logical block ids, int64; entry 0 is the block of the first unit.
+    `table`: logical block ids, int64; entry 0 is the block of the first unit.
     """
 
     layers: Bounds
@@ -118,12 +113,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a matrix in memory, `count` side by side, whose elements are `step` bytes apart.
-
-    Attributes:
-        offset: of the first element of the first column, in bytes of a storage.
-        elements: in a column.
-        element: bytes of one.
+    """Columns of a matrix in memory, `count` side by side, of so many `elements`, which have `element` bytes
+    and are `step` bytes apart. `offset`: of the first element of the first column, in bytes of a storage.
     """
 
     offset: int
@@ -285,13 +276,10 @@ def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
 
 
 class Grid(NamedTuple):
-    """How the rows of a cut lie on a regular grid.
+    """How the rows of a cut lie on a regular grid, whose places are `atom` bytes apart, as each row has.
 
-    Attributes:
-        atom: bytes between the places of the grid, and of each row on it.
-        run: bytes that lie together in memory and on the wire, a multiple of `atom`.
-        stride: units in a run.
-        joined: whether the heads of a unit are one run.
+    `run`: bytes that lie together in memory and on the wire, a multiple of `atom`; they hold `stride` units.
+    `joined`: whether the heads of a unit are one run.
     """
 
     atom: int

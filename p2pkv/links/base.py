@@ -27,12 +27,13 @@ of the message, because NCCL itself would not notice a wrong one.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import MutableSet
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -49,9 +50,8 @@ class LinkError(Exception):
 class Receive(Protocol):
     """One posted receive.
 
-    Attributes:
-        buffer: uint8 [nbytes]; readable from the moment `done()` is True until `release()`.
-        remote_slot: for the sender; opaque, 0 <= remote_slot <= 2**62.
+    `buffer`: uint8 [nbytes], readable from the moment `done()` is True until `release()`. `remote_slot`: for
+    the sender; opaque, 0 <= remote_slot <= 2**62.
     """
 
     @property
@@ -78,7 +78,7 @@ class Send(Protocol):
 
 
 class End(ABC):
-    """What both ends of a link have in common."""
+    """Either end of a link."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -127,7 +127,6 @@ class Inbound(End):
 
         Only with `LinkFactory.announced`.
         """
-        return
 
     @property
     def used(self) -> int:
@@ -153,7 +152,6 @@ class Outbound(End):
 
         Only with `LinkFactory.announced`. Raises LinkError.
         """
-        return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,6 @@ class LinkSettings:
         staging_bytes: bound on what the links of the rank hold together of what is in flight.
         shared_memory: whether ranks of one machine may share memory.
         device: where the KV is; None: the current CUDA device, for a kind that needs one.
-        nccl_channels: the most channels of an NCCL communicator.
         receives: whether this rank is ever D's end; if not, it needs no memory for what comes in.
         allowed: networks outside of which no rank is dialed; None: any may be.
     """
@@ -241,6 +238,7 @@ class LinkFactory(ABC):
 # The two blobs that set up a link: checked, bounded, no pickle.
 
 MAX_BLOB_BYTES = 4096
+MOST_STUCK = 16
 NONCE_BYTES = 16
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -253,6 +251,22 @@ class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind
     name: ClassVar[str]
 
     version: Literal[1]
+
+
+class Invitation(SetupBlob, frozen=True):
+    """P's. `nonce`: random; the answer repeats it."""
+
+    name = "invitation"
+
+    nonce: Nonce
+
+
+class Acceptance(SetupBlob, frozen=True):
+    """D's. `answers`: the invitation's nonce."""
+
+    name = "acceptance"
+
+    answers: Nonce
 
 
 _AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
@@ -338,11 +352,7 @@ class Guard:
 
 
 class GuardedEnd(End):
-    """An end that its factory may close, too.
-
-    Attributes:
-        closed: it was aborted, or closed.
-    """
+    """An end that its factory may close, too. `closed`: it was, or it was aborted."""
 
     guard: Guard
     closed = False
@@ -351,18 +361,69 @@ class GuardedEnd(End):
         self.guard.owned()
         self.close("aborted on this side")
 
-    @abstractmethod
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        """`abort` for the factory, whose thread may be another one. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.guard.fail(reason)
+            self._free()
+
+    @abstractmethod
+    def _free(self) -> None:
+        """This end has been closed: free what it holds."""
 
 
-class GuardedLinks(LinkFactory):
-    """A factory that closes its ends when it is closed."""
+class GuardedInbound(GuardedEnd, Inbound): ...
+
+
+class GuardedOutbound(GuardedEnd, Outbound): ...
+
+
+_Invited = TypeVar("_Invited", bound=Invitation)
+_Accepted = TypeVar("_Accepted", bound=Acceptance)
+_In = TypeVar("_In", bound=GuardedInbound)
+
+
+class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
+    """A factory that reads and writes the blobs of its kind, and closes its ends when it is closed."""
+
+    blobs: tuple[type[_Invited], type[_Accepted]]
+    too_many_stuck = ""
+    """What is wrong when so many calls are `stuck` that no other one is risked."""
 
     def __init__(self, ends: MutableSet[GuardedEnd] | None = None) -> None:
         """`ends`: an empty set that will hold the ends; a WeakSet lets go of those that were dropped."""
         self._ends = set() if ends is None else ends
         self._closed = False
+
+    def invite(self) -> bytes:
+        self._check()
+        return encode_blob(self._invitation(secrets.token_bytes(NONCE_BYTES)))
+
+    def accept(self, invitation: bytes, window: int) -> tuple[_In, bytes]:
+        """Raises ValueError if `window` is not positive."""
+        self._check()
+        if window < 1:
+            raise ValueError(f"window is {window} bytes; it must be positive")
+        inbound, acceptance = self._accept(decode_blob(invitation, self.blobs[0]), window)
+        self._ends.add(inbound)
+        return inbound, encode_blob(acceptance)
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> GuardedOutbound:
+        self._check()
+        invited, accepted = decode_blob(invitation, self.blobs[0]), decode_blob(acceptance, self.blobs[1])
+        if accepted.answers != invited.nonce:
+            raise LinkError("this acceptance answers another invitation")
+        outbound = self._complete(invited, accepted)
+        self._ends.add(outbound)
+        return outbound
+
+    @abstractmethod
+    def _invitation(self, nonce: bytes) -> _Invited: ...
+    @abstractmethod
+    def _accept(self, invited: _Invited, window: int) -> tuple[_In, _Accepted]: ...
+    @abstractmethod
+    def _complete(self, invited: _Invited, accepted: _Accepted) -> GuardedOutbound: ...
 
     def close(self) -> None:
         self._closed = True
@@ -374,5 +435,7 @@ class GuardedLinks(LinkFactory):
         """Raises LinkError if no end can be made any more."""
         if self._closed:
             raise LinkError("this rank's links are closed")
+        if self.stuck >= MOST_STUCK:
+            raise LinkError(f"{self.stuck} {self.too_many_stuck}")
         for end in [end for end in self._ends if end.closed]:
             self._ends.discard(end)

@@ -183,47 +183,33 @@ class CudaMemory:
 
     def exportable(self) -> bool:
         """Whether memory of this device can be exported as a file descriptor."""
-        value = c_int()
-        self._call("cuDeviceGetAttribute", ctypes.byref(value), _EXPORTABLE, self._device)
-        return bool(value.value)
+        return bool(self._get(c_int, "cuDeviceGetAttribute", _EXPORTABLE, self._device))
 
     def reaches(self, uuid: bytes) -> bool | None:
         """Whether this device can access the memory of the one with this UUID. None: this process does not
         see that device (CUDA_VISIBLE_DEVICES), so only an attempt shows it."""
-        count, access = c_int(), c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        for device in map(self._number, range(count.value)):
+        for device in map(self._number, range(self._get(c_int, "cuDeviceGetCount"))):
             if self._uuid(device) == uuid:
                 if device == self._device:
                     return True
-                self._call("cuDeviceCanAccessPeer", ctypes.byref(access), self._device, device)
-                return bool(access.value)
+                return bool(self._get(c_int, "cuDeviceCanAccessPeer", self._device, device))
         return None
 
     def granularity(self) -> int:
         """Bytes in whose multiples memory is created and mapped."""
-        size = c_size_t()
-        prop = self._prop()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(prop), _MINIMUM)
-        return size.value
+        return self._get(c_size_t, "cuMemGetAllocationGranularity", ctypes.byref(self._prop()), _MINIMUM)
 
     def create(self, nbytes: int) -> int:
         """The handle of new memory on the device. It holds the memory until `drop`."""
-        handle, prop = c_ulonglong(), self._prop()
-        self._call("cuMemCreate", ctypes.byref(handle), nbytes, ctypes.byref(prop), 0)
-        return handle.value
+        return self._get(c_ulonglong, "cuMemCreate", nbytes, ctypes.byref(self._prop()), 0)
 
     def export_fd(self, handle: int) -> int:
         """A file descriptor that stands for the memory; the caller closes it."""
-        fd = c_int(-1)
-        self._call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _FILE_DESCRIPTOR, 0)
-        return fd.value
+        return self._get(c_int, "cuMemExportToShareableHandle", handle, _FILE_DESCRIPTOR, 0)
 
     def import_fd(self, fd: int) -> int:
         """The handle of the memory that a descriptor of another process stands for."""
-        handle = c_ulonglong()
-        self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), c_void_p(fd), _FILE_DESCRIPTOR)
-        return handle.value
+        return self._get(c_ulonglong, "cuMemImportFromShareableHandle", c_void_p(fd), _FILE_DESCRIPTOR)
 
     def drop(self, handle: int) -> None:
         """The handle is not needed any more. Mappings of its memory stay."""
@@ -231,9 +217,7 @@ class CudaMemory:
 
     def reserve(self, nbytes: int) -> int:
         """A range of addresses with nothing behind it."""
-        address = c_ulonglong()
-        self._call("cuMemAddressReserve", ctypes.byref(address), nbytes, 0, 0, 0)
-        return address.value
+        return self._get(c_ulonglong, "cuMemAddressReserve", nbytes, 0, 0, 0)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Put the memory behind the addresses."""
@@ -263,14 +247,18 @@ class CudaMemory:
         return AllocationProp(_PINNED, _FILE_DESCRIPTOR, Location(_ON_DEVICE, self._device))
 
     def _number(self, index: int) -> int:
-        device = c_int()
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        return device.value
+        return self._get(c_int, "cuDeviceGet", index)
 
     def _uuid(self, device: int) -> bytes:
         uuid = (c_ubyte * UUID_BYTES)()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
         return bytes(uuid)
+
+    def _get(self, kind: Callable[[], Any], name: str, *arguments: object) -> int:
+        """The number that this call writes to where its first argument points."""
+        number = kind()
+        self._call(name, ctypes.byref(number), *arguments)
+        return int(number.value)
 
     def _call(self, name: str, *arguments: object) -> None:
         result = _function(name)(*arguments)

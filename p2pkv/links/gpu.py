@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from p2pkv.device import CudaEvent, end_stream, ignore_captures, make_stream, take_memory
-from p2pkv.links.staging import Slots, StagingShare
+from p2pkv.links.staging import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,7 @@ Allocate = Callable[[int], torch.Tensor]
 class CudaStream:
     """One link end's own stream, which nothing else in this process uses; see `device.make_stream`.
 
-    Attributes:
-        number: the raw handle that NCCL takes.
+    `number`: the raw handle that NCCL takes.
     """
 
     def __init__(self, device: int) -> None:
@@ -48,12 +47,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """One CUDA device of this process, where a factory's links live.
-
-    Attributes:
-        name: for people.
-        processors: its multiprocessors (SMs).
-    """
+    """One CUDA device of this process, where a factory's links live. `processors`: multiprocessors (SMs)."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda" and device.index is not None
@@ -94,10 +88,7 @@ class CudaDevice:
 class DevicePool(Slots):
     """Slots in one block of device memory, taken once and for all: a full device fails at the start.
 
-    The owner thread takes slots; the thread that has seen the device finish with them gives them back.
-
-    Attributes:
-        beside: uint8 [beside] in the same block, which no slot ever takes.
+    `beside`: uint8 [beside] in the same block, which no slot ever takes.
     """
 
     def __init__(self, allocate: Allocate, nbytes: int, beside: int = 0) -> None:
@@ -105,19 +96,6 @@ class DevicePool(Slots):
         super().__init__(nbytes)
         self._bytes = allocate(self.capacity + beside)
         self.beside = self._bytes[self.capacity :]
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int, share: StagingShare | None = None) -> int | None:
-        with self._lock:
-            return super().take(nbytes, share)
-
-    def leave(self, offset: int) -> None:
-        with self._lock:
-            super().leave(offset)
-
-    def give(self, offset: int) -> None:
-        with self._lock:
-            super().give(offset)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the slot."""

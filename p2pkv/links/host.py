@@ -14,37 +14,19 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
+from p2pkv.links import shared_memory as memory
 from p2pkv.links.base import (
     NONCE_BYTES,
+    Acceptance,
     Guard,
-    GuardedEnd,
+    GuardedInbound,
     GuardedLinks,
-    Inbound,
+    Invitation,
     LinkError,
     LinkSettings,
     Nonce,
-    SetupBlob,
-    decode_blob,
-    encode_blob,
 )
-from p2pkv.links.shared_memory import (
-    COMMITTED,
-    ENTRIES,
-    NBYTES,
-    TAKEN,
-    Arena,
-    PidNamespace,
-    SharedArena,
-    SharedOutbound,
-    Text,
-    can_share,
-    create_arena,
-    entry,
-    fence,
-    open_arena,
-    this_namespace,
-    to_remote_slot,
-)
+from p2pkv.links.shared_memory import Arena, PidNamespace, SharedArena, SharedOutbound, this_namespace
 from p2pkv.links.staging import StagingBudget, StagingShare
 from p2pkv.links.tcp import TcpListener, TcpOutbound, TcpReader, is_loopback, numeric
 from p2pkv.trust import Networks
@@ -57,35 +39,27 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 _ON_THE_WIRE = {"namespace": "place"}
 
 
-class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="host", rename=_ON_THE_WIRE):
-    """P's invitation: `nonce` is random; `namespace` is P's, or None if P does not want to share memory."""
+class HostInvitation(Invitation, frozen=True, tag="host", rename=_ON_THE_WIRE):
+    """P's invitation. `namespace`: P's; None if P does not want to share memory."""
 
-    name = "invitation"
-
-    nonce: Nonce
     namespace: PidNamespace | None
 
 
-class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="host", rename=_ON_THE_WIRE):
+class HostAcceptance(Acceptance, frozen=True, tag="host", rename=_ON_THE_WIRE):
     """D's answer.
 
     Attributes:
-        answers: the invitation's nonce.
-        nonce: D's own, random.
+        nonce, namespace: D's own; the latter is None where the system has none.
         window: bytes of D's window.
-        namespace: D's; None where the system has none.
         shared: how P finds the arena; None if D does not share it.
         host, port: where D listens for TCP; `host` is numeric.
     """
 
-    name = "acceptance"
-
-    answers: Nonce
     nonce: Nonce
     window: Annotated[int, Meta(ge=1, le=1 << 44)]
     namespace: PidNamespace | None
     shared: SharedArena | None
-    host: Text
+    host: memory.Text
     port: Port
 
 
@@ -94,10 +68,11 @@ def make_links(settings: LinkSettings) -> HostLinks:
     return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
 
-class HostLinks(GuardedLinks):
+class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
     """Makes host links for one rank."""
 
     kind = "host"
+    blobs = HostInvitation, HostAcceptance
 
     def __init__(
         self, host: str, staging_bytes: int, shared_memory: bool = True, allowed: Networks | None = None
@@ -108,30 +83,24 @@ class HostLinks(GuardedLinks):
         """
         super().__init__(weakref.WeakSet())
         self.host = numeric(host)
-        self.shared_memory = shared_memory and can_share()
+        self.shared_memory = shared_memory and memory.can_share()
         self._allowed = allowed
         self.staging = StagingBudget(staging_bytes)
 
-    def invite(self) -> bytes:
-        self._check()
-        namespace = this_namespace() if self.shared_memory else None
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(HostInvitation(version=1, nonce=nonce, namespace=namespace))
+    def _invitation(self, nonce: bytes) -> HostInvitation:
+        return HostInvitation(
+            version=1, nonce=nonce, namespace=this_namespace() if self.shared_memory else None
+        )
 
-    def accept(self, invitation: bytes, window: int) -> tuple[HostInbound, bytes]:
-        """D's end, listening, with its arena made. ValueError if `window` is not positive."""
-        self._check()
-        if window < 1:
-            raise ValueError(f"window is {window} bytes; it must be positive")
-        invited = decode_blob(invitation, HostInvitation)
+    def _accept(self, invited: HostInvitation, window: int) -> tuple[HostInbound, HostAcceptance]:
+        """D's end, listening, with its arena made."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         shared = (
             self.shared_memory and invited.namespace is not None and invited.namespace == this_namespace()
         )
         nonces = invited.nonce, nonce
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
-        self._ends.add(inbound)
-        acceptance = HostAcceptance(
+        return inbound, HostAcceptance(
             version=1,
             answers=invited.nonce,
             nonce=nonce,
@@ -141,17 +110,10 @@ class HostLinks(GuardedLinks):
             host=self.host,
             port=inbound.port,
         )
-        return inbound, encode_blob(acceptance)
 
-    def complete(self, invitation: bytes, acceptance: bytes) -> SharedOutbound | TcpOutbound:
+    def _complete(self, invited: HostInvitation, accepted: HostAcceptance) -> SharedOutbound | TcpOutbound:
         """P's end. Over TCP it is not `ready` yet; shared memory is."""
-        self._check()
-        invited = decode_blob(invitation, HostInvitation)
-        accepted = decode_blob(acceptance, HostAcceptance)
-        if accepted.answers != invited.nonce:
-            raise LinkError("this acceptance answers another invitation")
         outbound = self._share(invited, accepted) or self._dial(invited, accepted)
-        self._ends.add(outbound)
         logger.info("link to %s:%d: %r", accepted.host, accepted.port, outbound)
         return outbound
 
@@ -159,7 +121,7 @@ class HostLinks(GuardedLinks):
         if not self.shared_memory or accepted.shared is None:
             return None
         try:
-            arena = open_arena(accepted.shared, accepted.namespace, accepted.window, accepted.nonce)
+            arena = memory.open_arena(accepted.shared, accepted.namespace, accepted.window, accepted.nonce)
         except LinkError as error:
             logger.warning("no shared memory with %s:%d, using TCP: %s", accepted.host, accepted.port, error)
             return None
@@ -189,21 +151,13 @@ class HostReceive:
     """One posted receive. `done` reads one flag of the arena; nothing here makes a system call."""
 
     __slots__ = (
-        "_arrived",
-        "_entry",
-        "_link",
-        "_words",
-        "buffer",
-        "nbytes",
-        "offset",
-        "released",
-        "remote_slot",
-        "stamp",
-    )
+        "_arrived", "_entry", "_link", "_words",
+        "buffer", "nbytes", "offset", "released", "remote_slot", "stamp",
+    )  # fmt: skip
 
     def __init__(self, link: HostInbound, arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
         self.buffer: torch.Tensor = arena.pool.tensor(offset, nbytes)
-        self.remote_slot = to_remote_slot(offset, sequence)
+        self.remote_slot = memory.to_remote_slot(offset, sequence)
         self.nbytes = nbytes
         self.offset = offset
         self.stamp = sequence + 1
@@ -211,7 +165,7 @@ class HostReceive:
         self._arrived = False
         self._link = link
         self._words = arena.words
-        self._entry = entry(sequence)
+        self._entry = memory.entry(sequence)
 
     def done(self) -> bool:
         self._link.guard.check()
@@ -223,10 +177,10 @@ class HostReceive:
 
     def arrived(self) -> bool:
         """`done` without the checks. Raises LinkError if P sent another size."""
-        if self._words[self._entry + COMMITTED] != self.stamp:
+        if self._words[self._entry + memory.COMMITTED] != self.stamp:
             return self._arrived
-        fence()
-        sent = self._words[self._entry + NBYTES]
+        memory.fence()
+        sent = self._words[self._entry + memory.NBYTES]
         if sent != self.nbytes:
             raise self._link.guard.fail(f"the peer sent {sent} bytes where {self.nbytes} were posted")
         self._arrived = True
@@ -244,11 +198,11 @@ class HostReceive:
 
     def take(self) -> None:
         """Mark the bytes as read, for a P that shares the arena."""
-        fence()
-        self._words[self._entry + TAKEN] = self.stamp
+        memory.fence()
+        self._words[self._entry + memory.TAKEN] = self.stamp
 
 
-class HostInbound(GuardedEnd, Inbound):
+class HostInbound(GuardedInbound):
     """D's end. The first thing that P does shows whether P shares the arena or connects by TCP.
 
     Invariant: a slot that P may still write is never posted again. `abort` gives up the whole arena,
@@ -263,7 +217,7 @@ class HostInbound(GuardedEnd, Inbound):
         self.share = share
         self.lost: str | None = None
         self._peer_nonce, nonce = nonces
-        self._arena: Arena | None = create_arena(window, nonce, shared=shared)
+        self._arena: Arena | None = memory.create_arena(window, nonce, shared=shared)
         self._listener: TcpListener | None = TcpListener(host, nonce)
         self.port = self._listener.port
         self._reader: TcpReader | None = None
@@ -291,7 +245,7 @@ class HostInbound(GuardedEnd, Inbound):
             raise LinkError(self.lost)
         assert self._arena is not None
         sequence = self._next
-        if sequence - ENTRIES in self._live:  # its entry of the header is still in use
+        if sequence - memory.ENTRIES in self._live:  # its entry of the header is still in use
             self._arena.pool.check(nbytes)
             return None
         offset = self._arena.pool.take(nbytes, self.share)
@@ -314,9 +268,7 @@ class HostInbound(GuardedEnd, Inbound):
         assert self._arena is not None
         self._arena.pool.tidy()
 
-    def close(self, reason: str) -> None:
-        self.closed = True
-        self.guard.fail(reason)
+    def _free(self) -> None:
         self._close_listener()
         if self._reader is not None:
             self._reader.close()
@@ -344,9 +296,6 @@ class HostInbound(GuardedEnd, Inbound):
     @property
     def way(self) -> str:
         return "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
-
-    def __repr__(self) -> str:
-        return f"HostInbound({self.way}, {len(self._live)} receives posted, {self.used} bytes used)"
 
     def _settle(self) -> None:
         released, self._released = self._released, []

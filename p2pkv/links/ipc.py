@@ -18,13 +18,12 @@ from msgspec import Meta
 from p2pkv.device import cuda_index
 from p2pkv.links.base import (
     NONCE_BYTES,
+    Acceptance,
     GuardedLinks,
+    Invitation,
     LinkError,
     LinkSettings,
     Nonce,
-    SetupBlob,
-    decode_blob,
-    encode_blob,
 )
 from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, allocate
 from p2pkv.links.gpu import CudaDevice, DevicePool
@@ -39,41 +38,22 @@ POLL_SECONDS = 0.0001
 
 BUILD_SECONDS = 30.0
 CLOSE_SECONDS = 2.0
-MOST_STUCK = 16
 
 Uuid = Annotated[bytes, Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
 Text = Annotated[str, Meta(max_length=64)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="ipc"):
-    """P's invitation: a random number, and where P runs.
+class IpcInvitation(Invitation, frozen=True, tag="ipc"):
+    """Where P runs: the kernel's boot id, which names the host, and the inode of the network namespace."""
 
-    Attributes:
-        boot: the kernel's boot id, which names the host.
-        network: inode of the network namespace.
-    """
-
-    name = "invitation"
-
-    nonce: Nonce
     boot: Text
     network: Number
 
 
-class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="ipc"):
-    """D's answer.
+class IpcAcceptance(Acceptance, frozen=True, tag="ipc"):
+    """D's answer: the name of its unix socket, the random name of its memory and its size, its GPU's UUID."""
 
-    Attributes:
-        answers: the invitation's nonce.
-        door: the name of D's unix socket.
-        memory, nbytes: the random name of D's memory, and its size.
-        device: the UUID of D's GPU.
-    """
-
-    name = "acceptance"
-
-    answers: Nonce
     door: Nonce
     memory: Nonce
     nbytes: Annotated[int, Meta(ge=1, le=1 << 44)]
@@ -89,10 +69,15 @@ def this_host() -> tuple[str, int]:
         raise ValueError(f"the link ipc needs Linux's /proc: {error}") from None
 
 
-class IpcLinks(GuardedLinks):
+class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
     """Makes CUDA IPC links for one rank."""
 
     kind = "ipc"
+    blobs = IpcInvitation, IpcAcceptance
+    too_many_stuck = (
+        "links to peers that neither answer nor end still hold memory of this rank; end those processes, or "
+        "restart this one"
+    )
     poll_seconds = POLL_SECONDS
     build_seconds = BUILD_SECONDS
 
@@ -101,11 +86,7 @@ class IpcLinks(GuardedLinks):
     ) -> None:
         """Raises ValueError with a sentence, MemoryError if the device has no room.
 
-        Args:
-            device: where the KV is.
-            driver: of that device.
-            staging_bytes: device memory of the slots into which peers write.
-            receives: False: this rank only sends, and takes no memory.
+        `driver`: of the device. `receives`: False: this rank only sends, and takes no memory.
         """
         super().__init__()
         self._host = this_host()
@@ -137,39 +118,27 @@ class IpcLinks(GuardedLinks):
         """Calls to the driver, and aborts, that have outlived their time: a peer is frozen."""
         return self.shared.openings.stuck + self.shared.aborts.stuck
 
-    def invite(self) -> bytes:
-        self._check()
+    def _invitation(self, nonce: bytes) -> IpcInvitation:
         boot, network = self._host
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(IpcInvitation(version=1, nonce=nonce, boot=boot, network=network))
+        return IpcInvitation(version=1, nonce=nonce, boot=boot, network=network)
 
-    def accept(self, invitation: bytes, window: int) -> tuple[IpcInbound, bytes]:
+    def _accept(self, invited: IpcInvitation, window: int) -> tuple[IpcInbound, IpcAcceptance]:
         """D's end, which waits for P at a unix socket."""
-        self._check()
-        invited = decode_blob(invitation, IpcInvitation)
         self._refuse_elsewhere(invited)
         if self.shared.block is None:
             raise LinkError("this rank only sends, so it has no memory for a peer to write to")
         inbound = IpcInbound(self.shared, invited.nonce, window)
-        self._ends.add(inbound)
-        return inbound, encode_blob(
-            IpcAcceptance(
-                version=1,
-                answers=invited.nonce,
-                door=inbound.name,
-                memory=self._name,
-                nbytes=self.shared.block.nbytes,
-                device=self._uuid,
-            )
+        return inbound, IpcAcceptance(
+            version=1,
+            answers=invited.nonce,
+            door=inbound.name,
+            memory=self._name,
+            nbytes=self.shared.block.nbytes,
+            device=self._uuid,
         )
 
-    def complete(self, invitation: bytes, acceptance: bytes) -> IpcOutbound:
+    def _complete(self, invited: IpcInvitation, accepted: IpcAcceptance) -> IpcOutbound:
         """P's end, which connects to D's socket."""
-        self._check()
-        invited = decode_blob(invitation, IpcInvitation)
-        accepted = decode_blob(acceptance, IpcAcceptance)
-        if accepted.answers != invited.nonce:
-            raise LinkError("this acceptance answers another invitation")
         try:
             reached = self.shared.driver.reaches(accepted.device)
         except CudaError as error:
@@ -184,9 +153,7 @@ class IpcLinks(GuardedLinks):
             line = dial(accepted.door, invited.nonce)
         except OSError as error:
             raise LinkError(f"D's unix socket cannot be reached: {error}; D may have ended") from None
-        outbound = IpcOutbound(self.shared, line, accepted.memory, accepted.nbytes)
-        self._ends.add(outbound)
-        return outbound
+        return IpcOutbound(self.shared, line, accepted.memory, accepted.nbytes)
 
     def close(self) -> None:
         """Abort every link of this rank, and wait a moment until its writes have ended. Idempotent."""
@@ -210,14 +177,6 @@ class IpcLinks(GuardedLinks):
                 "P runs in another network namespace of this host, where D's unix socket cannot be reached: "
                 "give both containers the host's network, put them into one pod, or use link=nccl on both "
                 "sides"
-            )
-
-    def _check(self) -> None:
-        super()._check()
-        if self.stuck >= MOST_STUCK:
-            raise LinkError(
-                f"{self.stuck} links to peers that neither answer nor end still hold memory of this rank; "
-                "end those processes, or restart this one"
             )
 
 

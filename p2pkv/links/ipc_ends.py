@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
+from p2pkv.links.base import Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
 from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, wait_out
 from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Door, Line, Record
@@ -47,10 +47,9 @@ class MappedBlock:
 class IpcContext:
     """What all CUDA IPC links of one rank share.
 
-    Attributes:
-        pool, block: this rank's memory, into which its peers write; None if it does not receive.
-        mapped: of peers, by the random name of their memory, while a link uses it.
-        openings, aborts: threads that map a peer's memory, and that wait for the end of a link's writes.
+    `pool`, `block`: this rank's memory, into which its peers write; None if it does not receive. `mapped`: of
+    peers, by the random name of their memory, while a link uses it. `openings`, `aborts`: threads that map a
+    peer's memory, and that wait for the end of a link's writes.
     """
 
     device: CudaDevice
@@ -108,13 +107,11 @@ class IpcReceive:
         self._link.release(self)
 
 
-class IpcInbound(GuardedEnd, Inbound):
+class IpcInbound(GuardedInbound):
     """D's end. Its window bounds what it may hold of the memory that all links of the rank share."""
 
     def __init__(self, shared: IpcContext, nonce: bytes, window: int) -> None:
-        """`nonce`: of P's invitation. Raises ValueError, LinkError."""
-        if window < 1:
-            raise ValueError(f"window is {window} bytes; it must be positive")
+        """`nonce`: of P's invitation. Raises LinkError."""
         assert shared.pool is not None
         self.guard = Guard("the CUDA IPC link from a peer")
         self.share = StagingShare(shared.staging)
@@ -171,7 +168,10 @@ class IpcInbound(GuardedEnd, Inbound):
         self._shared.reap()
         try:
             if self._line is None:
-                self._let_in()
+                self._line = self._door.line()
+                if self._line is not None:
+                    assert self._shared.block is not None
+                    self._line.send_fd(self._shared.block.fd)
                 return
             self._line.flush()
             for record in self._line.records():
@@ -189,11 +189,7 @@ class IpcInbound(GuardedEnd, Inbound):
             self._held.discard(receive)
             self._shared.give_when_read(receive.offset)
 
-    def close(self, reason: str) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.fail(reason)
+    def _free(self) -> None:
         self._door.close()
         offsets = [receive.offset for receive in (*self._posted, *self._held)]
         awaited = self._line if self._posted and not self._left else None
@@ -208,12 +204,6 @@ class IpcInbound(GuardedEnd, Inbound):
             self._shared.aborts.run(
                 "p2pkv-ipc-abort-D", ABORT_SECONDS, lambda: self._give_back(read, offsets, awaited)
             )
-
-    def _let_in(self) -> None:
-        self._line = self._door.line()
-        if self._line is not None:
-            assert self._shared.block is not None
-            self._line.send_fd(self._shared.block.fd)
 
     def _read(self, record: Record) -> None:
         if record.what == MAPPED:
@@ -257,9 +247,6 @@ class IpcInbound(GuardedEnd, Inbound):
         for offset in offsets:
             self._pool.give(offset)
 
-    def __repr__(self) -> str:
-        return f"IpcInbound(posted {self._sequence}, {self.used} bytes held)"
-
 
 # P's end.
 
@@ -286,7 +273,7 @@ class IpcSend:
         return self.finished
 
 
-class IpcOutbound(GuardedEnd, Outbound):
+class IpcOutbound(GuardedOutbound):
     """P's end. It needs no memory of this rank."""
 
     def __init__(self, shared: IpcContext, line: Line, name: bytes, nbytes: int) -> None:
@@ -352,12 +339,8 @@ class IpcOutbound(GuardedEnd, Outbound):
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
-    def close(self, reason: str) -> None:
+    def _free(self) -> None:
         """Leave D's memory, once no work of this process writes there."""
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.fail(reason)
         written, mapped, self._block = self._shared.device.here(), [self._block], None
         self._unannounced.clear()
         self._unfinished.clear()
@@ -422,6 +405,3 @@ class IpcOutbound(GuardedEnd, Outbound):
                 return
             self._unfinished.append(self._unannounced.popleft())
             self._line.send(COMMITTED, send.sequence, send.buffer.numel())
-
-    def __repr__(self) -> str:
-        return f"IpcOutbound({len(self._unannounced)} of {self._next} sends unannounced, {self._used} bytes)"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from typing import Annotated
 
 import torch
@@ -18,15 +17,12 @@ from msgspec import Meta
 
 from p2pkv.device import cuda_index
 from p2pkv.links.base import (
-    NONCE_BYTES,
+    Acceptance,
     Guard,
     GuardedLinks,
+    Invitation,
     LinkError,
     LinkSettings,
-    Nonce,
-    SetupBlob,
-    decode_blob,
-    encode_blob,
 )
 from p2pkv.links.gpu import CudaDevice, DevicePool
 from p2pkv.links.nccl_bindings import (
@@ -63,22 +59,16 @@ Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
 # What the two ends send each other over the control plane.
 
 
-class NcclInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="nccl"):
-    """P's invitation: the communicator's name, P's NCCL, and a random tag that the answer repeats."""
+class NcclInvitation(Invitation, frozen=True, tag="nccl", rename={"nonce": "tag"}):
+    """P's invitation: P's NCCL, and the communicator's name."""
 
-    name = "invitation"
-
-    tag: Nonce
     nccl: Version
     unique_id: UniqueId
 
 
-class NcclAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="nccl"):
-    """D's answer: `answers` is the invitation's tag."""
+class NcclAcceptance(Acceptance, frozen=True, tag="nccl"):
+    """D's answer: D's NCCL."""
 
-    name = "acceptance"
-
-    answers: Nonce
     nccl: Version
 
 
@@ -94,11 +84,17 @@ def check_versions(mine: int, theirs: int) -> None:
 # A rank's links.
 
 
-class NcclLinks(GuardedLinks):
+class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
     """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused.
 
     `kind` names NCCL's exact version, so that peers with another one are refused at the handshake.
     """
+
+    blobs = NcclInvitation, NcclAcceptance
+    too_many_stuck = (
+        "calls to NCCL never returned in this process, for peers that were absent or died; restart it, and "
+        "install nccl4py, whose calls can be given up"
+    )
 
     def __init__(
         self,
@@ -109,11 +105,7 @@ class NcclLinks(GuardedLinks):
     ) -> None:
         """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
 
-        Args:
-            nccl: the binding.
-            device: where the KV is.
-            staging_bytes: device memory of the slots that all links of this rank share.
-            init_seconds: how long a communicator may take to come up.
+        `init_seconds`: how long a communicator may take to come up.
         """
         super().__init__()
         self.build_seconds = init_seconds
@@ -140,35 +132,23 @@ class NcclLinks(GuardedLinks):
 
     @property
     def stuck(self) -> int:
-        return self.shared.stuck
+        return self.shared.openings.stuck + self.shared.aborts.stuck
 
-    def invite(self) -> bytes:
-        self._check()
+    def _invitation(self, nonce: bytes) -> NcclInvitation:
         try:
             name = self.shared.nccl.unique_id()
         except NcclError as error:
             raise LinkError(str(error)) from None
-        tag = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(NcclInvitation(version=1, tag=tag, nccl=self._version, unique_id=name))
+        return NcclInvitation(version=1, nonce=nonce, nccl=self._version, unique_id=name)
 
-    def accept(self, invitation: bytes, window: int) -> tuple[NcclInbound, bytes]:
-        self._check()
-        invited = decode_blob(invitation, NcclInvitation)
+    def _accept(self, invited: NcclInvitation, window: int) -> tuple[NcclInbound, NcclAcceptance]:
         check_versions(self._version, invited.nccl)
         inbound = NcclInbound(self.shared, invited.unique_id, window, self.announced)
-        self._ends.add(inbound)
-        return inbound, encode_blob(NcclAcceptance(version=1, answers=invited.tag, nccl=self._version))
+        return inbound, NcclAcceptance(version=1, answers=invited.nonce, nccl=self._version)
 
-    def complete(self, invitation: bytes, acceptance: bytes) -> NcclOutbound:
-        self._check()
-        invited = decode_blob(invitation, NcclInvitation)
-        accepted = decode_blob(acceptance, NcclAcceptance)
-        if accepted.answers != invited.tag:
-            raise LinkError("this acceptance answers another invitation")
+    def _complete(self, invited: NcclInvitation, accepted: NcclAcceptance) -> NcclOutbound:
         check_versions(self._version, accepted.nccl)
-        outbound = NcclOutbound(self.shared, invited.unique_id, self.announced)
-        self._ends.add(outbound)
-        return outbound
+        return NcclOutbound(self.shared, invited.unique_id, self.announced)
 
     def close(self) -> None:
         """Abort every link of this rank, and wait a moment for the aborts. Idempotent."""
@@ -184,10 +164,6 @@ class NcclLinks(GuardedLinks):
         for end in list(self._ends):
             assert isinstance(end, NcclEnd)
             end.rescue(reason, wherever)
-
-    def _check(self) -> None:
-        super()._check()
-        self.shared.check()
 
 
 def make_links(settings: LinkSettings) -> NcclLinks:

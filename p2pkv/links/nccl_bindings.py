@@ -61,10 +61,10 @@ class NcclMissing(Exception):
 
 
 class Nccl(ABC):
-    """NCCL through one binding. Pointers, streams and communicators are integers.
+    """NCCL through one binding: name and version of the Python package. Pointers, streams and communicators
+    are integers.
 
     Attributes:
-        binding: name and version of the Python package, for people.
         blocking: True if `init` returns a communicator that is complete, and `send` and `recv` return
             when NCCL has launched them. False if they return at once and `async_error` says
             IN_PROGRESS until that is so; until then nothing else may be asked of that communicator.

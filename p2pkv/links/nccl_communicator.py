@@ -18,7 +18,6 @@ from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
 
-MOST_STUCK = 16
 FIRST_MESSAGE_BYTES = 64
 _PAUSE = 0.001
 
@@ -71,7 +70,7 @@ class BusyEnds:
     def leave(self, end: object) -> None:
         """This end has been closed."""
         self._waiting.pop(end, None)
-        self._inside.discard(end)
+        self.rest(end)
 
 
 @dataclass
@@ -105,18 +104,6 @@ class NcclContext:
         """
         half = self.busy.most // 2
         self.busy_sends, self.busy = BusyEnds(max(1, half)), BusyEnds(max(1, self.busy.most - half))
-
-    @property
-    def stuck(self) -> int:
-        return self.openings.stuck + self.aborts.stuck
-
-    def check(self) -> None:
-        """Raises LinkError if too many threads hang in NCCL to risk another one."""
-        if self.stuck >= MOST_STUCK:
-            raise LinkError(
-                f"{self.stuck} calls to NCCL never returned in this process, for peers that were absent or "
-                "died; restart it, and install nccl4py, whose calls can be given up"
-            )
 
 
 class _GivenUp(Exception):

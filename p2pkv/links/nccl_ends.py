@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
+from p2pkv.links.base import Guard, GuardedEnd, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.gpu import wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
@@ -42,20 +42,27 @@ class Operation:
     Attributes:
         after: an event of the engine's stream, after which NCCL may begin; None until it is wanted.
         event: recorded behind NCCL's kernel; None until NCCL has launched it.
+        released: its slot is given back once it is finished; of a receive, its bytes have been read.
         times: see NcclContext; empty if they are not wanted.
     """
 
-    __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released", "times")
+    __slots__ = ("_link", "after", "buffer", "event", "finished", "nbytes", "offset", "released", "times")
 
-    def __init__(self, offset: int, buffer: torch.Tensor) -> None:
+    def __init__(self, link: NcclEnd, offset: int, nbytes: int, released: bool) -> None:
+        self._link = link
         self.offset = offset
-        self.buffer = buffer
-        self.nbytes = buffer.numel()
+        self.buffer: torch.Tensor = link.shared.pool.tensor(offset, nbytes)
+        self.nbytes = nbytes
         self.after: CudaEvent | None = None
         self.event: CudaEvent | None = None
         self.finished = False
-        self.released = False
+        self.released = released
         self.times: tuple[float, ...] = ()
+
+    def done(self) -> bool:
+        """Whether the device has done it, as of the last `poll`."""
+        self._link.check()
+        return self.finished
 
 
 class NcclEnd(GuardedEnd):
@@ -118,12 +125,8 @@ class NcclEnd(GuardedEnd):
         self.shared.owner.owned()
         super().abort()
 
-    def close(self, reason: str) -> None:
+    def _free(self) -> None:
         """End the communicator, on a helper thread; nothing of this end completes any more."""
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.fail(reason)
         comm = self._opening.give_up()
         under_way = [*self._flying] + ([self._launching] if self._launching else [])
         for operation in self.operations.difference(under_way):
@@ -180,24 +183,9 @@ class NcclEnd(GuardedEnd):
         assert self._announced and self._told < len(self._queue), "nothing is left to launch"
         self._told += 1
 
-    def next_may_follow(self) -> bool:
-        """Whether the next operation that is not announced may be: its bytes are ready, and not too many are
-        announced. Only an end that is launched already may announce ahead, and none while others wait."""
-        self.check()
-        if self._told == len(self._queue) or not self._unhindered(self._queue[self._told]):
-            return False
-        pending = self._on_device + self._told
-        if pending == 0:
-            return self._busy.turn_of(self)
-        return pending < ANNOUNCED and not self._busy.contended
-
     def free(self, operation: Operation) -> None:
         self.operations.discard(operation)
         self.shared.pool.give(operation.offset)
-
-    def finished(self, operation: Operation) -> None:
-        """The device has done it."""
-        raise NotImplementedError
 
     # Inside.
 
@@ -223,13 +211,14 @@ class NcclEnd(GuardedEnd):
             if state == SUCCESS and self._launching is not None:
                 self._record(self._launching)
                 self._launching = None
-            while self._flying and self._passed(self._flying[0]):
+            while self._flying and self._reached(self._flying[0].event):
                 operation = self._flying.popleft()
                 operation.finished = True
                 self._time(operation)
                 if self.shared.times is not None:
                     self.shared.times.append(operation.times)
-                self.finished(operation)
+                if operation.released:
+                    self.free(operation)
             again = state == SUCCESS and self._launch(comm)
 
     def _launch(self, comm: int) -> bool:
@@ -254,15 +243,11 @@ class NcclEnd(GuardedEnd):
         return True
 
     def _may_launch(self, operation: Operation) -> bool:
-        if not self._unhindered(operation):
+        if not self._reached(operation.after):
             return False
         if not self._announced:
             return True
         return self._told > 0 and self._busy.turn_of(self) and self._busy.enter(self)
-
-    def _unhindered(self, operation: Operation) -> bool:
-        """Whether it is wanted, and what was queued before that is done."""
-        return operation.after is not None and self._reached(operation.after)
 
     def _record(self, operation: Operation) -> None:
         # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
@@ -275,13 +260,10 @@ class NcclEnd(GuardedEnd):
         if self.shared.times is not None:
             operation.times = *operation.times, time.monotonic()
 
-    def _passed(self, operation: Operation) -> bool:
-        assert operation.event is not None
-        return self._reached(operation.event)
-
-    def _reached(self, event: CudaEvent) -> bool:
+    def _reached(self, event: CudaEvent | None) -> bool:
+        """Whether what an operation stands behind, or its kernel, is done; None: it is not even queued."""
         try:
-            return event.ready()
+            return event is not None and event.ready()
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
@@ -308,25 +290,24 @@ class NcclEnd(GuardedEnd):
 # D's end, and P's.
 
 
-class NcclReceive:
+class NcclReceive(Operation):
     """One posted receive."""
 
-    def __init__(self, link: NcclInbound, operation: Operation, remote_slot: int) -> None:
-        self.buffer = operation.buffer
-        self.remote_slot = remote_slot
-        self._link = link
-        self._operation = operation
+    __slots__ = ("remote_slot",)
 
-    def done(self) -> bool:
-        """Whether all bytes have arrived, as of the last `poll`."""
-        self._link.check()
-        return self._operation.finished
+    def __init__(self, link: NcclInbound, offset: int, nbytes: int) -> None:
+        super().__init__(link, offset, nbytes, released=False)
+        self.remote_slot = to_remote_slot(link.sequence, nbytes)
 
     def release(self) -> None:
-        self._link.release(self._operation)
+        self._link.guard.owned()
+        if not self.released:
+            self.released = True
+            if self.finished and self in self._link.operations:
+                self._link.free(self)
 
 
-class NcclInbound(NcclEnd, Inbound):
+class NcclInbound(NcclEnd, GuardedInbound):
     """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
 
     `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
@@ -334,8 +315,6 @@ class NcclInbound(NcclEnd, Inbound):
     """
 
     def __init__(self, shared: NcclContext, unique_id: bytes, window: int, announced: bool = False) -> None:
-        if window < 1:
-            raise ValueError(f"window is {window} bytes; it must be positive")
         self._window = aligned(window)
         super().__init__(shared, "the NCCL link from a peer", unique_id, 1, announced)
 
@@ -350,52 +329,29 @@ class NcclInbound(NcclEnd, Inbound):
         offset = self.shared.pool.take(nbytes, self.share)
         if offset is None:
             return None
-        operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
-        receive = NcclReceive(self, operation, to_remote_slot(self.sequence, nbytes))
-        self.enqueue(operation)
-        self.want(operation)
+        receive = NcclReceive(self, offset, nbytes)
+        self.enqueue(receive)
+        self.want(receive)
         return receive
 
     def launch(self) -> None:
         self.check()
         self.announce()
 
-    def release(self, operation: Operation) -> None:
-        self.guard.owned()
-        if not operation.released:
-            operation.released = True
-            if operation.finished and operation in self.operations:
-                self.free(operation)
 
-    def finished(self, operation: Operation) -> None:
-        if operation.released:
-            self.free(operation)
-
-    def __repr__(self) -> str:
-        return f"NcclInbound(posted {self.sequence}, {self.used} bytes held)"
-
-
-class NcclSend:
+class NcclSend(Operation):
     """One send."""
 
-    def __init__(self, link: NcclOutbound, operation: Operation) -> None:
-        self.buffer = operation.buffer
-        self._link = link
-        self._operation = operation
+    __slots__ = ()
 
     def commit(self) -> None:
         """Hand the buffer over; NCCL reads it when the current stream has written it."""
         self._link.check()
-        self._link.want(self._operation)
+        self._link.want(self)
         self._link.poll()
 
-    def done(self) -> bool:
-        """Whether D's receive has taken the bytes, as of the last `poll`."""
-        self._link.check()
-        return self._operation.finished
 
-
-class NcclOutbound(NcclEnd, Outbound):
+class NcclOutbound(NcclEnd, GuardedOutbound):
     """P's end."""
 
     def __init__(self, shared: NcclContext, unique_id: bytes, announced: bool = False) -> None:
@@ -418,19 +374,21 @@ class NcclOutbound(NcclEnd, Outbound):
         offset = self.shared.pool.take(nbytes, self.share)
         if offset is None:
             return None
-        operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
-        self.enqueue(operation)
-        return NcclSend(self, operation)
+        send = NcclSend(self, offset, nbytes, released=True)
+        self.enqueue(send)
+        return send
 
     def due(self) -> bool:
-        return self.next_may_follow()
+        """Whether the next send that is not announced may be: its bytes are ready, and not too many are
+        announced. Only an end that is launched already may announce ahead, and none while others wait."""
+        self.check()
+        if self._told == len(self._queue) or not self._reached(self._queue[self._told].after):
+            return False
+        pending = self._on_device + self._told
+        if pending == 0:
+            return self._busy.turn_of(self)
+        return pending < ANNOUNCED and not self._busy.contended
 
     def launch(self) -> None:
         self.announce()
         self.poll()
-
-    def finished(self, operation: Operation) -> None:
-        self.free(operation)
-
-    def __repr__(self) -> str:
-        return f"NcclOutbound(reserved {self.sequence}, {self.used} bytes held)"

@@ -23,7 +23,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta, Struct
 
-from p2pkv.links.base import NONCE_BYTES, Guard, GuardedEnd, LinkError, Outbound
+from p2pkv.links.base import NONCE_BYTES, Guard, GuardedOutbound, LinkError
 from p2pkv.links.staging import ALIGNMENT, MappedPool, aligned
 
 ENTRIES = 1024
@@ -45,12 +45,7 @@ Text = Annotated[str, Meta(max_length=64)]
 
 
 class PidNamespace(Struct, frozen=True, forbid_unknown_fields=True):
-    """Processes that can open each other's memory: a pid namespace of one boot of one host.
-
-    Attributes:
-        boot: the kernel's boot id.
-        pids: inode of the namespace.
-    """
+    """Processes that can open each other's memory: a pid namespace (its inode) of one boot of one host."""
 
     boot: Text
     pids: Number
@@ -149,11 +144,7 @@ def _map_new(fd: int, size: int, window: int) -> Arena:
 def open_arena(offer: SharedArena | None, namespace: PidNamespace | None, window: int, nonce: bytes) -> Arena:
     """P's mapping of D's arena. Raises LinkError with the reason if it cannot be had.
 
-    Args:
-        offer: how to find the arena; None if D does not share it.
-        namespace: D's; None if D's system has none.
-        window: bytes that the arena has room for.
-        nonce: D's own.
+    The arguments are those of HostAcceptance: `window` is what the arena has room for.
     """
     if offer is None or namespace is None or namespace != this_namespace():
         raise LinkError("the peer runs on another host or in another pid namespace")
@@ -278,7 +269,7 @@ class SharedSend:
         return self._words[self._entry + TAKEN] > self.sequence
 
 
-class SharedOutbound(GuardedEnd, Outbound):
+class SharedOutbound(GuardedOutbound):
     """P's end. Nothing here makes a system call; a peer that dies is never noticed."""
 
     def __init__(self, arena: Arena, nonce: bytes) -> None:
@@ -329,9 +320,7 @@ class SharedOutbound(GuardedEnd, Outbound):
                 return
             self.finish(send)
 
-    def close(self, reason: str) -> None:
-        self.closed = True
-        self.guard.fail(reason)
+    def _free(self) -> None:
         self._arena = None  # unmapped when no tensor of it is held any more
         self._unfinished.clear()
         self._used = 0

@@ -6,6 +6,7 @@ The pool of NCCL links lies in device memory (`nccl_communicator`) and has the s
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from bisect import bisect_left
 
@@ -24,10 +25,8 @@ def aligned(nbytes: int) -> int:
 class StagingBudget:
     """How many bytes of staging one rank has, and how many of them slots of its links hold.
 
-    Slots are counted where they are taken and given back, in `Slots`. All others only ask.
-
-    Attributes:
-        most: bytes that the slots of one direction, sends or receives, may hold.
+    Slots are counted where they are taken and given back, in `Slots`. All others only ask. `most`: bytes that
+    the slots of one direction, sends or receives, may hold.
     """
 
     def __init__(self, limit: int) -> None:
@@ -86,13 +85,15 @@ class StagingShare:
 class Slots:
     """Which parts of a space of `capacity` bytes (rounded up to 64) are taken, and for whom.
 
-    Offsets are multiples of 64. A slot takes its size rounded up to 64 bytes.
+    Offsets are multiples of 64. A slot takes its size rounded up to 64 bytes. The owner thread takes slots;
+    a thread that has seen a device finish with them may give them back.
     """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"a space of {capacity} bytes has room for nothing; give at least 1 byte")
         self.capacity = aligned(capacity)
+        self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.capacity)]  # [start, stop), ordered, never touching
         self._taken: dict[int, tuple[int, StagingShare | None]] = {}
 
@@ -113,13 +114,14 @@ class Slots:
         """
         self.check(nbytes)
         need = aligned(nbytes)
-        for index, (start, stop) in enumerate(self._free):
-            if stop - start >= need:
-                self._free[index : index + 1] = [(start + need, stop)] if stop - start > need else []
-                self._taken[start] = need, share
-                if share is not None:
-                    share.count(need)
-                return start
+        with self._lock:
+            for index, (start, stop) in enumerate(self._free):
+                if stop - start >= need:
+                    self._free[index : index + 1] = [(start + need, stop)] if stop - start > need else []
+                    self._taken[start] = need, share
+                    if share is not None:
+                        share.count(need)
+                    return start
         return None
 
     def check(self, nbytes: int) -> None:
@@ -132,24 +134,26 @@ class Slots:
     def leave(self, offset: int) -> None:
         """The slot at `offset` stays taken, and is no part of a rank's staging any more: it is about to be
         given back."""
-        size, share = self._taken[offset]
-        if share is not None:
-            share.count(-size)
-        self._taken[offset] = size, None
+        with self._lock:
+            size, share = self._taken[offset]
+            if share is not None:
+                share.count(-size)
+            self._taken[offset] = size, None
 
     def give(self, offset: int) -> None:
         """Return the slot that `take` gave at `offset`."""
-        size, share = self._taken.pop(offset)
-        if share is not None:
-            share.count(-size)
-        start, stop = offset, offset + size
-        index = bisect_left(self._free, (start, stop))
-        if index < len(self._free) and self._free[index][0] == stop:
-            stop = self._free.pop(index)[1]
-        if index > 0 and self._free[index - 1][1] == start:
-            index -= 1
-            start = self._free.pop(index)[0]
-        self._free.insert(index, (start, stop))
+        with self._lock:
+            size, share = self._taken.pop(offset)
+            if share is not None:
+                share.count(-size)
+            start, stop = offset, offset + size
+            index = bisect_left(self._free, (start, stop))
+            if index < len(self._free) and self._free[index][0] == stop:
+                stop = self._free.pop(index)[1]
+            if index > 0 and self._free[index - 1][1] == start:
+                index -= 1
+                start = self._free.pop(index)[0]
+            self._free.insert(index, (start, stop))
 
     def give_all(self) -> None:
         for offset in list(self._taken):

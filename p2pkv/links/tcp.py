@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from p2pkv.links.base import NONCE_BYTES, Guard, GuardedEnd, LinkError, Outbound
+from p2pkv.links.base import NONCE_BYTES, Guard, GuardedOutbound, LinkError
 from p2pkv.links.shared_memory import from_remote_slot
 from p2pkv.links.staging import MappedPool, StagingShare, aligned
 
@@ -211,7 +211,7 @@ class TcpSend:
         return False
 
 
-class TcpOutbound(GuardedEnd, Outbound):
+class TcpOutbound(GuardedOutbound):
     """P's end. Connects without blocking; `ready` once D has answered the hello."""
 
     def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: StagingShare) -> None:
@@ -275,9 +275,7 @@ class TcpOutbound(GuardedEnd, Outbound):
         assert self._pool is not None
         self._pool.tidy()
 
-    def close(self, reason: str) -> None:
-        self.closed = True
-        self.guard.fail(reason)
+    def _free(self) -> None:
         self._socket.close()
         if self._pool is not None:
             self._pool.give_all()

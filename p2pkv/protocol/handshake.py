@@ -30,16 +30,8 @@ from p2pkv.sharding import Shape, ShardingError
 
 
 class RowFormat(Struct, frozen=True):
-    """How rows of a KV group are arranged between two ranks.
-
-    Attributes:
-        codec: "dense", or the codec of both caches.
-        unit: tokens in a row.
-        row_bytes: bytes of one (layer, head, unit) row.
-        once: there is one row per (layer, head) for a whole request.
-        window: tokens that attention looks at from each token on, itself counted; 0: all before it.
-        block: where there is a window, D wants tokens from a multiple of this on.
-        chunked: attention looks at no token before the last multiple of `window`, instead.
+    """How rows of a KV group, of `unit` tokens, are arranged between two ranks: by the codec of both, or
+    dense. The other fields are those of `KvGroup`.
     """
 
     codec: str
@@ -75,8 +67,7 @@ class RowFormat(Struct, frozen=True):
 
 def row_formats(one: Cache, other: Cache) -> tuple[RowFormat, ...]:
     """The form in which each KV group travels between two caches that `negotiate` has accepted."""
-    wires = [row_format(mine, theirs) for mine, theirs in zip(one.groups, other.groups, strict=True)]
-    assert None not in wires
+    wires = map(row_format, one.groups, other.groups)
     return tuple(wire for wire in wires if wire is not None)
 
 
@@ -149,7 +140,6 @@ class Assignment(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, edges: Sequence[Edge], wires: Sequence[RowFormat]) -> Assignment:
-        """`wires`: the form of each KV group."""
         return cls(tuple(GroupAssignment(edge, wires[edge.group]) for edge in edges))
 
     def extents(self, start: int, stop: int) -> Extents:
@@ -162,7 +152,7 @@ class Assignment(Struct, frozen=True, dict=True):
 
     @cached_property
     def edges(self) -> dict[int, Edge]:
-        """The rectangle of each KV group."""
+        """By KV group."""
         return {each.edge.group: each.edge for each in self.groups}
 
     @cached_property
@@ -222,10 +212,8 @@ def verified(mine: Hello, theirs: Hello) -> bool:
 def negotiate(mine: Hello, theirs: Hello) -> Plan:
     """The common plan of a P and a D. Raises Refused with a sentence that names both values."""
     if theirs.version != PROTOCOL_VERSION or mine.version != PROTOCOL_VERSION:
-        raise Refused(
-            _differ("protocol versions", mine, theirs, mine.version, theirs.version)
-            + "; install the same p2pkv"
-        )
+        versions = _differ("protocol versions", mine, theirs, mine.version, theirs.version)
+        raise Refused(f"{versions}; install the same p2pkv")
     if mine.role == theirs.role:
         raise Refused(
             f"both {mine.address} and {theirs.address} have role {mine.role}: "
@@ -238,14 +226,9 @@ def negotiate(mine: Hello, theirs: Hello) -> Plan:
         raise Refused(f"{theirs.address} names {len(theirs.addresses)} ranks, but its cache lies on {ranks}")
     if theirs.role == "P":
         _check_places(theirs)
+    alike = f"serve the same model (here {mine.model}, there {theirs.model}), configured alike"
     same: list[tuple[str, object, object, str]] = [
-        (
-            "weights",
-            mine.weights,
-            theirs.weights,
-            f"serve the same model (here {mine.model}, there {theirs.model}), configured alike"
-            f"{_drafters(mine, theirs)}",
-        ),
+        ("weights", mine.weights, theirs.weights, alike + _drafters(mine, theirs)),
         ("links", mine.link, theirs.link, "set the same `link` option, and install the same NCCL"),
         ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),
     ]
@@ -386,10 +369,8 @@ def fit(hello: Hello) -> str:
 
     def word(value: object) -> str:
         text = str(value)
-        plain = text.isascii() and text.isprintable() and not {",", "="} & set(text)
-        return (
-            text if plain and len(text) <= 32 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        )
+        plain = text.isascii() and text.isprintable() and not {",", "="} & set(text) and len(text) <= 32
+        return text if plain else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     return ", ".join(f"{name}={word(value)}" for name, value in demanded.items())
 

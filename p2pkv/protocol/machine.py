@@ -46,15 +46,12 @@ class Machine(Generic[State, Event]):
         self.ended = not table[start]
         """Whether no move leads out of this state."""
 
-    def local(self, event: Event) -> None:
-        """Move by something that this side does. Raises LocalProtocolError."""
-        self._move(event, LocalProtocolError)
-
     def remote(self, event: Event) -> None:
         """Move by something that the peer did. Raises RemoteProtocolError."""
-        self._move(event, RemoteProtocolError)
+        self.local(event, RemoteProtocolError)
 
-    def _move(self, event: Event, error: type[ProtocolError]) -> None:
+    def local(self, event: Event, error: type[ProtocolError] = LocalProtocolError) -> None:
+        """Move by something that this side does. Raises LocalProtocolError."""
         to = self.table[self.state].get(event)
         if to is None:
             raise error(f"{self.name}: {event.name} in state {self.state.name}")
@@ -86,10 +83,6 @@ class Transmit(Decision, frozen=True):
     rank: int
     grant: Grant
     pieces: tuple[Piece, ...]
-
-    @property
-    def filler(self) -> bool:
-        return not self.pieces
 
 
 class Post(Decision, frozen=True):

@@ -20,7 +20,7 @@ peer's messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -53,18 +53,28 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False,
     """The base of every message. Its tag is what peers see, so it stays when the class is renamed."""
 
 
-def _shorten(message: Refuse | LinkDown | Failed | Cancel) -> None:
+class _Shortened:
     """A reason may quote anything; a message that a peer cannot read would leave it without an end."""
-    reason = message.reason.encode(errors="replace").decode()
-    msgspec.structs.force_setattr(message, "reason", reason[:_LONGEST_REASON])
+
+    __slots__ = ()
+
+    def __post_init__(self: Any) -> None:
+        reason = self.reason.encode(errors="replace").decode()
+        msgspec.structs.force_setattr(self, "reason", reason[:_LONGEST_REASON])
+
+
+class TransferMessage(Message, frozen=True):
+    """A message about one transfer."""
+
+    key: Key
+    attempt: Serial
 
 
 class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers whose KV has one form. A model whose layers are all alike has one KV group.
+    """Layers whose KV has one form: all of them, in a model whose layers are alike.
 
     Attributes:
-        layers: the group's layers on each pipeline stage, in order; their sum is the model's.
-        heads: KV heads of the whole model, before tensor parallelism.
+        layers, heads: see `sharding.Shape`.
         row_bytes: bytes of one (layer, head, unit) row in memory.
         unit_tokens: tokens in a row: where the content is dense, those that a row stands for, mostly 1; those
             of a (kernel) block where a kernel packs tokens together.
@@ -97,12 +107,9 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cache(Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine's KV cache, as far as a peer must know it.
+    """One engine's KV cache, as far as a peer must know it. Messages name KV groups by their number here.
 
-    Attributes:
-        tp: tensor-parallel size.
-        groups: its KV groups; messages name them by their number here.
-        pcp: prefill-context-parallel size; world rank = (stage * pcp + pcp rank) * tp + tp rank, as in vLLM.
+    `tp`, `pcp`: tensor-parallel and prefill-context-parallel size; see `sharding.Shape`.
     """
 
     tp: Positive
@@ -111,12 +118,10 @@ class Cache(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
         return len(self.groups[0].layers)
 
     @property
     def ranks(self) -> int:
-        """Ranks of the engine."""
         return self.stages * self.pcp * self.tp
 
 
@@ -156,14 +161,11 @@ class Welcome(Message, frozen=True, tag="Welcome"):
     plan: Name
 
 
-class Refuse(Message, frozen=True, tag="Refuse"):
+class Refuse(_Shortened, Message, frozen=True, tag="Refuse"):
     """Your Hello is refused for good, and why, for a person."""
 
     you: Incarnation
     reason: Reason
-
-    def __post_init__(self) -> None:
-        _shorten(self)
 
 
 class Stranger(Message, frozen=True, tag="Stranger"):
@@ -195,14 +197,11 @@ class LinkAccept(Message, frozen=True, tag="LinkAccept"):
     blob: Blob
 
 
-class LinkDown(Message, frozen=True, tag="LinkDown"):
+class LinkDown(_Shortened, Message, frozen=True, tag="LinkDown"):
     """Either way: I have aborted link number `link`."""
 
     link: Small
     reason: Reason
-
-    def __post_init__(self) -> None:
-        _shorten(self)
 
 
 class Heartbeat(Message, frozen=True, tag="Heartbeat"):
@@ -234,11 +233,9 @@ class Elsewhere(Message, frozen=True, tag="Elsewhere"):
     keys: Annotated[tuple[Key, ...], Meta(max_length=1024)]
 
 
-class Referral(Message, frozen=True, tag="Referral"):
+class Referral(TransferMessage, frozen=True, tag="Referral"):
     """P to D: another engine of this instance has this transfer's request: ask it, as if its id named it."""
 
-    key: Key
-    attempt: Serial
     engine: Place
 
 
@@ -250,25 +247,21 @@ class Ahead(Message, frozen=True, tag="Ahead"):
     digest: Digest
 
 
-class Offer(Message, frozen=True, tag="Offer"):
+class Offer(TransferMessage, frozen=True, tag="Offer"):
     """P to D: the prefill of this prompt has begun. `generation`: of the weights, "": those of P's start."""
 
-    key: Key
-    attempt: Serial
     tokens: Count
     digest: Digest
     generation: Name
 
 
-class Want(Message, frozen=True, tag="Want"):
+class Want(TransferMessage, frozen=True, tag="Want"):
     """D to P: send me the KV of tokens [start, stop); an empty range releases P.
 
     `ahead`: no request has come for it yet, so keep the blocks, until the same is wanted without it; with an
     empty range I have let go of it, as if I had never asked.
     """
 
-    key: Key
-    attempt: Serial
     start: Count
     stop: Count
     ahead: bool = False
@@ -290,96 +283,57 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     stop: Count
 
 
-class Chunk(Message, frozen=True, tag="Chunk"):
+class Chunk(TransferMessage, frozen=True, tag="Chunk"):
     """P to D: message number `chunk` of this transfer is ready to be gathered; may I send it?"""
 
-    key: Key
-    attempt: Serial
     chunk: Small
     nbytes: ChunkBytes
     pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
 
 
-class Grant(Message, frozen=True, tag="Grant"):
+class Grant(TransferMessage, frozen=True, tag="Grant"):
     """D to P: the receive of this chunk is posted on link number `link`, at `slot`. Grants are
     obeyed in order, and each one is obeyed, with filler if the transfer has ended meanwhile."""
 
-    key: Key
-    attempt: Serial
     chunk: Small
     nbytes: ChunkBytes
     link: Small
     slot: Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class Sent(Message, frozen=True, tag="Sent"):
+class Sent(TransferMessage, frozen=True, tag="Sent"):
     """P to D: this chunk has gone out on the link. `filler`: what went out is filler, drop it.
 
     `digest` is the checksum of its bytes between ranks of which one wants that, else empty.
     """
 
-    key: Key
-    attempt: Serial
     chunk: Small
     link: Small
     filler: bool
     digest: Checksum = b""
 
 
-class Done(Message, frozen=True, tag="Done"):
+class Done(TransferMessage, frozen=True, tag="Done"):
     """D to P: every byte that I wanted from you is in my blocks."""
 
-    key: Key
-    attempt: Serial
 
-
-class Failed(Message, frozen=True, tag="Failed"):
+class Failed(_Shortened, TransferMessage, frozen=True, tag="Failed"):
     """P to D: this transfer will not complete, and why."""
 
-    key: Key
-    attempt: Serial
     reason: Reason
 
-    def __post_init__(self) -> None:
-        _shorten(self)
 
-
-class Cancel(Message, frozen=True, tag="Cancel"):
+class Cancel(_Shortened, TransferMessage, frozen=True, tag="Cancel"):
     """D to P: I do not want this transfer any more, and why."""
 
-    key: Key
-    attempt: Serial
     reason: Reason
-
-    def __post_init__(self) -> None:
-        _shorten(self)
 
 
 AnyMessage = (
-    Hello
-    | Welcome
-    | Refuse
-    | Stranger
-    | Inspect
-    | Report
-    | LinkInvite
-    | LinkAccept
-    | LinkDown
-    | Heartbeat
-    | HeartbeatAck
-    | Partners
-    | Elsewhere
-    | Referral
-    | Ahead
-    | Offer
-    | Want
-    | Chunk
-    | Grant
-    | Sent
-    | Done
-    | Failed
-    | Cancel
-)
+    Hello | Welcome | Refuse | Stranger | Inspect | Report | LinkInvite | LinkAccept | LinkDown | Heartbeat
+    | HeartbeatAck | Partners | Elsewhere | Referral | Ahead | Offer | Want | Chunk | Grant | Sent | Done
+    | Failed | Cancel
+)  # fmt: skip
 
 
 class BadMessage(ValueError):
@@ -390,7 +344,7 @@ encode: Callable[[AnyMessage], bytes] = msgspec.msgpack.Encoder().encode
 """The bytes of one message (msgpack)."""
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-_STRUCTS: tuple[type[Struct], ...] = (*Message.__subclasses__(), KvGroup, Cache)
+_STRUCTS: tuple[type[Struct], ...] = (*get_args(AnyMessage), KvGroup, Cache)
 _KNOWN = frozenset(field.encode_name for kind in _STRUCTS for field in msgspec.structs.fields(kind))
 
 

@@ -31,8 +31,7 @@ class Extent:
     """The part of a prompt's KV that one P rank owes one D rank of one KV group.
 
     Attributes:
-        group: number of the KV group.
-        layer, layer_stop: global layers of the group.
+        layer, layer_stop: global layers of the KV group.
         start, stop: the tokens that D wants; [0, 1) where there is one row per request.
         unit: tokens in a row of the wire.
         row: bytes of one (layer, unit) over all heads of the edge.
@@ -117,7 +116,6 @@ class Extents:
         return sum(extent.nbytes for extent in self.by_group.values())
 
     def size(self, piece: Piece) -> int:
-        """Bytes of a piece that lies in one of the extents."""
         return self.by_group[piece.group].size(piece)
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
@@ -179,12 +177,8 @@ class Cutter:
             yield nbytes, pieces
             left, most = left - nbytes, most - 1
 
-    def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
-        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
-        return self._cut(deque(self._pending(computed)), limit)[1]
-
     def _cut(self, ready: deque[Piece], limit: int) -> tuple[int, tuple[Piece, ...]]:
-        """`cut`, from the front of these pieces.
+        """A chunk of up to `limit` bytes (one row at the least) from the front of these pieces.
 
         Pieces whose rows are aligned best come first, so that each begins in the chunk where its rows may be
         read and written as widely as they allow: a GPU's kernels do so.
@@ -292,7 +286,6 @@ class Coverage:
             taken[layers] = map(rows.__xor__, taken[layers])
 
     def filled(self, nbytes: int) -> None:
-        """So many bytes have been scattered."""
         self.left -= nbytes
         assert self.left >= 0
 

@@ -49,26 +49,14 @@ class LoadEvent(Enum):
     END = auto()
 
 
+_S, _E = LoadPhase, LoadEvent
 LOAD: Table[LoadPhase, LoadEvent] = {
-    LoadPhase.WAITING: {
-        LoadEvent.OFFERED: LoadPhase.OFFERED,
-        LoadEvent.NOTHING: LoadPhase.DONE,
-        LoadEvent.END: LoadPhase.ENDED,
-    },
-    LoadPhase.OFFERED: {
-        LoadEvent.AHEAD: LoadPhase.AHEAD,
-        LoadEvent.WANT: LoadPhase.LOADING,
-        LoadEvent.NOTHING: LoadPhase.DONE,
-        LoadEvent.END: LoadPhase.ENDED,
-    },
-    LoadPhase.AHEAD: {
-        LoadEvent.WANT: LoadPhase.LOADING,
-        LoadEvent.NOTHING: LoadPhase.DONE,
-        LoadEvent.END: LoadPhase.ENDED,
-    },
-    LoadPhase.LOADING: {LoadEvent.COMPLETE: LoadPhase.DONE, LoadEvent.END: LoadPhase.ENDED},
-    LoadPhase.DONE: {},
-    LoadPhase.ENDED: {},
+    _S.WAITING: {_E.OFFERED: _S.OFFERED, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.OFFERED: {_E.AHEAD: _S.AHEAD, _E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.AHEAD: {_E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.LOADING: {_E.COMPLETE: _S.DONE, _E.END: _S.ENDED},
+    _S.DONE: {},
+    _S.ENDED: {},
 }
 
 
@@ -188,6 +176,18 @@ class Source:
 # One load.
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds that hold for every load of a rank; all but the lease even if P's heartbeats come.
+
+    `stall`: without a byte, after which a load ends. `wait`: for P to begin, and again for blocks on D.
+    """
+
+    lease: float
+    stall: float = inf
+    wait: float = inf
+
+
 class Receiver:
     """One prompt on one D rank."""
 
@@ -197,30 +197,18 @@ class Receiver:
         attempt: int,
         tokens: int,
         digest: bytes,
-        lease: float,
+        bounds: Bounds,
         now: float,
-        *,
-        stall: float = inf,
-        wait: float = inf,
         ahead: bool = False,
     ) -> None:
-        """Each bound holds even if P's heartbeats come.
-
-        Args:
-            stall: seconds without a byte after which a load ends.
-            wait: seconds that the request may wait for P to begin, and again for blocks on D.
-            ahead: P has begun it, and no request for it has come to D yet; see `adopt`. Who takes it ahead
-                bounds that.
-        """
+        """`ahead`: P has begun it, and no request for it has come to D yet; whoever takes it bounds that."""
         self.key = key
         self.attempt = attempt
         self.tokens = tokens
         self.digest = digest
-        self.lease = lease
+        self.bounds = bounds
         self.load = Machine(f"load {key}", LOAD, LoadPhase.WAITING)
         self.sources: dict[int, Source] = {}
-        self.stall = stall
-        self.wait = wait
         self._began = now
         self._moved = now
         self.waits_since = now
@@ -231,7 +219,6 @@ class Receiver:
         """D has said that it wants none of it."""
         self.ahead = ahead
         self._reached = False
-        """Whether there is a connection to P's rank 0, which may not have answered yet."""
 
     # What D's own engine does.
 
@@ -312,17 +299,8 @@ class Receiver:
 
     def again(self, attempt: int, lease_from: float) -> Receiver:
         """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
-        other = Receiver(
-            self.key,
-            attempt,
-            self.tokens,
-            self.digest,
-            self.lease,
-            lease_from,
-            stall=self.stall,
-            wait=self.wait,
-            ahead=self.ahead,
-        )
+        known = self.tokens, self.digest, self.bounds
+        other = Receiver(self.key, attempt, *known, lease_from, self.ahead)
         other.waits_since = self.waits_since
         return other
 
@@ -439,16 +417,16 @@ class Receiver:
         if self._idle:
             return None
         if not self.sources:
-            return self._began + self.lease
+            return self._began + self.bounds.lease
         times = [source.last_heard for source in self.sources.values() if not source.satisfied]
-        return min(times) + self.lease if times else None
+        return min(times) + self.bounds.lease if times else None
 
     @property
     def _bound(self) -> float | None:
         """The end of what this state may last although P answers; None if another bounds it."""
         if self.load.state is LoadPhase.LOADING:
-            return self._moved + self.stall
-        return None if self.ahead or self._idle else self.waits_since + self.wait
+            return self._moved + self.bounds.stall
+        return None if self.ahead or self._idle else self.waits_since + self.bounds.wait
 
     def tick(self, now: float) -> list[Decision]:
         """End what has outlived its lease or its bound."""
@@ -461,30 +439,31 @@ class Receiver:
             return []
         if not self.sources and not self._reached:
             return self.cancel(
-                f"P could not be reached: there was no connection to it for {self.lease:g} s; is it up, and "
-                "is its address right?"
+                f"P could not be reached: there was no connection to it for {self.bounds.lease:g} s; is it "
+                "up, and is its address right?"
             )
         return self.cancel(
-            f"P did not answer in time: it has not confirmed this request for {self.lease:g} s; it is dead, "
-            "hung or paused, or never got it"
+            f"P did not answer in time: it has not confirmed this request for {self.bounds.lease:g} s; it is "
+            "dead, hung or paused, or never got it"
         )
 
     def _too_long(self) -> str:
         match self.load.state:
             case LoadPhase.LOADING:
                 return (
-                    f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine "
-                    "hangs, or it has preempted the prompt, perhaps for want of blocks that it keeps for "
-                    "what this D has no room for"
+                    f"P answers, and has pushed nothing of this prompt for {self.bounds.stall:g} s: its "
+                    "engine hangs, or it has preempted the prompt, perhaps for want of blocks that it keeps "
+                    "for what this D has no room for"
                 )
             case LoadPhase.WAITING:
                 return (
-                    f"P answers, and has not begun this prompt for {self.wait:g} s (wait_seconds): its queue "
-                    "is too long, or it waits until this D takes prompts that P holds for it (held_share)"
+                    f"P answers, and has not begun this prompt for {self.bounds.wait:g} s (wait_seconds): "
+                    "its queue is too long, or it waits until this D takes prompts that P holds for it "
+                    "(held_share)"
                 )
         return (
-            f"D has had no room for this prompt for {self.wait:g} s (wait_seconds) since P began it, and P "
-            "does not keep its blocks for longer"
+            f"D has had no room for this prompt for {self.bounds.wait:g} s (wait_seconds) since P began it, "
+            "and P does not keep its blocks for longer"
         )
 
     # Inside.

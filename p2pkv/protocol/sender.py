@@ -48,27 +48,24 @@ class PromptEvent(Enum):
     END = auto()
 
 
+_P, _PE = PromptPhase, PromptEvent
 PROMPT: Table[PromptPhase, PromptEvent] = {
-    PromptPhase.HELD: {
-        PromptEvent.OFFER: PromptPhase.OFFERED,
-        PromptEvent.REVOKE: PromptPhase.HELD,
-        PromptEvent.END: PromptPhase.ENDED,
+    _P.HELD: {_PE.OFFER: _P.OFFERED, _PE.REVOKE: _P.HELD, _PE.END: _P.ENDED},
+    _P.OFFERED: {
+        _PE.OFFER: _P.OFFERED,
+        _PE.COMPLETE: _P.COMPUTED,
+        _PE.REVOKE: _P.OFFERED,
+        _PE.RELEASE: _P.RELEASED,
+        _PE.END: _P.ENDED,
     },
-    PromptPhase.OFFERED: {
-        PromptEvent.OFFER: PromptPhase.OFFERED,
-        PromptEvent.COMPLETE: PromptPhase.COMPUTED,
-        PromptEvent.REVOKE: PromptPhase.OFFERED,
-        PromptEvent.RELEASE: PromptPhase.RELEASED,
-        PromptEvent.END: PromptPhase.ENDED,
+    _P.COMPUTED: {
+        _PE.OFFER: _P.COMPUTED,
+        _PE.REVOKE: _P.OFFERED,
+        _PE.RELEASE: _P.RELEASED,
+        _PE.END: _P.ENDED,
     },
-    PromptPhase.COMPUTED: {
-        PromptEvent.OFFER: PromptPhase.COMPUTED,
-        PromptEvent.REVOKE: PromptPhase.OFFERED,
-        PromptEvent.RELEASE: PromptPhase.RELEASED,
-        PromptEvent.END: PromptPhase.ENDED,
-    },
-    PromptPhase.RELEASED: {},
-    PromptPhase.ENDED: {},
+    _P.RELEASED: {},
+    _P.ENDED: {},
 }
 
 
@@ -90,22 +87,14 @@ class SendEvent(Enum):
     END = auto()
 
 
+_S, _SE = SendPhase, SendEvent
 SEND: Table[SendPhase, SendEvent] = {
-    SendPhase.CLAIMED: {
-        SendEvent.AHEAD: SendPhase.AHEAD,
-        SendEvent.WANT: SendPhase.SENDING,
-        SendEvent.NOTHING: SendPhase.DONE,
-        SendEvent.END: SendPhase.ENDED,
-    },
-    SendPhase.AHEAD: {
-        SendEvent.WANT: SendPhase.SENDING,
-        SendEvent.NOTHING: SendPhase.DONE,
-        SendEvent.END: SendPhase.ENDED,
-    },
-    SendPhase.SENDING: {SendEvent.DRAIN: SendPhase.DRAINED, SendEvent.END: SendPhase.ENDED},
-    SendPhase.DRAINED: {SendEvent.DONE: SendPhase.DONE, SendEvent.END: SendPhase.ENDED},
-    SendPhase.DONE: {},
-    SendPhase.ENDED: {},
+    _S.CLAIMED: {_SE.AHEAD: _S.AHEAD, _SE.WANT: _S.SENDING, _SE.NOTHING: _S.DONE, _SE.END: _S.ENDED},
+    _S.AHEAD: {_SE.WANT: _S.SENDING, _SE.NOTHING: _S.DONE, _SE.END: _S.ENDED},
+    _S.SENDING: {_SE.DRAIN: _S.DRAINED, _SE.END: _S.ENDED},
+    _S.DRAINED: {_SE.DONE: _S.DONE, _SE.END: _S.ENDED},
+    _S.DONE: {},
+    _S.ENDED: {},
 }
 
 
@@ -126,7 +115,6 @@ class SendState:
     Attributes:
         layers: by KV group, the numbers on this rank of the layers that it owes.
         limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
-        last_heard: when D's rank said something last.
         gone: that rank has restarted or broken the protocol; the next one is another rank.
         cutter: what of the tokens that it wants has not been announced yet; None before it has said which.
         announced: bytes and pieces of each chunk that has not been sent.
@@ -198,12 +186,10 @@ class SendState:
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for every transfer of a rank.
+    """What holds for every transfer of a rank. A message is filled up to `chunk_bytes`.
 
-    Attributes:
-        chunk_bytes: what a message is filled up to.
-        lease: seconds for which blocks wait for a silent D, and for any D while P is paused.
-        wait: seconds for which blocks wait for a D that claims them and takes nothing.
+    `lease`: seconds for which blocks wait for a silent D, and for any D while P is paused. `wait`: for which
+    they wait for a D that claims them and takes nothing.
     """
 
     chunk_bytes: int
@@ -293,11 +279,7 @@ class Sender:
         """A rank of D waits for this prompt. Each of its heartbeats claims it again, which renews the lease.
 
         A claim of a transfer that has ended is answered with Failed each time. A later attempt replaces the
-        one before.
-
-        Args:
-            assignment: what this rank owes it.
-            limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
+        one before. `assignment`, `limit`: see SendState.
         """
         send = self.sends.get(rank)
         known = send is not None and send.attempt == attempt and not send.gone
@@ -369,16 +351,14 @@ class Sender:
         return [Transmit(rank, message, pieces)]
 
     def done(self, rank: int, message: Done, now: float) -> list[Decision]:
-        send = self._live(rank, message.attempt)
-        if send is None:
+        if (send := self._live(rank, message.attempt)) is None:
             return []
         send.last_heard = now
         send.machine.remote(SendEvent.DONE)
         return self._settle()
 
     def cancel(self, rank: int, message: Cancel) -> list[Decision]:
-        send = self._live(rank, message.attempt)
-        if send is None:
+        if (send := self._live(rank, message.attempt)) is None:
             return []
         send.machine.remote(SendEvent.END)
         self.reason = self.reason or f"D cancelled: {message.reason}"
@@ -482,10 +462,8 @@ class Sender:
                 f"P is paused, and D has taken nothing of this prompt for {self.terms.lease:g} s: P has let "
                 "its KV go, since the pause may wait for its blocks"
             )
-        return self.abort(
-            f"D has taken nothing of this prompt for {self.terms.wait:g} s (wait_seconds): P has let its KV "
-            "go"
-        )
+        nothing = f"D has taken nothing of this prompt for {self.terms.wait:g} s (wait_seconds)"
+        return self.abort(f"{nothing}: P has let its KV go")
 
     # Inside.
 
@@ -533,10 +511,8 @@ class Sender:
                 send.machine.local(SendEvent.DRAIN)
         if self.prompt.state not in (PromptPhase.OFFERED, PromptPhase.COMPUTED) or not self._all_claimed():
             return []
-        if any(
-            send.machine.state in (SendPhase.CLAIMED, SendPhase.AHEAD, SendPhase.SENDING)
-            for send in self.sends.values()
-        ):
+        reading = SendPhase.CLAIMED, SendPhase.AHEAD, SendPhase.SENDING
+        if any(send.machine.state in reading for send in self.sends.values()):
             return []
         self.prompt.local(PromptEvent.RELEASE)
         failed = any(send.machine.state is SendPhase.ENDED for send in self.sends.values())

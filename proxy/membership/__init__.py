@@ -16,7 +16,7 @@ from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
 
 from .instance import PingSource
-from .listed import ListedInstance, ListedInstances
+from .listed import ListedInstance, ListedWatch
 from .listener import Listener
 from .partners import PartnerLists
 from .prober import Prober
@@ -39,8 +39,7 @@ class Membership:
     ) -> None:
         self.registry = Registry() if registry is None else registry
         self.clock = clock
-        self._changed: Callable[[], None] = lambda: None
-        self.prober = Prober(session, self.registry, clock, self._announce_change)
+        self.prober = Prober(session, self.registry, clock)
         self.partners = PartnerLists(self.registry)
         self._session = session
         self._listeners: list[Listener] = []
@@ -55,10 +54,7 @@ class Membership:
 
     def on_change(self, call: Callable[[], None]) -> None:
         """`call` from now on when there may be instances for requests that wait."""
-        self._changed = call
-
-    def _announce_change(self) -> None:
-        self._changed()
+        self.prober.changed = call
 
     def listen(self, endpoint: str, members: Members | None = None) -> Listener:
         """Takes pings at this ZMQ endpoint, while it runs. Raises OSError if it cannot be bound."""
@@ -69,8 +65,9 @@ class Membership:
 
     def watch(self, listed: Sequence[ListedInstance], members: Members | None = None) -> None:
         """These are there without a ping, as long as their /health answers, while it runs."""
-        there = ListedInstances(listed, self._session, self.registry, self.take, members, self.clock)
-        self._watches.append(there.run)
+        for each in listed:
+            watch = ListedWatch(each, self._session, self.registry, self.take, members, self.clock)
+            self._watches.append(watch.run)
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -232,6 +232,7 @@ class Instance:
         source: where from; None if that is not known, and then any other may take its address.
         healthy: its /health has answered 200, and its port has not been found closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
+        context: tokens of its models' context; 0 while unknown.
         kind: equal for instances that `matches` treats alike.
         in_flight: requests that this proxy has open there.
         places: requests that have a place at this D and have not ended.
@@ -258,6 +259,7 @@ class Instance:
     source: PingSource | None = None
     life: float = LIFE
     names: frozenset[str] = frozenset()
+    context: int = 0
     in_flight: int = 0
     places: int = 0
     alone: int = 0
@@ -280,8 +282,9 @@ class Instance:
         self.role: InstanceRole = self.ping.type
         self.learn(frozenset())
 
-    def learn(self, served: frozenset[str]) -> None:
-        """Takes in the names that it lists now, beside the one in its ping."""
+    def learn(self, served: frozenset[str], context: int = 0) -> None:
+        """Takes in the names that it lists now, beside the one in its ping, and its context."""
+        self.context = context
         self.names = served | {self.ping.model} if self.ping.model else served
         self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
         self.changed()
@@ -440,7 +443,6 @@ class Instance:
             self._ends.discard(end)
 
     def take_turn(self, turn: int) -> None:
-        """It has been chosen."""
         self.turn = turn
         self._weigh()
 
@@ -487,8 +489,3 @@ def differences(one: Instance, other: Instance) -> Differences:
     return tuple(name for name in here | there if here.get(name) != there.get(name)) or (
         "the order of words",
     )
-
-
-def fewest(found: list[Differences]) -> Differences:
-    """Of at least one list of differences, the shortest: what has to be changed."""
-    return min(found, key=len)

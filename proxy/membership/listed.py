@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -67,70 +67,49 @@ class ListedInstance:
         return f"{ROLE_NAMES[self.role]} instance {self.http}"
 
 
-@dataclass
-class _Watched:
-    """One of them, as far as it is known.
+@dataclass(eq=False)
+class ListedWatch:
+    """Keeps one listed instance in the registry for as long as it answers.
 
     Attributes:
-        ping: what stands for its pings; None while it does not answer.
-        learnt: whether rank 0 has reported what is in it.
-        asked: when rank 0 was asked last.
-        logged: the trouble that the log has.
-    """
-
-    listed: ListedInstance
-    source: ListedSource = field(default_factory=ListedSource)
-    ping: Ping | None = None
-    learnt: bool = False
-    asked: float = 0.0
-    logged: str = ""
-
-
-class ListedInstances:
-    """Keeps the listed instances in the registry for as long as they answer.
-
-    Args:
         take: takes in what stands for a ping.
         members: of whom rank 0 is one, if there is a secret.
         clock: the registry's.
     """
 
-    def __init__(
-        self,
-        listed: Sequence[ListedInstance],
-        session: aiohttp.ClientSession,
-        registry: Registry,
-        take: Callable[[Ping, PingSource], None],
-        members: Members | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._watched = [_Watched(each) for each in listed]
-        self._session = session
-        self._registry = registry
-        self._take = take
-        self._members = members
-        self._clock = clock
+    listed: ListedInstance
+    session: aiohttp.ClientSession
+    registry: Registry
+    take: Callable[[Ping, PingSource], None]
+    members: Members | None
+    clock: Callable[[], float]
+    _source: ListedSource = field(default_factory=ListedSource)
+    _ping: Ping | None = None
+    """What stands for its pings; None while it does not answer."""
+    _learnt: bool = False
+    """Whether rank 0 has reported what is in it."""
+    _asked: float = 0.0
+    """When rank 0 was asked last."""
+    _logged: str = ""
+    """The trouble that the log has."""
 
     async def run(self) -> None:
         """Asks until cancelled."""
-        await asyncio.gather(*(self._forever(each) for each in self._watched))
-
-    async def _forever(self, watched: _Watched) -> None:
         while True:
             try:
-                await self._look(watched)
-            except Exception:  # one instance's answer must not end the watch over it
-                logger.exception("%s could not be asked for its health", watched.listed)
+                await self._look()
+            except Exception:  # one answer must not end the watch
+                logger.exception("%s could not be asked for its health", self.listed)
             await asyncio.sleep(_PERIOD_SECONDS)
 
-    async def _look(self, watched: _Watched) -> None:
-        known = self._registry.at(watched.listed.key)
-        if known is not None and known.source is not watched.source:
-            watched.source.pinged = True
+    async def _look(self) -> None:
+        known = self.registry.at(self.listed.key)
+        if known is not None and known.source is not self._source:
+            self._source.pinged = True
             return
         try:
-            async with self._session.get(
-                f"http://{watched.listed.http}/health", timeout=_TIMEOUT, allow_redirects=False
+            async with self.session.get(
+                f"http://{self.listed.http}/health", timeout=_TIMEOUT, allow_redirects=False
             ) as answer:
                 trouble = "" if answer.status == 200 else f"its /health answered {answer.status}"
         except TimeoutError:
@@ -141,36 +120,36 @@ class ListedInstances:
                 return  # for want of a descriptor of this proxy's: nothing is known of the instance
             trouble = f"its /health cannot be asked: {error}"
         if trouble:
-            self._down(watched, trouble)
-        elif not watched.source.pinged:
-            await self._up(watched)
+            self._down(trouble)
+        elif not self._source.pinged:
+            await self._up()
         # Else it has said goodbye, or is lost: it may be stopping, and counts when /health has failed once.
 
-    def _down(self, watched: _Watched, trouble: str) -> None:
-        known = self._registry.at(watched.listed.key)
-        if known is not None and known.source is watched.source:
+    def _down(self, trouble: str) -> None:
+        known = self.registry.at(self.listed.key)
+        if known is not None and known.source is self._source:
             known.healthy = False  # until its /health answers again
-        if watched.ping is not None or not watched.logged:
-            logger.warning("%s, which is listed, gets no requests: %s", watched.listed, trouble)
-        watched.logged = watched.logged or trouble
-        watched.source.answers = watched.source.pinged = watched.learnt = False
-        watched.ping = None
+        if self._ping is not None or not self._logged:
+            logger.warning("%s, which is listed, gets no requests: %s", self.listed, trouble)
+        self._logged = self._logged or trouble
+        self._source.answers = self._source.pinged = self._learnt = False
+        self._ping = None
 
-    async def _up(self, watched: _Watched) -> None:
-        now = self._clock()
-        if watched.ping is None or (not watched.learnt and now - watched.asked > _ASK_AGAIN_SECONDS):
-            watched.asked = now
-            watched.ping = await self._learn(watched)
-        if watched.ping is not None and not watched.source.pinged:
-            watched.source.answers = True
-            self._take(watched.ping, watched.source)
+    async def _up(self) -> None:
+        now = self.clock()
+        if self._ping is None or (not self._learnt and now - self._asked > _ASK_AGAIN_SECONDS):
+            self._asked = now
+            self._ping = await self._learn()
+        if self._ping is not None and not self._source.pinged:
+            self._source.answers = True
+            self.take(self._ping, self._source)
 
-    async def _learn(self, watched: _Watched) -> Ping | None:
+    async def _learn(self) -> Ping | None:
         """What stands for its pings; None if another instance is there than the list says."""
-        listed = watched.listed
+        listed = self.listed
         ping = Ping(type=listed.role, http_address=str(listed.http), zmq_address=str(listed.zmq))
         try:
-            report = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self._members)
+            report = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self.members)
             rank = msgspec.convert(report, _Rank)
             full = msgspec.structs.replace(
                 ping,
@@ -182,24 +161,23 @@ class ListedInstances:
             )
             full = decode_ping(encode_ping(full))  # within the bounds of a ping
         except (TimeoutError, ValueError, zmq.ZMQError) as error:
-            self._log(watched, f"what it fits is not known, so it is paired with any other: {error}")
+            self._log(f"what it fits is not known, so it is paired with any other: {error}")
             return ping
         if rank.role not in (listed.role, "both") or rank.rank:
             self._log(
-                watched,
                 f"it gets no requests: at {listed.zmq} is rank {rank.rank} of a "
                 f"{ROLE_NAMES[rank.role]} instance, and rank 0 of a {ROLE_NAMES[listed.role]} instance was "
                 "expected; correct --prefill and --decode",
             )
             return None
-        watched.learnt, watched.logged = True, ""
+        self._learnt, self._logged = True, ""
         return full
 
-    def _log(self, watched: _Watched, trouble: str) -> None:
+    def _log(self, trouble: str) -> None:
         """Once, until it changes."""
-        if watched.logged != trouble:
-            logger.warning("%s, which is listed: %s", watched.listed, trouble)
-        watched.logged = trouble
+        if self._logged != trouble:
+            logger.warning("%s, which is listed: %s", self.listed, trouble)
+        self._logged = trouble
 
 
 class _Rank(msgspec.Struct):

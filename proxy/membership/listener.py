@@ -29,22 +29,19 @@ _BURST = 16
 
 @dataclass(frozen=True)
 class PingConnection:
-    """Where a ping came from. libzmq gives each connection an identity of its own."""
+    """A PingSource. libzmq gives each connection an identity of its own."""
 
     listener: Listener
     identity: bytes
 
     @property
     def member(self) -> bool:
-        """Whether it has shown the members' key."""
         return self.listener.guarded
 
     def stands(self) -> bool:
-        """Whether it has not been closed."""
         return self.listener.reaches(self.identity)
 
     def answer(self, frame: bytes) -> bool:
-        """Answer a ping; whether that could be sent."""
         return self.listener.send(self.identity, frame)
 
 

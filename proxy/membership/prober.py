@@ -38,6 +38,7 @@ _GOODBYE_SECONDS = 1.0
 
 class _Model(msgspec.Struct):
     id: str
+    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -52,20 +53,18 @@ class Prober:
 
     Args:
         clock: the registry's.
+
+    Attributes:
         changed: called when an instance may have become routable, and once in a while.
     """
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        registry: Registry,
-        clock: Callable[[], float],
-        changed: Callable[[], None],
+        self, session: aiohttp.ClientSession, registry: Registry, clock: Callable[[], float]
     ) -> None:
         self._session = session
         self._registry = registry
         self._clock = clock
-        self._changed = changed
+        self.changed: Callable[[], None] = lambda: None
         self._hurry = asyncio.Event()
         self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
         self._gone: set[Instance] = set()
@@ -99,7 +98,7 @@ class Prober:
             *(self._probe(instance) for instance in self._registry.unready()),
             *(self._doubt(instance) for instance in doubtful),
         )
-        self._changed()
+        self.changed()
 
     async def _doubt(self, instance: Instance) -> None:
         """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
@@ -147,7 +146,7 @@ class Prober:
         try:
             ready = await self._health(instance)
             if ready:
-                instance.learn(await self._served_names(instance))
+                await self._learn_models(instance)
         except (aiohttp.ClientError, OSError) as error:
             logger.debug("%s is not ready: %r", instance, error)
             return
@@ -157,20 +156,21 @@ class Prober:
         if ready:
             instance.healthy = True
             logger.info("%s is ready", instance)
-            self._changed()
+            self.changed()
 
-    async def _served_names(self, instance: Instance) -> frozenset[str]:
-        """The models it lists; nothing if it lists them only for those who have its key."""
+    async def _learn_models(self, instance: Instance) -> None:
+        """Those that it lists; none if it lists them only for those who have its key."""
+        listed: list[_Model] = []
         async with self._session.get(
             f"{instance.url}/v1/models", timeout=_TIMEOUT, allow_redirects=False
         ) as answer:
-            if answer.status != 200:
-                return frozenset()
             try:
-                return frozenset(model.id for model in _models.decode(await _read(answer)).data)
+                if answer.status == 200:
+                    listed = _models.decode(await _read(answer)).data
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)
-                return frozenset()
+        context = max((model.max_model_len or 0 for model in listed), default=0)
+        instance.learn(frozenset(model.id for model in listed), context)
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

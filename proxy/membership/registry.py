@@ -34,7 +34,6 @@ from .instance import (
     PingSource,
     Role,
     differences,
-    fewest,
 )
 
 logger = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ class Registry:
             )
         if isinstance(known.source, ListedSource) and known.source != source:
             known.source.pinged, known.source = True, source
-            known.learn(known.names)
+            known.learn(known.names, known.context)
         elif known.source is None or (source != known.source and not known.source.stands()):
             known.source = source
 
@@ -278,7 +277,7 @@ class Registry:
                 continue
             partners = [other for other in ones if other.role != one.role and one.shares_model(other)]
             if partners and not any(one.fits(other) for other in partners):
-                found |= dict.fromkeys(alike, fewest([differences(one, other) for other in partners]))
+                found |= dict.fromkeys(alike, min((differences(one, each) for each in partners), key=len))
         return found
 
     def _log_misfits(self) -> None:

@@ -148,6 +148,21 @@ def test_further_children_of_n_go_on_when_the_first_needs_nothing_from_p() -> No
     d.assert_at_rest()
 
 
+def test_further_children_of_n_wait_for_a_retry_that_comes_before_they_are_looked_up() -> None:
+    d = Instance("D")
+    outer = pair_id()
+    first, second = (d.ask(inner_id(outer, child=child), tokens(50)) for child in (0, 1))
+    d.step(2)
+    d.abort(first)
+    retry = d.ask(inner_id(outer, child=2), tokens(50))
+    d.step(5)
+    d.rank.begin(d.key(retry))
+    d.run_until(lambda: d.rank.said(do.Load))
+    d.rank.load(d.key(retry))
+    d.run_until(lambda: second.request_id in d.ended and retry.request_id in d.ended)
+    d.assert_at_rest()
+
+
 # The order.
 
 

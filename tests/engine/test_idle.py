@@ -13,6 +13,6 @@ from p2pkv.engine.peers import surplus
     st.integers(1, 20),
 )
 def test_only_idle_ones_and_the_longest_unused_first(links: list[tuple[int, bool]], most: int) -> None:
-    chosen = surplus(links, most, lambda link: link[1], lambda link: link[0])
+    chosen = surplus(len(links) - most, [link for link in links if link[1]], lambda link: link[0])
     idle = sorted(link for link in links if link[1])
     assert chosen == idle[: max(0, len(links) - most)]

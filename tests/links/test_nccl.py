@@ -15,7 +15,7 @@ from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
 from p2pkv.bench.nccl import PARTS, parts_of, parts_table
-from p2pkv.links import nccl_communicator, nccl_ends
+from p2pkv.links import nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
 from support.waiting import wait_for
@@ -119,7 +119,7 @@ def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
 
 
 def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_communicator, "MOST_STUCK", 2)
+    monkeypatch.setattr("p2pkv.links.base.MOST_STUCK", 2)
     p, d = both(True, init_seconds=0.01)
     for _ in range(2):
         inbound, _ = d.accept(p.invite(), WINDOW)

@@ -19,7 +19,7 @@ from protocol.receiver_rigs import (
 
 from p2pkv.protocol.machine import Finished
 from p2pkv.protocol.messages import Sent
-from p2pkv.protocol.receiver import LoadPhase, Receiver
+from p2pkv.protocol.receiver import Bounds, LoadPhase, Receiver
 
 
 def test_the_lease_runs_from_the_start_until_p_is_known() -> None:
@@ -73,7 +73,7 @@ def test_a_source_whose_part_is_here_has_no_lease() -> None:
 
 def test_a_load_that_stalls_ends_although_p_vouches_for_it() -> None:
     """Its time runs from the want and from each chunk that comes; a P that says things renews nothing."""
-    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, LEASE, now=0.0, stall=50.0)
+    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Bounds(LEASE, stall=50.0), now=0.0)
     made.attach(owed(), now=0.0)
     for now in (20.0, 40.0, 60.0):
         for rank in made.sources:

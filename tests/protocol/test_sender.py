@@ -46,7 +46,7 @@ def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     assert rig.sender.flush() == [SendTo(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
     order = Transmit(0, grant(0, 4 * ROW), (Piece(0, 2, 3, 0, 4),))
     assert rig.grant(0, 4 * ROW) == [order]
-    assert rig.sender.readable(order) and not order.filler
+    assert rig.sender.readable(order) and order.pieces
     assert rig.sender.sent(order, filler=False) == [SendTo(0, sent(0))]
     assert rig.compute(TOKENS) == [SendTo(0, chunk(1, Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))]
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.SENDING])

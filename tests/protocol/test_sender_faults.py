@@ -90,7 +90,7 @@ def test_a_stale_grant_is_obeyed_with_filler() -> None:
     rig = sending()
     assert rig.grant(5, 77, attempt=0) == [Transmit(0, grant(5, 77, 0), ())]
     order = Transmit(0, grant(5, 77, 0), ())
-    assert order.filler and not rig.sender.readable(order)
+    assert not order.pieces and not rig.sender.readable(order)
     assert rig.sender.sent(order, filler=True) == [SendTo(0, sent(5, True, 0))]
 
 
@@ -288,7 +288,7 @@ def test_a_lost_target_that_had_everything_in_flight_hears_of_it_and_the_outcome
 def test_a_grant_from_before_its_claim_takes_no_chunk_of_it() -> None:
     rig = computed()
     (early,) = rig.grant(0, WHOLE.nbytes)
-    assert isinstance(early, Transmit) and early.filler
+    assert isinstance(early, Transmit) and not early.pieces
     rig.claim()
     assert rig.want() == [SendTo(0, WHOLE)]
     assert rig.sender.sent(early, filler=True) == [SendTo(0, sent(0, filler=True))]

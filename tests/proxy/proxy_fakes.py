@@ -68,7 +68,11 @@ def held(deployment: Deployment) -> dict[str, int]:
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
         "handlers": len(proxy.active),
-        "connections": proxy.session.open,
+        "connections": sum(
+            len(each.connector._acquired)
+            for each in (proxy.session.kept, proxy.session._fresh)
+            if each.connector
+        ),
     }
 
 
@@ -104,6 +108,7 @@ class FakeInstance:
         behaviour: what becomes of a request; change it at will.
         health: the status of /health.
         models: names in /v1/models.
+        context: tokens of their context there; None if they have none.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
         frozen: /health and /v1/models are never answered any more.
@@ -116,6 +121,7 @@ class FakeInstance:
     behaviour: Behaviour = answer_json
     health: int = 200
     models: tuple[str, ...] = ("tiny",)
+    context: int | None = None
     key: str = ""
     fit: str = ""
     frozen: bool = False
@@ -185,6 +191,8 @@ class FakeInstance:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         data = [{"id": name, "object": "model", "owned_by": self.http_address} for name in self.models]
+        if self.context is not None:
+            data = [{**each, "max_model_len": self.context} for each in data]
         return web.json_response({"object": "list", "data": data})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The files of the proxy that one request passes, by a trace of it: `make request-way`.
+"""The files of the proxy that one request passes, by a trace of it.
 
 The request is an ordinary one with a P and a D, streamed, over connections that have been used before, with
 the proxy's default options. A file counts if any function of it runs while the request is served. What runs
@@ -13,6 +13,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
+
+sys.path.append(str(Path(__file__).parents[1]))  # where this is run by itself
 
 from proxy_behaviours import streams
 from proxy_fakes import Deployment, deployed, quiet

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from multidict import CIMultiDict, CIMultiDictProxy
 
-from p2pkv_proxy.answers import returned_params
 from p2pkv_proxy.bodies import BadBody, parse
+from p2pkv_proxy.upstream import Reply
 
 JSON = st.recursive(
     st.none()
@@ -42,6 +43,10 @@ NAMES = st.sampled_from(
         "vllm_xargs",
     ]
 )
+
+
+def returned_params(raw: bytes) -> Any:
+    return Reply(200, CIMultiDictProxy(CIMultiDict()), raw).kv_transfer_params
 
 
 def body(**fields: Any) -> Any:

@@ -14,7 +14,7 @@ from p2pkv.pairing import find_pair
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.upstream import first_event_came, first_event_failed
+from p2pkv_proxy.upstream import first_content, is_servers_error
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 5},
@@ -204,10 +204,10 @@ async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: D
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 def test_a_first_event_that_fails(path: str) -> None:
     error = named("error", error={"type": "internal_error", "message": "no"})
-    assert not first_event_came(OPENINGS[path])
-    assert first_event_came(OPENINGS[path] + WORDS[path])
-    assert not first_event_failed(OPENINGS[path] + WORDS[path])
-    assert first_event_failed(OPENINGS[path] + error)
+    assert first_content(OPENINGS[path]) is None
+    event = first_content(OPENINGS[path] + WORDS[path])
+    assert event is not None and not is_servers_error(event)
+    assert is_servers_error(first_content(OPENINGS[path] + error))
 
 
 @pytest.mark.asyncio

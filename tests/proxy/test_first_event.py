@@ -11,7 +11,7 @@ from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json, event_stream
 from proxy_fakes import Deployment, deployed, quiet
 
-from p2pkv_proxy.upstream import first_event_came, first_event_failed
+from p2pkv_proxy.upstream import first_content, is_servers_error
 
 CHAT = "/v1/chat/completions"
 STREAM = {"messages": [], "prompt": "x", "stream": True}
@@ -116,14 +116,15 @@ async def test_anything_else_reaches_the_client_as_it_is(
     ],
 )
 def test_what_begins_an_answer(events: bytes) -> None:
-    assert first_event_came(events) and not first_event_failed(events)
+    event = first_content(events)
+    assert event is not None and not is_servers_error(event)
 
 
 @pytest.mark.parametrize("events", [b"", b": waiting\n\n", ROLE, ROLE * 3, ROLE + TOKEN[:-2], TOKEN[:-2]])
 def test_what_does_not_yet(events: bytes) -> None:
-    assert not first_event_came(events) and not first_event_failed(events)
+    assert first_content(events) is None
 
 
 @pytest.mark.parametrize("events", [error(500), error(503), ROLE + error(500), b": x\n\n" + error(500)])
 def test_what_fails_instead(events: bytes) -> None:
-    assert first_event_came(events) and first_event_failed(events)
+    assert is_servers_error(first_content(events))

@@ -24,10 +24,11 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, deployed, quiet
 
 from p2pkv.pairing import find_pair
-from p2pkv_proxy.answers import GivenUpFilter, gave_up
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.http import PAIRED
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.relay import GivenUpFilter
+from p2pkv_proxy.upstream import gave_up
 from support.waiting import eventually
 
 STREAM = {"prompt": "x", "stream": True}

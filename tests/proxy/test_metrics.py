@@ -30,8 +30,8 @@ from p2pkv_proxy import metrics as metrics_module
 from p2pkv_proxy.exposition import Exposition
 from p2pkv_proxy.exposition import page as page_of
 from p2pkv_proxy.limits import Limits, RequestCounters
-from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.metrics import OUTCOMES, STATES, Metrics
+from p2pkv_proxy.membership.instance import STATES, Instance
+from p2pkv_proxy.metrics import OUTCOMES, Metrics
 from p2pkv_proxy.routing import Choice
 from support.waiting import eventually
 
@@ -292,10 +292,10 @@ def test_gaps_fall_into_the_right_buckets() -> None:
     for gap in (0.001, 0.004, 0.004, 99.0):
         now += gap
         pace.beat(b"data: x\n\ndata: y\n\n")
-    buckets = dict(metrics.gaps("d").buckets())
+    buckets = dict(metrics.gaps["d"].buckets())
     assert buckets["0.0025"] - buckets["0.001"] == 0 and buckets["0.005"] == 3
     assert (buckets["10.0"], buckets["+Inf"]) == (3, 4)
-    assert metrics.gaps("d").total == pytest.approx(99.009)
+    assert metrics.gaps["d"].total == pytest.approx(99.009)
     assert metrics.events == 8
 
 

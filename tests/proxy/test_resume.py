@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json, die, event_stream, never_a_token
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet
-from streaming_engine import Answer, Engine, Model
+from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model
 
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.attempt import Dispatch
@@ -115,6 +115,23 @@ async def test_a_stream_outlives_its_d(dispatch: Dispatch, path: str, body: dict
         assert first.path == path and second.path == COMPLETIONS
         assert second.body["max_tokens"] == 1 and len(second.body["prompt"]) > 8
         assert deployment.proxy.counters.resumed == 1
+        await quiet(deployment)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(known: bool) -> None:
+    body = {name: value for name, value in CHATTED.items() if name != "max_tokens"}
+    wanted = whole(body, CHAT)
+    assert wanted.usage is not None
+    context = wanted.usage["prompt_tokens"] + DEFAULT_TOKENS if known else None
+    async with deployed("concurrent", 1) as deployment:
+        for _ in range(2):
+            await deployment.add("D", context=context)
+        await deployment.ready(1, 2)
+        the_first_is_lost(deployment.decodes)
+        got = await ask(deployment, body, CHAT)
+        assert same(got, wanted) if known else got.error is not None
+        assert deployment.proxy.counters.not_resumed == (not known)
         await quiet(deployment)
 
 

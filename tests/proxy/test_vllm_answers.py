@@ -40,9 +40,9 @@ from vllm.entrypoints.openai.responses.protocol import (
 )
 from vllm.sampling_params import SamplingParams
 
-from p2pkv_proxy.answers import GivenUpFilter, gave_up
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.upstream import to_instance
+from p2pkv_proxy.relay import GivenUpFilter, to_instance
+from p2pkv_proxy.upstream import gave_up
 
 TOKENS = {"abort": 0, "stop": 3, "length": 1}
 """That an answer has which ends for this reason, in these tests."""

@@ -266,7 +266,7 @@ class Machine:
 
     def look(self, core: Core) -> None:
         """The bounds that hold after every turn."""
-        staging = core.counters.gauges["staging_bytes"]()
+        staging = core.counters.snapshot()["staging_bytes"]
         allowed = STAGING * (self._world.decode_ranks if self.name.startswith("P") else 1)
         if staging > allowed:
             self.broken(f"{staging} bytes of staging where {allowed} are allowed")
@@ -287,7 +287,7 @@ class Machine:
             chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]
         if max(chunks) > 0:
             self.broken("it keeps more chunks in mind than it may")
-        peers = core.counters.gauges["peers"]()
+        peers = core.counters.snapshot()["peers"]
         if peers > len(self.network.endpoints):
             self.broken(f"{peers} peers of {len(self.network.endpoints)} that there are")
 
