@@ -21,7 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from engine.test_cost import BLOCKS, READY, TOKENS, Rig
+from engine_support import READY, Geometry
+from transfers import expect, load, value
+from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
 
@@ -71,31 +73,34 @@ def counted() -> Iterator[Counter[Crossing]]:
 def crossings() -> dict[str, tuple[Counter[Crossing], Counter[Crossing]]]:
     """By phase, for one layer in the middle of a prompt: its way, and what that turn would have done
     anyway."""
-    rig = Rig(chunk_bytes=2048)  # the bytes of one layer
-    (p,), (d,) = rig.ps, rig.ds
-    (key,) = rig.wait_with(1, p, d)
-    p.do(do.OfferPrompt(key, d.address, TOKENS, b"digest"), do.PromptBlocks(key, BLOCKS))
-    rig.until(lambda: do.Begun(key) in d.seen)
-    d.do(do.Load(key, 0, TOKENS - 1, BLOCKS))
-    p.do(do.Computed(((key, TOKENS),), 0, 1, READY))
-    rig.until(lambda: d.core.counters.values["chunks_scattered"] == 1)
-    rig.pass_by(0.1)
-    command = do.Computed(((key, TOKENS),), 1, 2, READY)
-    before, now = p.core.counters.values["chunks_sent"], rig.clock.now
+    pair = VirtualPair(Geometry(blocks=8), chunk_bytes=2048)  # the bytes of one layer
+    p, d, tokens, blocks = pair.p, pair.d, 33, [0, 1, 2]
+    expect(p, d, tokens=tokens)
+    p.do(do.Hold("k", d.address))
+    pair.lasts(lambda: True, 3.0)
+    p.do(do.OfferPrompt("k", d.address, tokens, b"digest"))
+    p.do(do.PromptBlocks("k", (blocks,)))
+    load(d, tokens=tokens, blocks=blocks)
+    p.do(do.Computed((("k", tokens),), 0, 1, READY))
+    pair.until(lambda: value(d, "chunks_scattered") == 1)
+    pair.lasts(lambda: True, 0.1)
+    command = do.Computed((("k", tokens),), 1, 2, READY)
+    before, now = value(p, "chunks_sent"), pair.clock.now
     found = {}
-    for phase, seat in zip(PHASES, (p, d, p, d), strict=True):
+    cores = [each.rank.core for each in (p, d, p, d)]
+    for phase, core in zip(PHASES, cores, strict=True):
         with counted() as anyway:
-            seat.core.turn(now)
-        deliver(rig.network)
+            core.turn(now)
+        deliver(pair.network)
         if phase == "announce":
-            p.core.do(command)
+            core.do(command)
         with counted() as whole:
-            seat.core.turn(now)
+            core.turn(now)
         found[phase] = whole - anyway, whole & anyway
         if phase == "send":
-            seat.core.turn(now)  # the tests' link carries in a poll what was committed before
-    assert p.core.counters.values["chunks_sent"] == before + 1
-    assert d.core.counters.values["chunks_scattered"] == 2
+            core.turn(now)  # the tests' link carries in a poll what was committed before
+    assert value(p, "chunks_sent") == before + 1
+    assert value(d, "chunks_scattered") == 2
     return found
 
 

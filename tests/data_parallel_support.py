@@ -12,7 +12,6 @@ from p2pkv.demo import client
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer
 
-DISPATCHES = ("concurrent", "sequential")
 LENGTHS = (2, BLOCK, BLOCK + 1, CHUNK + 1, 2 * CHUNK + 7)
 
 

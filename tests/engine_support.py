@@ -137,6 +137,8 @@ class Geometry:
 class TestRank:
     """One rank and its pages, [layer][block, head, token, content]."""
 
+    __test__ = False
+
     geometry: Geometry
     rank: Rank
     pages: list[torch.Tensor]
@@ -341,21 +343,6 @@ def step(engine: Engine, key: str, blocks: list[int], start: int, stop: int, sal
             compute(rank, blocks, layer, start, stop, salt)
             rank.rank.do(do.Computed(((key, stop),), layer, layer + 1, READY))
         rank.rank.do(do.Flush((key,)))
-
-
-def push(p: Engine, d: Engine, key: str, salt: int = 0, tokens: int = 32) -> None:
-    """One request from beginning to end, its bytes compared; both have forgotten it afterwards."""
-    blocks = list(range(-(-tokens // p.geometry.block)))
-    d.do(do.Expect(key, p.address, tokens, b"digest"))
-    prefill(p, key, d.address, tokens, blocks, chunk=tokens, salt=salt)
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, 0, tokens - 1, (blocks,)))
-    d.wait(do.Loaded(key))
-    for rank in d.ranks:
-        assert wrong_cells(rank, blocks, 0, tokens - 1, salt) == []
-    p.wait(do.BlocksFree(key))
-    for engine in (p, d):
-        engine.do(do.Forget(key))
 
 
 @contextlib.contextmanager

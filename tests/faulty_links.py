@@ -16,12 +16,8 @@ from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive,
 class Faults:
     """What goes wrong. Operations are posts and reserves, counted from 0 on each end of each link."""
 
-    drop: float = 0.0
-    """Probability that an operation never completes."""
     delay_polls: int = 0
     """An operation that has completed says so 0 to this many polls later."""
-    stall_at: int | None = None
-    """From this operation on the end stands still, without an error."""
     break_at: int | None = None
     """From this operation on every call but `abort` and `release` raises LinkError."""
     flip_at: int | None = None
@@ -31,18 +27,6 @@ class Faults:
     flip_bit: int = 0
     """Which bit of it, 0 to 7."""
     refuse_invite: bool = False
-    refuse_accept: bool = False
-    refuse_complete: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.drop <= 1.0:
-            raise ValueError(f"drop is {self.drop}; it is a probability")
-        if self.delay_polls < 0:
-            raise ValueError(f"delay_polls is {self.delay_polls}; it must not be negative")
-        if not 0.0 <= self.flip_place <= 1.0:
-            raise ValueError(f"flip_place is {self.flip_place}; it is a part of the message, 0 to 1")
-        if not 0 <= self.flip_bit <= 7:
-            raise ValueError(f"flip_bit is {self.flip_bit}; a byte has bits 0 to 7")
 
 
 class FaultyLinks(LinkFactory):
@@ -85,16 +69,12 @@ class FaultyLinks(LinkFactory):
         return self.inner.invite()
 
     def accept(self, invitation: bytes, window: int) -> tuple[FaultyInbound, bytes]:
-        """The inner factory's, or refused."""
-        if self.faults.refuse_accept:
-            raise LinkError("injected fault: the invitation is refused")
+        """The inner factory's."""
         inbound, acceptance = self.inner.accept(invitation, window)
         return FaultyInbound(inbound, self._fate()), acceptance
 
     def complete(self, invitation: bytes, acceptance: bytes) -> FaultyOutbound:
-        """The inner factory's, or refused."""
-        if self.faults.refuse_complete:
-            raise LinkError("injected fault: the acceptance is refused")
+        """The inner factory's."""
         return FaultyOutbound(self.inner.complete(invitation, acceptance), self._fate())
 
     def close(self) -> None:
@@ -121,8 +101,7 @@ class _Fate:
     @property
     def still(self) -> bool:
         """Whether this end stands still now."""
-        stall_at = self.faults.stall_at
-        return self._factory.frozen or (stall_at is not None and self.operations > stall_at)
+        return self._factory.frozen
 
     def check(self) -> None:
         """Raises LinkError once this end is broken."""
@@ -133,7 +112,6 @@ class _Fate:
     def next(self) -> _Lot:
         """The lot of the next operation, which takes place."""
         lot = _Lot(
-            dropped=self._dice.random() < self.faults.drop,
             delay=self._dice.randint(0, self.faults.delay_polls),
             flip=self.faults if self.operations == self.faults.flip_at else None,
         )
@@ -143,7 +121,6 @@ class _Fate:
 
 @dataclass(frozen=True)
 class _Lot:
-    dropped: bool
     delay: int
     flip: Faults | None
 
@@ -163,9 +140,9 @@ class _Operation:
         self._done_at: int | None = None
 
     def done(self) -> bool:
-        """The inner operation's, or later, or never."""
+        """The inner operation's, or later."""
         self._fate.check()
-        if self._fate.still or self._lot.dropped or not self._inner_done():
+        if self._fate.still or not self._inner_done():
             return False
         if self._done_at is None:
             self._done_at = self._fate.polls + self._lot.delay
@@ -177,7 +154,7 @@ class _Operation:
 
 
 class FaultyReceive(_Operation):
-    """A receive that may never be done, or late, or with a wrong byte."""
+    """A receive that may be done late, or with a wrong byte."""
 
     def __init__(self, inner: Receive, fate: _Fate, lot: _Lot) -> None:
         super().__init__(inner, fate, lot)
@@ -202,7 +179,7 @@ class FaultyReceive(_Operation):
 
 
 class FaultySend(_Operation):
-    """A send that may never leave, or be done late, or leave with a wrong byte."""
+    """A send that may be done late, or leave with a wrong byte."""
 
     def __init__(self, inner: Send, fate: _Fate, lot: _Lot) -> None:
         super().__init__(inner, fate, lot)
@@ -223,7 +200,7 @@ class FaultySend(_Operation):
 
     def pass_on(self) -> bool:
         """Commit what was held while the end stood still. Returns whether it has been committed."""
-        if self._held and not self._passed and not self._fate.still and not self._lot.dropped:
+        if self._held and not self._passed and not self._fate.still:
             self._passed = True
             self._lot.spoil(self._inner.buffer)
             self._inner.commit()

@@ -97,7 +97,7 @@ PRODUCT = (
         "p2pkv/links/ipc_ends.py:IpcInbound._free",
         "awaited = self._line if self._posted and not self._left else None",
         "awaited = None",
-        ("tests/links/test_ipc.py", "tests/links/test_ipc_processes.py"),
+        ("tests/links/test_ipc.py", "tests/links/test_processes.py"),
     ),
     Mutant(
         "P unmaps D's memory while its copies run",

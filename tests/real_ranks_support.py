@@ -148,6 +148,10 @@ class Engine(Instance):
         for connector in self.connectors:
             connector.shutdown()
 
+    def count(self, name: str) -> int:
+        """A counter of its first rank."""
+        return int(self.workers[0].rank.counters.values[name])
+
     def change_weights(self, weights: int) -> None:
         """As vLLM's engine core does it, between two steps."""
         scheduler: Any = self.scheduler
@@ -409,13 +413,17 @@ def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:
     return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
+def _one_thread(stack: contextlib.ExitStack) -> None:
+    """Blocks are small: threads of torch's would only wait for each other where processors are few."""
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1)
+
+
 @contextlib.contextmanager
 def starting() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
     """Starts pairs of a P and a D, which are stopped at the end."""
     with contextlib.ExitStack() as stack:
-        # Blocks are small: threads of torch's would only wait for each other where processors are few.
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
+        _one_thread(stack)
 
         def start(
             tp_p: int,
@@ -443,8 +451,7 @@ def data_parallel(p: int, d: int, tp_p: int = 1, tp_d: int = 1, **options: Any) 
     """The engines of a P with `p` data-parallel ranks, and behind them those of a D with `d`."""
     port, engines = free_ports(p * tp_p + d * tp_d), list[Engine]()
     with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
+        _one_thread(stack)
         for role, first, tp, count in (("P", port, tp_p, p), ("D", port + p * tp_p, tp_d, d)):
             for index in range(count):
                 engine = Engine(role, tp, first, 40, index=index, **options)

@@ -214,6 +214,35 @@ def tokens(count: int, seed: int | str) -> list[int]:
     return [draw.randrange(300, MODEL.vocab) for _ in range(count)]
 
 
+def complete(
+    at: VllmServer | ProxyServer,
+    prompt: answers.Prompt,
+    count: int = 16,
+    model: str = MODEL_NAME,
+    **more: Any,
+) -> Answer:
+    """The answer to one prompt. `more`: of the request."""
+    return answers.complete(at.base_url, model, prompt, max_tokens=count, **more)[0]
+
+
+def ask_pair(
+    p: VllmServer, d: VllmServer, prompt: answers.Prompt, count: int = 16, *, at_once: bool = True
+) -> Answer:
+    """D's answer to a prompt that P computes: both asked at once, or D when P has answered."""
+    headers = paired_headers(p, d)
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(complete, p, prompt, 1, headers=headers)
+        if not at_once:
+            prefill.result()
+        answer = complete(d, prompt, count, headers=headers)
+        prefill.result()
+    return answer
+
+
+DISPATCHES = ("concurrent", "sequential")
+each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+
+
 def ask_all(
     base_url: str, prompts: Sequence[answers.Prompt], *, at_once: int, max_tokens: int = 16
 ) -> list[Answer]:
@@ -238,6 +267,27 @@ def assert_same(expected: Sequence[Answer], got: Sequence[Answer], tie: float = 
 def metric(server: VllmServer, name: str) -> float:
     """Of its metrics page, summed over labels; 0 where it is not there."""
     return client.metrics(server.base_url).get(name, 0.0)
+
+
+class Hits:
+    """What is asked within finds so many tokens in vLLM's own prefix cache, and no more."""
+
+    def __init__(self, server: VllmServer, tokens: int) -> None:
+        self._server = server
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._before = self._now()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            # vLLM counts after it has answered.
+            expected = self._before + self._tokens
+            wait_until(lambda: self._now() >= expected, f"{self._tokens} tokens of the prefix cache", 5.0)
+            assert self._now() == expected
+
+    def _now(self) -> float:
+        return metric(self._server, "vllm:prefix_cache_hits_total")
 
 
 class Traffic:

@@ -17,7 +17,7 @@ from chaos.hostile import harass
 from chaos.jobs import GRACE, Jobs
 from chaos.machines import Machine, hear
 from chaos.model import Model
-from chaos.relay import Doors
+from chaos.rough import BACK, THERE
 from chaos.schedule import DECODES, LEASE, PREFILLS, Fault
 
 from p2pkv.demo.processes import free_ports
@@ -28,6 +28,13 @@ START_SECONDS = 60.0
 
 GROUPS = ("", "P", "D", "PD")
 """The roles of which all engines are one data-parallel instance."""
+
+
+HELD: dict[str, tuple[str, ...]] = {
+    "partition": (THERE, BACK),
+    "partition to P": (THERE,),
+    "partition from P": (BACK,),
+}
 
 
 def draw_machines(seed: int | str, model: Model) -> list[Machine]:
@@ -51,7 +58,7 @@ class LiveRun:
     def __init__(self, seed: int | str, machines: Sequence[Machine]) -> None:
         self.jobs = Jobs(random.Random(f"load {seed}"), time.monotonic, self.broken)
         self.machines = {machine.name: machine for machine in machines}
-        self._doors = Doors({name: each.door for name, each in self.machines.items() if each.door})
+        self._doors = [each.door for each in machines if each.door]
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._harassing: list[threading.Thread] = []
@@ -61,7 +68,8 @@ class LiveRun:
         self.violations: list[str] = []
 
     def __enter__(self) -> LiveRun:
-        self._doors.__enter__()
+        for door in self._doors:
+            door.start()
         for machine in self.machines.values():
             machine.start()
         self.turn_until(self._all_up, START_SECONDS, "the start of every engine")
@@ -71,7 +79,8 @@ class LiveRun:
     def __exit__(self, *_: object) -> None:
         for machine in self.machines.values():
             machine.kill()
-        self._doors.__exit__()
+        for door in self._doors:
+            door.close()
         for thread in self._harassing:
             thread.join(10.0)
 
@@ -94,8 +103,8 @@ class LiveRun:
             if self.now > seconds + START_SECONDS:
                 self.broken(f"not every engine is up again: {[m.name for m in self._down()]}")
                 return
-        for door in self._doors.doors.values():
-            door.garble = False
+        for door in self._doors:
+            door.manner.garble = False
 
     def load(self, seconds: float) -> None:
         """Requests of any pair for so long."""
@@ -237,7 +246,7 @@ class LiveRun:
         if not machine.up:
             return  # its last restart took longer than planned
         self.faults[fault.kind] += 1
-        door = machine.door
+        manner = machine.door.manner if machine.door else None
         match fault.kind:
             case "kill":
                 machine.kill()
@@ -260,13 +269,13 @@ class LiveRun:
                 self._harassing = [each for each in self._harassing if each.is_alive()]
                 rank = fault.seed % machine.build.tp
                 self._harassing.append(harass(machine.inside.shifted(rank), fault.seed))
-            case "reset" if door:
-                door.reset = True
-            case "garbled" if door:
-                door.garble = True
-            case _ if door:
-                door.to_p, door.from_p = fault.kind == "partition from P", fault.kind == "partition to P"
-                self._after(fault.seconds, lambda: vars(door).update(to_p=True, from_p=True))
+            case "reset" if manner:
+                manner.reset_after = 0
+            case "garbled" if manner:
+                manner.garble = True
+            case _ if manner:
+                manner.held = HELD[fault.kind]
+                self._after(fault.seconds, lambda: vars(manner).update(held=()))
 
     def _start_when_ended(self, machine: Machine, since: float) -> None:
         if machine.ended or time.monotonic() - since > 10.0:

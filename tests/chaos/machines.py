@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from chaos.engine import Build, main
-from chaos.relay import Door
+from chaos.rough import Manner, Relay
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
@@ -47,10 +47,10 @@ class Machine:
         first = place or instance or Address("127.0.0.1", free_ports(build.tp))
         self.named = tuple(first.shifted(each * build.tp) for each in range(build.engines))
         self.inside = self.outside = self.named[build.index]
-        self.door: Door | None = None
+        self.door: Relay | None = None
         if name.startswith("P") and place is None:
             self.inside = Address("127.0.0.1", free_ports(build.tp))
-            self.door = Door(self.outside, self.inside, ports=build.tp)
+            self.door = Relay(self.outside, self.inside, Manner(open=False), build.tp)
         self.up = self.frozen = self.ended = False
         self.continued = time.monotonic()
         self._process: Any = None
@@ -111,12 +111,12 @@ class Machine:
         """It listens."""
         self.up = True
         if self.door is not None:
-            self.door.open = True
+            self.door.manner.open = True
 
     def _leave(self) -> None:
         self.up = False
         if self.door is not None:
-            self.door.open = False
+            self.door.manner.open = False
 
 
 def hear(machines: list[Machine], seconds: float) -> list[tuple[Machine, dict[str, Any] | None]]:

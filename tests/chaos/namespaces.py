@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chaos.engine import Build
 from chaos.machines import Machine
 
@@ -139,6 +141,18 @@ class Cable:
         """As fast as memory again."""
         for side in HOSTS:
             self.run(side, "tc", "qdisc", "del", "dev", "cable", "root")
+
+
+def laid() -> Iterator[Cable]:
+    """A cable, for a fixture; the test is skipped, with the reason, where there can be none."""
+    try:
+        made = Cable().__enter__()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    try:
+        yield made
+    finally:
+        made.__exit__()
 
 
 def _network(pid: int) -> str:

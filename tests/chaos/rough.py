@@ -1,4 +1,4 @@
-"""A TCP relay that is rough with what goes through it: late, in slices, held, cut off in mid-message.
+"""A TCP relay that is rough with what goes through it: late, in slices, held, garbled, cut in mid-message.
 
 One thread moves all connections of a Relay. TCP mends lost packets itself, and what is left of them for those
 who use it is this: bytes come late and in other pieces than they were sent, or the connection ends.
@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from p2pkv.demo.processes import free_ports
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, decode_blob, encode_blob
 from p2pkv.links.host import HostAcceptance
+from p2pkv.pairing import Address
 
 THERE, BACK = "there", "back"
 """The ways of a connection: from whoever dialed, and to it."""
 
-LOOK_SECONDS = 0.002
+LOOK_SECONDS, BUSY_LOOK_SECONDS = 0.02, 0.002
+"""In which a change of manner is noticed, and bytes that are late are looked at."""
+
 BUFFERED = 1 << 17
 PIECES = 64
 """Of one way, before the others have their turn."""
@@ -39,7 +43,9 @@ class Manner:
         late: most seconds that bytes wait.
         held: ways on which nothing moves.
         half: ways that are closed as soon as something goes there; the other way of that connection stays.
-        reset_after: so many bytes later every connection is reset, once.
+        reset_after: so many bytes later every connection is reset, once; 0: now.
+        garble: flip a bit in the next bytes of who dialed, once.
+        open: whether anybody listens; closing it ends nothing that goes through already.
     """
 
     slice: int = 1 << 16
@@ -47,6 +53,8 @@ class Manner:
     held: tuple[str, ...] = ()
     half: tuple[str, ...] = ()
     reset_after: int | None = None
+    garble: bool = False
+    open: bool = True
 
 
 @dataclass(eq=False)
@@ -66,42 +74,65 @@ class _Way:
 
 
 class Relay:
-    """Listens at once at `host`, on `port` or on any; whoever comes is taken to the port `inside`."""
+    """Listens at `outside` and on the `ports` - 1 ports after it, and takes whoever comes to the same one
+    behind `inside`; from `start` to `close`."""
 
-    def __init__(self, host: str, inside: int, manner: Manner, port: int = 0, seed: int = 1) -> None:
-        self._listener = socket.create_server((host, port))
-        self._inside = (host, inside)
-        self._manner = manner
+    def __init__(
+        self, outside: Address, inside: Address, manner: Manner, ports: int = 1, seed: int = 1
+    ) -> None:
+        self.manner = manner
+        self._places = [outside.shifted(each) for each in range(ports)]
+        self._inside = inside
         self._draw = random.Random(seed)
+        self._listeners: list[socket.socket] = []
         self._ways: list[_Way] = []
         self._stopping = False
-        self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+
+    def start(self) -> None:
+        """From now on it listens, unless it is to be closed."""
+        self._obey()
         self._thread.start()
 
     def close(self) -> None:
         """End everything."""
         self._stopping = True
-        self._thread.join(5.0)
+        if self._thread.is_alive():
+            self._thread.join(5.0)
 
     def _run(self) -> None:
         while not self._stopping:
+            self._obey()
             ready = [way.source for way in self._ways if not way.ended and len(way.pending) < 64]
-            readable, _, _ = select.select([self._listener, *ready], [], [], LOOK_SECONDS)
-            if self._listener in readable:
-                self._accept()
+            seconds = BUSY_LOOK_SECONDS if any(way.pending for way in self._ways) else LOOK_SECONDS
+            readable, _, _ = select.select([*self._listeners, *ready], [], [], seconds)
+            for number, listener in enumerate(self._listeners):
+                if listener in readable:
+                    self._accept(listener, self._inside.shifted(number))
             for way in list(self._ways):
                 if way.source in readable:
                     self._take(way)
                 self._give(way)
             self._forget()
         self._reset()
-        self._listener.close()
+        self._listen(False)
 
-    def _accept(self) -> None:
-        client, _ = self._listener.accept()
+    def _obey(self) -> None:
+        self._listen(self.manner.open)
+        if self.manner.reset_after == 0:
+            self.manner.reset_after = None
+            self._reset()
+
+    def _listen(self, now: bool) -> None:
+        if now and not self._listeners:
+            self._listeners = [socket.create_server((each.host, each.port)) for each in self._places]
+        while self._listeners and not now:
+            self._listeners.pop().close()
+
+    def _accept(self, listener: socket.socket, inside: Address) -> None:
+        client, _ = listener.accept()
         try:
-            server = socket.create_connection(self._inside, timeout=1.0)
+            server = socket.create_connection((inside.host, inside.port), timeout=1.0)
         except OSError:
             client.close()
             return
@@ -118,13 +149,16 @@ class Relay:
         except OSError:
             data = b""
         way.ended = not data
-        if data and not way.shut:
-            way.pending.append(
-                (time.monotonic() + self._draw.uniform(0.0, self._manner.late), bytearray(data))
-            )
+        if not data or way.shut:
+            return
+        taken = bytearray(data)
+        if self.manner.garble and way.name == THERE:
+            self.manner.garble = False
+            taken[len(taken) // 2] ^= 0x10
+        way.pending.append((time.monotonic() + self._draw.uniform(0.0, self.manner.late), taken))
 
     def _give(self, way: _Way) -> None:
-        manner = self._manner
+        manner = self.manner
         if way.name in manner.held or way.shut:
             return
         for _ in range(PIECES):
@@ -145,11 +179,9 @@ class Relay:
             if not data:
                 way.pending.popleft()
             if manner.reset_after is not None:
-                manner.reset_after -= count
-                if manner.reset_after <= 0:
-                    manner.reset_after = None
-                    self._reset()
-                    return
+                manner.reset_after = max(0, manner.reset_after - count)
+                if manner.reset_after == 0:
+                    return  # `_obey` resets it
         if way.ended and not way.pending:
             way.close()
 
@@ -189,12 +221,14 @@ class RoughLinks(LinkFactory):
         """The inner link's, with the relay's port in place of its own."""
         inbound, blob = self._inner.accept(invitation, window)
         said = decode_blob(blob, HostAcceptance)
-        relay = Relay(said.host, said.port, self.manner, seed=len(self._relays))
+        place = Address(said.host, free_ports())
+        relay = Relay(place, Address(said.host, said.port), self.manner, seed=len(self._relays))
+        relay.start()
         self._relays.append(relay)
         if len(self._relays) > self.MOST:
             self._relays.popleft().close()
         assert said.shared is None
-        return inbound, encode_blob(msgspec.structs.replace(said, port=relay.port))
+        return inbound, encode_blob(msgspec.structs.replace(said, port=place.port))
 
     def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
         return self._inner.complete(invitation, acceptance)

@@ -7,7 +7,7 @@ from typing import Any
 
 from chaos.engine import STAGING, Build, Side, main
 from chaos.machines import CONTEXT, Machine
-from chaos.rough import Manner, Relay, RoughLinks
+from chaos.rough import RoughLinks
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.links.host import HostLinks
@@ -37,28 +37,15 @@ def live(name: str, outside: str, inside: str, wire: Connection, build: Build) -
 
 
 class RoughMachine(Machine):
-    """A P, which has one rank, has a relay before its control port, and a D before each of its links.
-
-    `control` is the manner of the former.
-    """
+    """A D has a relay before each of its links, and a P, as any machine, one before its control port."""
 
     def __init__(self, name: str, build: Build) -> None:
-        super().__init__(name, build, Address("127.0.0.1", free_ports(build.tp)))
-        assert build.tp == 1 or name.startswith("D")
-        self.control = Manner()
-        self._relay: Relay | None = None
-        if name.startswith("P"):
-            self._relay = Relay(self.inside.host, self.inside.port, self.control)
-            self.outside = Address(self.inside.host, self._relay.port)
+        at = None if name.startswith("P") else Address("127.0.0.1", free_ports(build.tp))
+        super().__init__(name, build, at)
 
     def treat_data(self, **values: Any) -> None:
         """Set the manner of the links to this D."""
         assert self.order("manner", values=values)
-
-    def close(self) -> None:
-        """End the relay."""
-        if self._relay is not None:
-            self._relay.close()
 
     def _spawn(self, wire: Connection) -> Any:
         process = CONTEXT.Process(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -29,10 +27,8 @@ from chaos.model import (
     kv,
     make_rank_pages,
 )
-from chaos.relay import Door, Doors
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
 
-from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 
@@ -183,40 +179,6 @@ def test_the_failure_of_one_rank_fails_the_load_once_all_have_ended() -> None:
     assert broken == []
     ranks[1].said = [do.Loaded("k")]
     assert list(crew.events()) == [] and len(broken) == 1, "a second outcome is a fault"
-
-
-def test_a_door_holds_what_goes_through_and_gives_it_back_in_order() -> None:
-    outside, inside = (Address("127.0.0.1", free_ports()) for _ in range(2))
-    door = Door(outside, inside, open=True)
-    with socket.create_server((inside.host, inside.port)) as behind, Doors({"P": door}):
-        client = connect(outside)
-        server, _ = behind.accept()
-        for each in (client, server):
-            each.settimeout(0.3)
-        client.sendall(b"one")
-        assert server.recv(10) == b"one"
-        door.to_p = False
-        client.sendall(b"two")
-        server.sendall(b"back")
-        assert client.recv(10) == b"back"
-        with pytest.raises(TimeoutError):
-            server.recv(10)
-        door.to_p = True
-        assert server.recv(10) == b"two"
-        door.reset = True
-        with pytest.raises(ConnectionResetError):
-            client.recv(10)
-        client.close()
-        server.close()
-
-
-def connect(address: Address) -> socket.socket:
-    end = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_connection((address.host, address.port), timeout=1)
-        except OSError:
-            assert time.monotonic() < end, "the door did not open in 10 s"
 
 
 def test_the_engines_of_a_data_parallel_instance_are_alike_and_lie_side_by_side() -> None:

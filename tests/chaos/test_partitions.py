@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from chaos.live_run import LiveRun
 from chaos.model import ONE_GROUP
-from chaos.namespaces import Cable, Dweller, Unavailable
+from chaos.namespaces import Cable, Dweller, laid
 from chaos.schedule import LEASE
 
 pytestmark = pytest.mark.slow
@@ -24,16 +24,7 @@ TOKENS = 600
 NBYTES = ONE_GROUP.nbytes(0, TOKENS)
 
 
-@pytest.fixture(scope="module")
-def cable() -> Iterator[Cable]:
-    try:
-        made = Cable().__enter__()
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    try:
-        yield made
-    finally:
-        made.__exit__()
+cable = pytest.fixture(scope="module")(laid)
 
 
 @pytest.fixture(scope="module")

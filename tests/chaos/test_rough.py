@@ -21,6 +21,9 @@ from chaos.rough import BACK, THERE, Manner, Relay
 from chaos.rough_engine import RoughMachine
 from chaos.schedule import LEASE
 
+from p2pkv.demo.processes import free_ports
+from p2pkv.pairing import Address
+
 BACK_SECONDS = 15.0
 """In which a transfer works again: a P that failed a handshake is left alone for five."""
 
@@ -42,14 +45,10 @@ MODELS = {"one group": (ONE_GROUP, 1), "hybrid, 1 to 2": (HYBRID, 2)}
 def engines(request: pytest.FixtureRequest) -> Iterator[LiveRun]:
     model, tp = MODELS[getattr(request, "param", "one group")]
     machines = [RoughMachine("P0", Build(model)), RoughMachine("D0", Build(model, tp))]
-    try:
-        with LiveRun(2, machines) as live:
-            yield live
-            live.stop_all()
-            assert live.violations == []
-    finally:
-        for machine in machines:
-            machine.close()
+    with LiveRun(2, machines) as live:
+        yield live
+        live.stop_all()
+        assert live.violations == []
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def live(engines: LiveRun) -> Iterator[LiveRun]:
 
 
 def control(live: LiveRun, **values: Any) -> None:
-    vars(live.machines["P0"].control).update(values)  # type: ignore[attr-defined]
+    vars(live.machines["P0"].door.manner).update(values)  # type: ignore[union-attr]
 
 
 def data(live: LiveRun, **values: Any) -> None:
@@ -186,8 +185,10 @@ def relayed() -> Iterator[Callable[[Manner], tuple[socket.socket, socket.socket]
 
     def make(manner: Manner) -> tuple[socket.socket, socket.socket]:
         listener = socket.create_server(("127.0.0.1", 0))
-        relay = Relay("127.0.0.1", listener.getsockname()[1], manner)
-        client = socket.create_connection(("127.0.0.1", relay.port), timeout=5.0)
+        inside, outside = listener.getsockname()[1], free_ports()
+        relay = Relay(Address("127.0.0.1", outside), Address("127.0.0.1", inside), manner)
+        relay.start()
+        client = socket.create_connection(("127.0.0.1", outside), timeout=5.0)
         server, _ = listener.accept()
         server.settimeout(5.0)
         made.extend([client, server, listener, relay])

@@ -1,12 +1,24 @@
-"""vLLM's sources, for the tests that hold p2pkv's lists against them."""
+"""Engines that are whole but for the model; and vLLM's sources, which p2pkv's lists are held against."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm_sources import Sources
+
+
+@pytest.fixture
+def engines() -> Iterator[Any]:
+    """Starts pairs of a P and a D of real ranks: see `real_ranks_support.starting`."""
+    from real_ranks_support import starting
+
+    with starting() as start:
+        yield start
+
 
 GIVEN = os.environ.get("VLLM_SOURCES", "")
 """A checkout or an unpacked wheel of another vLLM, whose sources are read and never run."""

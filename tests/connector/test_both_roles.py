@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import zmq
 from connector_support import Instance, inner_id, make_request, pair_id, tokens
-from real_ranks_support import Engine, ask_both, finish, run, starting
+from real_ranks_support import Engine, ask_both, finish, run
 
 from p2pkv.connector.identity import Pairs
 from p2pkv.control.discovery import decode_ping, encode_partners
 from support.waiting import wait_for
 
 BOTH = ("both", "both")
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    with starting() as start:
-        yield start
 
 
 def twice(a: Engine, unique: int | str, prompt: Sequence[int], count: int = 5) -> str:
@@ -45,7 +39,7 @@ def test_each_pushes_to_the_other_at_once(engines: Any, roles: Any, tp_a: int, t
         at_d = 5 * len(lengths)
         at_p = sum(lengths) if roles == BOTH else 0
         assert sum(d.computed.values()) == at_d + at_p, "of each prompt D computes one token"
-        assert p.workers[0].rank.counters.values["transfers_sent"] == len(lengths)
+        assert p.count("transfers_sent") == len(lengths)
 
 
 def test_a_request_that_names_the_instance_twice_is_a_plain_one(engines: Any) -> None:
@@ -66,7 +60,7 @@ def test_what_one_role_has_loaded_is_a_prefix_for_the_other(engines: Any) -> Non
     finish(a, b)
     ask_both(b, a, "back", begin + tokens(20, 2))
     finish(a, b)
-    assert b.workers[0].rank.counters.values["transfers_sent"] == 1
+    assert b.count("transfers_sent") == 1
     computed_by_b = [count for name, count in b.computed.items() if "back" not in name]
     assert sum(computed_by_b) == 5 + 20, "of the prompt that it sends back only what is new"
 

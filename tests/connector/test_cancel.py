@@ -5,12 +5,12 @@ One table for vLLM's schedulers, our connectors and real ranks; the proxy's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from connector_support import inner_id, pair_id, tokens
-from real_ranks_support import Engine, run, starting
+from real_ranks_support import Engine, run
 from vllm.v1.request import Request
 
 from p2pkv.connector.scheduler import LoadState
@@ -21,12 +21,6 @@ pytestmark = pytest.mark.vllm
 LEASE = 1.5
 LENGTH = 100
 BUDGET = 48
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    with starting() as start:
-        yield start
 
 
 class Play:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
@@ -14,6 +15,14 @@ pytestmark = pytest.mark.vllm
 PROMPT = tokens(50)
 each_policy = pytest.mark.parametrize("policy", ["recompute", "fail"])
 each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+
+
+def begin(d: Instance, request: Request) -> None:
+    """P has begun it, as every rank has heard, and D loads it."""
+    d.step()
+    for rank in d.ranks:
+        rank.begin(d.key(request))
+    d.run_until(lambda: d.rank.said(do.Load))
 
 
 @each_pace
@@ -104,9 +113,7 @@ def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
     """With steps scheduled ahead, the abort may come before, between or after vLLM's hearing of it."""
     d = Instance("D", ahead=1)
     paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    d.rank.begin(d.key(paired))
-    d.run_until(lambda: d.rank.said(do.Load))
+    begin(d, paired)
     d.rank.load(d.key(paired))
     d.step(steps)
     d.abort(paired)
@@ -152,11 +159,8 @@ def test_failed_before_p_began_it_is_an_error_under_fail(ahead: int, begun: int)
 def test_failed_while_loading(policy: str, ahead: int, both: bool) -> None:
     d = Instance("D", policy=policy, ranks=2, ahead=ahead)
     paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
+    begin(d, paired)
     key = d.key(paired)
-    for rank in d.ranks:
-        rank.begin(key)
-    d.run_until(lambda: d.rank.said(do.Load))
     d.ranks[0].fail(key)
     d.step(3)
     assert not d.ended, "the other rank may still write into the pages"

@@ -45,6 +45,14 @@ def finish(p: Instance, *requests: Request) -> None:
     p.run_until(lambda: all(request.request_id in p.ended for request in requests))
 
 
+def rests(p: Instance, *freed: str, reported: Request | None = None) -> None:
+    """D has all of these keys; nothing is held, and vLLM was told of this request alone, if of any."""
+    for key in freed:
+        p.rank.free(key)
+    p.assert_at_rest()
+    assert reported is None or p.reported == [reported.request_id]
+
+
 @each_pace
 def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead: int) -> None:
     p = Instance("P", budget=64, ahead=ahead)
@@ -65,9 +73,7 @@ def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead:
     assert p.blocks(request) == blocks, "vLLM keeps the pages"
     p.step(5)
     assert request.request_id in p.scheduler.requests
-    p.rank.free(key)
-    p.assert_at_rest()
-    assert p.reported == [request.request_id]
+    rests(p, key, reported=request)
 
 
 def test_each_layer_is_said_once_when_its_hook_comes_and_nothing_before() -> None:
@@ -164,8 +170,7 @@ def test_pages_that_are_free_before_the_request_ends_are_reported_only_then() ->
     p.step(3)
     assert not p.reported
     finish(p, request)
-    p.assert_at_rest()
-    assert p.reported == [request.request_id]
+    rests(p, reported=request)
 
 
 @pytest.mark.parametrize("moment", ["at once", "queued", "half", "whole"])
@@ -186,8 +191,7 @@ def test_an_abort_gives_up_the_transfer_and_frees_the_pages(moment: str, ahead: 
         assert [abort.key for abort in p.rank.said(do.Abort)] == [key]
     if moment == "queued":
         finish(p, running)
-    p.assert_at_rest()
-    assert p.reported == [request.request_id]
+    rests(p, reported=request)
 
 
 def test_preempted_while_it_prefills_it_is_revoked_and_computed_again() -> None:
@@ -204,8 +208,7 @@ def test_preempted_while_it_prefills_it_is_revoked_and_computed_again() -> None:
     assert [each.stop for each in after] == [64, 128, 150]
     assert after[-1].blocks.blocks[0] != before
     assert len(p.rank.said(do.OfferPrompt)) == 1
-    p.rank.free(key)
-    p.assert_at_rest()
+    rests(p, key)
 
 
 def test_preempted_while_it_decodes_it_is_revoked_and_computed_again() -> None:
@@ -219,8 +222,7 @@ def test_preempted_while_it_decodes_it_is_revoked_and_computed_again() -> None:
     p.run_until(lambda: len(p.ended) == 2, most=200)
     assert [each.stop for each in prefills(p, key)] == [2 * BLOCK] * (1 + request.num_preemptions)
     assert other.request_id in p.ended
-    p.rank.free(key)
-    p.assert_at_rest()
+    rests(p, key)
 
 
 def test_preempted_after_all_was_sent_its_end_is_still_reported() -> None:
@@ -231,8 +233,7 @@ def test_preempted_after_all_was_sent_its_end_is_still_reported() -> None:
     p.step()
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     finish(p, request)
-    p.assert_at_rest()
-    assert p.reported == [request.request_id]
+    rests(p, reported=request)
 
 
 def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more() -> None:
@@ -254,9 +255,7 @@ def test_of_the_children_of_one_prompt_only_the_first_pushes() -> None:
     children = [p.ask(inner_id(outer, child=child), prompt, max_tokens=1) for child in range(3)]
     finish(p, *children)
     assert len(p.rank.said(do.OfferPrompt)) == 1
-    p.rank.free(the_key(p))
-    p.assert_at_rest()
-    assert p.reported == [children[0].request_id]
+    rests(p, the_key(p), reported=children[0])
 
 
 def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
@@ -273,9 +272,7 @@ def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
     (flush,) = p.rank.said(do.Flush)
     assert flush.keys == tuple(keys)
     finish(p, *requests)
-    for key in keys:
-        p.rank.free(key)
-    p.assert_at_rest()
+    rests(p, *keys)
 
 
 def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without_a_push() -> None:
@@ -288,13 +285,11 @@ def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without
     finish(p, second)
     key = the_key(p)
     assert [each.stop for each in prefills(p, key)] == [30]
-    p.rank.free(key)
-    p.assert_at_rest()
+    rests(p, key)
     third = p.ask(inner_id(outer), tokens(50, "third"), max_tokens=1)
     finish(p, third)
     assert [each.stop for each in prefills(p, key)] == [30, 50], "then the key is free again"
-    p.rank.free(key)
-    p.assert_at_rest()
+    rests(p, key)
     assert p.reported == [first.request_id, third.request_id]
 
 
@@ -334,9 +329,7 @@ def test_of_a_repeated_request_the_second_pushes_what_the_aborted_first_did_not(
     assert not p.rank.said(do.Abort)
     assert len(p.rank.said(do.Hold)) == len(p.rank.said(do.OfferPrompt)) == 1
     assert prefills(p, key)[-1].stop == 150
-    p.rank.free(key)
-    p.assert_at_rest()
-    assert p.reported == [second.request_id]
+    rests(p, key, reported=second)
 
 
 def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
@@ -348,8 +341,7 @@ def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
     p.abort(first)
     finish(p, second)
     assert [abort.key for abort in p.rank.said(do.Abort)] == [the_key(p)]
-    p.assert_at_rest()
-    assert p.reported == [first.request_id]
+    rests(p, reported=first)
 
 
 def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:

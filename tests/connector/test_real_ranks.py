@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from connector_support import BLOCK, inner_id, pair_id, tokens
-from real_ranks_support import Engine, abort_or_reset, ask_both, finish, starting
+from real_ranks_support import abort_or_reset, ask_both, finish
 
 from p2pkv.connector import connector
 from p2pkv.control.announcer import Announcement, Announcer, Standing
@@ -21,12 +20,6 @@ from p2pkv.protocol.messages import PROTOCOL_VERSION
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    with starting() as start:
-        yield start
 
 
 @pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -134,7 +127,7 @@ def test_prompts_with_a_common_beginning_in_one_step(engines: Any) -> None:
         ask_both(p, d, index, [*tokens(64), index, 1, 2, 3])
     finish(p, d)
     assert set(d.ended.values()) == {"length"}
-    assert p.workers[0].rank.counters.values["bytes_early"] > 0, "nothing was pushed during the step"
+    assert p.count("bytes_early") > 0, "nothing was pushed during the step"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from connector_support import inner_id, pair_id, tokens
-from real_ranks_support import Engine, ask_both, finish, run, starting
+from real_ranks_support import Engine, ask_both, finish, run
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo.processes import free_ports
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    with starting() as start:
-        yield start
-
-
-def loaded(d: Engine) -> int:
-    """Transfers that have been loaded, by rank 0 of D."""
-    return int(d.workers[0].rank.counters.values["transfers_loaded"])
 
 
 @pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (1, 2)])
@@ -42,17 +30,17 @@ def test_weights_change_on_one_side_and_then_on_the_other(
     p, d = engines(tp_p, tp_d, policy="recompute", chunk_bytes=4096)
     ask_both(p, d, 0, tokens(70))
     finish(p, d)
-    assert loaded(d) == 1
+    assert d.count("transfers_loaded") == 1
     sides = (p, d) if first == "P" else (d, p)
     sides[0].change_weights(1)
     ask_both(p, d, 1, tokens(70))
     finish(p, d)
-    assert loaded(d) == 1, "D computes it alone"
+    assert d.count("transfers_loaded") == 1, "D computes it alone"
     sides[1].change_weights(1)
     for index in (2, 3):
         ask_both(p, d, index, [*tokens(70), index])
         finish(p, d)
-    assert loaded(d) == 3
+    assert d.count("transfers_loaded") == 3
     assert set(d.ended.values()) == {"length"}
 
 
@@ -102,12 +90,12 @@ def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int)
     for engine in (p, d):
         if engine.weights != newest:
             engine.change_weights(newest)
-    before = loaded(d)
+    before = d.count("transfers_loaded")
     outer = pair_id(f"{seed} at last", prefill=p.address, decode=d.address)
     for engine in (p, d):
         engine.ask(inner_id(outer), tokens(45, "at last"), max_tokens=1)
     finish(p, d)
-    assert loaded(d) == before + 1
+    assert d.count("transfers_loaded") == before + 1
 
 
 # Sleep, as vLLM 0.33 has it.
@@ -141,10 +129,10 @@ def test_a_pair_of_which_one_sleeps_works_again_when_it_wakes(engines: Any, who:
     again = [worker.rank.context.hello for engine in sleepers for worker in engine.workers]
     assert not {each.incarnation for each in hellos} & {each.incarnation for each in again}
     assert [each.weights for each in hellos] == [each.weights for each in again]
-    before = loaded(d)
+    before = d.count("transfers_loaded")
     ask_both(p, d, 1, tokens(70))
     finish(p, d)
-    assert loaded(d) == before + 1
+    assert d.count("transfers_loaded") == before + 1
     assert set(d.ended.values()) == {"length"}
 
 
@@ -181,7 +169,7 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
     finish(p, d)
     whole = moment != "begun" or policy == "recompute"
     assert list(d.ended.values()) == ["length" if whole else "error"]
-    assert loaded(d) == (moment != "begun")
+    assert d.count("transfers_loaded") == (moment != "begun")
 
 
 @pytest.mark.parametrize("moment", ["waiting", "half", "whole", "queued"])
@@ -207,7 +195,7 @@ def test_a_prompt_of_p_across_its_sleep(engines: Any, moment: str) -> None:
     d.ask(inner_id(outer), tokens(70), max_tokens=3)
     finish(p, d)
     assert list(d.ended.values()) == ["length"]
-    assert loaded(d) == (moment in ("waiting", "queued"))
+    assert d.count("transfers_loaded") == (moment in ("waiting", "queued"))
 
 
 def test_the_proxy_hears_of_a_sleep_and_of_the_waking(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

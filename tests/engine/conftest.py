@@ -1,4 +1,4 @@
-"""Engines over simulated NCCL, for the tests that are about NCCL."""
+"""Engines within this process: over links of its memory or, for the tests about NCCL, over simulated NCCL."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ from collections.abc import Iterator
 
 import nccl_simulated
 import pytest
-from engine_support import Engine, Geometry, Make, make_engine
+from engine_support import Engine, Geometry, Make, engine_maker, engines, make_engine, plain_links
 from links_support import NCCL_KINDS, nccl_links
+
+
+@pytest.fixture
+def make_memory() -> Iterator[Make]:
+    """Makes engines over one network of memory links; stops them at the end."""
+    with engine_maker(plain_links("memory")) as make:
+        yield make
+
+
+@pytest.fixture
+def memory_pair() -> Iterator[tuple[Engine, Engine]]:
+    """A P and a D over memory links."""
+    with engines(Geometry(), Geometry(), plain_links("memory")) as made:
+        yield made
 
 
 @pytest.fixture(params=NCCL_KINDS)

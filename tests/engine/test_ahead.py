@@ -23,6 +23,7 @@ from engine_support import (
 from faulty_links import Faults, FaultyLinks
 from links_support import nccl_links
 from memory_links import MemoryNetwork
+from transfers import arrives, begin, load, value
 
 from p2pkv.engine import commands as do
 from p2pkv.packings import DENSE
@@ -50,14 +51,9 @@ def links(request):
 one_kind = pytest.mark.parametrize("links", ["memory"], indirect=True)
 
 
-def value(engine: Engine, name: str) -> int:
-    return sum(each.rank.counters.snapshot()[name] for each in engine.ranks)
-
-
-def load(p: Engine, d: Engine, key: str, tokens: int, start: int = 0, blocks: list[int] = BLOCKS) -> None:
+def fetch(p: Engine, d: Engine, key: str, tokens: int, start: int = 0, blocks: list[int] = BLOCKS) -> None:
     d.do(do.Expect(key, p.address, tokens, b"digest"))
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, start, tokens - 1, (blocks,)))
+    load(d, key, tokens, blocks, start)
     d.wait(do.Loaded(key))
     d.do(do.Forget(key))
 
@@ -69,9 +65,8 @@ def finish(p: Engine, key: str) -> None:
 
 def acquaint(p: Engine, d: Engine) -> None:
     """A first request: D dials P for it, and P can push ahead from then on."""
-    d.do(do.Expect("first", p.address, 4, b"digest"))
-    prefill(p, "first", d.address, 4, [60], chunk=4)
-    load(p, d, "first", 4, blocks=[60])
+    begin(p, d, "first", 4, [60])
+    fetch(p, d, "first", 4, blocks=[60])
     finish(p, "first")
 
 
@@ -100,7 +95,7 @@ def quiet(p: Engine, d: Engine) -> None:
 
 def ends_well(p: Engine, d: Engine, key: str, tokens: int, start: int = 0) -> None:
     """The request comes, every rank of D holds what P has computed from `start` on, and nothing is left."""
-    load(p, d, key, tokens, start)
+    fetch(p, d, key, tokens, start)
     assert [wrong_cells(rank, BLOCKS, start, tokens - 1) for rank in d.ranks] == [[]] * len(d.ranks)
     finish(p, key)
     quiet(p, d)
@@ -137,8 +132,7 @@ def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         d.do(do.Expect("k", p.address, 96, b"digest"))
-        d.wait(do.Begun("k"))
-        d.do(do.Load("k", 0, 95, (BLOCKS,)))
+        load(d, blocks=BLOCKS)
         wait_for(lambda: value(d, "bytes_scattered") >= 48 * TOKEN)
         step(p, "k", BLOCKS, 48, 96)
         d.wait(do.Loaded("k"))
@@ -192,7 +186,7 @@ def test_without_room_it_waits_on_p(links):
         arrived(d, 40 * TOKEN)
         for number, key in enumerate(("two", "one")):
             blocks = [30 + 10 * number, 31 + 10 * number, 32 + 10 * number]
-            load(p, d, key, 40, blocks=blocks)
+            fetch(p, d, key, 40, blocks=blocks)
             assert wrong_cells(d.ranks[0], blocks, 0, 39) == []
             finish(p, key)
         assert value(d, "bytes_ahead") == 40 * TOKEN
@@ -203,7 +197,7 @@ def test_p_may_die_when_all_is_here(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
         p.stop()
-        load(p, d, "k", 40)
+        fetch(p, d, "k", 40)
         assert wrong_cells(d.ranks[0], BLOCKS, 0, 39) == []
         wait_for(lambda: at_baseline(d) and not value(d, "ahead_bytes"), what="D's baseline")
 
@@ -328,16 +322,14 @@ def test_admitted_requests_go_before_it():
         on_engine_thread(d.ranks[0].rank, lambda: None)
         on_engine_thread(d.ranks[0].rank, lambda: None)
         ahead = value(d, "receives_posted")
-        d.do(do.Expect("asked", p.address, 100, b"digest"))
-        prefill(p, "asked", d.address, 100, ps["asked"], chunk=100)
-        d.wait(do.Begun("asked"))
-        d.do(do.Load("asked", 0, 99, (ds["asked"],)))
+        begin(p, d, "asked", 100, ps["asked"])
+        load(d, "asked", 100, ds["asked"])
         wait_for(lambda: value(d, "receives_posted") > ahead, what="a receive for the admitted request")
         go_on()
         d.wait(do.Loaded("asked"))
         d.do(do.Forget("asked"))
         arrived(d, 100 * TOKEN)
-        load(p, d, "ahead", 100, blocks=ds["ahead"])
+        fetch(p, d, "ahead", 100, blocks=ds["ahead"])
         for key, blocks in ds.items():
             assert wrong_cells(d.ranks[0], blocks, 0, 99) == []
             finish(p, key)
@@ -400,8 +392,7 @@ def test_a_prompt_of_other_weights_is_not_taken_ahead(links):
             d.do(do.Expect(key, p.address, 16, b"digest"))
             d.wait(do.Begun(key, generation))
             d.do(do.Load(key, 0, 15, (BLOCKS,)))
-            d.wait(do.Loaded(key))
-            assert wrong_cells(d.ranks[0], BLOCKS, 0, 15) == []
+            arrives(d, key, 16, BLOCKS)
             d.do(do.Forget(key))
             finish(p, key)
         assert value(d, "bytes_ahead") == 16 * TOKEN

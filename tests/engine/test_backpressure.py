@@ -23,6 +23,7 @@ from engine_support import (
     wrong_cells,
 )
 from memory_links import MemoryNetwork
+from transfers import begin, ends
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
@@ -69,10 +70,9 @@ def blocks_of(number: int) -> list[int]:
     return list(range(5 * number, 5 * number + 5))
 
 
-def begin(p: Engine, d: Engine, key: str, number: int) -> None:
+def admit(p: Engine, d: Engine, key: str, number: int) -> None:
     """The prompt is computed, and its load is admitted."""
-    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-    prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=TOKENS, salt=number)
+    begin(p, d, key, TOKENS, blocks_of(number), salt=number)
     on_engine_thread(p.ranks[0].rank, lambda: None)  # P knows of all of it: what D wants is cut at once
     d.wait(do.Begun(key))
     d.do(do.Load(key, 0, TOKENS - 1, (blocks_of(number),)))
@@ -82,13 +82,11 @@ def arrives(p: Engine, d: Engine, key: str, number: int) -> None:
     d.wait(do.Loaded(key))
     for rank in d.ranks:
         assert wrong_cells(rank, blocks_of(number), 0, TOKENS - 1, number) == []
-    p.wait(do.BlocksFree(key))
-    for engine in (p, d):
-        engine.do(do.Forget(key))
+    ends(p, d, key)
 
 
 def whole(p: Engine, d: Engine, key: str, number: int) -> None:
-    begin(p, d, key, number)
+    admit(p, d, key, number)
     arrives(p, d, key, number)
 
 
@@ -185,7 +183,7 @@ def test_slow_ps_do_not_delay_the_other_ps_of_their_d(make: Make, slow_ones: int
     for number, p in enumerate(slow):
         whole(p, d, f"before {number}", number)
         go_on.append(hold_back(p))
-        begin(p, d, f"slow {number}", number)
+        admit(p, d, f"slow {number}", number)
     moved = values(d)["bytes_scattered"]
     wait_for(lambda: gauges(d)["receives_posted"] >= slow_ones, what="receives for each slow P")
     for number in range(3):
@@ -212,7 +210,7 @@ def test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget
             whole(p, d, f"before {number}", number)
             go_on.append(hold_back(p))
             held = gauges(d)["receives_posted"]
-            begin(p, d, f"slow {number}", number)
+            admit(p, d, f"slow {number}", number)
             wait_for(lambda held=held: gauges(d)["receives_posted"] > held, what="a receive for this P")
             wait_for(
                 lambda number=number: gauges(d)["receives_asked"] >= 8 * (number + 1), what="more chunks"
@@ -247,7 +245,7 @@ def test_too_little_staging_is_counted_and_nothing_is_lost(make: Make) -> None:
     within_budget(p, "P")
     within_budget(d, "D")
     for number in range(4):
-        begin(p, d, f"k{number}", number)
+        admit(p, d, f"k{number}", number)
     for number in range(4):
         arrives(p, d, f"k{number}", number)
     assert values(d)["chunks_waited"] > 0
@@ -325,8 +323,7 @@ def test_ranks_that_begin_to_move_data_in_any_order_do_not_lock_each_other(turns
     """Two of P and two of D; one rank of D admits A then B, the other one B then A."""
     with two_ranks_each() as (p, d):
         for number, key in enumerate("AB"):
-            d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-            prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=TOKENS, salt=number)
+            begin(p, d, key, TOKENS, blocks_of(number), salt=number)
         for key in "AB":
             d.wait(do.Begun(key))
         ranks = [each.rank for each in (*p.ranks, *d.ranks)]
@@ -356,8 +353,7 @@ def _look(rank: Rank) -> None:
 def test_a_load_on_one_rank_needs_no_load_on_another() -> None:
     """What keeps ranks from locking each other: each rank of P sends what its own rank of D has granted."""
     with two_ranks_each() as (p, d):
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-        prefill(p, "k", d.address, TOKENS, blocks_of(0), chunk=TOKENS)
+        begin(p, d, tokens=TOKENS, blocks=blocks_of(0))
         d.wait(do.Begun("k"))
         for rank, other in (d.ranks, d.ranks[::-1]):
             other_before = other.rank.counters.values["bytes_scattered"]

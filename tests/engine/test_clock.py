@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_support import Geometry, at_baseline, engines, prefill, step, wrong_cells
+from engine_support import Geometry, engines, prefill, step
+from transfers import arrives, ask, rest
 
 import p2pkv
 from p2pkv.engine import commands as do
@@ -40,18 +41,14 @@ def test_a_transfer_arrives_and_leases_keep_their_time(shared: bool) -> None:
     links = lambda role, rank: HostLinks("127.0.0.1", 1 << 20, shared)  # noqa: E731
     with engines(ONE, ONE, links, lease_seconds=LEASE) as (p, d):
         assert abs(time.time() - time.time()) >= HOUR, "the clock does not jump"
-        d.do(do.Expect("k", p.address, 96, b"digest"))
-        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-        d.wait(do.Begun("k"))
-        d.do(do.Load("k", 0, 95, (BLOCKS,)))
+        ask(p, d)
         step(p, "k", BLOCKS, 0, 48)
         # Longer than a lease, in which both say that they are alive: nobody's ends early.
         end = time.monotonic() + 2.5 * LEASE
         wait_for(lambda: time.monotonic() > end)
         assert not d.ranks[0].events(do.LoadFailed) and not p.ranks[0].events(do.BlocksFree)
         step(p, "k", BLOCKS, 48, 96)
-        d.wait(do.Loaded("k"))
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        arrives(d)
         p.wait(do.BlocksFree("k"))
         # And what nobody asks for ends when its lease has passed, neither at once nor much later.
         began = time.monotonic()
@@ -61,7 +58,7 @@ def test_a_transfer_arrives_and_leases_keep_their_time(shared: bool) -> None:
         for key in ("k", "nobody's"):
             p.do(do.Forget(key))
         d.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
+        rest(p, d)
 
 
 def wall_clocks(source: str) -> Iterator[str]:

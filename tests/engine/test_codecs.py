@@ -6,7 +6,6 @@ import pytest
 import torch
 from engine_support import (
     Geometry,
-    at_baseline,
     engines,
     other_group,
     plain_links,
@@ -16,6 +15,7 @@ from engine_support import (
 )
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
+from transfers import arrives, ask, ends, load, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context
@@ -61,10 +61,7 @@ def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
     d_blocks = list(range(d_side.blocks))[::-1][: -(-TOKENS // d_side.block)]
     with engines(p_side, d_side, links) as (p, d):
         before = [[page.clone() for page in rank.pages] for rank in d.ranks]
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-        p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
-        d.wait(do.Begun("k"))
-        d.do(do.Load("k", start, TOKENS - 1, (d_blocks,)))
+        ask(p, d, tokens=TOKENS, blocks=d_blocks, start=start)
         for first in range(0, TOKENS, 77):
             step(p, "k", p_blocks, first, min(TOKENS, first + 77))
         d.wait(do.Loaded("k"))
@@ -75,10 +72,8 @@ def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
                     torch.equal(page[d_blocks[0]], was[d_blocks[0]])
                     for page, was in zip(rank.pages, old, strict=True)
                 )
-        p.wait(do.BlocksFree("k"))
-        for engine in (p, d):
-            engine.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
+        ends(p, d)
+        rest(p, d)
         unit = p_side.block if "whole pages" in pair else 1
         tokens = -(-(TOKENS - 1) // unit) * unit - start
         sent = sum(rank.rank.counters.values["bytes_sent"] for rank in p.ranks)
@@ -97,11 +92,9 @@ def test_one_p_serves_ds_of_several_forms_at_once():
             d.do(do.Expect(f"k{number}", p.address, 64, b"digest"))
             mine = [2 * number, 2 * number + 1]
             prefill(p, f"k{number}", d.address, 64, mine, chunk=40, salt=number)
-            d.wait(do.Begun(f"k{number}"))
-            d.do(do.Load(f"k{number}", 0, 63, (blocks,)))
+            load(d, f"k{number}", 64, blocks)
         for number, d in enumerate((one, two, three)):
-            d.wait(do.Loaded(f"k{number}"))
-            assert wrong_cells(d.ranks[0], blocks, 0, 63, number) == []
+            arrives(d, f"k{number}", 64, blocks, salt=number)
 
 
 def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
@@ -113,7 +106,7 @@ def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
         wait_for(lambda: d.ranks[0].events(do.LoadFailed))
         (failed,) = d.ranks[0].events(do.LoadFailed)
         assert "rows of 15 elements do not hold a K and a V" in failed.reason
-        wait_for(lambda: p.ranks[0].rank.counters.values["messages_refused"])
+        wait_for(lambda: value(p, "messages_refused"))
 
 
 def test_a_hello_that_is_not_true_of_the_pages_is_refused():

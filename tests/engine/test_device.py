@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -10,17 +11,15 @@ from engine_support import (
     Engine,
     Forward,
     Geometry,
-    at_baseline,
     break_link,
     engines,
     on_engine_thread,
-    prefill,
     step,
-    wrong_cells,
 )
 from fake_device import Device, DeviceCache, OrderedLinks
 from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
+from transfers import arrives, ask, begin, ends, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
 from support.waiting import wait_for
@@ -40,10 +39,8 @@ class Pair:
 
     def ask(self, key: str = "k", blocks: list[int] = BLOCKS, d_blocks: list[int] = D_BLOCKS) -> None:
         """A whole prompt is computed, and D asks for it."""
-        self.d.do(do.Expect(key, self.p.address, TOKENS, b"digest"))
-        prefill(self.p, key, self.d.address, TOKENS, blocks, chunk=TOKENS)
-        self.d.wait(do.Begun(key))
-        self.d.do(do.Load(key, 0, TOKENS - 1, (d_blocks,)))
+        begin(self.p, self.d, key, blocks=blocks)
+        load(self.d, key, blocks=d_blocks)
 
     def queued(self, engine: Engine, count: int = 1) -> None:
         """Wait until copies are queued on the device, and the engine has taken a further turn."""
@@ -53,20 +50,19 @@ class Pair:
         on_engine_thread(rank, lambda: None)
 
     def done(self, key: str = "k", blocks: list[int] = D_BLOCKS) -> None:
-        self.d.wait(do.Loaded(key))
-        assert wrong_cells(self.d.ranks[0], blocks, 0, TOKENS - 1) == []
-        self.p.wait(do.BlocksFree(key))
-        for engine in (self.p, self.d):
-            engine.do(do.Forget(key))
+        arrives(self.d, key, blocks=blocks)
+        ends(self.p, self.d, key)
 
-    def at_rest(self) -> None:
-        wait_for(lambda: at_baseline(self.p) and at_baseline(self.d))
+    def free(self) -> None:
+        """Both devices work from now on."""
+        self.on_p.free()
+        self.on_d.free()
 
     def goes_on(self) -> None:
         """Nothing is left of the request that has ended, and the next one is served."""
         for engine in (self.p, self.d):
             engine.do(do.Forget("k"))
-        self.at_rest()
+        rest(self.p, self.d)
         self.ask("next")
         self.done("next")
 
@@ -102,12 +98,6 @@ def heard(engine: Engine, kind: type) -> list[do.Event]:
     return engine.ranks[0].events(kind)
 
 
-def scribble(engine: Engine, blocks: list[int]) -> None:
-    """Somebody else gets the pages."""
-    for page in engine.ranks[0].pages:
-        page[blocks] = 7.0
-
-
 def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
@@ -120,11 +110,10 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair.p.wait(do.BlocksFree("k"))
     pair.queued(pair.d)
     assert heard(pair.d, do.Loaded) == [] and heard(pair.d, do.LoadFailed) == []
-    assert pair.d.ranks[0].rank.counters.values["bytes_scattered"] == 0
+    assert value(pair.d, "bytes_scattered") == 0
     assert pair.d.ranks[0].pages[0].max() == -1.0, "nothing has been written yet"
     pair.on_d.free()
     pair.done()
-    pair.at_rest()
 
 
 def test_a_load_waits_on_the_host_for_the_step_that_still_writes_to_its_blocks(start):
@@ -132,26 +121,22 @@ def test_a_load_waits_on_the_host_for_the_step_that_still_writes_to_its_blocks(s
     pair = start(chunk_bytes=1 << 20)
     pair.on_p.free()
     forward = Forward()
-    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
-    prefill(pair.p, "k", pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    begin(pair.p, pair.d)
     pair.d.wait(do.Begun("k"))
     pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,), forward))
     wait_for(lambda: forward.looks > 2, what="looks at the fence, which come when a chunk has arrived")
-    assert pair.d.ranks[0].rank.counters.snapshot()["copies"] == 0
+    assert value(pair.d, "copies") == 0
     scribble(pair.d, D_BLOCKS)  # the step before
     pair.on_d.free()
     forward.done.set()
     pair.done()
-    pair.at_rest()
 
 
 def test_a_drop_while_the_step_before_still_writes_ends_the_load_at_once(start):
     pair = start(chunk_bytes=1 << 20)
-    pair.on_p.free()
-    pair.on_d.free()
+    pair.free()
     forward = Forward()
-    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
-    prefill(pair.p, "k", pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    begin(pair.p, pair.d)
     pair.d.wait(do.Begun("k"))
     pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,), forward))
     wait_for(lambda: forward.looks > 0, what="a look at the fence")
@@ -161,6 +146,17 @@ def test_a_drop_while_the_step_before_still_writes_ends_the_load_at_once(start):
     pair.goes_on()
 
 
+@contextlib.contextmanager
+def waiting(pair: Pair, call: Callable[[], object]) -> Iterator[threading.Thread]:
+    """The call waits for P's device meanwhile, and returns after it."""
+    calling = threading.Thread(target=call)
+    calling.start()
+    wait_for(lambda: pair.on_p.waiting == 1, what="the wait for the device")
+    yield calling
+    calling.join(20.0)
+    assert not calling.is_alive()
+
+
 def test_revoke_waits_for_what_the_device_still_reads_and_for_nothing_else(start):
     """D's device stands still, so no byte is ever taken: a wait for the network would never end."""
     pair = start(chunk_bytes=1 << 20)
@@ -168,38 +164,25 @@ def test_revoke_waits_for_what_the_device_still_reads_and_for_nothing_else(start
     pair.queued(pair.p)
     rank = pair.p.ranks[0].rank
     rank.revoke(["another"])
-    revoking = threading.Thread(target=rank.revoke, args=(["k"],))
-    revoking.start()
-    wait_for(lambda: pair.on_p.waiting == 1, what="the wait for the device")
-    assert revoking.is_alive()
-    for _ in range(10):  # in most runs the first piece of work is the only gather
-        assert pair.on_p.run(1) == 1
-        revoking.join(2.0)
-        if not revoking.is_alive():
-            break
-    assert not revoking.is_alive()
+    with waiting(pair, lambda: rank.revoke(["k"])) as revoking:
+        for _ in range(10):  # in most runs the first piece of work is the only gather
+            assert pair.on_p.run(1) == 1
+            revoking.join(2.0)
+            if not revoking.is_alive():
+                break
     scribble(pair.p, BLOCKS)
-    pair.on_p.free()
-    pair.on_d.free()
+    pair.free()
     pair.done()
 
 
 def test_a_prompt_revoked_between_two_gathers_is_computed_again(start):
     other = list(range(30, 36))
     pair = start(chunk_bytes=4096)
-    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
-    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
-    pair.d.wait(do.Begun("k"))
-    pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,)))
+    ask(pair.p, pair.d, blocks=D_BLOCKS)
     step(pair.p, "k", BLOCKS, 0, 48)
     pair.queued(pair.p)
-    rank = pair.p.ranks[0].rank
-    revoking = threading.Thread(target=rank.revoke, args=(["k"],))
-    revoking.start()
-    wait_for(lambda: pair.on_p.waiting == 1, what="the wait for the device")
-    pair.on_p.free()
-    revoking.join(20.0)
-    assert not revoking.is_alive()
+    with waiting(pair, lambda: pair.p.ranks[0].rank.revoke(["k"])):
+        pair.on_p.free()
     scribble(pair.p, BLOCKS)
     pair.on_d.free()
     step(pair.p, "k", other, 0, TOKENS)
@@ -229,10 +212,8 @@ def test_a_drop_on_d_is_confirmed_when_nothing_writes_to_the_pages_any_more(star
     pair.on_d.free()
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     scribble(pair.d, D_BLOCKS)
-    pair.d.do(do.Forget("k"))
-    pair.p.wait(do.BlocksFree("k"))
-    pair.p.do(do.Forget("k"))
-    pair.at_rest()
+    ends(pair.p, pair.d)
+    rest(pair.p, pair.d)
     assert all((page[D_BLOCKS] == 7.0).all() for page in pair.d.ranks[0].pages)
     assert heard(pair.d, do.Loaded) == [] and len(heard(pair.d, do.LoadFailed)) == 1
 
@@ -264,23 +245,19 @@ def test_requests_keep_their_order_on_devices_that_work_piece_by_piece(start, ve
 
     wait_for(all_loaded, 40.0)
     assert loads == list(keys)
-    pair.on_p.free()
-    pair.on_d.free()
+    pair.free()
     for key, blocks in keys.items():
         pair.done(key, blocks)
-    pair.at_rest()
+    rest(pair.p, pair.d)
 
 
 def test_a_stopped_rank_leaves_no_copy_behind(start):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
     pair.queued(pair.p)
-    stopping = threading.Thread(target=pair.p.stop)
-    stopping.start()
-    wait_for(lambda: pair.on_p.waiting == 1, what="the wait for the device")
-    assert pair.p.ranks[0].rank.alive
-    pair.on_p.free()
-    stopping.join(20.0)
+    with waiting(pair, pair.p.stop):
+        assert pair.p.ranks[0].rank.alive
+        pair.on_p.free()
     assert not pair.p.ranks[0].rank.alive
 
 
@@ -310,7 +287,6 @@ def test_p_says_that_a_chunk_was_sent_when_its_checksum_is_known(start):
     pair.p.wait(do.BlocksFree("k"))
     pair.on_d.free()
     pair.done()
-    pair.at_rest()
 
 
 def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
@@ -318,8 +294,7 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     pair, other = start(chunk_bytes=1 << 20, verify=True), list(range(30, 36))
     pair.ask("k")
     pair.queued(pair.p, count=2)
-    pair.d.do(do.Expect("filler", pair.p.address, TOKENS, b"digest"))
-    prefill(pair.p, "filler", pair.d.address, TOKENS, other, chunk=TOKENS)
+    begin(pair.p, pair.d, "filler", blocks=other)
     pair.d.wait(do.Begun("filler"))
     rank = pair.p.ranks[0].rank
     rank.context.revoked.add(["filler"])  # as Rank.revoke does, before the engine has heard of it
@@ -333,13 +308,12 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     pair.on_p.run(2)
     wait_for(lambda: said(pair)[:2] == [("k", False, 8), ("filler", True, 0)])
     rank.do(do.Revoked("filler"))
-    pair.on_p.free()
-    pair.on_d.free()
+    pair.free()
     step(pair.p, "filler", other, 0, TOKENS)
     pair.done("k")
     pair.done("filler", other)
-    pair.at_rest()
-    assert pair.d.ranks[0].rank.counters.values["links_aborted"] == 0
+    rest(pair.p, pair.d)
+    assert value(pair.d, "links_aborted") == 0
 
 
 def test_words_that_wait_when_the_link_goes_are_never_said(start):
@@ -348,7 +322,7 @@ def test_words_that_wait_when_the_link_goes_are_never_said(start):
     pair.queued(pair.p, count=2)
     break_link(pair.p)
     wait_for(lambda: heard(pair.d, do.LoadFailed))
-    assert pair.p.ranks[0].rank.counters.snapshot()["sends_under_way"] == 0
+    assert value(pair.p, "sends_under_way") == 0
     pair.on_p.free()
     pair.p.wait(do.BlocksFree("k"))
     pair.on_d.free()
@@ -367,7 +341,7 @@ def test_a_flipped_byte_is_found_behind_the_scatter_and_fails_the_load(start):
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     assert "its bytes changed on the way" in heard(pair.d, do.LoadFailed)[0].reason
     assert do.Loaded("k") not in heard(pair.d, do.Loaded)
-    assert pair.d.ranks[0].rank.counters.values["chunks_corrupt"] == 1
+    assert value(pair.d, "chunks_corrupt") == 1
     pair.p.wait(do.BlocksFree("k"))
     pair.goes_on()
 

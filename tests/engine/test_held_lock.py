@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_support import Geometry, at_baseline, make_engine, wrong_cells
+from engine_support import Geometry, make_engine
 from links_support import starting
+from transfers import arrives, rest
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
-from support.waiting import wait_for
 
 SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
 BLOCKS = list(range(6))
@@ -47,11 +47,10 @@ def test_p_holds_its_lock_when_d_first_asks(secret: bytes, held: float) -> None:
             p.tell(do="prefill", key="k", peer=str(d.address), tokens=TOKENS)
             d.wait(do.Begun("k"), LEASE)
             d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
-            d.wait(do.Loaded("k"), LEASE)
-            assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+            arrives(d, seconds=LEASE)
             assert [p.hear(), p.hear()] == 2 * [{"done": True}]
             d.do(do.Forget("k"))
-            wait_for(lambda: at_baseline(d))
+            rest(d)
             counters = d.ranks[0].rank.counters.values
             lost = "transfers_failed", "links_aborted", "handshakes_failed"
             assert {name: counters[name] for name in lost} == dict.fromkeys(lost, 0)

@@ -9,21 +9,12 @@ import socket
 import msgspec
 import pytest
 import zmq
-from engine_support import (
-    Geometry,
-    at_baseline,
-    engines,
-    make_engine,
-    on_engine_thread,
-    prefill,
-    step,
-    wrong_cells,
-)
+from engine_support import Geometry, engines, on_engine_thread, plain_links, step
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory_links import MemoryNetwork
 from protocol.samples import KINDS, any_message, example
+from transfers import BLOCKS, arrives, expect, half, push, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
@@ -32,8 +23,6 @@ from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import negotiate
 from support.waiting import wait_for
 
-ONE = Geometry()
-BLOCKS = list(range(6))
 SECRET = b"a secret of the tests"
 
 
@@ -57,35 +46,27 @@ class Pair:
     def serves(self):
         """Both threads live and move a prompt, of which every number is checked."""
         self._number += 1
-        key = f"honest-{self._number}"
         assert all(engine.ranks[0].rank.alive for engine in self.both.values())
-        self.d.do(do.Expect(key, self.p.address, 32, b"digest"))
-        prefill(self.p, key, self.d.address, 32, BLOCKS, chunk=32)
-        self.d.wait(do.Begun(key))
-        self.d.do(do.Load(key, 0, 31, (BLOCKS,)))
-        self.d.wait(do.Loaded(key))
-        assert wrong_cells(self.d.ranks[0], BLOCKS, 0, 31) == []
-        self.p.wait(do.BlocksFree(key))
-        for engine in self.both.values():
-            engine.do(do.Forget(key))
-        wait_for(
-            lambda: at_baseline(self.p) and at_baseline(self.d),
-            what=f"the baseline of {[self.counters(role) for role in self.both]}",
-        )
+        push(self.p, self.d, f"honest-{self._number}")
+        rest(self.p, self.d)
+
+
+@contextlib.contextmanager
+def a_pair(**options):
+    with engines(Geometry(), Geometry(), plain_links("memory"), **options) as made:
+        yield Pair(*made)
 
 
 @pytest.fixture
 def pair():
-    network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank()) as made:
-        yield Pair(*made)
+    with a_pair() as made:
+        yield made
 
 
 @pytest.fixture
 def members():
-    network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), secret=SECRET) as made:
-        yield Pair(*made)
+    with a_pair(secret=SECRET) as made:
+        yield made
 
 
 def reported(line: zmq.Socket[bytes]) -> bool:
@@ -162,9 +143,8 @@ def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
 
 @pytest.fixture(scope="module")
 def lasting():
-    network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank()) as made:
-        yield Pair(*made)
+    with a_pair() as made:
+        yield made
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
@@ -217,9 +197,7 @@ def test_raw_bytes_never_reach_the_decoder_of_members(members, kind):
 
 
 def test_idle_connections_are_closed_and_disturb_nobody():
-    network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), lease_seconds=2.0) as made:
-        pair = Pair(*made)
+    with a_pair(lease_seconds=2.0) as pair:
         idle = [shout(pair.p.address, b"") for _ in range(300)]
         pair.serves()
         for each in idle:
@@ -256,38 +234,29 @@ def test_one_connection_that_says_it_is_many(pair, monkeypatch):
         pair.serves()
 
 
-def test_a_d_has_no_say_in_the_transfers_of_another():
+def test_a_d_has_no_say_in_the_transfers_of_another(make_memory):
     """Whatever it says about them, with the right numbers, the other D's transfer goes on and arrives."""
-    network, blocks = MemoryNetwork(), list(range(6))
-    with contextlib.ExitStack() as stack:
-        p, d, other = (make_engine(role, Geometry(), lambda rank: network.rank()) for role in "PDD")
-        for each in (p, d, other):
-            stack.callback(each.stop)
-        for each, key in ((d, "k"), (other, "its own")):
-            each.do(do.Expect(key, p.address, 96, b"digest"))
-            p.do(do.OfferPrompt(key, each.address, 96, b"digest"))
-            each.wait(do.Begun(key))
-        d.do(do.Load("k", 0, 95, (blocks,)))
-        step(p, "k", blocks, 0, 48)
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        (line,) = [peer.connection for peer in other.ranks[0].rank.core.roles[0].peers]
-        context = other.ranks[0].rank.context
-        for message in (
-            m.Heartbeat((("k", 1),)),
-            m.Want("k", 1, 0, 16),
-            m.Done("k", 1),
-            m.Grant("k", 1, 0, 4096, 1, 0),
-            m.Grant("k", 1, 9, 4096, 1, 9),
-            m.Cancel("k", 1, "not mine"),
-        ):
-            on_engine_thread(other.ranks[0].rank, lambda message=message: context.answer(line, message))
-        counted = p.ranks[0].rank.counters.values
-        wait_for(lambda: counted["chunks_filler"] or counted["links_aborted"])
-        step(p, "k", blocks, 48, 96)
-        d.wait(do.Loaded("k"))
-        assert wrong_cells(d.ranks[0], blocks, 0, 95) == []
-        p.wait(do.BlocksFree("k"))
-        assert d.ranks[0].rank.counters.values["links_aborted"] == 0
+    p, d, other = (make_memory(role) for role in "PDD")
+    expect(p, other, "its own")
+    p.do(do.OfferPrompt("its own", other.address, 96, b"digest"))
+    other.wait(do.Begun("its own"))
+    half(p, d)
+    (line,) = [peer.connection for peer in other.ranks[0].rank.core.roles[0].peers]
+    context = other.ranks[0].rank.context
+    for message in (
+        m.Heartbeat((("k", 1),)),
+        m.Want("k", 1, 0, 16),
+        m.Done("k", 1),
+        m.Grant("k", 1, 0, 4096, 1, 0),
+        m.Grant("k", 1, 9, 4096, 1, 9),
+        m.Cancel("k", 1, "not mine"),
+    ):
+        on_engine_thread(other.ranks[0].rank, lambda message=message: context.answer(line, message))
+    wait_for(lambda: value(p, "chunks_filler") or value(p, "links_aborted"))
+    step(p, "k", BLOCKS, 48, 96)
+    arrives(d)
+    p.wait(do.BlocksFree("k"))
+    assert value(d, "links_aborted") == 0
 
 
 def test_grants_without_end_end_the_link(pair, monkeypatch):

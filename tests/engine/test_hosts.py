@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from engine_support import Engine, Geometry, make_rank, push
+from engine_support import Engine, Geometry, make_rank
+from transfers import push
 
 from p2pkv.cli import pair
 from p2pkv.control.security import members_of

@@ -6,191 +6,109 @@ The two have other layers, other heads, other rows and other block tables, and t
 from __future__ import annotations
 
 import contextlib
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from engine_support import DEFAULTS, READY, Engine, at_baseline, break_link, plain_links, truth
+from chaos.model import CANARY, Group, Memory, Model, Tables, hello_of, make_rank_pages
+from engine_support import DEFAULTS, READY, Engine, TestRank, break_link, plain_links
 from faulty_links import Faults, FaultyLinks
 from links_support import nccl_links
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
+from transfers import ends, expect, failure, rest, value
 
 from p2pkv.config import Options
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
-from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.protocol.messages import Cache
 from support.waiting import wait_for
 
-TOKENS, BLOCK = 80, 16
-BLOCKS = 24
+TOKENS, STOP = 80, 79
+"""Of the prompt, whose last one P leaves to D."""
+
+ATTENTION = Group((0, 2, 3), heads=4, content=8)
+STATE = Group((1, 4), heads=2, content=22, table=1, once=True)
+MODEL = Model((ATTENTION, STATE), blocks=24)
+ALL = range(MODEL.layers)
+
+P_TABLES = ([3, 4, 5, 6, 7], [17])
+OTHER_P_TABLES = ([13, 14, 15, 16, 18], [2])
+D_TABLES = ([20, 11, 12, 9, 1], [8])
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One KV group of the whole model; `numbers` of its layers among all layers, `table`: which is its."""
+@dataclass
+class Hybrid(Engine):
+    """An engine, and the memory of all its ranks."""
 
-    numbers: tuple[int, ...]
-    heads: int
-    content: int
-    table: int
-    once: bool
+    memory: Memory
 
-    def of_rank(self, rank: int, tp: int) -> range:
-        """The group's heads on one of `tp` ranks, split or replicated as vLLM does."""
-        if tp >= self.heads:
-            head = rank * self.heads // tp
-            return range(head, head + 1)
-        each = self.heads // tp
-        return range(rank * each, (rank + 1) * each)
+    def untouched(self, group: int) -> bool:
+        """Whether nothing has been written to any block of this KV group."""
+        pages = [page for rank in self.ranks for page in rank.pages[group]]
+        return all(bool((page.view(torch.int32) == CANARY).all()) for page in pages)
 
 
-ATTENTION = Kind((0, 2, 3), heads=4, content=8, table=0, once=False)
-STATE = Kind((1, 4), heads=2, content=22, table=1, once=True)
-KINDS = (ATTENTION, STATE)
-
-
-class HybridRank:
-    """One rank, and each group's pages: [layer][block, head, token, content]; a state's block is a token."""
-
-    def __init__(
-        self,
-        role: Any,
-        number: int,
-        tp: int,
-        port: int,
-        links: LinkFactory,
-        fill: float,
-        options: dict[str, Any],
-    ) -> None:
-        opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)
-        self.number, self.tp = number, tp
-        self.pages: list[list[torch.Tensor]] = []
-        for kind in KINDS:
-            tokens = 1 if kind.once else BLOCK
-            shape = (BLOCKS, len(kind.of_rank(number, tp)), tokens, kind.content)
-            self.pages.append([torch.full(shape, fill) for _ in kind.numbers])
-        groups = [
-            PagedCache.from_tensors(
-                pages, block_size=1 if kind.once else BLOCK, tables=[kind.table] * len(pages)
-            )
-            for kind, pages in zip(KINDS, self.pages, strict=True)
-        ]
-        said = tuple(
-            KvGroup(
-                (len(kind.numbers),), kind.heads, group.row_bytes, 1, "float32", "dense", "x", once=kind.once
-            )
-            for kind, group in zip(KINDS, groups, strict=True)
-        )
-        places = tuple(str(opts.address.shifted(each)) for each in range(tp))
-        hello = Hello(
-            version=PROTOCOL_VERSION,
-            incarnation=uuid.uuid4().hex,
-            role=role,
-            rank=number,
-            to="none",
-            address=places[number],
-            addresses=places,
-            model="made-up",
-            weights="made-up",
-            cache=Cache(tp, said),
-            link=links.kind,
-            digest=groups[0].digest_name,
-            verify=opts.verify,
-            ahead=role == "D" and opts.prefetch_bytes > 0,
-        )
-        self.rank = Rank(hello, opts, RankCache(groups, [kind.numbers for kind in KINDS]), links)
-        self._seen: list[do.Event] = []
-
-    def heard(self, event: do.Event) -> bool:
-        return event in self.events()
-
-    def events(self) -> list[do.Event]:
-        self._seen += self.rank.events()
-        return self._seen
-
-    def compute(self, tables: do.Blocks, number: int, start: int, stop: int) -> None:
-        """A forward of the layer with this number: rows for its tokens, or the state after them."""
-        for kind, pages in zip(KINDS, self.pages, strict=True):
-            if number not in kind.numbers:
-                continue
-            page = pages[kind.numbers.index(number)]
-            for token in [stop] if kind.once else range(start, stop):
-                page_rows, at = self._row(kind, page, tables, token)
-                for local, head in enumerate(kind.of_rank(self.number, self.tp)):
-                    page_rows[local, at] = truth(number, token, head, kind.content)
-
-    def _row(self, kind: Kind, page: torch.Tensor, tables: do.Blocks, token: int) -> tuple[torch.Tensor, int]:
-        table = tables[kind.table]
-        return (page[table[0]], 0) if kind.once else (page[table[token // BLOCK]], token % BLOCK)
-
-    def wrong(self, tables: do.Blocks, start: int, stop: int, state_after: int) -> list[tuple[int, ...]]:
-        """(layer, token, head) whose pages do not hold the truth."""
-        wrong = []
-        for kind, pages in zip(KINDS, self.pages, strict=True):
-            for number, page in zip(kind.numbers, pages, strict=True):
-                for token in [state_after] if kind.once else range(start, stop):
-                    rows, at = self._row(kind, page, tables, token)
-                    for local, head in enumerate(kind.of_rank(self.number, self.tp)):
-                        if not torch.equal(rows[local, at], truth(number, token, head, kind.content)):
-                            wrong.append((number, token, head))
-        return wrong
+def make(
+    role: Any, tp: int, links: Callable[[str, int], LinkFactory], options: dict[str, Any]
+) -> Iterator[Hybrid]:
+    port, ranks = free_ports(tp), []
+    opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)
+    pages = [make_rank_pages(MODEL, number, tp) for number in range(tp)]
+    memory = Memory(MODEL, pages)
+    for mine in pages:
+        link = links(role, mine.rank)
+        hello = hello_of(opts, MODEL, mine, link.kind)
+        rank = Rank(hello, opts, mine.cache, link)
+        ranks.append(TestRank(None, rank, mine.groups, hello, link))  # type: ignore[arg-type]
+    engine = Hybrid(Address("127.0.0.1", port), None, ranks, memory)  # type: ignore[arg-type]
+    yield engine
+    engine.stop()
 
 
 @contextlib.contextmanager
 def pair(
     tps: tuple[int, int], links: Callable[[str, int], LinkFactory], **options: Any
-) -> Iterator[tuple[Engine, Engine]]:
+) -> Iterator[tuple[Hybrid, Hybrid]]:
     """A P and a D of so many ranks each."""
-    made: list[Engine] = []
-    try:
-        for role, tp in zip("PD", tps, strict=True):
-            port, fill = free_ports(tp), 0.0 if role == "P" else -1.0
-            ranks = [HybridRank(role, each, tp, port, links(role, each), fill, options) for each in range(tp)]
-            made.append(Engine(Address("127.0.0.1", port), None, ranks))  # type: ignore[arg-type]
-        yield made[0], made[1]
-    finally:
-        for engine in reversed(made):
-            engine.stop()
+    making = contextlib.contextmanager(make)
+    with making("P", tps[0], links, options) as p, making("D", tps[1], links, options) as d:
+        yield p, d
 
 
-def step(p: Engine, tables: do.Blocks, start: int, stop: int, key: str = "k") -> None:
-    p.do(do.PromptBlocks(key, tables))
-    for each in p.ranks:
-        for number in range(5):
-            each.compute(tables, number, start, stop)
-            each.rank.do(do.Computed(((key, stop),), number, number + 1, READY))
-        each.rank.do(do.Flush((key,)))
+def step(p: Hybrid, tables: Tables, start: int, stop: int, layers: Sequence[int] = ALL) -> None:
+    """A forward over these tokens, or some layers of it."""
+    p.do(do.PromptBlocks("k", tables))
+    for layer in layers:
+        p.memory.compute(0, layer, tables, start, stop)
+        p.do(do.Computed((("k", stop),), layer, layer + 1, READY))
+    p.do(do.Flush(("k",)))
 
 
-def begin(p: Engine, d: Engine, key: str = "k") -> None:
-    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-    p.do(do.OfferPrompt(key, d.address, TOKENS, b"digest"))
-    d.wait(do.Begun(key))
+def begin(p: Hybrid, d: Hybrid) -> None:
+    expect(p, d, tokens=TOKENS)
+    p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
+    d.wait(do.Begun("k"))
 
 
-def failures(d: Engine) -> list[do.LoadFailed]:
-    return [event for event in d.ranks[0].events() if isinstance(event, do.LoadFailed)]
+def load(d: Hybrid, cached: int = 0) -> None:
+    d.do(do.Load("k", cached, STOP, D_TABLES))
 
 
-def expect_all(d: Engine, tables: do.Blocks, start: int) -> None:
-    """Every rank of D holds what P computed, and nothing before `start`."""
-    for each in d.ranks:
-        assert each.wrong(tables, start, TOKENS - 1, state_after=TOKENS) == []
-        untouched = each.pages[0][0][tables[0][0]][:, :start]
-        assert torch.equal(untouched, torch.full_like(untouched, -1.0))
-
-
-P_TABLES = ([3, 4, 5, 6, 7], [17])
-OTHER_P_TABLES = ([13, 14, 15, 16, 18], [2])
-D_TABLES = ([20, 11, 12, 9, 1], [8])
+def arrives(d: Hybrid, cached: int = 0, state_after: int = STOP) -> None:
+    """Every rank of D holds what P computed, and nothing of the tokens that it has or computes by itself."""
+    d.wait(do.Loaded("k"))
+    heads = sum(len(ATTENTION.on_rank(each.hello.rank, len(d.ranks))) for each in d.ranks)
+    own = (cached + state_after - STOP) * heads * ATTENTION.content
+    assert d.memory.wrong(0, D_TABLES, state_after) == len(ATTENTION.layers) * own
+    for rank in d.ranks:
+        for page in rank.pages[0]:
+            assert bool((page.view(torch.int32)[D_TABLES[0][0], :, :cached] == CANARY).all())
 
 
 @pytest.fixture(params=["memory", "host", "nccl"])
@@ -206,31 +124,25 @@ def test_both_groups_arrive_whole_and_the_state_is_the_last_one(links, tps, cach
     """The first half's state is overwritten by the second half's, and must never travel."""
     with pair(tps, links) as (p, d):
         begin(p, d)
-        d.do(do.Load("k", cached, TOKENS - 1, D_TABLES))
+        load(d, cached)
         step(p, P_TABLES, 0, 40)
-        step(p, P_TABLES, 40, TOKENS)
-        d.wait(do.Loaded("k"))
-        expect_all(d, D_TABLES, cached)
-        p.wait(do.BlocksFree("k"))
-        for engine in (p, d):
-            engine.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
-        sent = sum(each.rank.counters.values["bytes_sent"] for each in p.ranks)
-        heads = {kind: max(kind.heads, tps[1]) for kind in KINDS}
-        rows = 3 * (TOKENS - 1 - cached) * heads[ATTENTION] * 8 + 2 * heads[STATE] * 22
-        assert sent == rows * 4, "each byte that a rank of D needs travels once"
+        step(p, P_TABLES, 40, STOP)
+        arrives(d, cached)
+        ends(p, d)
+        rest(p, d)
+        heads = {group: max(group.heads, tps[1]) for group in MODEL.groups}
+        rows = 3 * (STOP - cached) * heads[ATTENTION] * 8 + 2 * heads[STATE] * 22
+        assert value(p, "bytes_sent") == rows * 4, "each byte that a rank of D needs travels once"
 
 
 def test_attention_travels_while_the_prompt_is_computed_and_the_state_at_its_end(links):
     with pair((1, 1), links) as (p, d):
         begin(p, d)
-        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
+        load(d)
         step(p, P_TABLES, 0, 40)
-        scattered = d.ranks[0].rank.counters.values
-        wait_for(lambda: scattered["bytes_scattered"] == 3 * 40 * 4 * 8 * 4)
-        step(p, P_TABLES, 40, TOKENS)
-        d.wait(do.Loaded("k"))
-        expect_all(d, D_TABLES, 0)
+        wait_for(lambda: value(d, "bytes_scattered") == 3 * 40 * 4 * 8 * 4)
+        step(p, P_TABLES, 40, STOP)
+        arrives(d)
 
 
 def test_a_preempted_prompt_comes_again_with_both_groups(links):
@@ -242,54 +154,35 @@ def test_a_preempted_prompt_comes_again_with_both_groups(links):
             for table, pages in zip(P_TABLES, each.pages, strict=True):
                 for page in pages:
                     page[table] = 7.0
-        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
+        load(d)
         step(p, OTHER_P_TABLES, 0, 40)
-        step(p, OTHER_P_TABLES, 40, TOKENS)
-        d.wait(do.Loaded("k"))
-        expect_all(d, D_TABLES, 0)
+        step(p, OTHER_P_TABLES, 40, STOP)
+        arrives(d)
 
 
-def compute_attention(p: Engine, d: Engine) -> None:
-    """All that D waits for but the state, which P has not computed yet; until D has written it."""
-    p.do(do.PromptBlocks("k", P_TABLES))
-    for each in p.ranks:
-        for number in ATTENTION.numbers:
-            each.compute(P_TABLES, number, 0, TOKENS)
-            each.rank.do(do.Computed((("k", TOKENS),), number, number + 1, READY))
-        each.rank.do(do.Flush(("k",)))
-    scattered = d.ranks[0].rank.counters.values
-    wait_for(lambda: scattered["bytes_scattered"] == 3 * (TOKENS - 1) * 4 * 8 * 4)
+def all_but_the_state(p: Hybrid, d: Hybrid) -> None:
+    """D has written all that it waits for but the state, which P has not computed yet."""
+    begin(p, d)
+    load(d)
+    step(p, P_TABLES, 0, STOP, ATTENTION.layers)
+    wait_for(lambda: value(d, "bytes_scattered") == 3 * STOP * 4 * 8 * 4)
 
 
-def compute_state(p: Engine) -> None:
-    for each in p.ranks:
-        for number in STATE.numbers:
-            each.compute(P_TABLES, number, 0, TOKENS)
-            each.rank.do(do.Computed((("k", TOKENS),), number, number + 1, READY))
-        each.rank.do(do.Flush(("k",)))
-
-
-def expect_failed_without_a_state(d: Engine) -> do.LoadFailed:
+def failure_without_a_state(d: Hybrid) -> str:
     """The load has failed, and nothing has been written to the state's block."""
-    wait_for(lambda: failures(d))
-    assert not d.ranks[0].heard(do.Loaded("k"))
-    for page in d.ranks[0].pages[1]:
-        assert torch.equal(page, torch.full_like(page, -1.0))
-    return failures(d)[0]
+    reason = failure(d)
+    assert not d.ranks[0].heard(do.Loaded("k")) and d.untouched(1)
+    return reason
 
 
 def test_a_load_of_which_only_the_state_is_missing_fails_with_its_link(links):
     with pair((1, 1), links) as (p, d):
-        begin(p, d)
-        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
-        compute_attention(p, d)
+        all_but_the_state(p, d)
         break_link(d)
-        compute_state(p)
-        expect_failed_without_a_state(d)
-        p.wait(do.BlocksFree("k"))
-        for engine in (p, d):
-            engine.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
+        step(p, P_TABLES, 0, STOP, STATE.layers)
+        assert failure_without_a_state(d)
+        ends(p, d)
+        rest(p, d)
 
 
 def test_a_flipped_bit_of_the_state_alone_fails_the_load():
@@ -300,39 +193,34 @@ def test_a_flipped_bit_of_the_state_alone_fails_the_load():
         return made[side]
 
     with pair((1, 1), links, verify=True) as (p, d):
-        begin(p, d)
-        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
-        compute_attention(p, d)
+        all_but_the_state(p, d)
         made["D"].change(flip_at=0)
-        compute_state(p)
-        assert "checksum" in expect_failed_without_a_state(d).reason
+        step(p, P_TABLES, 0, STOP, STATE.layers)
+        assert "checksum" in failure_without_a_state(d)
 
 
 def test_what_comes_before_its_request_waits_with_its_state():
     """The whole prompt is pushed to an early buffer; then the request takes a part of it."""
     with pair((2, 1), plain_links("memory"), prefetch_bytes=1 << 20) as (p, d):
-        d.do(do.Expect("warm", p.address, 2, b"digest"))  # connects the two
-        wait_for(lambda: sum(each.rank.counters.snapshot()["links"] for each in d.ranks) == 2)
+        expect(p, d, "warm", tokens=2)  # connects the two
+        wait_for(lambda: value(d, "links") == 2)
         d.do(do.Drop("warm", "connected"))
         d.do(do.Forget("warm"))
         p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
         step(p, P_TABLES, 0, TOKENS)
         whole = (3 * TOKENS * 4 * 8 + 2 * 2 * 22) * 4
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_ahead"] == whole)
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+        wait_for(lambda: value(d, "bytes_ahead") == whole)
+        expect(p, d, tokens=TOKENS)
         d.wait(do.Begun("k"))
-        d.do(do.Load("k", 16, TOKENS - 1, D_TABLES))
-        d.wait(do.Loaded("k"))
-        expect_all(d, D_TABLES, 16)
+        load(d, 16)
+        arrives(d, 16, state_after=TOKENS)
 
 
 def test_a_peer_without_the_state_is_refused_with_a_sentence(monkeypatch):
-    links = plain_links("memory")
-    with pair((1, 1), links) as (p, d):
+    with pair((1, 1), plain_links("memory")) as (p, d):
         hello = d.ranks[0].rank.context.hello
         attention = Cache(1, hello.cache.groups[:1])
         monkeypatch.setattr(d.ranks[0].rank.context, "hello", replace(hello, cache=attention))
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-        wait_for(lambda: failures(d))
-        assert "numbers of KV groups differ: 2 at" in failures(d)[0].reason
-        assert "serve the same model" in failures(d)[0].reason
+        expect(p, d, tokens=TOKENS)
+        reason = failure(d)
+        assert "numbers of KV groups differ: 2 at" in reason and "serve the same model" in reason

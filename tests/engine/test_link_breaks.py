@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from engine_support import Geometry, at_baseline, break_link, engines, plain_links, prefill, step, wrong_cells
+from engine_support import Geometry, break_link, engines, plain_links, prefill, step
 from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
+from transfers import BLOCKS, arrives, begin, failure, load, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.to_decode import OutboundLink
@@ -15,7 +16,6 @@ from p2pkv.protocol import messages as m
 from support.waiting import wait_for
 
 ONE = Geometry()
-BLOCKS = list(range(6))
 OTHERS = list(range(10, 16))
 
 
@@ -32,10 +32,9 @@ def test_only_what_it_carried_fails(links, side, begun):
             d.do(do.Expect(key, p.address, 96, b"digest"))
             p.do(do.Hold(key, d.address))
         p.do(do.OfferPrompt("carried", d.address, 96, b"digest"))
-        d.wait(do.Begun("carried"))
-        d.do(do.Load("carried", 0, 95, (BLOCKS,)))
+        load(d, "carried")
         step(p, "carried", BLOCKS, 0, 48)
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        wait_for(lambda: value(d, "bytes_scattered"))
         if begun:
             prefill(p, "queued", d.address, 96, OTHERS, chunk=48)
             d.wait(do.Begun("queued"))
@@ -46,14 +45,13 @@ def test_only_what_it_carried_fails(links, side, begun):
             prefill(p, "queued", d.address, 96, OTHERS, chunk=48)
             d.wait(do.Begun("queued"))
         d.do(do.Load("queued", 0, 95, (OTHERS,)))
-        d.wait(do.Loaded("queued"))
-        assert wrong_cells(d.ranks[0], OTHERS, 0, 95) == []
+        arrives(d, "queued", blocks=OTHERS)
         assert [event.key for event in d.ranks[0].events(do.LoadFailed)] == ["carried"]
         p.wait(do.BlocksFree("queued"))
         for key in ("carried", "queued"):
             d.do(do.Forget(key))
             p.do(do.Forget(key))
-        wait_for(lambda: at_baseline(p) and at_baseline(d), what="the baseline")
+        rest(p, d)
 
 
 def test_what_d_granted_on_a_link_that_p_has_given_up_is_not_sent_on_the_next():
@@ -74,20 +72,12 @@ def test_a_p_that_can_make_no_link_says_why_and_tries_again(caplog):
     network = MemoryNetwork()
     broken = FaultyLinks(network.rank(), Faults(refuse_invite=True))
     with engines(ONE, ONE, lambda side, rank: broken if side == "P" else network.rank()) as (p, d):
-
-        def load(key):
-            prefill(p, key, d.address, 96, BLOCKS, chunk=48)
-            d.do(do.Expect(key, p.address, 96, b"digest"))
-            d.wait(do.Begun(key))
-            d.do(do.Load(key, 0, 95, (BLOCKS,)))
-
-        load("lost")
-        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
-        (failed,) = d.ranks[0].events(do.LoadFailed)
-        assert "no interface of this name" in failed.reason
+        begin(p, d, "lost")
+        load(d, "lost")
+        assert "no interface of this name" in failure(d, "lost")
         p.wait(do.BlocksFree("lost"))
         broken.faults = Faults()
-        load("next")
-        d.wait(do.Loaded("next"))
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        begin(p, d, "next")
+        load(d, "next")
+        arrives(d, "next")
     assert not [record for record in caplog.records if record.exc_info]

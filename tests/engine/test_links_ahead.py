@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_support import Engine, Geometry, Make, make_engine, other_group, plain_links, push, says
+from engine_support import Engine, Geometry, Make, make_engine, other_group, plain_links, says
 from hostile_support import dealer
 from links_support import simulated
 from msgspec.structs import replace
 from nccl_simulated import SimulatedNccl
+from transfers import push, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine import preconnect
@@ -52,7 +53,7 @@ def ahead(d: Engine, rank: int = 0) -> int:
 
 
 def links(engine: Engine) -> int:
-    return engine.ranks[0].rank.counters.snapshot()["links"]
+    return value(engine, "links")
 
 
 def name(d: Engine, *ps: Engine | str) -> None:
@@ -84,7 +85,7 @@ def test_the_first_request_starts_no_communicator(make_nccl: Make) -> None:
     assert begun(p) == begun(d) == 1
     push(p, d, "first", salt=1)
     assert begun(p) == begun(d) == 1, "the request has built a link of its own"
-    assert p.ranks[0].rank.counters.values["links_aborted"] == 0
+    assert value(p, "links_aborted") == 0
 
 
 @one_kind
@@ -92,7 +93,7 @@ def test_without_the_option_d_waits_for_the_first_request(make_nccl: Make) -> No
     p, d = make_nccl("P"), make_nccl("D", preconnect=False)
     name(d, p)
     looks(d)
-    assert begun(d) == 0 and d.ranks[0].rank.counters.snapshot()["peers"] == 0
+    assert begun(d) == 0 and value(d, "peers") == 0
     push(p, d, "first", salt=1)
     assert begun(d) == 1 and ahead(d) == 0
 
@@ -104,7 +105,7 @@ def test_nothing_is_built_ahead_while_d_captures_its_graphs(make_nccl: Make) -> 
     steps.serving = False
     name(d, p)
     looks(d)
-    assert d.ranks[0].rank.counters.snapshot()["peers"] == 0
+    assert value(d, "peers") == 0
     beats = [Beat(steps=0, work=False)]
     steps.read_beats = lambda: [beats.pop()] if beats else []
     wait_for(lambda: ahead(d) == 1, what="the link")
@@ -158,7 +159,7 @@ def test_who_never_answers_gives_its_place_to_the_next(
     said = [(record.levelno, record.getMessage()) for record in caplog.records if deaf in record.getMessage()]
     assert [level for level, _ in said] == [logging.INFO], "said once, and nobody is blamed"
     assert "a request for it builds its own" in said[0][1] and "did not answer in time" in said[0][1]
-    assert d.ranks[0].rank.counters.values["transfers_failed"] == 0
+    assert value(d, "transfers_failed") == 0
 
 
 @one_kind
@@ -185,8 +186,8 @@ def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(
     first, second = make_nccl("D"), make_nccl("D")
     push(p, first, "k", salt=1)
     name(second, p)
-    wait_for(lambda: second.ranks[0].rank.counters.snapshot()["peers"], what="the second D's try")
-    wait_for(lambda: not second.ranks[0].rank.counters.snapshot()["peers"], what="its end")
+    wait_for(lambda: value(second, "peers"), what="the second D's try")
+    wait_for(lambda: not value(second, "peers"), what="its end")
     assert (begun(p), nccl_of(first).live, begun(second)) == (1, 1, 0)
     push(p, second, "a request needs it", salt=2)
     wait_for(lambda: nccl_of(p).live == 1, what="P with one communicator")

@@ -20,6 +20,7 @@ SHAPES = {
     "TP 8 to TP 8": (shape((8,), 8, 8), shape((8,), 8, 8)),
     "TP 8 to TP 2": (shape((8,), 8, 8), shape((8,), 8, 2, 32)),
     "TP 2 to TP 8": (shape((8,), 8, 2, 32), shape((8,), 8, 8)),
+    "TP 3 to TP 2": (shape((4,), 6, 3), shape((4,), 6, 2)),
     "PP 2 x TP 4 to TP 8": (shape((5, 3), 8, 4), shape((8,), 8, 8)),
     "PP 2 x TP 4 to PP 4 x TP 2": (shape((4, 4), 8, 4), shape((1, 3, 3, 1), 8, 2)),
     "2 KV heads, TP 8 to TP 4": (shape((8,), 2, 8), shape((8,), 2, 4)),

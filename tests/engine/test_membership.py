@@ -10,9 +10,9 @@ import time
 import msgspec
 import pytest
 import zmq
-from engine_support import Engine, Geometry, at_baseline, engine_maker, prefill, push
+from engine_support import Geometry, prefill
 from hostile_support import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
-from memory_links import MemoryNetwork
+from transfers import failure, push, value
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import Members, Server
@@ -29,31 +29,13 @@ ELSEWHERE = Networks.parse(["10.0.0.0/8"])
 
 
 @pytest.fixture
-def lone():
-    """Engines that the test makes by itself; stopped at the end."""
-    network = MemoryNetwork()
-    with engine_maker(lambda role, rank: network.rank()) as make:
-        yield lambda role, secret=SECRET, **options: make(role, secret=secret, **options)
-
-
-def failure(engine: Engine, key: str, seconds: float = 8.0) -> str:
-    """Wait until the load of `key` has failed; why."""
-
-    def failed():
-        return [event for event in engine.ranks[0].events(do.LoadFailed) if event.key == key]
-
-    wait_for(failed, seconds, f"the failure of {key}")
-    return failed()[0].reason
-
-
-def transfer(p: Engine, d: Engine, key: str) -> None:
-    """One whole transfer, of which every number is checked."""
-    push(p, d, key)
-    wait_for(lambda: at_baseline(p) and at_baseline(d))
+def lone(make_memory):
+    """Engines that the test makes by itself."""
+    return lambda role, secret=SECRET, **options: make_memory(role, secret=secret, **options)
 
 
 def test_members_transfer_whatever_their_shapes(lone):
-    transfer(lone("P", geometry=Geometry(tp=2)), lone("D"), "k")
+    push(lone("P", geometry=Geometry(tp=2)), lone("D"))
 
 
 def test_a_member_may_ask_a_rank_what_it_counts(lone):
@@ -80,11 +62,11 @@ def test_without_the_same_secret_no_kv_moves_and_both_sides_say_why(
     d.do(do.Expect("k", p.address, 32, b"digest"))
     reason = failure(d, "k")
     assert f"{p.address} refused the handshake" in reason and "secret" in reason
-    wait_for(lambda: p.ranks[0].rank.counters.values["handshakes_failed"])
+    wait_for(lambda: value(p, "handshakes_failed"))
     for line in (f"no transfers from {p.address}", f"a connection to {p.address} was refused"):
         wait_for(lambda line=line: line in caplog.text, what=f"the log to say {line!r}")
     assert all((page == -1.0).all() for page in d.ranks[0].pages)
-    assert p.ranks[0].rank.counters.values["bytes_sent"] == 0
+    assert value(p, "bytes_sent") == 0
     assert p.ranks[0].rank.alive and d.ranks[0].rank.alive
 
 
@@ -105,7 +87,7 @@ def test_a_forged_request_id_brings_a_canary_one_connection_and_no_message(lone,
         for key in ("forged", "again"):
             d.do(do.Expect(key, canary.address, 32, b"digest"))
             failure(d, key)
-        transfer(p, d, "honest")
+        push(p, d, "honest")
         d.do(do.Expect("once more", canary.address, 32, b"digest"))
         assert "refused the handshake" in failure(d, "once more")
         assert len(canary.heard) == 1
@@ -129,8 +111,8 @@ def test_a_canary_that_does_not_answer_gets_a_connection_per_lease_and_no_messag
         reason = failure(d, "forged")
         assert "did not answer in time" in reason and "fit" not in reason
         assert 1 <= len(canary.heard) <= 2
-        wait_for(lambda: d.ranks[0].rank.counters.values["handshakes_failed"], what="the end of a handshake")
-        transfer(p, d, "honest")
+        wait_for(lambda: value(d, "handshakes_failed"), what="the end of a handshake")
+        push(p, d, "honest")
         assert 1 <= len(canary.heard) <= 2, "nobody waits for it any more"
         assert all(len(said) <= most for said in canary.heard)
 
@@ -171,14 +153,14 @@ def test_an_attacker_is_not_answered_and_changes_nothing(lone, role, way):
         for message in (m.Inspect(), hello, m.Heartbeat((("k", 1),)), m.Want("k", 1, 0, 31)):
             with contextlib.suppress(zmq.Again):  # libzmq has given up the connection
                 socket.send(m.encode(message), zmq.DONTWAIT)
-        wait_for(lambda: victim.ranks[0].rank.counters.values["handshakes_failed"])
+        wait_for(lambda: value(victim, "handshakes_failed"))
         assert not socket.poll(300)
     counters = victim.ranks[0].rank.counters.snapshot()
     assert counters["peers"] == counters["messages_bad"] == counters["messages_refused"] == 0
     assert set(threading.enumerate()) >= before
     p.do(do.Abort("k", "the test is over"))
     p.do(do.Forget("k"))
-    transfer(p, d, "next")
+    push(p, d, "next")
 
 
 def test_networks_are_asked_before_any_connection(lone):
@@ -196,13 +178,13 @@ def test_networks_are_asked_before_any_hello(lone, secret, caplog):
     d.do(do.Expect("k", p.address, 32, b"digest"))
     assert f"{p.address} refused us" in failure(d, "k")
     wait_for(lambda: "a connection from 127.0.0.1 was refused: allowed_peers are 10.0.0.0/8" in caplog.text)
-    assert p.ranks[0].rank.counters.snapshot()["peers"] == 0
+    assert value(p, "peers") == 0
 
 
 def test_networks_that_hold_the_peers_change_nothing(lone):
     here = Networks.parse(["127.0.0.0/8"])
     for number, secret in enumerate((None, SECRET)):
-        transfer(lone("P", secret, allowed_peers=here), lone("D", secret, allowed_peers=here), f"k{number}")
+        push(lone("P", secret, allowed_peers=here), lone("D", secret, allowed_peers=here), f"k{number}")
 
 
 def test_a_p_that_was_refused_is_asked_again_when_its_secret_is_mended(lone, monkeypatch):
@@ -216,4 +198,4 @@ def test_a_p_that_was_refused_is_asked_again_when_its_secret_is_mended(lone, mon
     wait_for(
         lambda: time.monotonic() > dialing.next_try, what="the time for which a refused peer is left alone"
     )
-    transfer(transfer_to, d, "next")
+    push(transfer_to, d, "next")

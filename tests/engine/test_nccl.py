@@ -13,30 +13,21 @@ from engine_support import (
     break_link,
     on_engine_thread,
     prefill,
-    push,
     step,
-    wrong_cells,
 )
 from links_support import simulated
 from nccl_simulated import SimulatedNccl
+from transfers import BLOCKS, arrives, ask, failure, load, push, value
 
 from p2pkv.engine import commands as do
 from support.waiting import wait_for
 
-BLOCKS = list(range(6))
 TOKENS = 32
 one_kind = pytest.mark.parametrize("make_nccl", ["nccl-polled"], indirect=True)
 
 
 def nccl_of(engine: Engine) -> SimulatedNccl:
     return simulated(engine.ranks[0].links)
-
-
-def failure(d: Engine, key: str) -> str:
-    """Wait until the load of `key` has failed; why."""
-    wait_for(lambda: d.ranks[0].events(do.LoadFailed), what=f"the failure of {key}")
-    (event,) = d.ranks[0].events(do.LoadFailed)
-    return str(event.reason)
 
 
 def test_other_versions_of_nccl_are_refused_at_the_handshake(make_nccl: Make) -> None:
@@ -51,15 +42,13 @@ def test_a_link_that_failed_to_come_up_is_built_anew(make_nccl: Make) -> None:
     p, d = make_nccl("P"), make_nccl("D")
     nccl_of(d).fails_with = 2
     d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-    wait_for(lambda: d.ranks[0].rank.counters.values["links_aborted"])
+    wait_for(lambda: value(d, "links_aborted"))
     nccl_of(d).fails_with = None
     counted = p.ranks[0].rank.counters
     wait_for(lambda: counted.values["links_aborted"] and counted.snapshot()["links"])
     prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
-    d.wait(do.Begun("k"))
-    d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
-    d.wait(do.Loaded("k"))
-    assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+    load(d, tokens=TOKENS)
+    arrives(d, tokens=TOKENS)
 
 
 def test_a_rank_looks_often_while_nccl_has_something_under_way(make_nccl: Make) -> None:
@@ -177,7 +166,7 @@ def test_d_closes_idle_links_and_p_builds_them_again(make_nccl: Make) -> None:
         for number, p in enumerate(ps):
             push(p, d, f"{turn}-{number}", salt=3 * turn + number)
         wait_for(lambda: nccl_of(d).live <= 1, what="D with one communicator")
-        wait_for(lambda: d.ranks[0].rank.counters.snapshot()["links"] <= 1, what="D counting them")
+        wait_for(lambda: value(d, "links") <= 1, what="D counting them")
         wait_for(lambda: sum(nccl_of(p).live for p in ps) <= 1, what="as many on all Ps together")
 
 
@@ -198,15 +187,11 @@ def test_p_closes_a_link_when_d_has_long_hung_up(make_nccl: Make, monkeypatch: p
 def test_a_link_with_a_transfer_is_never_closed_as_idle(make_nccl: Make) -> None:
     p, busy, other = make_nccl("P", max_links=1), make_nccl("D"), make_nccl("D")
     far = [20 + block for block in BLOCKS]
-    busy.do(do.Expect("k", p.address, 96, b"digest"))
-    p.do(do.OfferPrompt("k", busy.address, 96, b"digest"))
-    busy.wait(do.Begun("k"))
-    busy.do(do.Load("k", 0, 95, (far,)))
+    ask(p, busy, blocks=far)
     step(p, "k", far, 0, 48)
     push(p, other, "other", salt=9)
     wait_for(lambda: nccl_of(other).live == 0, what="the idle link closed")
     assert nccl_of(busy).live == 1
     step(p, "k", far, 48, 96)
-    busy.wait(do.Loaded("k"))
-    assert wrong_cells(busy.ranks[0], far, 0, 95) == []
-    assert busy.ranks[0].rank.counters.values["links_aborted"] == 0
+    arrives(busy, blocks=far)
+    assert value(busy, "links_aborted") == 0

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import nccl_simulated
 import pytest
-from engine_support import Engine, Geometry, hold_back, make_engine, prefill, push, vanish, wrong_cells
+from engine_support import Engine, Geometry, hold_back, make_engine, vanish, wrong_cells
 from links_support import NCCL_KINDS, nccl_links, simulated
 from nccl_simulated_gpu import Model, SimulatedGpu
+from transfers import begin, load, push
 
 from p2pkv.engine import commands as do
 from support.waiting import wait_for
@@ -72,10 +73,8 @@ def held(cluster: Cluster, p: Engine, d: Engine, key: str) -> Callable[[], None]
     """P has announced a prompt, D has granted what it had room for, and P is held up before it sends."""
     push(p, d, f"{key}, to build the link", salt=1)
     releases = [hold_back(Engine(p.address, p.geometry, [rank])) for rank in p.ranks]
-    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-    prefill(p, key, d.address, TOKENS, BLOCKS, chunk=TOKENS, salt=2)
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
+    begin(p, d, key, salt=2)
+    load(d, key)
     for rank in d.ranks:
         wait_for(lambda rank=rank: rank.rank.counters.snapshot()["receives_posted"] > 1, what="grants of D")
     return lambda: [release() for release in releases]  # type: ignore[func-returns-value,return-value]

@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 from engine_support import (
-    Engine,
     Forward,
     Geometry,
-    at_baseline,
     compute,
     engines,
     plain_links,
-    prefill,
     step,
-    wrong_cells,
 )
+from transfers import arrives, begin, ends, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
 from p2pkv.kv.cache import PagedCache
@@ -33,35 +30,11 @@ LONG_ENOUGH = 0.5
 """Seconds in which a revoke that does not wait for the gather returns."""
 
 
-def count(engine: Engine, name: str) -> int:
-    return engine.ranks[0].rank.counters.snapshot()[name]
-
-
-def load(d: Engine, key: str) -> None:
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
-
-
-def loaded(p: Engine, d: Engine, key: str) -> None:
-    """It has come, it is right, and nothing is left of it."""
-    d.wait(do.Loaded(key))
-    assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-    p.wait(do.BlocksFree(key))
-    for engine in (p, d):
-        engine.do(do.Forget(key))
-
-
-def scribble(p: Engine, blocks: list[int]) -> None:
-    """Another request has the pages."""
-    for page in p.ranks[0].pages:
-        page[blocks] = 7.0
-
-
 def test_nothing_is_read_before_the_forward_has_written_it():
     with engines(ONE, ONE, plain_links("memory")) as (p, d):
         d.do(do.Expect("k", p.address, TOKENS, b"digest"))
         p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
-        load(d, "k")
+        load(d)
         forwards = [Forward() for _ in p.ranks[0].pages]
         p.do(do.PromptBlocks("k", (BLOCKS,)))
         for layer, forward in enumerate(forwards):
@@ -69,29 +42,30 @@ def test_nothing_is_read_before_the_forward_has_written_it():
         p.do(do.Flush(("k",)))
         for layer, forward in enumerate(forwards):
             wait_for(lambda forward=forward: forward.looks > 2 or d.all_heard(do.Loaded("k")), what="a look")
-            assert count(p, "bytes_sent") <= layer * LAYER
+            assert value(p, "bytes_sent") <= layer * LAYER
             compute(p.ranks[0], BLOCKS, layer, 0, TOKENS)
             forward.done.set()
-        loaded(p, d, "k")
+        arrives(d)
+        ends(p, d)
 
 
 def test_pages_taken_back_are_not_read_before_the_engine_has_heard_so():
     """Its next command waits for the forward, and `Revoked` stands behind that."""
     with engines(ONE, ONE, plain_links("memory")) as (p, d):
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-        prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
+        begin(p, d)
         d.wait(do.Begun("k"))
         forward = Forward()
         p.do(do.Computed((("another", 1),), 0, 1, forward))
         p.ranks[0].rank.revoke(["k"])
         scribble(p, BLOCKS)
-        load(d, "k")
-        wait_for(lambda: count(p, "chunks_filler") + count(p, "chunks_sent"), what="an answer to a grant")
-        assert count(p, "bytes_sent") == 0 and not forward.done.is_set()
+        load(d)
+        wait_for(lambda: value(p, "chunks_filler") + value(p, "chunks_sent"), what="an answer to a grant")
+        assert value(p, "bytes_sent") == 0 and not forward.done.is_set()
         forward.done.set()
         step(p, "k", OTHER_BLOCKS, 0, TOKENS)
-        loaded(p, d, "k")
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
+        arrives(d)
+        ends(p, d)
+        rest(p, d)
 
 
 class Overtaken(PagedCache):
@@ -129,10 +103,10 @@ def test_pages_are_not_taken_back_while_they_are_read():
     with engines(ONE, ONE, plain_links("memory"), devices={"P": wrap}) as (p, d):
         (cache,) = caches
         cache.pages, cache.revoke = p.ranks[0].pages, p.ranks[0].rank.revoke
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-        prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
-        load(d, "k")
+        begin(p, d)
+        load(d)
         wait_for(cache.taken_back.is_set, what="the revoke")
         assert cache.waited, "the pages were taken back in the middle of a gather"
         step(p, "k", OTHER_BLOCKS, 0, TOKENS)
-        loaded(p, d, "k")
+        arrives(d)
+        ends(p, d)

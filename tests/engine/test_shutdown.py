@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_support import Engine, Geometry, Make, at_baseline, engine_maker, prefill, push, step, wrong_cells
+from engine_support import Engine, Geometry, Make, engine_maker, step, wrong_cells
 from memory_links import MemoryNetwork
+from transfers import BLOCKS, arrives, begin, load, push, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import FINISH_SECONDS
@@ -21,7 +22,6 @@ from p2pkv.links.host import HostLinks
 from support.waiting import wait_for
 
 ONE = Geometry()
-BLOCKS = list(range(6))
 LEASE = 60.0
 """Seconds: what ends in these tests does not end by a lease, if nothing else is said."""
 
@@ -57,35 +57,26 @@ def stopping(engine: Engine) -> Iterator[None]:
     assert not stopper.is_alive() and not engine.ranks[0].rank.alive
 
 
-def linked(p: Engine, d: Engine) -> None:
-    """One push, so that the two have a link."""
-    push(p, d, "first")
-
-
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_p_that_stops_finishes_what_it_has_computed_and_d_loads(make: Make, forgotten: bool) -> None:
     """Also if vLLM has heard that the pages are free, and P has forgotten the prompt."""
     p, d = make("P", chunk_bytes=1024), make("D", chunk_bytes=1024)
-    linked(p, d)
-    d.do(do.Expect("k", p.address, 96, b"digest"))
-    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
-    d.wait(do.Begun("k"))
-    d.do(do.Load("k", 0, 95, (BLOCKS,)))
+    push(p, d, "first")
+    begin(p, d)
+    load(d)
     if forgotten:
         p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
     p.stop()
-    d.wait(do.Loaded("k"))
-    assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+    arrives(d)
     d.do(do.Forget("k"))
-    wait_for(lambda: at_baseline(d))
+    rest(d)
 
 
 @one_kind
 def test_a_p_that_stops_waits_a_moment_for_a_d_that_is_about_to_admit(make: Make) -> None:
     p, d = make("P"), make("D")
-    d.do(do.Expect("k", p.address, 96, b"digest"))
-    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
+    begin(p, d)
     d.wait(do.Begun("k"))
     with stopping(p):
         wait_for(lambda: p.ranks[0].rank.core.prefill.peers.leaving)
@@ -103,24 +94,22 @@ def test_a_p_that_stops_ends_at_once_what_it_has_not_computed(make: Make) -> Non
         d.do(do.Expect(key, p.address, 96, b"digest"))
     p.do(do.OfferPrompt("half", d.address, 96, b"digest"))
     p.do(do.Hold("queued", d.address))
-    d.wait(do.Begun("half"))
-    d.do(do.Load("half", 0, 95, (BLOCKS,)))
+    load(d, "half")
     step(p, "half", BLOCKS, 0, 48)
-    wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-    wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
+    wait_for(lambda: value(d, "bytes_scattered"))
+    wait_for(lambda: value(p, "early_claims"))
     p.stop()
     wait_for(lambda: len(reasons(d)) == 3)
     assert set(reasons(d).values()) == {f"{p.address} is gone: it is shutting down"}
     for key in reasons(d):
         d.do(do.Forget(key))
-    wait_for(lambda: at_baseline(d))
+    rest(d)
 
 
 @one_kind
 def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
     p, d, other = make("P"), make("D"), make("D")
-    d.do(do.Expect("k", p.address, 96, b"digest"))
-    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
+    begin(p, d)
     d.wait(do.Begun("k"))
     with stopping(p):
         wait_for(lambda: p.ranks[0].rank.core.prefill.peers.leaving)
@@ -135,11 +124,10 @@ def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
 def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     """P has computed what D wants, and D says nothing any more."""
     p, d = make("P"), make("D")
-    linked(p, d)
+    push(p, d, "first")
     gate = threading.Event()
     d.ranks[0].rank.core.roles[0].poll = lambda now: gate.wait(30.0) and False
-    d.do(do.Expect("k", p.address, 96, b"digest"))
-    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
+    begin(p, d)
     p.stop()
     assert not p.ranks[0].rank.alive
     gate.set()
@@ -204,7 +192,7 @@ def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: 
     p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
     stopped, other = (p, d) if who == "P" else (d, p)
     with Traffic(p, d) as traffic:
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        wait_for(lambda: value(d, "bytes_scattered"))
         time.sleep(random.Random(seed).random() / 10)
         stopped.stop()
     assert not stopped.ranks[0].rank.alive
@@ -218,6 +206,6 @@ def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: 
     )
     for key in traffic.asked:
         other.do(do.Forget(key))
-    wait_for(lambda: at_baseline(other))
+    rest(other)
     other.stop()
     wait_for(lambda: leftovers() == before, what=f"{before} as before")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wrong_cells
+from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step
 from links_support import Peer, starting
+from transfers import BLOCKS, arrives, expect, failure, load, rest, value
 
 from p2pkv.control.discovery import Ping, decode_ping
 from p2pkv.demo.processes import free_ports
@@ -21,7 +22,6 @@ from p2pkv.pairing import Address
 from support.waiting import wait_for
 
 SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
-BLOCKS = list(range(6))
 LEASE = 2.0
 EXIT_SECONDS = 15.0
 """For the interpreter to end too; the rank itself takes two at most."""
@@ -73,23 +73,6 @@ def order(peer: Peer, what: str, key: str, other: Engine, tokens: int = 96) -> N
     assert peer.hear() == {"done": True}
 
 
-def ask(d: Engine, p: Address, key: str, tokens: int = 96) -> None:
-    d.do(do.Expect(key, p, tokens, b"digest"))
-
-
-def load(d: Engine, key: str, tokens: int = 96) -> None:
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, 0, tokens - 1, (BLOCKS,)))
-
-
-def reason(d: Engine, key: str) -> str:
-    def failed():
-        return [event for event in d.ranks[0].events(do.LoadFailed) if event.key == key]
-
-    wait_for(failed, what=f"the failure of {key}")
-    return failed()[0].reason
-
-
 def shared_memory() -> tuple[list[str], list[str]]:
     """Arenas mapped here, and files of ours with a name that others could find."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "p2pkv-arena" in line]
@@ -100,20 +83,19 @@ def test_a_killed_p_leaves_no_memory_behind_and_the_next_one_serves_at_once(mode
     port = free_ports()
     with engine("D", mode) as d:
         p = start("P", port)
-        ask(d, Address("127.0.0.1", port), "k")
+        expect(Address("127.0.0.1", port), d, "k")
         order(p, "half", "k", d)
         load(d, "k")
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        wait_for(lambda: value(d, "bytes_scattered"))
         p.kill()
-        assert reason(d, "k")
+        assert failure(d, "k")
         d.do(do.Forget("k"))
         wait_for(lambda: at_baseline(d) and not any(shared_memory()))
         p = start("P", port)
-        ask(d, Address("127.0.0.1", port), "again")
+        expect(Address("127.0.0.1", port), d, "again")
         order(p, "prefill", "again", d)
         load(d, "again")
-        d.wait(do.Loaded("again"))
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        arrives(d, "again")
     assert not any(shared_memory())
 
 
@@ -126,17 +108,17 @@ def test_a_killed_d_leaves_no_memory_behind_and_the_next_one_is_served_at_once(m
         p.do(do.OfferPrompt("k", place, 96, b"digest"))
         order(d, "load", "k", p)
         step(p, "k", BLOCKS, 0, 48)
-        wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
+        wait_for(lambda: value(p, "bytes_sent"))
         assert bool(shared_memory()[0]) is (mode == "shared")
         d.kill()
         p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(p))
+        rest(p)
         d = start("D", port)
         prefill(p, "again", place, 96, BLOCKS, chunk=96)
         order(d, "load", "again", p)
         p.wait(do.BlocksFree("again"))
-        assert p.ranks[0].rank.counters.values["transfers_sent"] == 1
+        assert value(p, "transfers_sent") == 1
         d.kill()
     wait_for(lambda: not any(shared_memory()))
 
@@ -158,21 +140,20 @@ def test_sigterm_of_a_p_under_load(mode, start, proxy) -> None:
     with engine("D", mode) as d:
         p = start("P", port)
         for key in ("whole", "half"):
-            ask(d, place, key)
+            expect(place, d, key)
         order(p, "half", "half", d)
         load(d, "half")
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        wait_for(lambda: value(d, "bytes_scattered"))
         order(p, "prefill", "whole", d)
         load(d, "whole")
         stops(p, proxy[1])
-        d.wait(do.Loaded("whole"))
-        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
-        assert reason(d, "half") == f"{place} is gone: it is shutting down"
-        ask(d, place, "late")
-        assert reason(d, "late")
+        arrives(d, "whole")
+        assert failure(d, "half") == f"{place} is gone: it is shutting down"
+        expect(place, d, "late")
+        assert failure(d, "late")
         for key in ("whole", "half", "late"):
             d.do(do.Forget(key))
-        wait_for(lambda: at_baseline(d))
+        rest(d)
     assert not any(shared_memory())
 
 
@@ -183,9 +164,9 @@ def test_sigterm_of_a_d_under_load(mode, start, proxy) -> None:
         p.do(do.OfferPrompt("k", Address("127.0.0.1", port), 96, b"digest"))
         order(d, "load", "k", p)
         step(p, "k", BLOCKS, 0, 48)
-        wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
+        wait_for(lambda: value(p, "bytes_sent"))
         stops(d, proxy[1])
         p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(p))
+        rest(p)
     wait_for(lambda: not any(shared_memory()))

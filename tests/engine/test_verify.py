@@ -10,11 +10,9 @@ import pytest
 from engine_support import (
     Engine,
     Geometry,
-    at_baseline,
     engines,
     make_engine,
     on_engine_thread,
-    prefill,
     step,
     wrong_cells,
 )
@@ -24,6 +22,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from links_support import nccl_links
 from memory_links import MemoryNetwork
+from transfers import TOKENS, begin, ends, load, rest, value
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
@@ -34,7 +33,6 @@ from p2pkv.protocol.messages import Sent, decode, encode
 from support.waiting import wait_for
 
 ONE = Geometry()
-TOKENS = 96
 CHUNKS = 6
 """Messages of a prompt with chunks of 4 KiB."""
 
@@ -51,8 +49,7 @@ class Pair:
     def flip(self, side: str, operation: int = 0, place: float = 0.5, bit: int = 0) -> None:
         """In the link that there is, a bit of a coming message changes: in P's slot, or in D's."""
         faults = {"flip_at": operation, "flip_place": place, "flip_bit": bit}
-        engine = self.p if side == "P" else self.d
-        on_engine_thread(engine.ranks[0].rank, lambda: self._links[side].change(**faults))
+        on_engine_thread(self.of(side).ranks[0].rank, lambda: self._links[side].change(**faults))
 
     def transfer(self) -> tuple[str, list[tuple[int, ...]]]:
         """One prompt; why it failed, and which cells of its pages are not what P had computed."""
@@ -60,16 +57,12 @@ class Pair:
         key, salt, blocks = f"k{self._number}", self._number, list(range(20, 26))
         for page in self.d.ranks[0].pages:
             page.fill_(-1.0)
-        self.d.do(do.Expect(key, self.p.address, TOKENS, b"digest"))
-        prefill(self.p, key, self.d.address, TOKENS, list(range(6)), chunk=TOKENS, salt=salt)
-        self.d.wait(do.Begun(key))
-        self.d.do(do.Load(key, 0, TOKENS - 1, (blocks,)))
+        begin(self.p, self.d, key, salt=salt)
+        load(self.d, key, blocks=blocks)
         reason = self.outcome(key)
         wrong = wrong_cells(self.d.ranks[0], blocks, 0, TOKENS - 1, salt)
-        self.p.wait(do.BlocksFree(key))
-        for engine in (self.p, self.d):
-            engine.do(do.Forget(key))
-        wait_for(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")
+        ends(self.p, self.d, key)
+        rest(self.p, self.d)
         return reason, wrong
 
     def outcome(self, key: str) -> str:
@@ -93,8 +86,8 @@ class Pair:
             if not (pages[layer][20 + token // 16, head, token % 16] == -1.0).all()
         ]
 
-    def counters(self, side: str) -> dict[str, int]:
-        return (self.p if side == "P" else self.d).ranks[0].rank.counters.snapshot()
+    def of(self, side: str) -> Engine:
+        return self.p if side == "P" else self.d
 
 
 def sums(reason: str) -> list[str]:
@@ -143,11 +136,11 @@ def test_a_flipped_byte_fails_its_load_and_the_next_one_is_right(start, side, pl
     ours, theirs = sums(reason)
     assert ours != theirs and f"chunk 2 from {pair.p.address}" in reason
     assert wrong and pair.written(wrong) == [], "what had changed was not written"
-    assert pair.counters("D")["links_aborted"] == 1
-    wait_for(lambda: pair.counters("P")["links_aborted"] == 1, what="P's end of the link to be given up")
-    assert pair.counters("D")["chunks_corrupt"] == pair.counters("D")["transfers_failed"] == 1
+    assert value(pair.d, "links_aborted") == 1
+    wait_for(lambda: value(pair.p, "links_aborted") == 1, what="P's end of the link to be given up")
+    assert value(pair.d, "chunks_corrupt") == value(pair.d, "transfers_failed") == 1
     assert pair.transfer() == ("", [])
-    assert pair.counters("D")["chunks_corrupt"] == 1
+    assert value(pair.d, "chunks_corrupt") == 1
 
 
 def test_p_hears_of_it_and_sends_no_more_of_that_prompt(start, caplog):
@@ -164,13 +157,13 @@ def test_p_hears_of_it_and_sends_no_more_of_that_prompt(start, caplog):
     pair.p.wait(do.BlocksFree("k"))
     wait_for(lambda: "transfer k was not sent: " in caplog.text, what="the end on P")
     assert "transfer k was not sent: D cancelled: chunk 1 from " in caplog.text
-    sent = pair.counters("P")["bytes_sent"]
+    sent = value(pair.p, "bytes_sent")
     step(pair.p, "k", list(range(6)), 48, TOKENS)
     for engine in (pair.p, pair.d):
         engine.do(do.Forget("k"))
     assert pair.transfer() == ("", [])
-    assert pair.counters("P")["bytes_sent"] == sent + (TOKENS - 1) * 4 * 2 * 8 * 4
-    assert pair.counters("P")["transfers_failed"] == 1
+    assert value(pair.p, "bytes_sent") == sent + (TOKENS - 1) * 4 * 2 * 8 * 4
+    assert value(pair.p, "transfers_failed") == 1
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
@@ -180,7 +173,7 @@ def test_without_checksums_the_same_fault_goes_unseen(start, side):
     pair.flip(side, operation=2)
     reason, wrong = pair.transfer()
     assert reason == "" and len(wrong) == 1 == len(pair.written(wrong))
-    assert pair.counters("D")["chunks_corrupt"] == pair.counters("D")["links_aborted"] == 0
+    assert value(pair.d, "chunks_corrupt") == value(pair.d, "links_aborted") == 0
 
 
 @pytest.mark.parametrize("kind", ["memory"], indirect=True)
@@ -201,12 +194,12 @@ def test_no_bit_of_any_message_changes_unseen(start, side, operation, place, bit
     if not hasattr(start, "pair"):
         start.pair = start(verify=True, chunk_bytes=4096)
         assert start.pair.transfer() == ("", [])
-        assert start.pair.counters("D")["chunks_scattered"] >= CHUNKS
-    pair, before = start.pair, start.pair.counters("D")["chunks_corrupt"]
+        assert value(start.pair.d, "chunks_scattered") >= CHUNKS
+    pair, before = start.pair, value(start.pair.d, "chunks_corrupt")
     pair.flip(side, operation, place, bit)
     reason, wrong = pair.transfer()
     assert len(set(sums(reason))) == 2 and pair.written(wrong) == []
-    assert pair.counters("D")["chunks_corrupt"] == before + 1
+    assert value(pair.d, "chunks_corrupt") == before + 1
     assert pair.transfer() == ("", [])
 
 
@@ -218,8 +211,7 @@ def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again
     pair.flip("D", operation=1)
     keys = {"a": list(range(6)), "b": list(range(6, 12))}
     for key, blocks in keys.items():
-        pair.d.do(do.Expect(key, pair.p.address, TOKENS, b"digest"))
-        prefill(pair.p, key, pair.d.address, TOKENS, blocks, chunk=TOKENS)
+        begin(pair.p, pair.d, key, blocks=blocks)
         pair.d.wait(do.Begun(key))
     for key, blocks in keys.items():
         pair.d.do(do.Load(key, 0, TOKENS - 1, (blocks,)))
@@ -227,9 +219,7 @@ def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again
     assert sum(1 for reason in reasons.values() if "its bytes changed on the way" in reason) >= 1
     for key, blocks in keys.items():
         assert reasons[key] or wrong_cells(pair.d.ranks[0], blocks, 0, TOKENS - 1) == []
-        pair.p.wait(do.BlocksFree(key))
-        for engine in (pair.p, pair.d):
-            engine.do(do.Forget(key))
+        ends(pair.p, pair.d, key)
     assert pair.transfer() == ("", [])
 
 
@@ -269,9 +259,9 @@ def test_a_d_of_several_ranks_of_p_checks_each_of_them(start):
     pair.flip("D", operation=1)
     reason, wrong = pair.transfer()
     assert len(sums(reason)) == 2 and pair.written(wrong) == []
-    assert 1 <= pair.counters("D")["chunks_corrupt"] <= 2
+    assert 1 <= value(pair.d, "chunks_corrupt") <= 2
     again = pair.transfer()  # the other link's bit may have waited for it
-    assert again == ("", []) or pair.counters("D")["chunks_corrupt"] == 2
+    assert again == ("", []) or value(pair.d, "chunks_corrupt") == 2
     assert pair.transfer() == ("", [])
 
 

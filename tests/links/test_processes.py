@@ -1,27 +1,38 @@
-"""Host links between two processes, and what is left when one of them is killed."""
+"""Links of every kind that leaves the process, to a process that dies, or is frozen and wakes up."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from links_support import Peer, receive_all, send_all, starting
+import torch
+from links_support import NCCL_KINDS, Peer, ipc_links, nccl_links, receive_all, send_all, starting
 
-from p2pkv.links.base import LinkError
+from p2pkv.links import ipc_ends
+from p2pkv.links.base import Inbound, LinkError, LinkFactory, Receive, Send
 from p2pkv.links.host import HostLinks
 from p2pkv.links.shared_memory import SharedOutbound
 from p2pkv.links.tcp import TcpOutbound
 from support.waiting import wait_for
 
-SIZES = [1, 4096, 100_001, 1 << 21, (1 << 23) + 7]
-WINDOW = 1 << 24
+SIZES = [1, 4096, 100_001, 1 << 21, (1 << 22) + 7]
+WINDOW = 1 << 23
+HOST = {"shared": SharedOutbound, "tcp": TcpOutbound}
+MODES = (*HOST, "ipc", *NCCL_KINDS)
+POLLS = 200
 
 
-@pytest.fixture(params=["shared", "tcp"])
+def only(*modes: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("mode", modes, indirect=True)
+
+
+@pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture
@@ -31,12 +42,21 @@ def start(mode: str) -> Iterator[Callable[[str], Peer]]:
 
 
 @pytest.fixture
-def links(mode: str) -> Iterator[HostLinks]:
+def links(mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkFactory]:
+    monkeypatch.setattr(ipc_ends, "ORPHAN_SECONDS", 0.1)
     before = leftovers()
-    links = HostLinks("127.0.0.1", 1 << 25, mode == "shared")
-    yield links
-    links.close()
-    assert leftovers() == before
+    made: LinkFactory
+    if mode in HOST:
+        made = HostLinks("127.0.0.1", 1 << 25, mode == "shared")
+    elif mode == "ipc":
+        made = ipc_links(2 * WINDOW)
+    else:
+        made = nccl_links(blocking=mode == "nccl-blocking", staging=2 * WINDOW)
+    yield made
+    wait_for(lambda: made.staging.used == 0, what="the return of all staging")
+    made.close()
+    if mode in HOST:
+        assert leftovers() == before
 
 
 def leftovers() -> tuple[int, int, list[str]]:
@@ -46,42 +66,100 @@ def leftovers() -> tuple[int, int, list[str]]:
     return len(os.listdir("/proc/self/fd")), maps, ours
 
 
-def test_to_another_process_which_is_killed(
-    start: Callable[[str], Peer], links: HostLinks, mode: str
-) -> None:
-    peer = start("D")
-    outbound, remote_slot = send_all(links, peer, SIZES, WINDOW)
-    assert isinstance(outbound, SharedOutbound if mode == "shared" else TcpOutbound)
-    assert outbound.used == 0
-    send = outbound.reserve(WINDOW, remote_slot)
-    assert send is not None
-    peer.kill()
-    send.buffer.fill_(1)
-    outlive(outbound.poll, send)
-    outbound.abort()
-    assert outbound.used == 0
-    peer.process.stdin.close()  # type: ignore[union-attr]
+def outlive(poll: Callable[[], None], operation: Receive | Send, mode: str) -> None:
+    """A killed peer is silent or a LinkError, and never a completion. CUDA IPC has a socket that shows it."""
+    if mode == "ipc":
+        with pytest.raises(LinkError, match="closed by the peer"):
+            wait_for(poll)  # type: ignore[arg-type]
+        return
+    for _ in range(POLLS):
+        try:
+            poll()
+            assert not operation.done()
+        except LinkError as error:
+            assert mode in HOST and ("closed" in str(error) or "broke" in str(error))
 
 
-def test_from_another_process_which_is_killed(start: Callable[[str], Peer], links: HostLinks) -> None:
-    peer = start("P")
+def posted(links: LinkFactory, peer: Peer) -> tuple[Inbound, Receive]:
+    """A P has sent all sizes, and a receive of a whole window is posted."""
     inbound = receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
+    assert last is not None
     wait_for(lambda: inbound.poll() or peer.hear() == {"sent": True})
+    return inbound, last
+
+
+def test_d_dies_in_mid_message_and_another_takes_its_place(
+    start: Callable[[str], Peer], links: LinkFactory, mode: str
+) -> None:
+    """What P writes to shared memory after D's death lands where it is kept until P has left it."""
+    peer, other = start("D"), start("D")
+    outbound, remote_slot = send_all(links, peer, SIZES, WINDOW)
+    assert isinstance(outbound, HOST.get(mode, object))
+    assert outbound.used == 0
+    peer.process.send_signal(signal.SIGSTOP)  # so that no message can be taken as a whole
+    send = outbound.reserve(WINDOW, remote_slot)
+    assert send is not None
+    if mode in NCCL_KINDS:
+        send.commit()
+    peer.kill()
+    if mode not in NCCL_KINDS:
+        send.buffer.fill_(1)  # no fault: the memory is still mapped
+        with suppress(LinkError):
+            send.commit()
+    outlive(outbound.poll, send, mode)
+    outbound.abort()
+    assert outbound.used == 0
+    outbound, _ = send_all(links, other, SIZES, WINDOW)
+    outbound.abort()
+    other.kill()
+
+
+def test_p_dies_while_it_writes(start: Callable[[str], Peer], links: LinkFactory, mode: str) -> None:
+    peer = start("P")
+    inbound, last = posted(links, peer)
     peer.tell(nbytes=WINDOW, remote_slot=last.remote_slot)
     assert peer.hear() == {"half": True}
     peer.kill()
-    outlive(inbound.poll, last)
-    assert inbound.used >= WINDOW
+    outlive(inbound.poll, last, mode)
     inbound.abort()
     assert inbound.used == 0
+    if mode == "ipc":
+        assert links.staging.used == WINDOW, "kernels of a process that was killed may run on for a moment"
 
 
-def outlive(poll: Callable[[], None], operation: object) -> None:
-    """A killed peer is silent or a LinkError, and never a completion."""
-    for _ in range(20):
-        try:
-            poll()
-            assert not operation.done()  # type: ignore[attr-defined]
-        except LinkError as error:
-            assert "closed" in str(error) or "broke" in str(error)
+@only(*NCCL_KINDS)
+def test_p_dies_before_it_joins(start: Callable[[str], Peer], mode: str) -> None:
+    links = nccl_links(blocking=mode == "nccl-blocking", init_seconds=0.1)
+    peer = start("P")
+    invitation = bytes.fromhex(peer.hear()["invitation"])
+    peer.kill()
+    inbound, _ = links.accept(invitation, WINDOW)
+    with pytest.raises(LinkError, match=r"did not come up in 0\.1 s"):
+        wait_for(inbound.ready)
+    inbound.abort()
+    links.close()
+    wait_for(lambda: links.stuck == (1 if mode == "nccl-blocking" else 0))
+
+
+@only("ipc")
+def test_a_frozen_p_that_wakes_up_writes_where_no_rank_reads(
+    start: Callable[[str], Peer], links: LinkFactory
+) -> None:
+    peer = start("P")
+    inbound, last = posted(links, peer)
+    peer.process.send_signal(signal.SIGSTOP)
+    peer.tell(nbytes=WINDOW, remote_slot=last.remote_slot)
+    inbound.abort()
+    other, _ = links.accept(links.invite(), WINDOW)
+    fresh = other.post(WINDOW)
+    assert fresh is not None
+    before, slot = fresh.buffer.clone(), last.buffer
+    slot.fill_(0)
+    peer.process.send_signal(signal.SIGCONT)
+    assert peer.hear() == {"half": True}
+    assert bool((slot[: WINDOW // 2] == 1).all()), "P has written"
+    assert torch.equal(fresh.buffer, before) and links.staging.used == 2 * WINDOW
+    wait_for(lambda: peer.process.poll() is not None)  # it finds the link closed
+    wait_for(lambda: links.staging.used == WINDOW)
+    other.abort()

@@ -88,7 +88,3 @@ def test_a_load_that_stalls_ends_although_p_vouches_for_it() -> None:
     assert made.deadline == 140.0 and made.tick(139.9) == []
     finished = made.tick(140.0)[-1]
     assert isinstance(finished, Finished) and "has pushed nothing of this prompt for 50 s" in finished.reason
-
-
-def test_the_repr_says_where_it_stands() -> None:
-    assert repr(make()) == f"<load k:WAITING attempt {ATTEMPT} sources [0, 1]>"

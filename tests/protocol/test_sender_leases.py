@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.sender_rigs import LEASE, Rig, claimed, held, offered, sending
+from protocol.sender_rigs import LEASE, Rig, claimed, held, offered
 
 from p2pkv.protocol.machine import Finished, Released, SendTo
 from p2pkv.protocol.messages import Failed
@@ -71,7 +71,3 @@ def test_every_word_of_d_renews_and_an_ended_leg_has_no_lease() -> None:
     rig = claimed()
     rig.cancel()
     assert rig.sender.deadline is None
-
-
-def test_the_repr_says_where_it_stands() -> None:
-    assert repr(sending().sender) == "<prompt k:OFFERED send k/0:SENDING>"

@@ -25,3 +25,28 @@ class Clock:
         """Do what is due next."""
         self.now, _, act = heapq.heappop(self._due)
         act()
+
+
+class Alarm:
+    """One thing that is done at the earliest of the times that were asked for."""
+
+    def __init__(self, clock: Clock, act: Act) -> None:
+        self._clock = clock
+        self._act = act
+        self._due = float("inf")
+
+    def within(self, seconds: float) -> None:
+        """Have it done in so many seconds, or sooner."""
+        due = self._clock.now + seconds
+        if due < self._due:
+            self._due = due
+            self._clock.after(seconds, lambda: self._ring(due))
+
+    def clear(self) -> None:
+        """Nothing is asked for."""
+        self._due = float("inf")
+
+    def _ring(self, due: float) -> None:
+        if due == self._due:
+            self.clear()
+            self._act()

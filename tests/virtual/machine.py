@@ -14,7 +14,7 @@ from chaos.prefill import PrefillSide
 from chaos.schedule import LEASE
 from engine_support import BUSY
 from faulty_links import Faults, FaultyLinks
-from virtual.clock import Clock
+from virtual.clock import Alarm, Clock
 from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
@@ -55,33 +55,26 @@ class Worker:
         )  # fmt: skip
         hello = hello_of(options, machine.build.model, pages, self.links.kind, incarnation)
         self.core = Core(hello, options, pages.cache, self.links, self.endpoint)  # type: ignore[arg-type]
-        self._next_turn = float("inf")
+        self._turns = Alarm(machine.clock, self._turn)
 
     def ring(self) -> None:
         """There is something to hear."""
-        self._turn_in(self.machine.jitter())
+        self._turns.within(self.machine.jitter())
 
-    def _turn_in(self, seconds: float) -> None:
-        due = self.machine.clock.now + seconds
-        if due < self._next_turn:
-            self._next_turn = due
-            self.machine.clock.after(seconds, lambda: self._turn(due))
-
-    def _turn(self, due: float) -> None:
-        if not self.life.alive or due != self._next_turn or self.machine.frozen:
+    def _turn(self) -> None:
+        if not self.life.alive or self.machine.frozen:
             return
-        self._next_turn = float("inf")
         now = self.machine.clock.now
         self.machine.note("turn", self.machine.name, self.core.context.hello.rank)
         self.core.turn(now)
         self.machine.look(self.core)
         if self.core.news:
             self.life.step_in(self.machine.jitter())
-        self._turn_in(max(self.core.pause(now), self.machine.jitter()))
+        self._turns.within(max(self.core.pause(now), self.machine.jitter()))
 
     def go_on(self) -> None:
         """After a freeze."""
-        self._next_turn = float("inf")
+        self._turns.clear()
         self.ring()
 
 
@@ -92,7 +85,7 @@ class Life:
         self.machine = machine
         self.alive = True
         self._working: Iterator[float] | None = None
-        self._next_step = float("inf")
+        self._steps = Alarm(machine.clock, self._step)
         self.hung_until = 0.0
         build = machine.build
         pages = build.pages()
@@ -116,16 +109,12 @@ class Life:
         self.ring()
 
     def step_in(self, seconds: float) -> None:
-        due = self.machine.clock.now + seconds
-        if due < self._next_step:
-            self._next_step = due
-            self.machine.clock.after(seconds, lambda: self._step(due))
+        self._steps.within(seconds)
 
-    def _step(self, due: float) -> None:
+    def _step(self) -> None:
         clock = self.machine.clock
-        if not self.alive or due != self._next_step or self.machine.frozen:
+        if not self.alive or self.machine.frozen:
             return
-        self._next_step = float("inf")
         if clock.now < self.hung_until:
             self.step_in(self.hung_until - clock.now)
             return
@@ -158,7 +147,7 @@ class Life:
 
     def go_on(self) -> None:
         """After a freeze."""
-        self._next_step = float("inf")
+        self._steps.clear()
         for worker in self.workers:
             worker.go_on()
         self.step_in(self.machine.jitter())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from engine_support import prefill, step, wrong_cells
+from transfers import BLOCKS, TOKENS, value
 from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
 
-BLOCKS = list(range(6))
-TOKENS = 96
 LEASE, STALL = 10.0, 16.0
 LONG = 30.0
 """Seconds: several leases, and longer than a stall."""
@@ -19,10 +18,6 @@ GRACE = 5.0
 HALF = TOKENS // 2
 TOKEN = 4 * 2 * 8 * 4
 """Bytes of a token."""
-
-
-def value(engine, name: str) -> int:
-    return engine.rank.counters.snapshot()[name]
 
 
 def expect(pair: VirtualPair, key: str = "k", tokens: int = TOKENS) -> None:
@@ -56,13 +51,32 @@ def half_a_push(pair: VirtualPair) -> None:
     pair.until(lambda: value(pair.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
 
 
-def kept(pair: VirtualPair) -> bool:
-    """Neither side has given the request up."""
-    return not pair.d.failures and not pair.p.all_heard(do.BlocksFree("k"))
+def served(pair: VirtualPair, key: str = "k") -> None:
+    """P computes it, D loads it, nothing is left of it, and nothing was lost on the way."""
+    computed(pair, key)
+    load(pair, key)
+    ends_well(pair, key)
+
+
+def ends_well(pair: VirtualPair, key: str = "k") -> None:
+    """What has been loaded leaves nothing, and nothing was lost on the way."""
+    pair.rest(key)
+    nothing_was_lost(pair)
 
 
 def nothing_was_lost(pair: VirtualPair) -> None:
     for engine in (pair.p, pair.d):
-        counters = engine.rank.counters.values
         lost = "transfers_failed", "links_aborted", "handshakes_failed", "messages_refused"
-        assert {name: counters[name] for name in lost} == dict.fromkeys(lost, 0)
+        assert {name: value(engine, name) for name in lost} == dict.fromkeys(lost, 0)
+
+
+def fails(pair: VirtualPair, words: str, seconds: float = GRACE) -> None:
+    """D's one request fails within so many seconds, and says why in these words."""
+    pair.until(lambda: pair.d.failures, seconds, "the end of the request")
+    (failed,) = pair.d.failures
+    assert words in failed.reason  # type: ignore[attr-defined]
+
+
+def kept(pair: VirtualPair) -> bool:
+    """Neither side has given the request up."""
+    return not pair.d.failures and not pair.p.all_heard(do.BlocksFree("k"))

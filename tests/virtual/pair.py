@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from engine_support import DEFAULTS, Engine, Geometry, TestRank, at_baseline, make_hello, make_pages
 from memory_links import MemoryNetwork
-from virtual.clock import Clock
+from virtual.clock import Alarm, Clock
 from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
@@ -37,18 +37,13 @@ class VirtualRank:
         self.hello = make_hello(opts, pair.geometry, 0, cache, self.wires.kind, name)
         self.endpoint = Endpoint(name, opts.address, pair.network, self.ring)
         self._clock = pair.clock
-        self._next_turn = float("inf")
+        self._turns = Alarm(pair.clock, self._turn)
         self.still_until = 0.0
         self.beat: Beat | None = None
         """What its engine core says of itself as often as it is looked at; None: nothing."""
         self.alive = True
-        self.core = Core(
-            self.hello,
-            opts,
-            RankCache([cache]),
-            self.wires,
-            self.endpoint,
-        )
+        self.turns = 0
+        self.core = Core(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)
         self.context, self.steps, self.counters = self.core.context, self.core.steps, self.core.counters
         self.revoke, self.events = self.core.revoke, self.core.events
         self.steps.read_beats = lambda: [] if self.beat is None else [self.beat]
@@ -59,23 +54,17 @@ class VirtualRank:
         self.ring()
 
     def ring(self) -> None:
-        self._turn_in(TURN)
+        self._turns.within(TURN)
 
-    def _turn_in(self, seconds: float) -> None:
-        due = self._clock.now + seconds
-        if due < self._next_turn:
-            self._next_turn = due
-            self._clock.after(seconds, lambda: self._go_round(due))
-
-    def _go_round(self, due: float) -> None:
-        if not self.alive or due != self._next_turn:
+    def _turn(self) -> None:
+        if not self.alive:
             return
-        self._next_turn = float("inf")
         if self._clock.now < self.still_until:
-            self._turn_in(self.still_until - self._clock.now)
+            self._turns.within(self.still_until - self._clock.now)
             return
+        self.turns += 1
         self.core.turn(self._clock.now)
-        self._turn_in(max(TURN, self.core.pause(self._clock.now)))
+        self._turns.within(max(TURN, self.core.pause(self._clock.now)))
 
     def stand_still(self, seconds: float) -> None:
         """Its thread does nothing for so long; connections stay up, and nobody answers a new one."""

@@ -12,11 +12,13 @@ from virtual.moves import (
     TOKENS,
     begin,
     computed,
+    ends_well,
     expect,
+    fails,
     half_a_push,
     kept,
     load,
-    nothing_was_lost,
+    served,
     value,
 )
 from virtual.pair import VirtualEngine, VirtualPair
@@ -99,10 +101,7 @@ def test_a_core_that_gets_on_again_in_time_has_lost_nothing(
     pair.lasts(lambda: kept(pair), STALL + LEASE / 2)
     heal(struck)
     pair.lasts(lambda: kept(pair), LONG)
-    computed(pair)
-    load(pair)
-    pair.rest("k")
-    nothing_was_lost(pair)
+    served(pair)
 
 
 def test_after_a_pause_requests_are_served_as_before(pair: VirtualPair) -> None:
@@ -110,10 +109,7 @@ def test_after_a_pause_requests_are_served_as_before(pair: VirtualPair) -> None:
     pair.lasts(lambda: True, STALL + LEASE)
     heal(pair.p)
     expect(pair)
-    computed(pair)
-    load(pair)
-    pair.rest("k")
-    nothing_was_lost(pair)
+    served(pair)
 
 
 def test_a_core_that_makes_steps_or_has_no_work_lives(pair: VirtualPair) -> None:
@@ -127,10 +123,7 @@ def test_a_core_that_makes_steps_or_has_no_work_lives(pair: VirtualPair) -> None
         return kept(pair)
 
     pair.lasts(steps, LONG)
-    computed(pair)
-    load(pair)
-    pair.rest("k")
-    nothing_was_lost(pair)
+    served(pair)
 
 
 def test_a_rank_that_was_held_up_does_not_blame_its_core(
@@ -164,9 +157,7 @@ def test_a_paused_p_gives_a_d_that_takes_nothing_one_lease(pair: VirtualPair) ->
     strike(pair.p, "paused")
     pair.lasts(lambda: kept(pair), LEASE - 1.0)
     pair.p.wait(do.BlocksFree("k"), GRACE)
-    pair.until(lambda: pair.d.failures, GRACE)
-    (failed,) = pair.d.failures
-    assert "P is paused" in failed.reason  # type: ignore[attr-defined]
+    fails(pair, "P is paused")
     pair.rest("k")
 
 
@@ -176,8 +167,7 @@ def test_what_d_takes_of_a_paused_p_comes(pair: VirtualPair) -> None:
     strike(pair.p, "paused")
     pair.lasts(lambda: kept(pair), LEASE / 2)
     load(pair)
-    pair.rest("k")
-    nothing_was_lost(pair)
+    ends_well(pair)
 
 
 # A process that nobody needs any more.
@@ -208,9 +198,7 @@ def test_a_request_that_p_never_begins_ends_although_p_vouches_for_it(pair: Virt
     expect(pair)
     pair.p.do(do.Hold("k", pair.d.address))
     pair.lasts(lambda: kept(pair), WAIT - 1.0)
-    pair.until(lambda: pair.d.failures, GRACE)
-    (failed,) = pair.d.failures
-    assert "has not begun this prompt" in failed.reason  # type: ignore[attr-defined]
+    fails(pair, "has not begun this prompt")
 
 
 def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: VirtualPair) -> None:
@@ -221,9 +209,7 @@ def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: Virt
     computed(pair)
     pair.d.wait(do.Begun("k"))
     pair.lasts(lambda: kept(pair), WAIT - 1.0)
-    pair.until(lambda: pair.d.failures, GRACE)
-    (failed,) = pair.d.failures
-    assert "D has had no room" in failed.reason  # type: ignore[attr-defined]
+    fails(pair, "D has had no room")
     pair.rest("k")
 
 
@@ -236,9 +222,7 @@ def test_p_does_not_rely_on_d_for_the_end_of_its_patience() -> None:
     computed(pair)
     pair.d.wait(do.Begun("k"))
     pair.lasts(lambda: kept(pair), WAIT - 2.0)
-    pair.until(lambda: pair.d.failures, GRACE)
-    (failed,) = pair.d.failures
-    assert "D has taken nothing of this prompt" in failed.reason  # type: ignore[attr-defined]
+    fails(pair, "D has taken nothing of this prompt")
     pair.rest("k")
 
 
@@ -250,8 +234,7 @@ def test_the_wait_for_p_and_the_wait_for_room_on_d_are_two(pair: VirtualPair) ->
     pair.d.wait(do.Begun("k"))
     pair.lasts(lambda: kept(pair), 0.9 * WAIT)
     load(pair)
-    pair.rest("k")
-    nothing_was_lost(pair)
+    ends_well(pair)
 
 
 def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: VirtualPair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_support import step, wrong_cells
+from transfers import arrives
 from virtual.moves import (
     BLOCKS,
     GRACE,
@@ -14,11 +15,13 @@ from virtual.moves import (
     TOKENS,
     begin,
     computed,
+    ends_well,
     expect,
+    fails,
     half_a_push,
     kept,
     load,
-    nothing_was_lost,
+    served,
     value,
 )
 from virtual.pair import VirtualPair
@@ -87,10 +90,7 @@ def test_who_is_idle_is_not_dead_however_long(pair: VirtualPair, who: str) -> No
         computed(pair)
     pair.lasts(lambda: kept(pair), LONG)
     if who == "P":
-        computed(pair)
-    load(pair)
-    pair.rest("k")
-    nothing_was_lost(pair)
+        served(pair)
 
 
 @pytest.mark.parametrize("who", ["P", "D"])
@@ -102,10 +102,8 @@ def test_a_step_longer_than_the_lease_and_shorter_than_a_stall_is_waited_for(who
     pair.lasts(lambda: kept(pair), LONG)
     step(pair.p, "k", BLOCKS, HALF, TOKENS)
     busy.wake()
-    pair.d.wait(do.Loaded("k"))
-    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-    pair.rest("k")
-    nothing_was_lost(pair)
+    arrives(pair.d)
+    ends_well(pair)
 
 
 def test_many_short_steps_are_no_stall(pair: VirtualPair) -> None:
@@ -129,9 +127,7 @@ def test_a_load_that_gets_nothing_for_long_ends_although_p_is_alive(pair: Virtua
     half_a_push(pair)
     pair.p.rank.revoke(["k"])
     pair.lasts(lambda: not pair.d.failures, STALL - 0.3)
-    pair.until(lambda: pair.d.failures, GRACE)
-    (failed,) = pair.d.failures
-    assert "answers, and has pushed nothing" in failed.reason  # type: ignore[attr-defined]
+    fails(pair, "answers, and has pushed nothing")
     pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
     pair.rest("k")
 
@@ -215,8 +211,7 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
             computed(pair)
         load(pair)
     assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-    pair.rest("k")
-    nothing_was_lost(pair)
+    ends_well(pair)
 
 
 def test_a_silence_counts_only_while_it_could_have_been_heard(pair: VirtualPair) -> None:
@@ -227,10 +222,8 @@ def test_a_silence_counts_only_while_it_could_have_been_heard(pair: VirtualPair)
     pair.d.rank.stand_still(2.0 * LEASE)
     pair.p.rank.stand_still(2.0 * LEASE - 2.0)
     pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
-    pair.d.wait(do.Loaded("k"), 3 * LEASE)
-    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-    pair.rest("k")
-    nothing_was_lost(pair)
+    arrives(pair.d, seconds=3 * LEASE)
+    ends_well(pair)
 
 
 def test_p_dies_in_mid_transfer(pair: VirtualPair) -> None:
@@ -259,9 +252,7 @@ def test_a_connection_that_went_silent_is_dialed_anew(pair: VirtualPair) -> None
         way.deaf = True
     expect(pair, "lost")
     computed(pair, "lost")
-    pair.until(lambda: pair.d.failures, LEASE + GRACE)
-    (failure,) = pair.d.failures
-    assert "has not confirmed" in failure.reason  # type: ignore[attr-defined]
+    fails(pair, "has not confirmed", LEASE + GRACE)
     expect(pair, "after")
     computed(pair, "after")
     pair.d.wait(do.Begun("after"), LEASE + GRACE)

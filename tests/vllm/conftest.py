@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from vllm_support import MODEL, Fleet, start_fleet
+from probes import Compared
+from vllm_support import MODEL, Fleet, assert_at_rest, start_fleet
 
 from p2pkv.demo.processes import ServerProcess
 from p2pkv.demo.tiny_model import ensure_model
@@ -92,6 +93,15 @@ def fleet_keeper(tiny_model: Path, logs: Path) -> Iterator[FleetKeeper]:
 def fleet(fleet_keeper: FleetKeeper) -> Fleet:
     """P, D, both proxies and the single server; shared by all tests, so leave them as they were."""
     return fleet_keeper.fleet()
+
+
+@pytest.fixture
+def compared(fleet: Fleet) -> Iterator[Compared]:
+    """Of the test's transfers: afterwards D's blocks were P's, and neither holds anything any more."""
+    made = Compared(fleet.probes)
+    yield made
+    made.spans()
+    assert_at_rest(fleet)
 
 
 @pytest.fixture

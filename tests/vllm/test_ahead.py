@@ -14,15 +14,17 @@ from vllm_support import (
     FORKED,
     MODEL_NAME,
     Fleet,
+    ask_pair,
     assert_same,
     at_rest,
+    complete,
     kv_bytes,
-    paired_headers,
+    metric,
     probing_server,
     tokens,
 )
 
-from p2pkv.demo import answers, client
+from p2pkv.demo import answers
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import VllmServer
 
@@ -46,7 +48,7 @@ def taker(fleet_keeper, tiny_model: Path, logs: Path) -> Iterator[VllmServer]:
     with d:
         d.wait_ready()
         # It dials P for its first request; from then on P can push to it.
-        ask_p_then_d(fleet_keeper.fleet().p, d, tokens(9, "acquaint"))
+        ask_pair(fleet_keeper.fleet().p, d, tokens(9, "acquaint"), at_once=False)
         yield d
 
 
@@ -62,14 +64,8 @@ def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
         assert counter(taker, name) == 0
 
 
-def ask_p_then_d(p: VllmServer, d: VllmServer, prompt: list[int]) -> answers.Answer:
-    headers = paired_headers(p, d)
-    answers.complete(p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)
-    return answers.complete(d.base_url, MODEL_NAME, prompt, headers=headers)[0]
-
-
 def counter(d: VllmServer, name: str = "bytes_ahead") -> float:
-    return client.metrics(d.base_url).get(f"p2pkv_{name}_total", 0.0)
+    return metric(d, f"p2pkv_{name}_total")
 
 
 def came(d: VllmServer, before: float, nbytes: int) -> None:
@@ -80,7 +76,7 @@ def came(d: VllmServer, before: float, nbytes: int) -> None:
 @pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 2 * CHUNK + 40])
 def test_the_answer_is_a_single_servers(fleet: Fleet, taker: VllmServer, length: int) -> None:
     prompt, before = tokens(length, f"ahead {length}"), counter(taker)
-    got = ask_p_then_d(fleet.p, taker, prompt)
+    got = ask_pair(fleet.p, taker, prompt, at_once=False)
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
     came(taker, before, kv_bytes(0, length))
 
@@ -88,7 +84,7 @@ def test_the_answer_is_a_single_servers(fleet: Fleet, taker: VllmServer, length:
 def test_a_prompt_half_cached_on_d(fleet: Fleet, taker: VllmServer) -> None:
     prompt, before = tokens(2 * CHUNK + 40, "ahead, half cached"), counter(taker)
     answers.complete(taker.base_url, MODEL_NAME, [*prompt[: 5 * BLOCK], 299], max_tokens=1)
-    got = ask_p_then_d(fleet.p, taker, prompt)
+    got = ask_pair(fleet.p, taker, prompt, at_once=False)
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
     came(taker, before, kv_bytes(0, len(prompt)))
 
@@ -97,7 +93,7 @@ def test_sixteen_at_once(fleet: Fleet, taker: VllmServer) -> None:
     prompts = [tokens(40 + 17 * number, f"ahead, crowd {number}") for number in range(16)]
     before = counter(taker)
     with ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(lambda prompt: ask_p_then_d(fleet.p, taker, prompt), prompts))
-    expected = [answers.complete(fleet.single.base_url, MODEL_NAME, prompt)[0] for prompt in prompts]
+        got = list(pool.map(lambda prompt: ask_pair(fleet.p, taker, prompt, at_once=False), prompts))
+    expected = [complete(fleet.single, prompt) for prompt in prompts]
     assert_same(expected, got)
     came(taker, before, sum(kv_bytes(0, len(prompt)) for prompt in prompts))

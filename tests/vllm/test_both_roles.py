@@ -20,8 +20,10 @@ from vllm_support import (
     FORKED,
     MODEL_NAME,
     ask_all,
+    ask_pair,
     assert_same,
     at_rest,
+    metric,
     paired_headers,
     probing_server,
     tokens,
@@ -109,7 +111,7 @@ def alone(server: VllmServer, asked: Sequence[answers.Prompt]) -> list[Answer]:
 
 
 def sent(server: VllmServer) -> float:
-    return client.metrics(server.base_url).get("p2pkv_bytes_sent_total", 0.0)
+    return metric(server, "p2pkv_bytes_sent_total")
 
 
 def prompts(count: int, name: str) -> list[answers.Prompt]:
@@ -121,23 +123,13 @@ def prompts(count: int, name: str) -> list[answers.Prompt]:
     ]
 
 
-def push(p: VllmServer, d: VllmServer, prompt: answers.Prompt) -> answers.Answer:
-    """What D answers to a request that names the two, asked at once."""
-    headers = paired_headers(p, d)
-    with ThreadPoolExecutor(1) as other:
-        asked = other.submit(answers.complete, p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)
-        answer = answers.complete(d.base_url, MODEL_NAME, prompt, max_tokens=16, headers=headers)[0]
-        asked.result(60)
-    return answer
-
-
 def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, tmp_path: Path) -> None:
     (a, b), proxy, *by_cost = pool("both", "both", options=[PAIR, BY_COST, APART])
     asked, named = prompts(20, "a pool of two"), [tokens(150, f"named {n}") for n in range(8)]
     compared = Compared(tmp_path)
     with ThreadPoolExecutor(8) as clients:
         turns = [(a, b) if n % 2 else (b, a) for n in range(len(named))]
-        pushed = [clients.submit(push, *pair, prompt) for pair, prompt in zip(turns, named, strict=True)]
+        pushed = [clients.submit(ask_pair, *pair, prompt) for pair, prompt in zip(turns, named, strict=True)]
         got = ask_all(proxy.base_url, asked, at_once=6)
         got += [each.result(60) for each in pushed]
     for server in (a, b):
@@ -279,7 +271,7 @@ def under_load(proxy: ProxyServer, servers: Sequence[VllmServer], what: str) -> 
 
 
 def running(server: VllmServer) -> float:
-    return client.metrics(server.base_url)["vllm:num_requests_running"]
+    return metric(server, "vllm:num_requests_running")
 
 
 def order(proxy: ProxyServer, server: VllmServer, what: str) -> None:

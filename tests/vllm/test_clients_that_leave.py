@@ -19,6 +19,7 @@ from vllm_support import (
     assert_at_rest,
     assert_same,
     at_rest,
+    each_dispatch,
     metric,
     paired_headers,
     tokens,
@@ -32,8 +33,6 @@ from p2pkv.pairing import Address
 
 LONG = 600
 """Tokens of an answer that takes seconds."""
-
-each_dispatch = pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,10 +32,13 @@ from vllm_support import (
     SETTINGS,
     Fleet,
     Traffic,
+    ask_pair,
     assert_at_rest,
     assert_same,
     at_rest,
+    complete,
     kv_bytes,
+    metric,
     paired_headers,
     plugin_environment,
     probing_server,
@@ -56,7 +59,7 @@ def post(server: ServerProcess, path: str, body: dict[str, Any]) -> dict[str, An
 
 
 def cached_on_p(fleet: Fleet) -> float:
-    return client.metrics(fleet.p.base_url)["vllm:prefix_cache_hits_total"]
+    return metric(fleet.p, "vllm:prefix_cache_hits_total")
 
 
 def test_prompts_with_other_salts_share_nothing(fleet: Fleet) -> None:
@@ -167,7 +170,7 @@ RANK = 8
 
 
 def counter(server: VllmServer, name: str) -> float:
-    return client.metrics(server.base_url).get(f"p2pkv_{name}_total", 0.0)
+    return metric(server, f"p2pkv_{name}_total")
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -201,17 +204,52 @@ def write_adapter(folder: Path, seed: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """`style` is the same adapter everywhere; `mixed` another one on P than elsewhere; `lonely` on P only."""
+class Combined:
+    """A pair, and the single server that knows its answers; behind a proxy, or asked by both addresses."""
 
     p: VllmServer
     d: VllmServer
     single: VllmServer
-    proxy: ProxyServer
     probes: Path
+    proxy: ProxyServer | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.proxy is not None
+        return self.proxy.base_url
 
     def moved(self) -> float:
         return counter(self.d, "bytes_scattered")
+
+    def rests(self) -> None:
+        # P keeps a prompt for which D has not come for a lease, since D might still come.
+        at_rest(self.p, seconds=60.0)
+        at_rest(self.d)
+
+
+def pair_of(
+    name: str, model: Path, logs: Path, single: VllmServer, p: Sequence[str], d: Sequence[str], **options: Any
+) -> Combined:
+    """With these settings. `options`: `proxy`, whether there is one, and those of both servers."""
+    probes = logs / f"{name}-probes"
+    probes.mkdir()
+    proxy = ProxyServer(log_path=logs / f"{name}-proxy.log") if options.pop("proxy", True) else None
+    if proxy is not None:
+        options["proxy"] = proxy.discovery
+    made = [
+        probing_server(
+            model,
+            role,
+            probes,
+            name=f"{name}-{role}",
+            plugins=FORKED,
+            extra_args=settings,
+            log_path=logs / f"{name}-{role}.log",
+            **options,
+        )
+        for role, settings in (("P", p), ("D", d))
+    ]
+    return Combined(made[0], made[1], single, probes, proxy)
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +260,9 @@ def own(fleet_keeper) -> Iterator[ExitStack]:
         yield stack
 
 
-def start(stack: ExitStack, *servers: ServerProcess) -> None:
+def start(stack: ExitStack, made: Combined) -> None:
     """Have these running in the place of what `stack` holds; some may have been started elsewhere."""
+    servers = [*([made.proxy] if made.proxy else []), made.p, made.d, made.single]
     stack.close()
     for server in servers:
         if not server.running():
@@ -264,39 +303,23 @@ def adapted(**named: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def adapted_pair(
     own: ExitStack, tiny_model: Path, adapters: dict[str, Path], single: VllmServer, logs: Path
-) -> Adapted:
-    probes = logs / "adapted-probes"
-    probes.mkdir()
-    proxy = ProxyServer(log_path=logs / "adapted-proxy.log")
+) -> Combined:
+    """`style` is the same adapter everywhere; `mixed` another one on P than elsewhere; `lonely` on P only."""
     on_p = adapted(style=adapters["style"], mixed=adapters["third"], lonely=adapters["other"])
     on_d = adapted(style=adapters["style"], mixed=adapters["other"])
-
-    def server(role: Role, extra: tuple[str, ...]) -> VllmServer:
-        return probing_server(
-            tiny_model,
-            role,
-            probes,
-            name=f"adapted-{role}",
-            plugins=FORKED,
-            extra_args=extra,
-            proxy=proxy.discovery,
-            load_failure_policy="recompute",
-            log_path=logs / f"adapted-{role}.log",
-        )
-
-    p, d = server("P", on_p), server("D", on_d)
-    start(own, proxy, p, d, single)
-    return Adapted(p, d, single, proxy, probes)
+    made = pair_of("adapted", tiny_model, logs, single, on_p, on_d, load_failure_policy="recompute")
+    start(own, made)
+    return made
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("length", [20, 2 * CHUNK + 40])
-def test_an_adapters_answer_is_a_single_servers(adapted_pair: Adapted, length: int) -> None:
+def test_an_adapters_answer_is_a_single_servers(adapted_pair: Combined, length: int) -> None:
     prompt = tokens(length, f"adapter {length}")
     compared = Compared(adapted_pair.probes)
     # The base model first: what it leaves in the caches is no adapter's.
     for model in (MODEL_NAME, "style"):
-        got = answers.complete(adapted_pair.proxy.base_url, model, prompt)
+        got = answers.complete(adapted_pair.url, model, prompt)
         assert_same(answers.complete(adapted_pair.single.base_url, model, prompt), got)
     assert compared.spans(2) == [(0, length - 1)] * 2
     base, style = (
@@ -306,12 +329,12 @@ def test_an_adapters_answer_is_a_single_servers(adapted_pair: Adapted, length: i
 
 
 @pytest.mark.long
-def test_base_and_adapter_in_the_same_steps(adapted_pair: Adapted) -> None:
+def test_base_and_adapter_in_the_same_steps(adapted_pair: Combined) -> None:
     asked = [("style" if n % 2 else MODEL_NAME, tokens(30 + 25 * n, f"mixture {n}")) for n in range(12)]
     compared = Compared(adapted_pair.probes)
 
     def ask(one: tuple[str, list[int]]) -> Answer:
-        return answers.complete(adapted_pair.proxy.base_url, *one)[0]
+        return answers.complete(adapted_pair.url, *one)[0]
 
     with ThreadPoolExecutor(12) as pool:
         got = list(pool.map(ask, asked))
@@ -321,10 +344,10 @@ def test_base_and_adapter_in_the_same_steps(adapted_pair: Adapted) -> None:
 
 
 @pytest.mark.long
-def test_another_adapter_of_the_same_name_on_p_is_noticed(adapted_pair: Adapted) -> None:
+def test_another_adapter_of_the_same_name_on_p_is_noticed(adapted_pair: Combined) -> None:
     """D computes the prompt itself, as its policy says."""
     prompt, before = tokens(CHUNK + 9, "of the same name"), adapted_pair.moved()
-    got = answers.complete(adapted_pair.proxy.base_url, "mixed", prompt)
+    got = answers.complete(adapted_pair.url, "mixed", prompt)
     assert_same(answers.complete(adapted_pair.single.base_url, "mixed", prompt), got)
     wait_until(lambda: counter(adapted_pair.d, "transfers_failed") >= 1, "a transfer that D has refused")
     at_rest(adapted_pair.d)
@@ -332,9 +355,9 @@ def test_another_adapter_of_the_same_name_on_p_is_noticed(adapted_pair: Adapted)
 
 
 @pytest.mark.long
-def test_an_adapter_that_only_p_has_is_not_served(adapted_pair: Adapted) -> None:
+def test_an_adapter_that_only_p_has_is_not_served(adapted_pair: Combined) -> None:
     with pytest.raises(client.RequestFailed) as failed:
-        answers.complete(adapted_pair.proxy.base_url, "lonely", tokens(20, "lonely"))
+        answers.complete(adapted_pair.url, "lonely", tokens(20, "lonely"))
     assert failed.value.status == 404
     assert "lonely" in failed.value.body
 
@@ -347,7 +370,7 @@ def encoded(embeds: torch.Tensor) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("length", [20, 2 * CHUNK + 40])
-def test_prompt_embeddings(adapted_pair: Adapted, tiny_model: Path, length: int) -> None:
+def test_prompt_embeddings(adapted_pair: Combined, tiny_model: Path, length: int) -> None:
     """A second prompt that differs in its first token only takes nothing from the first one's cache."""
     rows = load_file(tiny_model / "model.safetensors")["model.embed_tokens.weight"]
     embeds = rows[torch.tensor(tokens(length, f"embeddings {length}"))].clone()
@@ -362,49 +385,26 @@ def test_prompt_embeddings(adapted_pair: Adapted, tiny_model: Path, length: int)
         )
         assert_same([single], [pair])
     assert compared.spans(2) == [(0, length - 1)] * 2
-    # P keeps the prompt of the test before for a lease, since D might still come for it.
-    at_rest(adapted_pair.p, seconds=60.0)
-    at_rest(adapted_pair.d)
+    adapted_pair.rests()
 
 
 # Pictures among the tokens.
 
 
-@dataclass(frozen=True)
-class Seeing:
-    p: VllmServer
-    d: VllmServer
-    single: VllmServer
-    proxy: ProxyServer
-    probes: Path
-
-
 @pytest.fixture(scope="module")
-def seeing(own: ExitStack, tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Seeing:
+def seeing(own: ExitStack, tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Combined:
     pytest.importorskip("torchvision", reason="vLLM's LLaVA imports torchvision, and it is not installed")
     model = ensure_model(TinyLlava(), tmp_path_factory.mktemp("llava"))
-    probes = logs / "seeing-probes"
-    probes.mkdir()
-    proxy = ProxyServer(log_path=logs / "seeing-proxy.log")
-
-    def server(role: Role) -> VllmServer:
-        return probing_server(
-            model,
-            role,
-            probes,
-            name=f"seeing-{role}",
-            plugins=FORKED,
-            proxy=proxy.discovery,
-            log_path=logs / f"seeing-{role}.log",
-        )
-
-    p, d = server("P"), server("D")
-    env = plugin_environment(*FORKED)
     single = VllmServer(
-        model, extra_args=SETTINGS, env=env, name="seeing-single", log_path=logs / "seeing.log"
+        model,
+        extra_args=SETTINGS,
+        env=plugin_environment(*FORKED),
+        name="seeing-single",
+        log_path=logs / "seeing.log",
     )
-    start(own, proxy, p, d, single)
-    return Seeing(p, d, single, proxy, probes)
+    made = pair_of("seeing", model, logs, single, SETTINGS, SETTINGS)
+    start(own, made)
+    return made
 
 
 def picture(seed: int) -> dict[str, Any]:
@@ -419,7 +419,7 @@ def picture(seed: int) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("pictures", [1, 3])
-def test_pictures(seeing: Seeing, pictures: int) -> None:
+def test_pictures(seeing: Combined, pictures: int) -> None:
     """Two prompts that differ in their last picture only; the longer ones are computed in two steps."""
     text = {"type": "text", "text": "".join(chr(97 + token % 26) for token in tokens(60, "see"))}
     compared, expected = Compared(seeing.probes), []
@@ -427,15 +427,14 @@ def test_pictures(seeing: Seeing, pictures: int) -> None:
         seen = [*map(picture, range(pictures - 1)), picture(last)]
         messages = [{"role": "user", "content": [*seen, text]}]
         (single,), (pair,) = (
-            answers.chat(server.base_url, MODEL_NAME, messages) for server in (seeing.single, seeing.proxy)
+            answers.chat(url, MODEL_NAME, messages) for url in (seeing.single.base_url, seeing.url)
         )
         assert_same([single], [pair])
         expected.append(single)
     assert answers.difference(*expected), "the picture changes nothing, so this test shows nothing"
     spans = compared.spans(2)
     assert all(past - first >= TinyLlava().patches for first, past in spans)
-    at_rest(seeing.p)
-    at_rest(seeing.d)
+    seeing.rests()
 
 
 # Few blocks: preemption on P and on D.
@@ -443,74 +442,48 @@ def test_pictures(seeing: Seeing, pictures: int) -> None:
 FEW = ("--scheduling-policy", "priority", "--max-model-len", "1024", "--num-gpu-blocks-override")
 
 
-@dataclass(frozen=True)
-class Small:
-    p: VllmServer
-    d: VllmServer
-    probes: Path
+def all_at_once(pair: Combined, prompts: list[list[int]], count: int) -> list[Answer]:
+    headers = [paired_headers(pair.p, pair.d) for _ in prompts]
 
-    def all_at_once(self, prompts: list[list[int]], count: int) -> list[Answer]:
-        headers = [paired_headers(self.p, self.d) for _ in prompts]
+    def on(server: VllmServer, number: int, count: int) -> Answer:
+        return complete(server, prompts[number], count, headers=headers[number], priority=number % 4)
 
-        def on(server: VllmServer, number: int, count: int) -> Answer:
-            return answers.complete(
-                server.base_url,
-                MODEL_NAME,
-                prompts[number],
-                max_tokens=count,
-                headers=headers[number],
-                priority=number % 4,
-            )[0]
-
-        with ThreadPoolExecutor(2 * len(prompts)) as pool:
-            prefills = [pool.submit(on, self.p, number, 1) for number in range(len(prompts))]
-            decodes = [pool.submit(on, self.d, number, count) for number in range(len(prompts))]
-            for each in prefills:
-                each.result()
-            return [each.result() for each in decodes]
+    with ThreadPoolExecutor(2 * len(prompts)) as pool:
+        prefills = [pool.submit(on, pair.p, number, 1) for number in range(len(prompts))]
+        decodes = [pool.submit(on, pair.d, number, count) for number in range(len(prompts))]
+        for each in prefills:
+            each.result()
+        return [each.result() for each in decodes]
 
 
 @pytest.fixture(scope="module")
-def small_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Path) -> Small:
-    probes = logs / "small-probes"
-    probes.mkdir()
-
-    def server(role: Role, *more: str) -> VllmServer:
-        return probing_server(
-            tiny_model,
-            role,
-            probes,
-            name=f"small-{role}",
-            plugins=FORKED,
-            extra_args=(*SETTINGS, *FEW, *more),
-            load_failure_policy="recompute",
-            log_path=logs / f"small-{role}.log",
-        )
-
-    p, d = server("P", "256"), server("D", "64")
-    start(own, p, d, single)
-    return Small(p, d, probes)
+def small_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Path) -> Combined:
+    on_p, on_d = ((*SETTINGS, *FEW, blocks) for blocks in ("256", "64"))
+    made = pair_of(
+        "small", tiny_model, logs, single, on_p, on_d, proxy=False, load_failure_policy="recompute"
+    )
+    start(own, made)
+    return made
 
 
 def preempted(server: VllmServer) -> float:
-    return client.metrics(server.base_url)["vllm:num_preemptions_total"]
+    return metric(server, "vllm:num_preemptions_total")
 
 
 @pytest.mark.long
-def test_preemption_on_d(small_pair: Small, single: VllmServer) -> None:
+def test_preemption_on_d(small_pair: Combined, single: VllmServer) -> None:
     """What D preempts after its load it computes again by itself."""
     prompts = [tokens(100 + number, f"preempted on D {number}") for number in range(16)]
     before, compared = preempted(small_pair.d), Compared(small_pair.probes)
-    got = small_pair.all_at_once(prompts, 150)
+    got = all_at_once(small_pair, prompts, 150)
     assert preempted(small_pair.d) > before, "nothing was preempted, so this test shows nothing"
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     assert_same(alone(single, prompts, 150), got)
-    at_rest(small_pair.p)
-    at_rest(small_pair.d)
+    small_pair.rests()
 
 
 def alone(single: VllmServer, prompts: list[list[int]], count: int) -> list[Answer]:
-    return [answers.complete(single.base_url, MODEL_NAME, each, max_tokens=count)[0] for each in prompts]
+    return [complete(single, each, count) for each in prompts]
 
 
 # Beside a connector that stores prompts.
@@ -530,14 +503,7 @@ class Storing:
     d_folder: Path
 
     def ask(self, prompt: list[int]) -> Answer:
-        headers = paired_headers(self.p, self.d)
-        with ThreadPoolExecutor(1) as pool:
-            prefill = pool.submit(
-                answers.complete, self.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers
-            )
-            answer = answers.complete(self.d.base_url, MODEL_NAME, prompt, headers=headers)[0]
-            prefill.result()
-        return answer
+        return ask_pair(self.p, self.d, prompt)
 
     def moved(self) -> float:
         at_rest(self.d)
@@ -587,7 +553,7 @@ def storing_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Pat
         )
 
     p, d = server("P", "kv_producer"), server("D", "kv_consumer")
-    start(own, p, d, single)
+    start(own, Combined(p, d, single, logs))
     return Storing(p, d, folders["P"], folders["D"])
 
 

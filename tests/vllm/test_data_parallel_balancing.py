@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_parallel_support import DISPATCHES, answered, known, serves_as_one
+from data_parallel_support import answered, known, serves_as_one
 from tiny_moe import TinyMoe
 from vllm_support import (
+    DISPATCHES,
     SETTINGS,
     PingRelay,
     at_rest,

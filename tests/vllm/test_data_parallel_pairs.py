@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from data_parallel_support import DISPATCHES, answered, engines, known, serves_as_one
+from data_parallel_support import answered, engines, known, serves_as_one
 from router_support import MODES, original_router, vllm_router
 from tiny_moe import TinyMoe
 from vllm_support import (
+    DISPATCHES,
     SETTINGS,
     Fleet,
     PingRelay,

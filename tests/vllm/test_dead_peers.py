@@ -6,106 +6,81 @@ answered: D computes what P cannot. Who is slow loses nothing at all.
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, metric, tokens, worker_of
+from vllm_deployments import (
+    LEASE,
+    LENGTH,
+    PROXYS,
+    PROXYS_LEASE,
+    SHORT,
+    TOKENS,
+    Deployment,
+    deployed,
+    instance,
+)
+from vllm_support import assert_same, complete, metric, worker_of
 
-from p2pkv.demo import answers, client
+from p2pkv.demo import client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 
 pytestmark = pytest.mark.long
 
-LEASE = 5
-PROXYS_LEASE = 10
-"""Its least: three lost pings and a little."""
 PROMPTS = 16
-TOKENS = 48
 FREEZE_SECONDS = LEASE * 2 / 3
 # Whoever computes a prompt again, or decodes on, needs two cores to itself for this long.
 WORK_SECONDS = 20.0
-# P keeps D's last word about a prompt that it does not know for ten leases.
-SETTLE_SECONDS = 10 * LEASE + 20.0
 
 
-@dataclass
-class Pair:
-    """A P and a D of a short lease, and their proxy."""
-
-    p: VllmServer
-    d: VllmServer
-    proxy: ProxyServer
-
-    def victim(self, who: str) -> VllmServer:
-        return self.p if who == "P" else self.d
-
-    def sign(self, moment: str) -> tuple[VllmServer, str]:
-        """A server and its counter that grows when the moment has come."""
-        return {
-            "queued": (self.p, "vllm:prompt_tokens_total"),
-            "pushing": (self.p, "p2pkv_bytes_sent_total"),
-            "decoding": (self.d, "vllm:generation_tokens_total"),
-        }[moment]
-
-    def ask(self, prompt: list[int]) -> tuple[Answer | Exception, float]:
-        """The answer or the error, and when it came."""
-        try:
-            answer = answers.complete(self.proxy.base_url, MODEL_NAME, prompt, max_tokens=TOKENS)[0]
-        except (client.RequestFailed, http.client.HTTPException, OSError) as error:
-            return error, time.monotonic()
-        return answer, time.monotonic()
-
-    def done(self) -> dict[str, float]:
-        """What has been computed, loaded and lost so far."""
-        report = json.loads(client.get(f"{self.proxy.base_url}/health"))
-        return {
-            "computed by P": metric(self.p, "vllm:prompt_tokens_total"),
-            "loaded by D": metric(self.d, "p2pkv_transfers_loaded_total"),
-            "failed on D": metric(self.d, "p2pkv_transfers_failed_total"),
-            "alone": report["counters"]["alone"],
-        }
-
-    def serving(self) -> bool:
-        try:
-            report = json.loads(client.get(f"{self.proxy.base_url}/health"))
-            return bool(report["prefill"] and report["decode"])
-        except (client.RequestFailed, http.client.HTTPException, OSError):
-            return False
+def start(model: Path, logs: Path, *more: str, policy: str = "recompute") -> Deployment:
+    """A P and a D, which are judged by their leases alone; `more` options of the proxy."""
+    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=[*PROXYS, *more])
+    config = {name: SHORT[name] for name in ("lease_seconds", "chunk_bytes")}
+    p = instance(proxy, model, logs, "P", extra_config=config)
+    d = instance(proxy, model, logs, "D", extra_config=config, load_failure_policy=policy)
+    return Deployment(p, [d], proxy)
 
 
 @pytest.fixture(scope="module")
-def pair(fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     fleet_keeper.stop()
-    logs = tmp_path_factory.mktemp("dead-peers")
-    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=["--lease-seconds", str(PROXYS_LEASE)])
-    # Without a prefix cache every prompt is computed by P, and moved as a whole, each time it is asked.
-    settings = [*SETTINGS, "--no-enable-prefix-caching"]
+    with deployed(start(tiny_model, tmp_path_factory.mktemp("dead-peers"))) as made:
+        yield made
 
-    def server(role: str) -> VllmServer:
-        return VllmServer(
-            tiny_model,
-            role=role,  # type: ignore[arg-type]
-            proxy=proxy.discovery,
-            extra_args=settings,
-            extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
-            load_failure_policy="recompute" if role == "D" else None,
-            log_path=logs / f"{role}.log",
-        )
 
-    with proxy, server("P") as p, server("D") as d:
-        for each in (p, d, proxy):
-            each.wait_ready()
-        yield Pair(p, d, proxy)
+def sign(pair: Deployment, moment: str) -> Callable[[], None]:
+    """What waits until the moment has come."""
+    server, name = {
+        "queued": (pair.p, "vllm:prompt_tokens_total"),
+        "pushing": (pair.p, "p2pkv_bytes_sent_total"),
+        "decoding": (pair.d, "vllm:generation_tokens_total"),
+    }[moment]
+    before = metric(server, name)
+    return lambda: wait_until(lambda: metric(server, name) > before, f"the moment of {moment}", 30.0)
+
+
+def done(pair: Deployment) -> dict[str, float]:
+    """What has been computed, loaded and lost so far."""
+    return {
+        "computed by P": metric(pair.p, "vllm:prompt_tokens_total"),
+        "loaded by D": metric(pair.d, "p2pkv_transfers_loaded_total"),
+        "failed on D": metric(pair.d, "p2pkv_transfers_failed_total"),
+        "alone": pair.page("health")["counters"]["alone"],
+    }
+
+
+def ends(asked: list[Future[Any]], struck: float) -> list[tuple[Answer | Exception, float]]:
+    """The answers or errors, and how long after the fault each came."""
+    return [(what, when - struck) for what, when in (each.result(120.0) for each in asked)]
 
 
 @pytest.mark.timeout(600)
@@ -113,33 +88,30 @@ def pair(fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("who", ["P", "D"])
 @pytest.mark.parametrize("fault", ["freeze", "kill", "stop"])
 def test_all_requests_end_and_the_survivor_goes_on(
-    pair: Pair, servers_on_failure: Callable[..., None], fault: str, who: str, moment: str
+    pair: Deployment, servers_on_failure: Callable[..., None], fault: str, who: str, moment: str
 ) -> None:
     servers_on_failure(pair.p, pair.d)
     wait_until(pair.serving, "a pair that serves", 200.0)
     victim, survivor = pair.victim(who), pair.victim("D" if who == "P" else "P")
-    prompts = [tokens(300, f"{fault} {who} {moment} {number}") for number in range(PROMPTS)]
-    expected = [answers.complete(pair.d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
-    server, name = pair.sign(moment)
-    before = metric(server, name)
+    prompts = pair.prompts(f"{fault} {who} {moment}", PROMPTS)
+    expected, come = pair.expected(prompts), sign(pair, moment)
     with ThreadPoolExecutor(PROMPTS) as pool:
         asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
         if moment != "queued":
-            wait_until(lambda: metric(server, name) > before, f"the moment of {moment}", 30.0)
+            come()
         struck = time.monotonic()
         with out_of_action(victim, fault):
-            ended = [each.result(120.0) for each in asked]
+            ended = ends(asked, struck)
             frozen_d = (fault, who) == ("freeze", "D")  # which only the proxy can give up
             lease = PROXYS_LEASE if frozen_d else LEASE
-            check_ends(expected, [(what, when - struck) for what, when in ended], lease)
+            check_ends(expected, ended, lease)
             if who == "P":
                 assert [what for what, _ in ended if isinstance(what, Exception)] == []
-            alone = answers.complete(survivor.base_url, MODEL_NAME, prompts[0], max_tokens=TOKENS)
-            assert_same(expected[:1], alone)
-            at_rest(survivor, seconds=SETTLE_SECONDS)
+            assert_same(expected[:1], [complete(survivor, prompts[0], TOKENS)])
+            pair.rests(survivor)
     if fault != "freeze":
         victim.wait_ready()
-    at_rest(victim, seconds=SETTLE_SECONDS)
+    pair.rests(victim)
     wait_until(pair.serving, "a pair that serves again", 200.0)
     again, _ = pair.ask(prompts[0])
     assert isinstance(again, Answer), again
@@ -151,19 +123,19 @@ def test_all_requests_end_and_the_survivor_goes_on(
 @pytest.mark.parametrize("what", ["instance", "worker"])
 @pytest.mark.parametrize("who", ["P", "D"])
 def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
-    pair: Pair, servers_on_failure: Callable[..., None], who: str, what: str, moment: str
+    pair: Deployment, servers_on_failure: Callable[..., None], who: str, what: str, moment: str
 ) -> None:
     servers_on_failure(pair.p, pair.d)
     victim = pair.victim(who)
     wait_until(pair.serving, "a pair that serves", 200.0)
-    prompts = [tokens(300, f"slow {who} {what} {moment} {number}") for number in range(PROMPTS)]
-    expected = [answers.complete(pair.d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
+    prompts = pair.prompts(f"slow {who} {what} {moment}", PROMPTS)
+    expected = pair.expected(prompts)
     if moment == "before the handshake":
         victim.stop()
         victim.start()
         victim.wait_ready()
         wait_until(pair.serving, "a pair that serves", 200.0)
-    before = pair.done()
+    before = done(pair)
     worker = worker_of(victim)
     freeze, thaw = {
         "instance": (victim.freeze, victim.thaw),
@@ -174,10 +146,9 @@ def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
             freeze()
             asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
         else:
-            server, name = pair.sign(moment)
-            sign = metric(server, name)
+            come = sign(pair, moment)
             asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
-            wait_until(lambda: metric(server, name) > sign, f"the moment of {moment}", 30.0)
+            come()
             freeze()
         try:
             time.sleep(FREEZE_SECONDS)  # what is tested: a silence of this length
@@ -187,53 +158,34 @@ def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
     assert [each for each in ended if isinstance(each, Exception)] == []
     assert_same(expected, [each for each in ended if isinstance(each, Answer)])
     # Each prompt was computed by P, once, and loaded by D, once.
-    grown = {name: value - before[name] for name, value in pair.done().items()}
-    assert grown == {"computed by P": PROMPTS * 300, "loaded by D": PROMPTS, "failed on D": 0, "alone": 0}
-    for each in (pair.p, pair.d):
-        at_rest(each, seconds=SETTLE_SECONDS)
+    grown = {name: value - before[name] for name, value in done(pair).items()}
+    assert grown == {"computed by P": PROMPTS * LENGTH, "loaded by D": PROMPTS, "failed on D": 0, "alone": 0}
+    pair.rests()
 
 
 @pytest.mark.timeout(900)
 def test_with_the_policy_fail_and_nobody_alone_each_failure_comes_in_time_and_says_why(
-    fleet_keeper, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
+    fleet_keeper, servers_on_failure: Callable[..., None], tiny_model: Path, tmp_path: Path
 ) -> None:
     fleet_keeper.stop()
-    proxy = ProxyServer(
-        log_path=tmp_path / "proxy.log",
-        extra_args=["--no-decode-alone", "--lease-seconds", str(PROXYS_LEASE)],
-    )
-    p, d = (
-        VllmServer(
-            tiny_model,
-            role=role,  # type: ignore[arg-type]
-            proxy=proxy.discovery,
-            extra_args=[*SETTINGS, "--no-enable-prefix-caching"],
-            extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
-            load_failure_policy="fail" if role == "D" else None,
-            log_path=tmp_path / f"{role}.log",
-        )
-        for role in "PD"
-    )
-    launch(proxy, p, d)
-    pair = Pair(p, d, proxy)
-    for fault in ("freeze", "kill"):
-        wait_until(pair.serving, "a pair that serves", 200.0)
-        prompts = [tokens(300, f"fail {fault} {number}") for number in range(PROMPTS)]
-        expected = [answers.complete(d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
-        server, name = pair.sign("pushing")
-        before = metric(server, name)
-        with ThreadPoolExecutor(PROMPTS) as pool:
-            asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
-            wait_until(lambda: metric(server, name) > before, "the moment of pushing", 30.0)  # noqa: B023
-            struck = time.monotonic()
-            with out_of_action(p, fault):
-                ended = [each.result(120.0) for each in asked]
-        check_ends(expected, [(what, when - struck) for what, when in ended], LEASE)
-        failures = [what for what, _ in ended if isinstance(what, Exception)]
-        assert failures, "all were answered before P failed"
-        for failure in failures:
-            assert isinstance(failure, client.RequestFailed), failure
-            assert re.search(r"P|prefill", str(failure)), failure
+    with deployed(start(tiny_model, tmp_path, "--no-decode-alone", policy="fail")) as pair:
+        servers_on_failure(*pair.servers, pair.proxy)
+        for fault in ("freeze", "kill"):
+            wait_until(pair.serving, "a pair that serves", 200.0)
+            prompts = pair.prompts(f"fail {fault}", PROMPTS)
+            expected, come = pair.expected(prompts), sign(pair, "pushing")
+            with ThreadPoolExecutor(PROMPTS) as pool:
+                asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
+                come()
+                struck = time.monotonic()
+                with out_of_action(pair.p, fault):
+                    ended = ends(asked, struck)
+            check_ends(expected, ended, LEASE)
+            failures = [what for what, _ in ended if isinstance(what, Exception)]
+            assert failures, "all were answered before P failed"
+            for failure in failures:
+                assert isinstance(failure, client.RequestFailed), failure
+                assert re.search(r"P|prefill", str(failure)), failure
 
 
 @contextmanager

@@ -10,26 +10,27 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
-from data_parallel_support import DISPATCHES, answered, engines, known
+from data_parallel_support import answered, engines, known
 from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
 from vllm_support import (
+    DISPATCHES,
     FORKED,
     MODEL_NAME,
+    Hits,
     PingRelay,
     ask_all,
+    ask_pair,
     assert_same,
     at_rest,
+    complete,
     needs_cpu_build,
-    paired_headers,
     plugin_environment,
     probing_server,
     tokens,
 )
 
-from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 
@@ -79,33 +80,18 @@ def v4(folder: Path) -> Iterator[VllmServer]:
         yield started
 
 
-def ask(server: VllmServer, prompt: list[int]) -> Answer:
-    return answers.complete(server.base_url, MODEL_NAME, prompt)[0]
-
-
-def prefix_hits(server: VllmServer) -> float:
-    return client.metrics(server.base_url)["vllm:prefix_cache_hits_total"]
-
-
-def hits(server: VllmServer, before: float, count: int) -> None:
-    """Wait until vLLM, which counts after it has answered, has counted so many cached tokens, and no more."""
-    wait_until(lambda: prefix_hits(server) - before >= count, f"{count} tokens of the prefix cache", 5.0)
-    assert prefix_hits(server) - before == count
-
-
 @pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
 def test_an_answer_is_repeated_and_depends_on_the_whole_prompt(
     v4: VllmServer, servers_on_failure: Callable[..., None], length: int
 ) -> None:
     servers_on_failure(v4)
     prompt = tokens(length, "v4")
-    first, before = ask(v4, prompt), prefix_hits(v4)
+    first = complete(v4, prompt)
     # vLLM caches prefixes of this model in blocks of 256 tokens, and computes one token at least.
-    again = ask(v4, prompt)
-    assert prefix_hits(v4) - before == (length - 1) // 256 * 256
-    assert again == first
+    with Hits(v4, (length - 1) // 256 * 256):
+        assert complete(v4, prompt) == first
     prompt[2] = 300 if prompt[2] != 300 else 301
-    assert ask(v4, prompt).tokens != first.tokens
+    assert complete(v4, prompt).tokens != first.tokens
 
 
 @pytest.mark.long
@@ -118,8 +104,8 @@ def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
     launch(plain)
     prompts = [tokens(length, f"at once {length}") for length in (*SHORT, *LONG)]
     prompts += [[*prompt, *tokens(100, "more")] for prompt in prompts]
-    expected = [ask(plain, prompt) for prompt in prompts]
-    assert prefix_hits(plain) == 0
+    with Hits(plain, 0):
+        expected = [complete(plain, prompt) for prompt in prompts]
     assert_same(expected, ask_all(v4.base_url, prompts, at_once=16), TIE)
 
 
@@ -148,25 +134,10 @@ class Pair:
         rank and with two answer 5 alike, and the first token's log-probabilities differ by up to 2.8: sums
         of bfloat16 in another order, and their differences are rounded to steps of fp8 in the cache.
         """
-        return self.ask(prompt, at_once=False) if self.sizes != (1, 1) else self.alone(prompt)
-
-    def alone(self, prompt: list[int]) -> Answer:
-        return answers.complete(self.plain.base_url, MODEL_NAME, prompt, max_tokens=16)[0]
+        return self.ask(prompt, at_once=False) if self.sizes != (1, 1) else complete(self.plain, prompt)
 
     def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
-        """D's answer to a prompt that P computes: both asked at once, or D when P has answered."""
-        headers = paired_headers(self.p, self.d)
-
-        def on(server: VllmServer, count: int) -> Answer:
-            url = server.base_url
-            return answers.complete(url, MODEL_NAME, prompt, max_tokens=count, headers=headers)[0]
-
-        with ThreadPoolExecutor(1) as pool:
-            prefill = pool.submit(on, self.p, 1)
-            if not at_once:
-                prefill.result()
-            answer = on(self.d, 16)
-            prefill.result()
+        answer = ask_pair(self.p, self.d, prompt, at_once=at_once)
         assert all(map(isfinite, answer.margins)), "D has read what was not sent"
         return answer
 
@@ -228,11 +199,11 @@ def test_a_prompt_half_cached(pair: Pair, length: int, side: str) -> None:
     """On P, whose windows before the prefix have gone; on D, where the windows at its end are its own."""
     prompt, cached = tokens(length, f"cached {length} {side} {pair.sizes}"), length // 512 * 256
     server = pair.p if side == "P" else pair.d
-    ask(server, [*prompt[:cached], 299])
-    before, compared = prefix_hits(server), Compared(pair.probes)
-    got = pair.ask(prompt)
+    complete(server, [*prompt[:cached], 299])
+    compared = Compared(pair.probes)
+    with Hits(server, cached):
+        got = pair.ask(prompt)
     assert compared.spans(1) == [(cached if side == "D" else 0, length - 1)]
-    hits(server, before, cached)
     assert_same([pair.expected(prompt)], [got], TIE)
 
 
@@ -241,11 +212,11 @@ def test_what_has_come_is_a_prefix_for_others(pair: Pair, v4: VllmServer) -> Non
     """Where it ends with whole blocks, so that the windows at their end have come too."""
     prompt = tokens(514, f"prefix {pair.sizes}")
     pair.ask(prompt)
-    other, before = [*prompt[:512], *tokens(9, "other")], prefix_hits(pair.d)
-    got = ask(pair.d, other)
-    hits(pair.d, before, 512)
+    other = [*prompt[:512], *tokens(9, "other")]
+    with Hits(pair.d, 512):
+        got = complete(pair.d, other)
     if pair.sizes == (1, 1):  # else D's KV of the first 512 tokens is another: see `expected`
-        assert_same([ask(v4, other)], [got], TIE)
+        assert_same([complete(v4, other)], [got], TIE)
 
 
 @pytest.mark.long

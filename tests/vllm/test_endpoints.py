@@ -5,29 +5,18 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from probes import Compared
-from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, assert_at_rest, kv_bytes, tokens
+from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, tokens
 
-DISPATCHES = ("concurrent", "sequential")
-each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+pytestmark = pytest.mark.usefixtures("compared")
+
 streamed_or_not = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 # Few enough that two roundings of one number never choose different words.
 WORDS = 8
-
-
-@pytest.fixture(autouse=True)
-def left_as_found(fleet: Fleet) -> Iterator[None]:
-    """After every test the blocks of D were those of P, and neither holds anything any more."""
-    compared = Compared(fleet.probes)
-    yield
-    compared.spans()
-    assert_at_rest(fleet)
 
 
 def story(seed: str) -> str:

@@ -14,6 +14,8 @@ from vllm_support import (
     SETTINGS,
     Fleet,
     assert_same,
+    complete,
+    paired_headers,
     plugin_environment,
     probing_server,
     tokens,
@@ -23,22 +25,10 @@ from p2pkv.demo import answers, client
 from p2pkv.demo.processes import ServerFailed, wait_until
 from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import TinyLlama, ensure_model
-from p2pkv.pairing import Address, mint
 
 SMALL = {"lease_seconds": 4, "chunk_bytes": 16384}
 FORKS = plugin_environment(*FORKED)
 """Of all servers but the one that is killed."""
-
-
-def pair_id(p: VllmServer, d: VllmServer) -> dict[str, str]:
-    """The header that a router puts on a request to both."""
-    return {"X-Request-Id": mint(Address.parse(p.zmq_address), Address.parse(d.zmq_address))}
-
-
-def ask(
-    server: VllmServer, prompt: list[int], headers: dict[str, str], max_tokens: int = 16
-) -> answers.Answer:
-    return answers.complete(server.base_url, MODEL_NAME, prompt, max_tokens=max_tokens, headers=headers)[0]
 
 
 def test_p_is_killed_in_mid_transfer(
@@ -66,12 +56,13 @@ def test_p_is_killed_in_mid_transfer(
     hold.write_text("2 2")
     prompts = {policy: tokens(150, f"kill {policy}") for policy in decoders}
     with ThreadPoolExecutor(4) as pool:
-        headers = {policy: pair_id(p, d) for policy, d in decoders.items()}
+        headers = {policy: paired_headers(p, d) for policy, d in decoders.items()}
         got = {
-            policy: pool.submit(ask, d, prompts[policy], headers[policy]) for policy, d in decoders.items()
+            policy: pool.submit(complete, d, prompts[policy], headers=headers[policy])
+            for policy, d in decoders.items()
         }
         for policy in decoders:
-            pool.submit(ask, p, prompts[policy], headers[policy], 1)
+            pool.submit(complete, p, prompts[policy], 1, headers=headers[policy])
         wait_until(hold.with_suffix(".held").exists, "P's forward to be held at its third layer", 60.0)
         p.kill()
         expected = answers.complete(fleet.single.base_url, MODEL_NAME, prompts["recompute"])
@@ -125,6 +116,6 @@ def test_a_d_of_another_model_is_refused(fleet: Fleet, launch: Callable[..., Non
     )
     launch(d)
     with pytest.raises(client.RequestFailed):
-        ask(d, tokens(50, "other model"), pair_id(fleet.p, d))
+        complete(d, tokens(50, "other model"), headers=paired_headers(fleet.p, d))
     log = d.log_path.read_text()
     assert "weights differ" in log and fleet.p.zmq_address in log and d.zmq_address in log

@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, metric, tokens
+from vllm_deployments import Deployment, deployed, instance
+from vllm_support import assert_same, at_rest, complete, metric, tokens
 
-from p2pkv.demo import answers, client
+from p2pkv.demo import client
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.servers import ProxyServer
 
 pytestmark = pytest.mark.long
 
@@ -26,43 +27,28 @@ TOKENS = 24
 @pytest.fixture
 def stopping_pair(
     tiny_model: Path, logs: Path, servers_on_failure: Callable[..., None], fleet_keeper
-) -> Iterator[tuple[VllmServer, VllmServer, ProxyServer]]:
+) -> Iterator[Deployment]:
     """P, D and their proxy; what D cannot load, it fails."""
     fleet_keeper.stop()
     proxy = ProxyServer(log_path=logs / "stopping-proxy.log")
-
-    def server(role: str, *more: str) -> VllmServer:
-        return VllmServer(
-            tiny_model,
-            role=role,  # type: ignore[arg-type]
-            proxy=proxy.discovery,
-            extra_args=[*SETTINGS, "--no-enable-prefix-caching", *more],
-            extra_config={"chunk_bytes": 16384},
-            load_failure_policy="fail" if role == "D" else None,
-            log_path=logs / f"stopping-{role}.log",
-        )
-
-    p, d = server("P", "--shutdown-timeout", str(SHUTDOWN_SECONDS)), server("D")
+    config, stop = {"chunk_bytes": 16384}, ("--shutdown-timeout", str(SHUTDOWN_SECONDS))
+    p = instance(proxy, tiny_model, logs, "P", name="stopping-P", extra_config=config, more_args=stop)
+    d = instance(
+        proxy, tiny_model, logs, "D", name="stopping-D", extra_config=config, load_failure_policy="fail"
+    )
     servers_on_failure(p, d, proxy)
-    with proxy, p, d:
-        for each in (p, d, proxy):
-            each.wait_ready()
-        yield p, d, proxy
+    with deployed(Deployment(p, [d], proxy)) as made:
+        yield made
 
 
 @pytest.mark.timeout(500)
-def test_p_finishes_what_it_has_taken_on(
-    stopping_pair: tuple[VllmServer, VllmServer, ProxyServer],
-) -> None:
-    p, d, proxy = stopping_pair
+def test_p_finishes_what_it_has_taken_on(stopping_pair: Deployment) -> None:
+    p, d, proxy = stopping_pair.p, stopping_pair.d, stopping_pair.proxy
     line = f"the link to P at {p.zmq_address} is up, ahead of requests"
     wait_until(lambda: line in d.log_path.read_text(errors="replace"), "the link, before any request", 200.0)
     assert metric(p, "p2pkv_bytes_sent_total") == 0
     prompts = [tokens(900, f"graceful {number}") for number in range(PROMPTS)]
-    expected = [answers.complete(d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
-
-    def ask(prompt: list[int]) -> answers.Answer:
-        return answers.complete(proxy.base_url, MODEL_NAME, prompt, max_tokens=TOKENS)[0]
+    expected = [complete(d, each, TOKENS) for each in prompts]
 
     def under_way() -> bool:
         """P has begun to push, and has all requests."""
@@ -72,7 +58,7 @@ def test_p_finishes_what_it_has_taken_on(
         return there.get("p2pkv_bytes_sent_total", 0.0) > 0 and running + done >= PROMPTS
 
     with ThreadPoolExecutor(PROMPTS) as pool:
-        asked = [pool.submit(ask, prompt) for prompt in prompts]
+        asked = [pool.submit(complete, proxy, prompt, TOKENS) for prompt in prompts]
         wait_until(under_way, "P pushing", 60.0)
         told = time.monotonic()
         os.kill(p.pid, signal.SIGTERM)

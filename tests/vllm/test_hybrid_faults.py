@@ -6,7 +6,6 @@ finds pages that hold what P computed.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 from collections.abc import Callable, Iterator
@@ -20,22 +19,26 @@ from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
 from tiny_gemma import TinyGemma
 from tiny_qwen import TinyQwen
-from vllm_support import assert_same, at_rest, metric, needs_cpu_build, probing_server, tokens
+from vllm_deployments import LEASE, PROXYS, Deployment, deployed
+from vllm_support import (
+    MODEL_NAME,
+    assert_same,
+    complete,
+    metric,
+    needs_cpu_build,
+    probing_server,
+    tokens,
+)
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.servers import ProxyServer
 from p2pkv.demo.tiny_model import TinyFiles, ensure_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-NAME = "tiny"
-LEASE = 5
-PROXYS_LEASE = 10
 PROMPTS, LENGTH, ANSWER = 8, 500, 16
-SETTLE_SECONDS = 10 * LEASE + 20.0
-"""P keeps D's last word about a prompt that it does not know for ten leases."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +60,23 @@ KINDS = {
 
 
 @dataclass
-class Pair:
+class Pair(Deployment):
     """A P and a D of a short lease, and their proxy."""
 
-    kind: Kind
-    p: VllmServer
-    d: VllmServer
-    proxy: ProxyServer
-    probes: Path
+    kind: Kind = KINDS["window"]
+    probes: Path = Path()
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
 
-    def prompts(self, count: int = PROMPTS) -> list[list[int]]:
-        """New ones."""
+    def some(self, count: int = PROMPTS) -> list[list[int]]:
+        """New prompts."""
         return [tokens(LENGTH, f"hybrid {next(self._numbers)}") for _ in range(count)]
 
     def alone(self, prompt: list[int], count: int = ANSWER) -> Answer:
         """What D answers without P."""
-        return answers.complete(self.d.base_url, NAME, prompt, max_tokens=count)[0]
+        return complete(self.d, prompt, count)
 
-    def ask(self, prompt: list[int], count: int = ANSWER) -> Answer:
-        return answers.complete(self.proxy.base_url, NAME, prompt, max_tokens=count)[0]
+    def answer(self, prompt: list[int], count: int = ANSWER) -> Answer:
+        return complete(self.proxy, prompt, count)
 
     def check(self, expected: list[Answer], got: list[Answer]) -> None:
         """Each is answered, and rightly."""
@@ -92,20 +92,13 @@ class Pair:
 
         return wait
 
-    def serving(self) -> bool:
-        with contextlib.suppress(client.RequestFailed, http.client.HTTPException, OSError):
-            report = json.loads(client.get(f"{self.proxy.base_url}/health"))
-            return bool(report["prefill"] and report["decode"])
-        return False
-
     def works_again(self) -> None:
         """Both hold nothing; the next request is loaded from P, and its pages are P's."""
-        for each in (self.p, self.d):
-            at_rest(each, seconds=SETTLE_SECONDS)
+        self.rests()
         wait_until(self.serving, "a pair that serves again", 200.0)
-        compared, (prompt,) = Compared(self.probes), self.prompts(1)
+        compared, (prompt,) = Compared(self.probes), self.some(1)
         expected = [self.alone(prompt)]
-        self.check(expected, [self.ask(prompt)])
+        self.check(expected, [self.answer(prompt)])
         assert compared.spans(1) == [(0, LENGTH - 1)]
 
 
@@ -118,9 +111,9 @@ def pair(
     if kind.plugins:
         needs_cpu_build()
     model = ensure_model(kind.model, folder)
-    proxy = ProxyServer(log_path=folder / "proxy.log", extra_args=["--lease-seconds", str(PROXYS_LEASE)])
+    proxy = ProxyServer(log_path=folder / "proxy.log", extra_args=PROXYS)
     settings = [
-        *("--served-model-name", NAME, "--dtype", kind.dtype, "--max-model-len", "1024"),
+        *("--served-model-name", MODEL_NAME, "--dtype", kind.dtype, "--max-model-len", "1024"),
         *("--block-size", "32", "--max-num-batched-tokens", "128", "--max-num-seqs", "16"),
         # Every prompt is computed by P, and moved as a whole.
         "--no-enable-prefix-caching",
@@ -140,26 +133,24 @@ def pair(
         )
         for role in ("P", "D")
     )
-    with proxy, p, d:
-        for each in (p, d, proxy):
-            each.wait_ready()
-        wait_until(lambda: Pair(kind, p, d, proxy, folder).serving(), "a pair that serves", 100.0)
-        yield Pair(kind, p, d, proxy, folder)
+    with deployed(Pair(p, [d], proxy, kind=kind, probes=folder)) as made:
+        wait_until(made.serving, "a pair that serves", 100.0)
+        yield made  # type: ignore[misc]
 
 
 def test_half_of_the_clients_leave_while_p_pushes(
     pair: Pair, servers_on_failure: Callable[..., None]
 ) -> None:
     servers_on_failure(pair.p, pair.d)
-    stay, go = pair.prompts(), pair.prompts()
+    stay, go = pair.some(), pair.some()
     expected = [pair.alone(prompt) for prompt in stay]
     pushed, leaving = pair.pushing(), []
     with ThreadPoolExecutor(PROMPTS) as pool:
         asked = []
         for one, other in zip(stay, go, strict=True):
-            asked.append(pool.submit(pair.ask, one))
+            asked.append(pool.submit(pair.answer, one))
             connection = http.client.HTTPConnection(urlsplit(pair.proxy.base_url).netloc, timeout=60)
-            body = {"model": NAME, "prompt": other, "max_tokens": ANSWER, "temperature": 0.0}
+            body = {"model": MODEL_NAME, "prompt": other, "max_tokens": ANSWER, "temperature": 0.0}
             connection.request(
                 "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
             )
@@ -180,14 +171,14 @@ def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) ->
     requests wait, and preempt none.
     """
     servers_on_failure(pair.p, pair.d)
-    prompts, many = pair.prompts(4), 100
+    prompts, many = pair.some(4), 100
     expected = [pair.alone(prompt, many) for prompt in prompts]
     preempted, before = (
         metric(pair.d, f"vllm:{name}_total") for name in ("num_preemptions", "generation_tokens")
     )
     compared = Compared(pair.probes)
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(pair.ask, prompt, many) for prompt in prompts]
+        asked = [pool.submit(pair.answer, prompt, many) for prompt in prompts]
         wait_until(
             lambda: (
                 metric(pair.d, "vllm:num_requests_running") == 4
@@ -212,11 +203,11 @@ def test_p_fails_while_it_pushes_and_d_computes_what_has_not_come(
     pair: Pair, servers_on_failure: Callable[..., None], fault: str
 ) -> None:
     servers_on_failure(pair.p, pair.d)
-    prompts = pair.prompts()
+    prompts = pair.some()
     expected = [pair.alone(prompt) for prompt in prompts]
     failed, pushed = metric(pair.d, "p2pkv_transfers_failed_total"), pair.pushing()
     with ThreadPoolExecutor(PROMPTS) as pool:
-        asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
+        asked = [pool.submit(pair.answer, prompt) for prompt in prompts]
         pushed()
         (pair.p.freeze if fault == "freeze" else pair.p.kill)()
         try:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.namespaces import Cable, Unavailable
+from chaos.namespaces import Cable, laid
 from vllm_support import needs_cpu_build
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -19,16 +18,7 @@ TESTS = Path(__file__).parents[1]
 SECONDS = 500.0
 
 
-@pytest.fixture
-def cable() -> Iterator[Cable]:
-    try:
-        made = Cable().__enter__()
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    try:
-        yield made
-    finally:
-        made.__exit__()
+cable = pytest.fixture(laid)
 
 
 @pytest.mark.parametrize(("p", "d"), [(2, 1), (1, 2), (2, 2)])

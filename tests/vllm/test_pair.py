@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from probes import Compared
@@ -14,33 +13,29 @@ from vllm_support import (
     Fleet,
     Traffic,
     ask_all,
-    assert_at_rest,
     assert_same,
+    each_dispatch,
     kv_bytes,
+    metric,
+    paired_headers,
     tokens,
 )
 
 from p2pkv.demo import answers, client
 
-DISPATCHES = ("concurrent", "sequential")
+pytestmark = pytest.mark.usefixtures("compared")
+
 LENGTHS = {
     "one-token": 1,
     "block-1": BLOCK - 1,
     "block": BLOCK,
     "block+1": BLOCK + 1,
+    "two-tokens": 2,
+    "chunk": CHUNK,
+    "chunk+1": CHUNK + 1,
+    "chunk+2": CHUNK + 2,
     "three-chunks": 2 * CHUNK + CHUNK // 2,
 }
-
-each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
-
-
-@pytest.fixture(autouse=True)
-def left_as_found(fleet: Fleet) -> Iterator[None]:
-    """After every test the pages of D were those of P, and neither holds anything any more."""
-    compared = Compared(fleet.probes)
-    yield
-    compared.spans()
-    assert_at_rest(fleet)
 
 
 def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
@@ -50,40 +45,48 @@ def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
     assert traffic.scattered(at_least=least) <= most
 
 
+def answers_as_one(
+    fleet: Fleet,
+    dispatch: str,
+    prompt: answers.Prompt | list[list[int]],
+    *spans: tuple[int, int],
+    **more: Any,
+) -> list[answers.Answer]:
+    """The pair answers as the single server, from these tokens of P's."""
+    traffic = Traffic(fleet)
+    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt, **more)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **more), pair)
+    assert_moved(traffic, *spans)
+    return pair
+
+
 @each_dispatch
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
-def test_a_prompt_of_each_length(fleet: Fleet, dispatch: str, length: int) -> None:
+def test_a_prompt_of_each_length(fleet: Fleet, compared: Compared, dispatch: str, length: int) -> None:
     prompt = tokens(length, f"length {length} {dispatch}")
-    traffic = Traffic(fleet)
-    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
-    # D computes the last token by itself.
-    assert_moved(traffic, (0, length - 1))
+    answers_as_one(fleet, dispatch, prompt, (0, length - 1))  # D computes the last token by itself
+    assert length == 1 or compared.spans(1) == [(0, length - 1)]
 
 
 @each_dispatch
-def test_a_prompt_half_cached_on_p(fleet: Fleet, dispatch: str) -> None:
+def test_a_prompt_half_cached_on_p(fleet: Fleet, compared: Compared, dispatch: str) -> None:
     length = 2 * CHUNK + CHUNK // 2
     prompt = tokens(length, f"cached on P {dispatch}")
     answers.complete(fleet.p.base_url, MODEL_NAME, prompt[: 5 * BLOCK], max_tokens=1)
-    traffic = Traffic(fleet)
-    hits = client.metrics(fleet.p.base_url)["vllm:prefix_cache_hits_total"]
-    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
-    assert_moved(traffic, (0, length - 1))
-    assert client.metrics(fleet.p.base_url)["vllm:prefix_cache_hits_total"] - hits >= 4 * BLOCK
+    hits = metric(fleet.p, "vllm:prefix_cache_hits_total")
+    answers_as_one(fleet, dispatch, prompt, (0, length - 1))
+    assert metric(fleet.p, "vllm:prefix_cache_hits_total") - hits >= 4 * BLOCK
+    assert compared.spans(1) == [(0, length - 1)]
 
 
 @each_dispatch
-def test_a_prompt_half_cached_on_d(fleet: Fleet, dispatch: str) -> None:
+def test_a_prompt_half_cached_on_d(fleet: Fleet, compared: Compared, dispatch: str) -> None:
     length = 2 * CHUNK + CHUNK // 2
     cached = 5 * BLOCK
     prompt = tokens(length, f"cached on D {dispatch}")
     answers.complete(fleet.d.base_url, MODEL_NAME, [*prompt[:cached], 299], max_tokens=1)
-    traffic = Traffic(fleet)
-    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
-    assert_moved(traffic, (cached, length - 1))
+    answers_as_one(fleet, dispatch, prompt, (cached, length - 1))
+    assert compared.spans(1) == [(cached, length - 1)]
 
 
 @each_dispatch
@@ -103,10 +106,7 @@ def test_the_same_prompt_again_moves_only_what_d_forgot(fleet: Fleet, dispatch: 
 def test_a_list_of_prompts(fleet: Fleet, dispatch: str) -> None:
     lengths = (BLOCK + 3, CHUNK + 7, 9)
     prompts = [tokens(length, f"list {length} {dispatch}") for length in lengths]
-    traffic = Traffic(fleet)
-    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompts)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompts), pair)
-    assert_moved(traffic, *((0, length - 1) for length in lengths))
+    answers_as_one(fleet, dispatch, prompts, *((0, length - 1) for length in lengths))
 
 
 @each_dispatch
@@ -114,13 +114,8 @@ def test_two_children_of_one_prompt(fleet: Fleet, dispatch: str) -> None:
     prompt = tokens(CHUNK + 40, f"children {dispatch}")
     # vLLM refuses n > 1 with temperature 0; top_k 1 is as greedy.
     children = {"n": 2, "temperature": 1.0, "top_k": 1}
-    traffic = Traffic(fleet)
-    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt, **children)
-    single = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **children)
-    assert len(pair) == 2
-    assert_same(single, pair)
     # The first child loads, its sibling takes D's prefix cache.
-    assert_moved(traffic, (0, len(prompt) - 1))
+    assert len(answers_as_one(fleet, dispatch, prompt, (0, len(prompt) - 1), **children)) == 2
 
 
 @each_dispatch
@@ -187,8 +182,7 @@ def test_p_to_its_end_then_d_by_hand(
     fleet: Fleet, on_p: dict[str, object], on_d: dict[str, object], request: pytest.FixtureRequest
 ) -> None:
     prompt = tokens(CHUNK + 60, f"by hand {request.node.name}")
-    pair_id = f"___prefill_addr_{fleet.p.zmq_address}___decode_addr_{fleet.d.zmq_address}_{uuid.uuid4().hex}"
-    headers = {"X-Request-Id": pair_id}
+    headers = paired_headers(fleet.p, fleet.d)
     traffic = Traffic(fleet)
     answers.complete(fleet.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers, **on_p)
     pair = answers.complete(fleet.d.base_url, MODEL_NAME, prompt, headers=headers, **on_d)

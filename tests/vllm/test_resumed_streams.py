@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
+from vllm_deployments import (
+    PROXYS,
+    TOKEN,
+    Deployment,
+    core_of,
+    deployed,
+    http_address,
+    instance,
+    started_again,
+)
+from vllm_support import MODEL_NAME, assert_same, metric, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import GREEDY, Answer
@@ -29,64 +37,33 @@ STREAMS = 12
 TOKENS = 80
 LOST_AFTER = 10 * STREAMS
 """Tokens of all streams together, at least, when D is lost."""
-LEASE = 10.0
-ADMIN = "admin"
 LONG, MOVE_AFTER = 2000, 5
 """Tokens of a stream that a drain moves, and after how many seconds it does."""
-
-
-@dataclass
-class Trio:
-    p: VllmServer
-    ds: list[VllmServer]
-    proxy: ProxyServer
-    another: Callable[[str, str], VllmServer]
-    """Makes one more, of this role and name."""
-
-    def counted(self, name: str) -> float:
-        return client.metrics(self.proxy.base_url).get(f"p2pkv_proxy_{name}", 0.0)
-
-    def ready(self) -> bool:
-        """Whether the proxy gives all three requests; one that has failed is tried with one."""
-        listed = client.get(f"{self.proxy.base_url}/instances")
-        if listed.count('"ready"') <= len(self.ds):
-            completion(self.proxy.base_url, tokens(40, "a trial"))
-            return False
-        return True
+OPTIONS: dict[str, Any] = {
+    "extra_config": {"lease_seconds": 5, "chunk_bytes": 16384},
+    "load_failure_policy": None,
+    "more_args": ("--enable-prefix-caching",),
+}
 
 
 @pytest.fixture(scope="module")
-def trio(fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def started(
+    fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """A P and two D's."""
     fleet_keeper.stop()
     logs = tmp_path_factory.mktemp("resumed")
-    proxy = ProxyServer(
-        log_path=logs / "proxy.log", extra_args=["--lease-seconds", f"{LEASE:g}", "--admin-token", ADMIN]
-    )
-
-    def server(role: str, name: str) -> VllmServer:
-        return VllmServer(
-            tiny_model,
-            role=role,  # type: ignore[arg-type]
-            proxy=proxy.discovery,
-            extra_args=SETTINGS,
-            extra_config={"lease_seconds": 5, "chunk_bytes": 16384},
-            log_path=logs / f"{name}.log",
-            name=name,
-        )
-
-    with proxy, server("P", "P") as p, server("D", "D1") as first, server("D", "D2") as second:
-        for each in (p, first, second, proxy):
-            each.wait_ready()
-        yield Trio(p, [first, second], proxy, server)
+    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=[*PROXYS, "--admin-token", TOKEN])
+    p, *ds = (instance(proxy, tiny_model, logs, name[0], name=name, **OPTIONS) for name in ("P", "D1", "D2"))
+    with deployed(Deployment(p, ds, proxy)) as made:
+        yield made
 
 
-def core_of(server: VllmServer) -> psutil.Process:
-    (core,) = (
-        each
-        for each in psutil.Process(server.pid).children(recursive=True)
-        if "EngineCore" in " ".join(each.cmdline()) + each.name()
-    )
-    return core
+@pytest.fixture
+def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
+    servers_on_failure(*started.servers, started.proxy)
+    wait_until(started.trusted, "all three", 60.0)
+    return started
 
 
 def killed(server: VllmServer) -> None:
@@ -158,14 +135,14 @@ def requests(name: str) -> list[Callable[[str], Answer]]:
 
 
 def with_d_lost(
-    trio: Trio, asked: list[Callable[[str], Answer]], lose: Callable[[VllmServer], None], lost: int = 1
+    trio: Deployment, asked: list[Callable[[str], Answer]], lose: Callable[[VllmServer], None], lost: int = 1
 ) -> list[Answer]:
     """The answers, with one D lost while it works on some of them, or so many, one after the other."""
     name = "vllm:generation_tokens_total"
-    before = {each.name: client.metrics(each.base_url).get(name, 0.0) for each in trio.ds}
+    before = {each.name: metric(each, name) for each in trio.ds}
 
     def generated(server: VllmServer) -> float:
-        return client.metrics(server.base_url).get(name, 0.0) - before[server.name]
+        return metric(server, name) - before[server.name]
 
     with ThreadPoolExecutor(STREAMS) as pool:
         got = [pool.submit(each, trio.proxy.base_url) for each in asked]
@@ -177,39 +154,25 @@ def with_d_lost(
 
 
 @pytest.mark.parametrize("lose", [killed, core_killed, stopped, frozen], ids=lambda lose: lose.__name__)
-def test_streams_outlive_their_d(
-    trio: Trio, servers_on_failure: Callable[..., None], lose: Callable[[VllmServer], None]
-) -> None:
-    servers_on_failure(trio.p, *trio.ds, trio.proxy)
-    wait_until(trio.ready, "all three", 60.0)
+def test_streams_outlive_their_d(trio: Deployment, lose: Callable[[VllmServer], None]) -> None:
     asked = requests(lose.__name__)
     expected = [each(trio.ds[1].base_url) for each in asked]
     resumed = trio.counted("resumed_total")
     got = with_d_lost(trio, asked, lose)
     assert_same(expected, got)
     assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
-    for server in (trio.p, trio.ds[1]):
-        at_rest(server, seconds=70.0)
-    trio.ds[0].kill()
-    trio.ds[0].start()
-    trio.ds[0].wait_ready()
-
-
-def started_again(server: VllmServer) -> None:
-    server.kill()
-    server.start()
-    server.wait_ready()
+    trio.rests(trio.p, trio.ds[1])
+    started_again(trio.ds[0])
 
 
 def test_streams_outlive_two_ds_that_are_lost_one_after_the_other(
-    trio: Trio, servers_on_failure: Callable[..., None]
+    trio: Deployment, tiny_model: Path, tmp_path: Path
 ) -> None:
-    servers_on_failure(trio.p, *trio.ds, trio.proxy)
     asked = requests("two are lost")
-    with trio.another("D", "D3") as third:
+    with instance(trio.proxy, tiny_model, tmp_path, "D", name="D3", **OPTIONS) as third:
         third.wait_ready()
         three = replace(trio, ds=[*trio.ds, third])
-        wait_until(three.ready, "all four", 60.0)
+        wait_until(three.trusted, "all four", 60.0)
         expected = [each(third.base_url) for each in asked]
         got = with_d_lost(three, asked, killed, lost=2)
         assert_same(expected, got)
@@ -233,9 +196,7 @@ def whole(base_url: str, number: int) -> Answer:
     return answers.answer_of(choice)
 
 
-def test_whole_answers_outlive_their_d(trio: Trio, servers_on_failure: Callable[..., None]) -> None:
-    servers_on_failure(trio.p, *trio.ds, trio.proxy)
-    wait_until(trio.ready, "all three", 60.0)
+def test_whole_answers_outlive_their_d(trio: Deployment) -> None:
     asked = [partial(whole, number=number) for number in range(STREAMS)]
     expected = [each(trio.ds[1].base_url) for each in asked]
     retried = trio.counted("retries_total")
@@ -244,11 +205,7 @@ def test_whole_answers_outlive_their_d(trio: Trio, servers_on_failure: Callable[
     started_again(trio.ds[0])
 
 
-def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(
-    trio: Trio, servers_on_failure: Callable[..., None]
-) -> None:
-    servers_on_failure(trio.p, *trio.ds, trio.proxy)
-    wait_until(trio.ready, "all three", 60.0)
+def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(trio: Deployment) -> None:
     leaving, other = trio.ds
     prompts = [tokens(40, f"drain {number}") for number in range(16)]
 
@@ -260,24 +217,19 @@ def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(answers_of, trio.proxy.base_url)
         wait_until(lambda: running(leaving) > 0 and running(other) > 0, "streams on both", 60.0)
-        drain(trio, f"{address(leaving)}/drain?move_after={MOVE_AFTER}")
+        trio.order(leaving, f"drain?move_after={MOVE_AFTER}")
         wait_until(lambda: running(leaving) == 0, "a free D", MOVE_AFTER + 20.0)
         assert not got.done()
         moved = got.result()
     assert_same(answers_of(other.base_url), moved)
     assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
-    drain(trio, f"{address(leaving)}/resume")
-    for server in (trio.p, *trio.ds):
-        at_rest(server, seconds=70.0)
+    trio.order(leaving, "resume")
+    trio.rests()
 
 
-def test_a_rolling_upgrade_of_both_ds_under_endless_streams(
-    trio: Trio, servers_on_failure: Callable[..., None]
-) -> None:
+def test_a_rolling_upgrade_of_both_ds_under_endless_streams(trio: Deployment) -> None:
     """One D after the other is drained with a deadline, stopped and started anew. Each of 16 clients always
     has a stream."""
-    servers_on_failure(trio.p, *trio.ds, trio.proxy)
-    wait_until(trio.ready, "all three", 60.0)
     prompts = [tokens(40, f"upgrade {number}") for number in range(16)]
     upgraded = threading.Event()
 
@@ -297,13 +249,13 @@ def test_a_rolling_upgrade_of_both_ds_under_endless_streams(
             for leaving in trio.ds:
                 wait_until(lambda each=leaving: running(each) > 0, f"streams on {leaving.name}", 60.0)  # type: ignore[misc]
                 resumed, began = trio.counted("resumed_total"), time.monotonic()
-                drain(trio, f"{address(leaving)}/drain?move_after=1")
+                trio.order(leaving, "drain?move_after=1")
                 wait_until(partial(is_drained, trio, leaving), f"a free {leaving.name}", 60.0)
                 print(f"{leaving.name} was free after {time.monotonic() - began:.1f} s")
                 leaving.stop()
                 leaving.start()
                 leaving.wait_ready()
-                wait_until(trio.ready, "all three", 60.0)
+                wait_until(trio.trusted, "all three", 60.0)
                 assert trio.counted("resumed_total") > resumed
         finally:
             upgraded.set()
@@ -311,25 +263,13 @@ def test_a_rolling_upgrade_of_both_ds_under_endless_streams(
             answered = got.result()
             assert_same([one] * len(answered), answered)
     assert trio.counted("not_resumed_total") == 0
-    for server in (trio.p, *trio.ds):
-        at_rest(server, seconds=70.0)
+    trio.rests()
 
 
-def address(server: VllmServer) -> str:
-    return server.base_url.removeprefix("http://")
-
-
-def is_drained(trio: Trio, server: VllmServer) -> bool:
-    status = json.loads(client.get(f"{trio.proxy.base_url}/status"))
-    return any(
-        each["address"] == address(server) and each["state"] == "drained" for each in status["instances"]
-    )
+def is_drained(trio: Deployment, server: VllmServer) -> bool:
+    instances = trio.page("status")["instances"]
+    return any((each["address"], each["state"]) == (http_address(server), "drained") for each in instances)
 
 
 def running(server: VllmServer) -> float:
-    return client.metrics(server.base_url)["vllm:num_requests_running"]
-
-
-def drain(trio: Trio, what: str) -> None:
-    headers = {"Authorization": f"Bearer {ADMIN}"}
-    client.post(f"{trio.proxy.base_url}/instances/{what}", {}, headers=headers)
+    return metric(server, "vllm:num_requests_running")

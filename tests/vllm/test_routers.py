@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probes import Compared
 from router_support import MODES, RouterProcess, original_router, vllm_router
 from vllm_support import (
     CHUNK,
@@ -25,7 +24,6 @@ from vllm_support import (
     Fleet,
     Traffic,
     ask_all,
-    assert_at_rest,
     assert_same,
     kv_bytes,
     tokens,
@@ -33,19 +31,10 @@ from vllm_support import (
 
 from p2pkv.demo import answers, client
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compared")]
 
 AT_ONCE = 8
 REQUESTS = 24
-
-
-@pytest.fixture(autouse=True)
-def left_as_found(fleet: Fleet) -> Iterator[None]:
-    """After every test the blocks of D were those of P, and neither holds anything any more."""
-    compared = Compared(fleet.probes)
-    yield
-    compared.spans()
-    assert_at_rest(fleet)
 
 
 @contextmanager

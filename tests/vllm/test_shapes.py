@@ -20,17 +20,28 @@ from tiny_gemma import TinyGemma
 from tiny_gpt_oss import TinyGptOss
 from tiny_hybrids import TinyFalconH1, TinyLfm2
 from tiny_qwen import TinyQwen
-from vllm_support import FORKED, MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
+from vllm_support import (
+    FORKED,
+    MODEL,
+    MODEL_NAME,
+    Hits,
+    ask_pair,
+    assert_same,
+    at_rest,
+    complete,
+    probing_server,
+    tokens,
+)
 
-from p2pkv.demo import answers, client
+from p2pkv.demo import answers
 from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 
-NAME = "tiny"
 CHUNK = 256
 """Prompt tokens that an instance computes in one step."""
+ANSWER = 6
+"""Tokens of one."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,7 @@ class Running:
 
     def _server(self, model: Path, family: Family, role: str, instance: Instance) -> VllmServer:
         settings = [
-            *("--served-model-name", NAME, "--dtype", family.dtype, "--max-model-len", "1024"),
+            *("--served-model-name", MODEL_NAME, "--dtype", family.dtype, "--max-model-len", "1024"),
             *("--block-size", str(instance.block), "--max-num-batched-tokens", str(CHUNK)),
             *("--max-num-seqs", "16", "--tensor-parallel-size", str(instance.tp), *family.settings),
         ]
@@ -239,27 +250,6 @@ class Running:
         self.name = ""
 
 
-class Hits:
-    """What is asked within finds so many tokens in vLLM's own prefix cache, and no more."""
-
-    def __init__(self, server: VllmServer, tokens: int) -> None:
-        self._server = server
-        self._tokens = tokens
-
-    def __enter__(self) -> None:
-        self._before = self._now()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            # vLLM counts after it has answered.
-            expected = self._before + self._tokens
-            wait_until(lambda: self._now() >= expected, f"{self._tokens} tokens of the prefix cache", 5.0)
-            assert self._now() == expected
-
-    def _now(self) -> float:
-        return client.metrics(self._server.base_url)["vllm:prefix_cache_hits_total"]
-
-
 @dataclass(frozen=True)
 class Lane:
     """A P and a D that work together."""
@@ -270,21 +260,8 @@ class Lane:
     shapes: tuple[Instance, Instance]
     probes: Path
 
-    def ask(self, prompt: list[int], *, at_once: bool) -> Answer:
-        """D's answer to a prompt that P computes: both asked at once, or D when P is done."""
-        headers = paired_headers(self.p, self.d)
-
-        def on(server: VllmServer, count: int) -> Answer:
-            return answers.complete(server.base_url, NAME, prompt, max_tokens=count, headers=headers)[0]
-
-        if not at_once:
-            on(self.p, 1)
-            return on(self.d, 6)
-        with ThreadPoolExecutor(1) as pool:
-            prefill = pool.submit(on, self.p, 1)
-            answer = on(self.d, 6)
-            prefill.result()
-        return answer
+    def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
+        return ask_pair(self.p, self.d, prompt, ANSWER, at_once=at_once)
 
     @property
     def tie(self) -> float:
@@ -293,10 +270,7 @@ class Lane:
 
     def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
         """Compare with what P answers alone."""
-        assert_same([self.alone(self.p, prompt) for prompt in prompts], got, self.family.tie)
-
-    def alone(self, server: VllmServer, prompt: list[int], count: int = 6) -> Answer:
-        return answers.complete(server.base_url, NAME, prompt, max_tokens=count)[0]
+        assert_same([complete(self.p, prompt, ANSWER) for prompt in prompts], got, self.family.tie)
 
 
 @pytest.fixture(scope="module")
@@ -355,15 +329,15 @@ def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequ
     cached, server = lane.family.cached, lane.p if side == "P" else lane.d
     prompt = tokens(CHUNK * 2 + 33, request.node.name)
     first = [*prompt[:cached], 299]
-    before = lane.alone(server, first, 1)
+    before = complete(server, first, 1)
     compared = Compared(lane.probes)
     with Hits(server, cached):
-        got = lane.ask(prompt, at_once=True)
+        got = lane.ask(prompt)
     assert compared.spans(1) == [(cached if side == "D" else 0, len(prompt) - 1)]
     lane.check([prompt], [got])
     # What was cached is as it was, although a request has written behind it.
     with Hits(server, cached):
-        assert_same([before], [lane.alone(server, first, 1)])
+        assert_same([before], [complete(server, first, 1)])
 
 
 @pytest.mark.parametrize("more", [0, 38])
@@ -375,12 +349,12 @@ def test_what_has_come_is_a_prefix_for_others(lane: Lane, more: int, request: py
     whole = stop // block * block
     first = tokens(stop + 1, request.node.name)
     compared = Compared(lane.probes)
-    lane.ask(first, at_once=True)
+    lane.ask(first)
     assert compared.spans(1) == [(0, stop)]
     other = [*first[:whole], *tokens(3, f"{request.node.name} other")]
     with Hits(lane.d, 0 if lane.family.states and whole < stop else whole):
-        got = lane.alone(lane.d, other)
-    assert_same([lane.alone(lane.p, other)], [got], lane.tie)
+        got = complete(lane.d, other, ANSWER)
+    assert_same([complete(lane.p, other, ANSWER)], [got], lane.tie)
 
 
 def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
@@ -388,6 +362,6 @@ def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
     compared = Compared(lane.probes)
     prompts = [tokens(40 + 15 * number, f"{request.node.name} {number}") for number in range(16)]
     with ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(lambda prompt: lane.ask(prompt, at_once=True), prompts))
+        got = list(pool.map(lane.ask, prompts))
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     lane.check(prompts, got)

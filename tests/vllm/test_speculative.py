@@ -18,9 +18,19 @@ import pytest
 from probes import Compared, notes
 from safetensors.torch import load_file, save_file
 from tiny_eagle import TinyEagle
-from vllm_support import MODEL, MODEL_NAME, assert_same, at_rest, paired_headers, probing_server, tokens
+from vllm_support import (
+    MODEL,
+    MODEL_NAME,
+    ask_pair,
+    assert_same,
+    at_rest,
+    complete,
+    metric,
+    probing_server,
+    tokens,
+)
 
-from p2pkv.demo import answers, client
+from p2pkv.demo import client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import ensure_model
@@ -31,8 +41,6 @@ CHUNK = 256
 """Prompt tokens that an instance computes in one step."""
 BLOCK = 32
 GUESSES = 3
-ANSWER = 16
-"""Tokens of an answer."""
 
 
 @dataclass(frozen=True)
@@ -126,26 +134,10 @@ class Lane:
     probes: Path
 
     def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
-        headers = paired_headers(self.p, self.d)
-
-        def on(server: VllmServer, count: int) -> Answer:
-            return complete(server, prompt, count, headers)
-
-        if not at_once:
-            on(self.p, 1)
-            return on(self.d, ANSWER)
-        with ThreadPoolExecutor(1) as pool:
-            prefill = pool.submit(on, self.p, 1)
-            answer = on(self.d, ANSWER)
-            prefill.result()
-        return answer
+        return ask_pair(self.p, self.d, prompt, at_once=at_once)
 
     def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
         assert_same([complete(self.plain, prompt) for prompt in prompts], got)
-
-
-def complete(server: VllmServer, prompt: list[int], count: int = ANSWER, headers: Any = None) -> Answer:
-    return answers.complete(server.base_url, MODEL_NAME, prompt, max_tokens=count, headers=headers)[0]
 
 
 @pytest.fixture(scope="module")
@@ -231,11 +223,10 @@ def test_d_drafts_and_its_blocks_hold_the_drafters_layers(lane: Lane, request: p
 
 def drafted(server: VllmServer) -> tuple[float, float]:
     """Tokens that the server has guessed, and those that were right."""
-    now = client.metrics(server.base_url)
-    return (
-        now.get("vllm:spec_decode_num_draft_tokens_total", 0.0),
-        now.get("vllm:spec_decode_num_accepted_tokens_total", 0.0),
+    guessed, right = (
+        metric(server, f"vllm:spec_decode_num_{each}_tokens_total") for each in ("draft", "accepted")
     )
+    return guessed, right
 
 
 def test_a_d_with_a_drafter_and_a_p_without_are_refused(
@@ -244,11 +235,7 @@ def test_a_d_with_a_drafter_and_a_p_without_are_refused(
     (d,) = running.have(("D", COPY))
     p = running.servers["P", NONE]
     servers_on_failure(p, d)
-    prompt, headers = tokens(50, request.node.name), paired_headers(p, d)
-    with ThreadPoolExecutor(1) as pool:
-        prefill = pool.submit(complete, p, prompt, 1, headers)
-        with pytest.raises(client.RequestFailed):
-            complete(d, prompt, ANSWER, headers)
-        prefill.result()
+    with pytest.raises(client.RequestFailed):
+        ask_pair(p, d, tokens(50, request.node.name))
     log = d.log_path.read_text()
     assert "with drafter draft_model" in log and "with the same --speculative-config on both sides" in log
