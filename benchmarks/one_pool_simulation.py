@@ -3,9 +3,10 @@
 An engine computes in steps, as vLLM does: a token of each running answer, and tokens of prompts up to
 `CHUNK` in all, or what `--chunks` has for this engine, first come first served. A step takes as long as
 `Costs` has it. Not modelled: HTTP, KV blocks, and processes that share a core. The loop is closed: each
-client has one request under way.
+client has one request under way. Several proxies get requests in turn; with `--reports` engines report to
+all of them what they have to do.
 
-    python benchmarks/one_pool_simulation.py [--clients 16] [--noise]
+    python benchmarks/one_pool_simulation.py [--clients 16] [--noise] [--proxies 2 --reports]
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fleet_engines import VirtualLoop
 from fleet_simulation import ModelledPrompt, Source
 
-from p2pkv.control.discovery import Ping
+from p2pkv.control.discovery import Ping, Workload
 from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.bodies import Prompt
 from p2pkv_proxy.limits import Limits, RequestCounters
@@ -40,6 +43,8 @@ from p2pkv_proxy.routing_base import Routing, RoutingRequest
 
 CHUNK = 256
 SWITCH_SECONDS = 20.0
+REPORT_SECONDS, REPORT_AGE = 0.5, 0.25
+"""Between two reports of an engine; and how old one is when it comes."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,14 @@ class Costs:
     Attributes:
         step: seconds of a step; stream: what each running answer adds; token: each token of a prompt.
         push: seconds from the end of a prompt until D has its KV, and for each of its tokens.
+        way: until the engine's scheduler has the request.
     """
 
     step: float = 0.015
     stream: float = 0.0015
     token: float = 0.0004
     push: tuple[float, float] = (0.02, 2e-5)
+    way: float = 0.01
 
 
 COSTS = Costs()
@@ -72,13 +79,13 @@ class Mix:
 
 
 SHORT_LONG, LONG_SHORT = Mix((32, 128), (48, 96)), Mix((400, 900), (8, 24))
-MIXED = Mix((32, 900), (16, 48))
+MIXED, VERY_LONG = Mix((32, 900), (16, 48)), Mix((500, 6000), (16, 48))
 
 
 def mix_at(name: str, now: float) -> Mix:
     if name == "changes":
         return (SHORT_LONG, LONG_SHORT)[int(now / SWITCH_SECONDS) % 2]
-    return MIXES[name]
+    return VERY_LONG if name == "very long prompts" else MIXES[name]
 
 
 MIXES = {"short prompts": SHORT_LONG, "long prompts": LONG_SHORT, "mixed": MIXED, "changes": MIXED}
@@ -92,6 +99,7 @@ class Job:
     steps: int
     token: Callable[[], None]
     done: asyncio.Future[None]
+    more: bool
 
 
 class Engine:
@@ -104,7 +112,7 @@ class Engine:
     async def run(self, prompt: int, steps: int, token: Callable[[], None]) -> None:
         """`token` is called for each of `steps` tokens, the first of which ends the prompt, if there is
         one."""
-        job = Job(prompt, steps, token, self._loop.create_future())
+        job = Job(prompt, steps, token, self._loop.create_future(), steps > 1)
         if prompt:
             self._prompts.append(job)
         else:
@@ -112,6 +120,10 @@ class Engine:
         if not self._stepping:
             self._step()
         await job.done
+
+    def workload(self) -> Workload:
+        jobs, left = [*self._prompts, *self._answers], [each.left for each in self._prompts]
+        return Workload(prompts=len(left), tokens=sum(left), answers=sum(each.more for each in jobs))
 
     def _step(self) -> None:
         answers, budget = list(self._answers), self._chunk - len(self._answers)
@@ -172,13 +184,32 @@ class Noise(PlacementCosts):
         return self._dice.random(), self._dice.random()
 
 
+class Proxy:
+    """The proxy's parts in front of the engines."""
+
+    def __init__(
+        self, loop: VirtualLoop, routing: Routing, noise: PlacementCosts | None, first_turn: Callable[[], int]
+    ) -> None:
+        self.registry = Registry(first_turn=first_turn)
+        self.router = Router(self.registry, routing)
+        if noise:
+            self.router.costs = noise
+        self.admission = Admission(self.router, Limits(), RequestCounters(), loop.time)
+
+    def join(self, ping: Ping) -> None:
+        instance = self.registry.observe(ping, 0.0, Source())
+        assert instance is not None
+        instance.healthy, instance.life = True, float("inf")
+
+
 class Pool:
-    """Engines, the proxy's parts in front of them, and clients.
+    """Engines, proxies, and clients.
 
     Args:
         system: plain (engines in turn, without the proxy's routing), fixed (half P, half D), pair or auto.
         chunks: tokens of a step of each engine, one for each.
         warm: until then what clients see does not count.
+        proxies: how many; with `reports` the engines report to them.
     """
 
     def __init__(
@@ -190,16 +221,25 @@ class Pool:
         weight: float,
         noise: bool,
         warm: float,
+        proxies: int,
+        reports: bool,
     ) -> None:
         self.warm = warm
         self.loop, self.system, self.seen = loop, system, Seen()
         self.dice = random.Random(seed)
-        self.registry = Registry()
         routing = Routing(placement="auto" if system == "auto" else "pair", pause_weight=weight)
-        self.router = Router(self.registry, routing)
-        if noise:
-            self.router.costs = Noise(weight, dice=random.Random(seed))
-        self.admission = Admission(self.router, Limits(), RequestCounters(), loop.time)
+        dice = random.Random(seed)
+        self.proxies = [
+            Proxy(
+                loop,
+                routing,
+                Noise(weight, dice=random.Random(seed)) if noise else None,
+                (lambda: -dice.randrange(1 << 30)),
+            )
+            for _ in range(proxies)
+        ]
+        self.asked = 0
+        self.pings: list[Ping] = []
         self.engines: dict[str, Engine] = {}
         self.turn = 0
         self.ways: dict[str, int] = {}
@@ -208,9 +248,21 @@ class Pool:
             ping = Ping(type=role, http_address=f"10.0.0.{number}:80", zmq_address=f"10.0.0.{number}:90",
                         incarnation="1", model="m", version=5)  # fmt: skip
             self.engines[ping.http_address] = Engine(loop, chunk)
-            instance = self.registry.observe(ping, 0.0, Source())
-            assert instance is not None
-            instance.healthy, instance.life = True, float("inf")
+            self.pings.append(ping)
+            for proxy in self.proxies:
+                proxy.join(ping)
+            if reports:
+                loop.call_later(REPORT_SECONDS * (number + 1) / len(chunks), self._report, ping)
+
+    def _report(self, ping: Ping) -> None:
+        """What an engine has to do now, which the proxies learn a little later."""
+        self.loop.call_later(REPORT_SECONDS, self._report, ping)
+        work = replace(self.engines[ping.http_address].workload(), age=REPORT_AGE)
+        self.loop.call_later(REPORT_AGE, self._reported, replace(ping, workload=work))
+
+    def _reported(self, ping: Ping) -> None:
+        for proxy in self.proxies:
+            proxy.registry.observe(ping, self.loop.time(), Source())
 
     async def client(self, mix: str, until: float) -> None:
         while self.loop.time() < until:
@@ -243,7 +295,9 @@ class Pool:
             await engine.run(prompt, answer, token)
             return
         request = RoutingRequest("m", cast(Prompt, ModelledPrompt(prompt, ())))
-        async with self.admission.place(request, paired=True) as place:
+        self.asked += 1
+        proxy = self.proxies[self.asked % len(self.proxies)]
+        async with proxy.admission.place(request, paired=True) as place:
             await self._placed(place, prompt, answer, token)
 
     async def _placed(self, place: RequestPlace, prompt: int, answer: int, token: Callable[[], None]) -> None:
@@ -262,6 +316,7 @@ class Pool:
         self.ways[way] = self.ways.get(way, 0) + 1
         decode = self.engines[choice.decode.ping.http_address]
         place.sent()
+        await asyncio.sleep(COSTS.way)
         if choice.prefill is None:
             await decode.run(prompt, answer, came)
         else:
@@ -281,12 +336,12 @@ class Pool:
 def simulated(
     system: str, mix: str, *, size: int = 2, clients: int = 16, seconds: float = 120.0, seed: int = 1,
     weight: float = 0.1, noise: bool = False, rate: float = 0.0, chunks: Sequence[int] = (CHUNK,),
-    warm: float = 0.0,
+    warm: float = 0.0, proxies: int = 1, reports: bool = False,
 ) -> tuple[dict[str, float], Pool]:  # fmt: skip
     """The figures of one run, and what is left of it. The last of `chunks` is that of all further engines."""
     loop = VirtualLoop()
     every = [chunks[min(number, len(chunks) - 1)] for number in range(size)]
-    pool = Pool(loop, system, every, seed, weight, noise, warm)
+    pool = Pool(loop, system, every, seed, weight, noise, warm, proxies, reports)
 
     async def run() -> None:
         if rate:
@@ -299,7 +354,9 @@ def simulated(
     finally:
         loop.close()
     figures = pool.seen.figures(loop.time() - warm)
-    errors = [abs(p.first_token - seen) / seen for p, seen in pool.router.costs.latest]
+    errors = [
+        abs(p.first_token - seen) / seen for proxy in pool.proxies for p, seen in proxy.router.costs.latest
+    ]
     if errors:
         figures["error"] = statistics.median(errors)
     return figures, pool
@@ -312,7 +369,8 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, float],
             figures, pool = simulated(
                 name, mix, size=args.size, clients=args.clients, seconds=args.seconds, seed=args.seed,
                 weight=float(weight or 0.1), noise=args.noise, rate=args.rate, warm=args.warm,
-                chunks=(CHUNK,) if name == "plain" else args.chunks,
+                chunks=(CHUNK,) if name == "plain" else args.chunks, proxies=args.proxies,
+                reports=args.reports,
             )  # fmt: skip
             yield mix, system, figures, pool
 
@@ -328,6 +386,8 @@ def main() -> int:
     )
     parser.add_argument("--rate", type=float, default=0.0, help="of an open loop; 0: a closed one")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--proxies", type=int, default=1)
+    parser.add_argument("--reports", action="store_true", help="engines report what they have to do")
     parser.add_argument("--noise", action="store_true", help="predictions are drawn, not made")
     parser.add_argument("--mixes", nargs="+", default=list(MIXES))
     parser.add_argument("--systems", nargs="+", default=["plain", "fixed", "pair", "auto"])

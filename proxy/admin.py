@@ -17,6 +17,7 @@ from itertools import zip_longest
 from typing import Any
 
 from aiohttp import web
+from msgspec import to_builtins
 
 from p2pkv import __version__
 from p2pkv.pairing import Address
@@ -88,7 +89,7 @@ _MOST_NAMES = 32
 def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     """One instance, for /instances and the dashboard."""
     now = proxy.clock()
-    names = sorted(instance.names)
+    names, report = sorted(instance.names), instance.report
     return {
         "role": "both" if instance.role == "both" else ROLE_NAMES[instance.role],
         "address": instance.ping.http_address,
@@ -99,6 +100,7 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
         "running": instance.in_flight,
         "load": instance.load,
         "alone": instance.alone,
+        "reported": None if report is None else to_builtins(report.work),
         "last_ping_seconds": round(now - instance.last_seen, 1),
         "pauses": instance.breaker.opened,
     }

@@ -85,6 +85,10 @@ class Exposition:
             "p2pkv_proxy_instance_queued_prefill_seconds",
             "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted.",
         )
+        reported = [
+            _by_instance(f"p2pkv_proxy_instance_reported_{name}", f"{what}, by an instance's own report.")
+            for name, (_, what) in _REPORTED.items()
+        ]
         share = _by_instance(
             "p2pkv_proxy_instance_prefill_share",
             "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
@@ -94,10 +98,14 @@ class Exposition:
             state.add_metric(labels, WORST_FIRST.index(self._held.state_of(each)))
             load.add_metric(labels, each.load)
             paused.add_metric(labels, not each.breaker.closed)
+            if each.report is not None:
+                for (field, _), family in zip(_REPORTED.values(), reported, strict=True):
+                    family.add_metric(labels, getattr(each.report.work, field))
             if work := self._held.prefill_work(each):
                 queued.add_metric(labels, work[0])
                 share.add_metric(labels, work[1])
         yield from (state, load, paused, queued, share)
+        yield from reported
 
     def _streams(self) -> Iterator[Metric]:
         between = HistogramMetricFamily(
@@ -136,11 +144,25 @@ shows the number of instances in each state instead."""
 _LARGEST = (
     "p2pkv_proxy_breaker_open",
     "p2pkv_proxy_claims_refused_total",
+    "p2pkv_proxy_instance_queued_prefill_seconds",
+    "p2pkv_proxy_instance_reported_running",
+    "p2pkv_proxy_instance_reported_waiting",
+    "p2pkv_proxy_instance_reported_queued_tokens",
+    "p2pkv_proxy_instance_reported_answers",
     "p2pkv_proxy_resume_bytes_largest",
     "p2pkv_proxy_build_info",
     "process_max_fds",
 )
 _SMALLEST = (_STATE, "_created", "process_start_time_seconds")
+
+
+_REPORTED = {
+    "running": ("running", "Requests that run"),
+    "waiting": ("waiting", "Requests that wait"),
+    "queued_tokens": ("tokens", "Prompt tokens that are not computed yet, of requests that run or wait"),
+    "answers": ("answers", "Requests whose answers are decoded there, begun or not"),
+}
+"""The fields of a Workload that are shown, by the ends of their names."""
 
 
 def _by_instance(name: str, what: str) -> GaugeMetricFamily:

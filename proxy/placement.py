@@ -22,12 +22,15 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
-from .membership.instance import Instance
+from p2pkv.control.discovery import Workload
+
+from .membership.instance import Instance, Report
 
 Placement = Literal["pair", "auto"]
 Way = Literal["pair", "whole"]
@@ -44,6 +47,12 @@ _SHARE_SECONDS = 5.0
 _RECENT, _SHOWN = 256, 16
 _LEAST_STEPS = 4
 """Of an answer, before it is learned from."""
+_REPORT_SECONDS = 6.0
+_FRESH_SECONDS = 2.5
+"""An older report counts no more; while this proxy has prompts there, none older than the second: it would
+have changed, and an engine that hangs must not look idle."""
+_ON_ITS_WAY = 0.05
+"""Seconds from the choice of an instance until its scheduler has the request, about."""
 
 
 class LeastSquares:
@@ -99,8 +108,15 @@ class LeastSquares:
         return [found.get(column, 0.0) for column in self._columns]
 
 
+_NOTHING = Report(Workload(), float("-inf"))
+
+
 class EngineCosts:
     """What is placed at one instance, and what its work has cost.
+
+    An instance that reports what its scheduler has to do has prompts of other proxies, too. Of this proxy's
+    own prompts those count beside the report that have been placed since: `_ON_ITS_WAY` before its time, or
+    later. Answers are this proxy's own: a fixed share of all, and known at once.
 
     Attributes:
         answers: placed here to be decoded, begun or not.
@@ -115,8 +131,14 @@ class EngineCosts:
         self.hand_over = LeastSquares([0.02, 0.005])
         """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
-        self._queue: deque[int] = deque()
-        """Tokens of each prompt that is not computed yet, the oldest first."""
+        self._queue: deque[QueuedPrompt] = deque()
+        """The prompts that are not computed yet, the oldest first."""
+        self.report = self._reported = _NOTHING
+        """The last report, and what is left of it."""
+        self._since_report: deque[QueuedPrompt] = deque()
+        """Of the queue, the prompts that are not in the report."""
+        self._asked: tuple[float, float] | None = None
+        """When the queue was asked for last, and its seconds; None if it has changed since."""
         self._since = 0.0
         """When it began with the prompt that it computes now."""
         self._computed = 0.0
@@ -130,42 +152,96 @@ class EngineCosts:
         """Placed here to be computed, and not done; `tokens` are theirs."""
         return len(self._queue)
 
-    def prompt_seconds(self, tokens: int, prompts: int = 1) -> float:
+    def prompt_seconds(self, tokens: float, prompts: float = 1.0) -> float:
         """Of computing `prompts` with so many tokens together."""
-        size = tokens / _TOKENS
-        return self.prompt.predict(float(prompts), size, size * self.answers / _STREAMS)
+        any_prompt, tokens_alone, beside = self.prompt.weights
+        more = tokens_alone + beside * self.answers / _STREAMS
+        return any_prompt * prompts + more * tokens / _TOKENS
 
     def queued_seconds(self, now: float) -> float:
-        """Until all prompts that are placed here now are computed. One that is overdue may take as long
-        again, so that an engine that hangs does not look idle."""
+        """Until all prompts that are here now are computed. One that is overdue may take as long again, so
+        that an engine that hangs does not look idle."""
+        if self._asked is None or self._asked[0] != now:
+            self._asked = now, self._seconds_left(now)
+        return self._asked[1]
+
+    def _seconds_left(self, now: float) -> float:
+        if self._reports(now):
+            prompts, tokens = self._waiting(now)
+            return self.prompt_seconds(tokens, prompts)
         if not self._queue:
             return 0.0
-        first, since = self.prompt_seconds(self._queue[0]), now - self._since
+        first, since = self.prompt_seconds(self._queue[0].tokens), now - self._since
         return self.prompt_seconds(self.tokens, self.prompts) - first + abs(first - since)
+
+    def _reports(self, now: float) -> bool:
+        """Whether there is a report that counts."""
+        return now - self.report.at < (_FRESH_SECONDS if self._queue else _REPORT_SECONDS)
+
+    def _waiting(self, now: float) -> tuple[float, float]:
+        """How many prompts are here now, and their tokens, by the last report: what time has left of it, and
+        of the prompts that are not in it."""
+        work, new, begun = self._reported.work, self._since_report, self._since
+        prompts = tokens = 0.0
+        if work.prompts:
+            seconds = self.prompt_seconds(work.tokens, work.prompts)
+            until = self._reported.at + seconds
+            if left := max(0.0, until - now):
+                prompts, tokens = work.prompts * left / seconds, work.tokens * left / seconds
+            begun = max(begun, until)
+        if new:
+            count, size = len(new), sum(each.tokens for each in new)
+            seconds, past = self.prompt_seconds(size, count), now - max(begun, new[0].placed)
+            share = 1.0 if past <= 0.0 else max(0.0, 1.0 - past / seconds) if seconds else 0.0
+            prompts, tokens = prompts + share * count, tokens + share * size
+        return prompts, tokens
+
+    def follow(self, report: Report) -> None:
+        """Its scheduler has reported."""
+        self.report, self._reported, self._asked = report, report, None
+        sent = report.at - _ON_ITS_WAY
+        while self._since_report and self._since_report[0].placed <= sent:
+            self._since_report.popleft()
 
     def prefill_share(self, now: float) -> float:
         """Of its time that prompts take, lately and next."""
         past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
         return min(1.0, past + self.queued_seconds(now) / _SHARE_SECONDS)
 
-    def prompt_placed(self, tokens: int, now: float) -> None:
+    def prompt_placed(self, tokens: int, now: float) -> QueuedPrompt:
         if not self._queue:
             self._since = now
-        self._queue.append(tokens)
+        prompt = QueuedPrompt(tokens, now)
+        if self._reports(now):
+            count, others = self._waiting(now)
+            prompt.among = count + 1.0, others + tokens
+        self._queue.append(prompt)
+        self._since_report.append(prompt)
+        self._asked = None
         self.tokens += tokens
+        return prompt
 
-    def prompt_left(self, tokens: int, now: float) -> None:
-        if self._queue[0] == tokens:
+    def prompt_left(self, prompt: QueuedPrompt, now: float) -> None:
+        if self._queue[0] is prompt:
             self._since = now
-        self._queue.remove(tokens)
-        self.tokens -= tokens
+        self._queue.remove(prompt)
+        self._asked = None
+        self.tokens -= prompt.tokens
+        with suppress(ValueError):  # it is in the report
+            self._since_report.remove(prompt)
 
-    def prompt_computed(self, tokens: int, now: float, *, learn: bool = True) -> None:
-        """Prompts are computed in the order in which they came, so this one took the time since the last."""
-        seconds, size = now - self._since, tokens / _TOKENS
-        self.prompt_left(tokens, now)
+    def prompt_computed(self, prompt: QueuedPrompt, now: float, *, learn: bool = True) -> None:
+        """Prompts are computed in the order in which they came, so this one took the time since the last; or,
+        where other proxies' prompts may have been between, since it came, with all that were there then."""
+        seconds = now - self._since
+        if prompt in self._since_report:
+            self._reported = _NOTHING
+        self.prompt_left(prompt, now)
         if learn:
-            self.prompt.learn(seconds, 1.0, size, size * self.answers / _STREAMS)
+            count, tokens = prompt.among or (1.0, prompt.tokens)
+            size = tokens / count / _TOKENS
+            took = (now - prompt.placed) / count if prompt.among else seconds
+            self.prompt.learn(took, 1.0, size, size * self.answers / _STREAMS)
         past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
         self._share, self._shared = past + seconds / _SHARE_SECONDS, now
         self._computed += seconds
@@ -179,6 +255,7 @@ class EngineCosts:
         self._area += self.answers * (now - self._counted)
         self._counted = now
         self.answers += more
+        self._asked = None
 
     def answer_ended(self, steps: int, begun: tuple[float, float, float], now: float) -> None:
         """An answer that began at these marks took so many steps."""
@@ -187,6 +264,20 @@ class EngineCosts:
         if steps >= _LEAST_STEPS and lasted > 0.0:
             share = min(1.0, prompts / lasted)
             self.step.learn(lasted / steps, 1.0, area / lasted / _STREAMS, share)
+
+
+@dataclass(eq=False, slots=True)
+class QueuedPrompt:
+    """A prompt that this proxy has given to an instance.
+
+    Attributes:
+        placed: when.
+        among: how many prompts were there then, with this one, and their tokens; None if nothing is reported.
+    """
+
+    tokens: int
+    placed: float
+    among: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -235,9 +326,8 @@ class PlacedRequest:
         self._prefill, self._decode = costs.of(prefill), costs.of(decode)
         self._tokens, self._at, self._computed = tokens, now, now
         self._begun: tuple[float, float, float] | None = None
-        self._left, self._queued = False, prediction is not None
-        if self._queued:
-            self._prefill.prompt_placed(tokens, now)
+        self._left = False
+        self._queued = None if prediction is None else self._prefill.prompt_placed(tokens, now)
         self._decode.count_answers(1, now)
 
     def computed(self, now: float) -> None:
@@ -249,9 +339,9 @@ class PlacedRequest:
         self._leave_queue(now, learn=False)
 
     def _leave_queue(self, now: float, *, learn: bool) -> None:
-        if self._queued:
-            self._queued, self._computed = False, now
-            self._prefill.prompt_computed(self._tokens, now, learn=learn)
+        if self._queued is not None:
+            queued, self._queued, self._computed = self._queued, None, now
+            self._prefill.prompt_computed(queued, now, learn=learn)
 
     def first_token(self, now: float) -> None:
         """The answer has begun."""
@@ -276,9 +366,9 @@ class PlacedRequest:
         if self._left:
             return
         self._left = True
-        if self._queued:
-            self._queued = False
-            self._prefill.prompt_left(self._tokens, now)
+        if self._queued is not None:
+            self._prefill.prompt_left(self._queued, now)
+            self._queued = None
         self._decode.count_answers(-1, now)
 
 
@@ -313,6 +403,8 @@ class PlacementCosts:
         found = self._engines.get(instance)
         if found is None:
             found = self._engines[instance] = EngineCosts()
+        if instance.report is not found.report and instance.report is not None:
+            found.follow(instance.report)
         return found
 
     def compare(self, prediction: Prediction, seen: float) -> None:
@@ -348,18 +440,19 @@ class PlacementCosts:
         Args:
             near: the decoders that have a link to this instance; None if all have or may have.
         """
-        prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now)
-                   for each in self._some(prefillers)}  # fmt: skip
+        drawn = self._some(prefillers)
+        prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now) for each in drawn}
 
         def answers_at(some: Sequence[Instance]) -> list[tuple[Instance, float, float]]:
-            return [(each, *self._answer_part(each, tokens, now)) for each in self._some(some)]
+            return [(each, *self._answer_part(each, tokens, now)) for each in some]
 
-        answers = answers_at(decoders)
+        # Of a pool of both roles the same ones: two choices, and half of the work.
+        answers = answers_at(drawn if prefillers == decoders else self._some(decoders))
         pairs = [
             _Way(prompt.cost + _FIRST_TOKEN * late + cost, each.turn, prompt.seconds + late, prefill, each)
             # The second one is for where the first one is the best to decode, too.
             for prefill, prompt in heapq.nsmallest(1 if near else 2, prompts.items(), key=itemgetter(1))
-            for each, cost, late in (answers_at(near(prefill)) if near else answers)
+            for each, cost, late in (answers_at(self._some(near(prefill))) if near else answers)
             if each is not prefill and each.matches(prefill)
         ]
         whole = []

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from p2pkv.control.discovery import Ping
+from p2pkv.control.discovery import Ping, are_alike
 
 from .app import end
 from .limits import Limits
@@ -186,8 +186,8 @@ class Pings:
             return
         self._numbers[source] = number
         latest = self._latest.setdefault(number, {})
-        latest[key] = RepeatedPing(number, source.member, serial, ping)
-        if before is None or before.ping != ping:
+        latest[key] = RepeatedPing(number, source.member, serial, ping, time.monotonic())
+        if before is None or before.ping.paused != ping.paused or not are_alike(before.ping, ping):
             self._changed()
 
     def answer(self, number: int, frame: bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,12 +57,21 @@ class RepeatedPing(msgspec.Struct, frozen=True):
         connection: the number of the connection on which it came; one that is closed has none any more.
         member: that connection has shown the members' key.
         serial: grows with each ping.
+        at: when it came, by this host's monotonic clock.
     """
 
     connection: int
     member: bool
     serial: int
     ping: Ping
+    at: float
+
+    def now(self) -> Ping:
+        """It, with the age that its report has by now."""
+        if (work := self.ping.workload) is None:
+            return self.ping
+        age = work.age + max(0.0, time.monotonic() - self.at)
+        return msgspec.structs.replace(self.ping, workload=msgspec.structs.replace(work, age=age))
 
 
 Drains = list[tuple[InstanceRole, str, int, str]]
@@ -177,4 +187,4 @@ class WorkerState:
         key = ping.type, ping.http_address, ping.dp_rank
         if connection.serials.get(key) != repeated.serial:
             connection.serials[key] = repeated.serial
-            take(ping, connection)
+            take(repeated.now(), connection)

@@ -29,7 +29,7 @@ def main(announcement: str) -> None:
             print(json.dumps({"holding": True}), flush=True)
             hold_lock(order["seconds"])
         elif order["do"] == "stand":
-            standing = Standing(order["trouble"], order["paused"])
+            standing = msgspec.convert(order["standing"], Standing)
         elif order["do"] == "stop":
             announcer.stop()
         print(json.dumps({"done": True}), flush=True)

@@ -360,16 +360,37 @@ PRODUCT = (
     ),
     Mutant(
         "a prompt that is long overdue costs nothing",
-        "proxy/placement.py:EngineCosts.queued_seconds",
+        "proxy/placement.py:EngineCosts._seconds_left",
         "abs(first - since)",
         "max(0.0, first - since)",
         ("tests/proxy/test_placement.py",),
     ),
     Mutant(
+        "what instances report of their queues is not used",
+        "proxy/placement.py:EngineCosts._seconds_left",
+        "if self._reports(now):",
+        "if False:",
+        ("tests/proxy/test_placement.py",),
+    ),
+    Mutant(
+        "a prompt counts beside the report that has it",
+        "proxy/placement.py:EngineCosts.follow",
+        "self._since_report.popleft()",
+        "break",
+        ("tests/proxy/test_placement.py",),
+    ),
+    Mutant(
+        "a prompt that comes from a P counts as queued at D",
+        "p2pkv/connector/core_beats.py:workload_of",
+        " and not is_loaded(request.request_id)",
+        "",
+        ("tests/connector/test_core_beats.py",),
+    ),
+    Mutant(
         "what an instance has of a prompt in its cache costs as much as the rest",
         "proxy/placement.py:PlacementCosts.cheapest",
-        "tokens - cached.get(each, 0), now)\n                   for",
-        "tokens, now)\n                   for",
+        "tokens - cached.get(each, 0), now) for each in drawn",
+        "tokens, now) for each in drawn",
         ("tests/proxy/test_placement.py",),
     ),
     Mutant(
@@ -403,7 +424,7 @@ PRODUCT = (
     Mutant(
         "in a large pool placement by cost passes links over",
         "proxy/placement.py:PlacementCosts.cheapest",
-        "answers_at(near(prefill)) if near else answers",
+        "answers_at(self._some(near(prefill))) if near else answers",
         "answers",
         ("tests/proxy/test_partners.py",),
     ),
@@ -473,7 +494,7 @@ PRODUCT = (
     Mutant(
         "a request that has left still counts as queued",
         "proxy/placement.py:PlacedRequest.leave",
-        "self._prefill.prompt_left(self._tokens, now)",
+        "self._prefill.prompt_left(self._queued, now)",
         "pass",
         ("tests/proxy/test_placement.py",),
     ),
@@ -529,7 +550,7 @@ PRODUCT = (
     Mutant(
         "an instance in trouble is announced (K4)",
         "p2pkv/control/announcer_child.py:_Worker.vouched_for",
-        "return not silent and self._last != FAILS",
+        "return not silent and not self._last.trouble",
         "return not silent",
         ("tests/control/test_announcer.py",),
     ),

@@ -175,7 +175,16 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
         busy = any(half.busy for half in self._halves)
-        return state_of(patches.ENGINE_CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
+        return state_of(
+            patches.ENGINE_CORE.core,
+            steps=self._steps,
+            transfers=busy,
+            orphaned=orphaned,
+            is_loaded=self._is_loaded,
+        )
+
+    def _is_loaded(self, request_id: str) -> bool:
+        return self.consuming is not None and self.consuming.is_loaded(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -405,7 +414,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether the proxies may send requests; for the announcer's thread."""
         assert self.worker is not None
         rank = self.worker.rank
-        return Standing(rank.trouble(), rank.steps.paused)
+        standing, beat = Standing(rank.trouble(), rank.steps.paused), rank.steps.beat
+        if beat is None or beat.workload is None:
+            return standing
+        return replace(standing, workload=beat.workload, at=beat.at)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)

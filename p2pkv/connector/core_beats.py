@@ -13,13 +13,16 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
 import msgspec
+from vllm.v1.engine import EngineCoreRequestType
 
+from p2pkv.control.discovery import Workload
 from p2pkv.engine.liveness import Beat
 from p2pkv.log import RateLimit
 
@@ -29,7 +32,7 @@ BEAT_SECONDS = 0.5
 
 _COMPLAIN_SECONDS = 600.0
 
-_MAX_BYTES = 256
+_MAX_BYTES = 512
 _CREDENTIALS = struct.Struct("iII")
 """Of the sender, as the kernel fills them in: process, user, group."""
 
@@ -128,15 +131,44 @@ class BeatSender:
         self._closing.set()
 
 
-def state_of(core: Any, *, steps: int, transfers: bool, orphaned: bool) -> Beat:
+def state_of(
+    core: Any, *, steps: int, transfers: bool, orphaned: bool, is_loaded: Callable[[str], bool]
+) -> Beat:
     """The beat of this process's engine core.
 
     Args:
         core: vLLM's EngineCoreProc; None where it is not known.
         transfers: p2pkv's own requests are under way, which is all that is known without `core`.
+        is_loaded: whether the KV of a request's prompt comes from another instance.
     """
-    work, paused = transfers, False
+    work, paused, workload = transfers, False, None
     if core is not None:
         work = bool(core.scheduler.has_requests()) or not core.input_queue.empty()
         paused = bool(core.scheduler.pause_state)
-    return Beat(steps=steps, work=work, paused=paused, orphaned=orphaned)
+        try:
+            workload = workload_of(core, is_loaded)
+        except Exception as error:  # another vLLM's scheduler: a beat without it is worth as much
+            log.debug("what the scheduler has to do cannot be read: %r", error)
+    return Beat(
+        steps=steps, work=work, paused=paused, orphaned=orphaned, workload=workload, at=time.monotonic()
+    )
+
+
+def workload_of(core: Any, is_loaded: Callable[[str], bool]) -> Workload:
+    """What is left to do for the requests in the core's scheduler, and for those in its input queue, which it
+    takes from there between two steps."""
+    # Copies that no other thread can disturb. A request may go from one to the other in between.
+    items = list(core.input_queue.queue)
+    queued = {item[0].request_id: item[0] for kind, item in items if kind is EngineCoreRequestType.ADD}
+    running, waiting = core.scheduler.get_request_counts()
+    prompts = tokens = answers = 0
+    for request in (queued | core.scheduler.requests).values():
+        if request.is_finished():  # its blocks are held
+            continue
+        answers += request.max_tokens > 1
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        if left > 0 and not is_loaded(request.request_id):
+            prompts, tokens = prompts + 1, tokens + left
+    return Workload(
+        running=running, waiting=waiting + len(queued), prompts=prompts, tokens=tokens, answers=answers
+    )

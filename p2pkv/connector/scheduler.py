@@ -530,6 +530,11 @@ class ConsumerScheduler(Half):
         """Whether a request that a P prefills has not ended."""
         return bool(self.asking)
 
+    def is_loaded(self, request_id: str) -> bool:
+        """Whether the KV of this request's prompt is to come from a P."""
+        asking = self.asking.get(self._owners.get(self._siblings.get(request_id, ""), request_id))
+        return asking is not None and asking.state is not LoadState.SETTLED
+
     @property
     def loads(self) -> bool:
         """Whether KV may still be written into blocks of a request."""

@@ -5,8 +5,8 @@ no other thread of the worker runs. Pings from a thread would stop, and the prox
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
 The child's stdin and stdout are one socket, which keeps messages apart. The worker sends what to announce, a
-beat every second, and `STOP` at a clean end. A beat has whether the instance is to be announced, and whether
-it is paused. When the worker is silent, the child goes on as before for `stall_seconds`, and then sends no
+beat twice a second, and `STOP` at a clean end. A beat is its `Standing`. When the worker is silent,
+the child goes on as before for `stall_seconds`, and then sends no
 ping until the worker beats again. When the worker dies, the socket ends, and so does the child. Both are in
 one process group: a signal that freezes or kills the whole instance reaches the child, too.
 
@@ -27,21 +27,28 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from p2pkv.control.discovery import MAX_PARTNERS_BYTES, PING_INTERVAL, BadPartners, Ping, decode_partners
+from p2pkv.control.discovery import (
+    MAX_PARTNERS_BYTES,
+    PING_INTERVAL,
+    BadPartners,
+    Ping,
+    Workload,
+    decode_partners,
+)
 from p2pkv.control.pinger import Addresses, OnPartners
 from p2pkv.control.warm_up import WarmUp
 from p2pkv.pairing import Address
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
+BEAT_SECONDS = 0.5
 """Between two beats of the worker. The child looks as often whether the worker is still its parent."""
 
 STOP_SECONDS = 2.0
 """How long a clean end may take, with the goodbye."""
 
-RUNS, PAUSED, FAILS, STOP = b".", b"p", b"-", b"q"
-"""What the worker writes to the child: three kinds of beats, and the end."""
+STOP = b"stop"
+"""In place of the last beat."""
 
 
 class Standing(Struct, frozen=True):
@@ -51,6 +58,10 @@ class Standing(Struct, frozen=True):
     """Why it is not to be announced, in words; "" if it is."""
     paused: bool = False
     """vLLM's /pause has been called, and /resume has not."""
+    workload: Workload | None = None
+    """Of its scheduler; None if that is not known."""
+    at: float = 0.0
+    """When that was so, by this host's monotonic clock."""
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
@@ -185,4 +196,4 @@ class Announcer:
         elif self._trouble and not now.trouble:
             log.warning("this instance is announced again")
         self._trouble = now.trouble
-        return FAILS if now.trouble else PAUSED if now.paused else RUNS
+        return msgspec.json.encode(now)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from p2pkv.control.announcer import BEAT_SECONDS, FAILS, PAUSED, RUNS, STOP, Announcement
-from p2pkv.control.discovery import encode_partners
+from p2pkv.control.announcer import BEAT_SECONDS, STOP, Announcement, Standing
+from p2pkv.control.discovery import Workload, encode_partners
 from p2pkv.control.pinger import Addresses, Pinger
 from p2pkv.control.security import members_of
 from p2pkv.control.warm_up import warm_up
@@ -41,19 +41,19 @@ class _Worker:
         self._stall = stall
         self._beaten = time.monotonic()
         self._silent = False
-        self._last = RUNS
+        self._last = Standing()
         self.announced = False
         self.stopping = threading.Event()
 
     def follow(self, changed: Callable[[], None]) -> None:
         """Read the worker's beats, until it stops or is gone; for a thread. `changed`: called when a beat
-        differs from the one before."""
+        has other news than the one before."""
         while not self.stopping.is_set():
             ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
             # A process that the worker has forked may hold its end of the socket open.
             gone = os.getppid() != self._parent
             if ready and not gone:
-                beat = self._line.recv(1)
+                beat = self._line.recv(_ORDERS_BYTES)
                 gone = not beat
                 if beat:
                     self._take(beat, changed)
@@ -62,16 +62,25 @@ class _Worker:
 
     def _take(self, beat: bytes, changed: Callable[[], None]) -> None:
         self._beaten = time.monotonic()
-        last, self._last = self._last, beat
-        if beat != last:
-            changed()
         if beat == STOP:
             self.stopping.set()
             if not self.announced:
                 os._exit(0)
+            changed()
+            return
+        last, self._last = self._last, msgspec.json.decode(beat, type=Standing)
+        if msgspec.structs.replace(self._last, at=last.at) != last:
+            changed()
 
     def paused(self) -> bool:
-        return self._last == PAUSED
+        return self._last.paused
+
+    def workload(self) -> Workload | None:
+        """What its scheduler has to do, by its last beat."""
+        last = self._last
+        if last.workload is None:
+            return None
+        return msgspec.structs.replace(last.workload, age=max(0.0, time.monotonic() - last.at))
 
     def vouched_for(self) -> bool:
         """Whether the worker has beaten within `stall_seconds`, and its last beat does not forbid a ping."""
@@ -83,7 +92,7 @@ class _Worker:
         elif self._silent and not silent:
             log.warning("the worker is back: it is announced again")
         self._silent = silent
-        return not silent and self._last != FAILS
+        return not silent and not self._last.trouble
 
 
 def main() -> None:
@@ -111,6 +120,7 @@ def main() -> None:
         worker.vouched_for,
         worker.paused,
         pass_on,
+        worker.workload,
     )
     threading.Thread(target=worker.follow, args=(pinger.hurry,), name="p2pkv-worker", daemon=True).start()
     if announcement.warm_up is not None:

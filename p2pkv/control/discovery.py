@@ -4,8 +4,8 @@ A ping is one msgpack map in one frame. Its first three fields are the classic o
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
-`paused`, version 5 `replica`. Since version 4 a ping also means that the engine gets on: none comes while it
-does not.
+`paused`, version 5 `replica`, version 6 `workload`. Since
+version 4 a ping also means that the engine gets on: none comes while it does not.
 
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
+from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -28,7 +29,7 @@ from msgspec import Meta, Struct
 
 from p2pkv.pairing import Address
 
-DISCOVERY_VERSION = 5
+DISCOVERY_VERSION = 6
 PING_INTERVAL = 3.0
 MAX_PING_BYTES = 4096
 MAX_PARTNERS = 512
@@ -38,6 +39,27 @@ _AddressText = Annotated[str, Meta(min_length=3, max_length=300)]
 _Text = Annotated[str, Meta(max_length=512)]
 _FitText = Annotated[str, Meta(max_length=512, pattern=r"\A[ -~]*\Z")]
 _Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    """What an engine's scheduler has to do.
+
+    Attributes:
+        running, waiting: requests, as vLLM counts them.
+        prompts: requests whose prompts it has to compute and has not, or not wholly.
+        tokens: of these prompts, not computed yet. What vLLM will find in its prefix cache of one that has
+            not begun counts.
+        answers: requests whose answers are decoded here, begun or not: those for more than one token.
+        age: seconds before the ping was sent, when this was so.
+    """
+
+    running: _Count = 0
+    waiting: _Count = 0
+    prompts: _Count = 0
+    tokens: _Count = 0
+    answers: _Count = 0
+    age: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
 
 
 class Ping(Struct, frozen=True, kw_only=True):
@@ -67,6 +89,8 @@ class Ping(Struct, frozen=True, kw_only=True):
         replica: the number in the header X-data-parallel-rank with which `http_address` sends a request to
             this engine; None: it needs no header. Before version 5 that was `dp_rank` where `dp_size` is
             above 1.
+        workload: None if it is not known: of an older version, and where the worker is not on the host of its
+            engine core (Ray).
     """
 
     type: Literal["P", "D", "both"]
@@ -85,6 +109,7 @@ class Ping(Struct, frozen=True, kw_only=True):
     partners: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     paused: bool = False
     replica: Annotated[int, Meta(ge=0, lt=1 << 16)] | None = None
+    workload: Workload | None = None
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):
@@ -133,6 +158,21 @@ def decode_ping(frame: bytes | memoryview) -> Ping:
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise BadPing(f"not a discovery ping: {error}") from None
+
+
+def lasting(ping: Ping) -> Ping:
+    """What is equal in all pings of an engine, but for the last."""
+    if not ping.paused and ping.workload is None:
+        return ping
+    return msgspec.structs.replace(ping, paused=False, workload=None)
+
+
+def are_alike(one: Ping, other: Ping) -> bool:
+    """Whether the two are of one start of an engine: `lasting` is equal, and both are goodbyes or neither."""
+    return _LASTING(one) == _LASTING(other)
+
+
+_LASTING = attrgetter(*(each for each in Ping.__struct_fields__ if each not in ("paused", "workload")))
 
 
 def goodbye(ping: Ping) -> Ping:

@@ -16,6 +16,7 @@ from p2pkv.control.discovery import (
     PING_INTERVAL,
     BadPartners,
     Ping,
+    Workload,
     decode_partners,
     encode_ping,
     goodbye,
@@ -60,10 +61,11 @@ class Pinger:
     A proxy may be absent, come late, go and come back: nothing is queued for it meanwhile. Nothing is
     expected in return, and nothing is looked at unless the ping asks for partners.
 
-    Before each ping the thread calls `vouched_for`, and sends none where that is False, and `paused`, for the
-    ping's field of that name; `on_partners` takes the partners that any of the proxies names. `members`: of
-    the secret with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a
-    malformed address of a discovery socket, or an interval that is not positive.
+    Before each ping the thread calls `vouched_for`, and sends none where that is False, and `paused` and
+    `workload`, for the ping's fields of these names; `on_partners` takes the partners that any of the proxies
+    names. `members`: of the secret with which the pings are encrypted; None: they are sent in the
+    clear. Raises ValueError for a malformed address of a discovery socket, or an interval that is not
+    positive.
     """
 
     def __init__(
@@ -75,16 +77,16 @@ class Pinger:
         vouched_for: Callable[[], bool] = lambda: True,
         paused: Callable[[], bool] = lambda: False,
         on_partners: OnPartners = lambda addresses: None,
+        workload: Callable[[], Workload | None] = lambda: None,
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
         self._addresses = [*map(Address.parse, [proxies] if isinstance(proxies, str) else proxies)]
-        self._frame = encode_ping(ping)
-        self._paused_frame = encode_ping(msgspec.structs.replace(ping, paused=True))
+        self._ping = ping
         self._goodbye = encode_ping(goodbye(ping))
         self._interval = interval
         self._vouched_for = vouched_for
-        self._paused = paused
+        self._paused, self._workload = paused, workload
         self._asks = ping.partners > 0
         self._on_partners = on_partners
         self._log_limit = RateLimit(seconds=_LOG_SECONDS)
@@ -137,9 +139,14 @@ class Pinger:
             if connection.shut and now >= proxy.redial:
                 self._endpoint.redial(connection)
             if hurried or now >= proxy.due:
-                frame = self._paused_frame if self._paused() else self._frame
+                frame = self._frame()
                 if not self._vouched_for() or connection.send(frame):
                     proxy.due = now + self._interval
+
+    def _frame(self) -> bytes:
+        """The ping as it is now."""
+        paused, workload = self._paused(), self._workload()
+        return encode_ping(msgspec.structs.replace(self._ping, paused=paused, workload=workload))
 
     def _take_in(self) -> None:
         """What has come from proxies, and what went wrong with them."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
+from p2pkv.control.discovery import Workload
+
 LATE_BEAT_SECONDS = 4.0
 """An engine core that has sent no beat for so long is not announced. Leases are renewed until
 `stall_seconds`."""
@@ -19,13 +21,16 @@ class Beat(Struct, frozen=True, kw_only=True):
     how many steps it has scheduled, and whether there is `work`, so that it must make steps.
 
     `paused`: vLLM's /pause has been called, and /resume has not. `orphaned`: the process that started it,
-    which has the HTTP server, is gone.
+    which has the HTTP server, is gone. `workload`: of its scheduler, None if that is
+    not known, and `at`, by this host's monotonic clock, the time of it.
     """
 
     steps: int
     work: bool
     paused: bool = False
     orphaned: bool = False
+    workload: Workload | None = None
+    at: float = 0.0
 
 
 class Liveness:
@@ -89,6 +94,11 @@ class Liveness:
             self.paused_since = now
         self._beaten, self._beat = now, beat
         self.serving = True
+
+    @property
+    def beat(self) -> Beat | None:
+        """The last one."""
+        return self._beat
 
     @property
     def scheduled(self) -> int:

@@ -18,7 +18,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Literal, Protocol
 
-from p2pkv.control.discovery import PING_INTERVAL, Ping
+from p2pkv.control.discovery import PING_INTERVAL, Ping, Workload
 from p2pkv.pairing import Address
 
 # Three lost pings and a little: an instance whose ping is merely late stays.
@@ -55,6 +55,14 @@ WORST_FIRST = ("draining", "drained", "starting", "engine_paused", "silent", "pa
 """If workers disagree about an instance's state, the one that comes first here is shown."""
 STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
 """Of an instance, see `Instance.state`."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Report:
+    """What an instance's scheduler had to do `at` this time."""
+
+    work: Workload
+    at: float
 
 
 class PingSource(Protocol):
@@ -216,8 +224,9 @@ class Instance:
     others. A restart makes a new one.
 
     Attributes:
-        ping: its latest ping; all its pings are equal, but for `paused`.
+        ping: what is equal in all its pings, see `lasting`.
         last_seen: when that came.
+        report: of the last ping that had one.
         last_answer: when it answered last, or began to: a first token of a D, a P's answer.
         life: seconds without either after which it counts as silent.
         source: where from; None if that is not known, and then any other may take its address.
@@ -261,6 +270,7 @@ class Instance:
     order: tuple[float, int, int] = (0.0, 0, 0)
     left: float | None = None
     last_answer: float = -math.inf
+    report: Report | None = None
     kind: Kind = field(init=False)
     changed: Callable[[], None] = field(default=lambda: None)
     neighbours: Callable[[], Iterable[Instance]] = field(default=tuple)
@@ -361,6 +371,12 @@ class Instance:
         """When it was last seen to live."""
         return max(self.last_seen, self.last_answer)
 
+    def pinged(self, ping: Ping, now: float) -> None:
+        """Takes in when this ping of its came, and what its scheduler has to do."""
+        self.last_seen = max(self.last_seen, now)
+        if ping.workload is not None:
+            self.report = Report(ping.workload, now - ping.workload.age)
+
     def silent(self, now: float) -> bool:
         """Whether its pings have stopped, and it answers nothing."""
         return now - self.last_sign > self.life
@@ -371,7 +387,7 @@ class Instance:
 
     def matches(self, other: Instance) -> bool:
         """Whether one request's `model` can mean the same to both, and KV may move between them."""
-        return self.shares_model(other) and self.fits(other)
+        return self.shares_model(other) and (self.kind == other.kind or self.fits(other))
 
     def shares_model(self, other: Instance) -> bool:
         """Whether one request's `model` can mean the same to both."""

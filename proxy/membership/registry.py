@@ -18,9 +18,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from msgspec.structs import replace
-
-from p2pkv.control.discovery import Ping, goodbye
+from p2pkv.control.discovery import Ping, are_alike, goodbye, lasting
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -100,15 +98,18 @@ class Registry:
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
-        newcomer = Instance(_unpaused(ping), now, source, self._life)
+        known = self.of(ping)
+        if known is not None:
+            known.pinged(ping, now)
+            self._renew(known, ping.paused, source)
+            return None
+        newcomer = Instance(lasting(ping), now, source, self._life)
+        newcomer.pinged(ping, now)
         newcomer.take_turn(self._first_turn())
         newcomer.paused = ping.paused
         known = self._instances.get(newcomer.key)
         if ping.leaving:
             self._leave(known, newcomer, now)
-            return None
-        if known is not None and known.ping == newcomer.ping:
-            self._renew(known, newcomer)
             return None
         holder = self._holder(newcomer, known, now)
         if holder is not None:
@@ -145,20 +146,19 @@ class Registry:
         self._drained[newcomer.key] = now or drained
         return True
 
-    def _renew(self, known: Instance, again: Instance) -> None:
-        known.last_seen = max(known.last_seen, again.last_seen)
-        if known.paused != again.paused:
-            known.paused = again.paused
-            if not again.paused:
+    def _renew(self, known: Instance, paused: bool, source: PingSource | None) -> None:
+        if known.paused != paused:
+            known.paused = paused
+            if not paused:
                 known.breaker.clear()  # what failed was aborted by the pause
             logger.warning(
-                "%s %s", known, "is paused: it gets no new requests" if again.paused else "has been resumed"
+                "%s %s", known, "is paused: it gets no new requests" if paused else "has been resumed"
             )
-        if isinstance(known.source, ListedSource) and known.source != again.source:
-            known.source.pinged, known.source = True, again.source
+        if isinstance(known.source, ListedSource) and known.source != source:
+            known.source.pinged, known.source = True, source
             known.learn(known.names, known.context)
-        elif known.source is None or (again.source != known.source and not known.source.stands()):
-            known.source = again.source
+        elif known.source is None or (source != known.source and not known.source.stands()):
+            known.source = source
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
@@ -324,7 +324,7 @@ class Registry:
     def of(self, ping: Ping) -> Instance | None:
         """The one whose latest ping this is."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
-        return known if known is not None and known.ping == _unpaused(ping) else None
+        return known if known is not None and are_alike(known.ping, ping) else None
 
     def at(self, key: InstanceKey) -> Instance | None:
         """The one with this role, HTTP address and data-parallel rank."""
@@ -361,8 +361,3 @@ class Registry:
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
         return now - instance.last_sign > self._lease
-
-
-def _unpaused(ping: Ping) -> Ping:
-    """What is equal in all pings of an instance."""
-    return replace(ping, paused=False) if ping.paused else ping

@@ -49,6 +49,15 @@ def test_one_engine_of_short_steps_halves_pauses_at_the_throughput_of_plain_serv
     assert pool["gap99"] <= 0.5 * plain["gap99"]
 
 
+def test_four_proxies_in_front_of_long_queues_place_better_where_engines_report() -> None:
+    one, blind, seeing = (
+        simulated("auto", "very long prompts", size=8, rate=4.5, seconds=120.0, warm=30.0, seed=3, **how)[0]
+        for how in ({}, {"proxies": 4}, {"proxies": 4, "reports": True})
+    )
+    assert seeing["ttft99"] < 0.85 * blind["ttft99"] and seeing["ttft50"] < 0.9 * blind["ttft50"]
+    assert seeing["error"] < 0.8 * blind["error"] and one["ttft99"] < seeing["ttft99"]
+
+
 def test_runs_repeat() -> None:
     first, again = (simulated("auto", "mixed", seconds=20.0)[0] for _ in range(2))
     assert first == again

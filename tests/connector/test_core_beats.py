@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,14 @@ from typing import Any
 import pytest
 from connector_support import Instance, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType
 
+from p2pkv.connector.connector import P2pKvConnector
 from p2pkv.connector.core_beats import BEAT_SECONDS, BeatListener, BeatSender, state_of
+from p2pkv.control.announcer import Standing
+from p2pkv.control.discovery import Workload
 from p2pkv.demo.processes import free_ports
-from p2pkv.engine.liveness import Beat
+from p2pkv.engine.liveness import Beat, Liveness
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
@@ -172,7 +177,9 @@ def test_a_sender_ends_with_what_it_speaks_for() -> None:
 
 def beat_of(instance: Instance, requests: queue.Queue[Any]) -> Beat:
     core = SimpleNamespace(scheduler=instance.scheduler, input_queue=requests)
-    return state_of(core, steps=1, transfers=False, orphaned=False)
+    return state_of(
+        core, steps=1, transfers=False, orphaned=False, is_loaded=instance.scheduler.connector._is_loaded
+    )
 
 
 def test_work_is_what_vllm_has_to_step_for_and_requests_that_nobody_takes() -> None:
@@ -205,3 +212,49 @@ def test_each_step_counts() -> None:
     d.step(3)
     after = connector._beat(False)
     assert after.steps - before.steps == 3 and after.work and not before.work
+
+
+def test_the_workload_is_what_the_scheduler_and_its_input_queue_have() -> None:
+    p, requests = Instance("P"), queue.Queue[Any]()
+    one = p.ask("one", tokens(50))
+    assert beat_of(p, requests).workload == Workload(waiting=1, prompts=1, tokens=50, answers=1)
+    p.step()
+    assert beat_of(p, requests).workload == Workload(running=1, answers=1)
+    two = p.ask(inner_id(pair_id()), tokens(70), max_tokens=1)
+    requests.put((EngineCoreRequestType.ADD, (two, 0)))  # taken from there, and counted once
+    requests.put((EngineCoreRequestType.ABORT, ["no request"]))
+    work = beat_of(p, requests).workload
+    assert work is not None
+    assert (work.prompts, work.tokens, work.answers) == (1, 70, 1), "P's part of a pair has no answer"
+    for each in (one, two):
+        p.abort(each)
+    p.run_until(lambda: not p.scheduler.requests)
+    assert beat_of(p, queue.Queue()).workload == Workload()
+
+
+def test_a_prompt_that_comes_from_a_p_is_not_queued_at_d() -> None:
+    d = Instance("D")
+    d.ask(inner_id(pair_id()), tokens(50))
+    work = beat_of(d, queue.Queue()).workload
+    assert work is not None and (work.prompts, work.tokens, work.answers) == (0, 0, 1)
+
+
+def test_a_scheduler_that_cannot_be_read_costs_no_beat() -> None:
+    d, requests = Instance("D"), queue.Queue[Any]()
+    requests.put("what no vLLM of today puts there")
+    beat = beat_of(d, requests)
+    assert beat.work and beat.workload is None
+
+
+def test_without_the_engine_core_no_workload_is_known() -> None:
+    beat = state_of(None, steps=1, transfers=True, orphaned=False, is_loaded=lambda _: False)
+    assert beat.workload is None and beat.work
+
+
+def test_the_announcer_is_given_the_workload_of_the_last_beat() -> None:
+    steps = Liveness(10.0)
+    worker = SimpleNamespace(rank=SimpleNamespace(trouble=lambda: "", steps=steps))
+    standing = partial(P2pKvConnector._standing, SimpleNamespace(worker=worker))  # type: ignore[arg-type]
+    assert standing() == Standing()
+    steps.note(Beat(steps=1, work=True, workload=Workload(tokens=7), at=3.0), 0.0)
+    assert standing() == Standing(workload=Workload(tokens=7), at=3.0)

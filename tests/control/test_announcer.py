@@ -20,7 +20,7 @@ import zmq
 from links_support import Peer, starting
 
 from p2pkv.control.announcer import Announcement, Announcer
-from p2pkv.control.discovery import Ping, decode_ping, encode_partners, goodbye
+from p2pkv.control.discovery import Ping, Workload, decode_ping, encode_partners, goodbye, lasting
 from p2pkv.control.security import Members
 from p2pkv.control.warm_up import REQUEST_MARK, WarmUp
 from p2pkv.demo.processes import free_ports
@@ -116,9 +116,9 @@ def test_pings_go_on_while_the_worker_holds_its_lock(start, proxy) -> None:
 def test_a_worker_whose_engine_does_not_get_on_is_not_announced_until_it_does(start, proxy) -> None:
     worker, pid = start()
     proxy.hear()
-    worker.tell(do="stand", trouble="its engine core is stopped", paused=False)
+    worker.tell(do="stand", standing={"trouble": "its engine core is stopped", "paused": False})
     proxy.hear_no_more()
-    worker.tell(do="stand", trouble="", paused=False)
+    worker.tell(do="stand", standing={"trouble": "", "paused": False})
     assert proxy.hear() == PING
     assert not gone(pid)
 
@@ -126,10 +126,24 @@ def test_a_worker_whose_engine_does_not_get_on_is_not_announced_until_it_does(st
 def test_a_paused_instance_says_so_at_once_and_that_it_is_back(start, proxy) -> None:
     worker, _ = start(interval=60.0)  # so what comes soon has not waited for the next ping
     assert proxy.hear() == PING
-    worker.tell(do="stand", trouble="", paused=True)
+    worker.tell(do="stand", standing={"trouble": "", "paused": True})
     assert proxy.hear(10.0) == msgspec.structs.replace(PING, paused=True)
-    worker.tell(do="stand", trouble="", paused=False)
+    worker.tell(do="stand", standing={"trouble": "", "paused": False})
     assert proxy.hear(10.0) == PING
+
+
+def test_what_the_scheduler_has_to_do_travels_with_pings_and_at_once_when_it_changes(start, proxy) -> None:
+    worker, _ = start(interval=60.0)
+    assert proxy.hear() == PING
+    for tokens in (500, 0):
+        work = {"running": 1, "waiting": 2, "prompts": 3, "tokens": tokens, "answers": 4}
+        worker.tell(do="stand", standing={"workload": work, "at": time.monotonic()})
+        ping = proxy.hear(10.0)
+        assert lasting(ping) == PING
+        assert ping.workload is not None and 0.0 < ping.workload.age < 60.0
+        assert msgspec.structs.replace(ping.workload, age=0.0) == Workload(**work)
+    worker.tell(do="stand", standing={"workload": work, "at": time.monotonic()})
+    assert proxy.silent(), "nothing has changed but its age"
 
 
 def test_a_silent_worker_is_vouched_for_until_it_counts_as_hung_and_is_back_when_it_beats(

@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +24,7 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, deployed, ping, quiet
 
+from p2pkv.control.discovery import Workload
 from p2pkv_proxy import exposition
 from p2pkv_proxy import metrics as metrics_module
 from p2pkv_proxy.exposition import Exposition
@@ -322,6 +324,8 @@ async def test_the_page_on_operations_names_each_metric_with_its_labels(concurre
     concurrent.d.behaviour = streams(release)
     await (await concurrent.post({"prompt": "x", "stream": True})).read()
     await quiet(concurrent)
+    for each in concurrent.everyone():
+        each.pinged(msgspec.structs.replace(each.ping, workload=Workload()), each.last_seen)
     there: dict[str, set[str]] = {}
     for family in (await page(concurrent)).families.values():
         for sample in family.samples:

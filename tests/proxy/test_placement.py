@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -27,10 +29,11 @@ from proxy_behaviours import (
 from proxy_fakes import deployed, join, ping, prompt_of
 from test_resume import COMPLETION, ask, generates, same, whole
 
+from p2pkv.control.discovery import Workload
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
-from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.membership.instance import Instance, Report
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.placement import MOST_COMPARED, EngineCosts, LeastSquares, PlacedRequest, PlacementCosts
 from p2pkv_proxy.routing import PrefillMode, Router
@@ -96,13 +99,13 @@ def test_one_stall_does_not_decide_what_is_predicted() -> None:
 def test_the_queue_of_an_engine_passes_with_time() -> None:
     engine = EngineCosts()
     engine.prompt.weights = [0.0, 0.256, 0.0]
-    engine.prompt_placed(1000, 0.0)
-    engine.prompt_placed(500, 0.0)
+    long = engine.prompt_placed(1000, 0.0)
+    short = engine.prompt_placed(500, 0.0)
     assert engine.queued_seconds(0.0) == pytest.approx(1.5)
     assert engine.queued_seconds(0.5) == pytest.approx(1.0)
-    engine.prompt_computed(1000, 1.0)
+    engine.prompt_computed(long, 1.0)
     assert engine.queued_seconds(1.0) == pytest.approx(0.5, rel=0.1)
-    engine.prompt_left(500, 1.0)
+    engine.prompt_left(short, 1.0)
     assert engine.queued_seconds(1.0) == 0.0
 
 
@@ -124,8 +127,7 @@ def test_steps_are_learned_without_the_time_that_prompts_took() -> None:
         now = float(at)
         engine.count_answers(1, now)
         begun = engine.marks(now)
-        engine.prompt_placed(100, now)
-        engine.prompt_computed(100, now + 0.3)
+        engine.prompt_computed(engine.prompt_placed(100, now), now + 0.3)
         engine.answer_ended(20, begun, now + 0.5)
         engine.count_answers(-1, now + 0.5)
     assert engine.step.predict(1.0, 1 / 16, 0.6) == pytest.approx(0.025, rel=0.1)
@@ -264,6 +266,126 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
         assert (engine.answers, engine.prompts, engine.tokens) == (0, 0, 0)
 
 
+# What instances report.
+
+
+def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:
+    """A ping of the instance's, with what its scheduler has to do."""
+    work = {"age": 0.0} | work
+    registry.observe(msgspec.structs.replace(instance.ping, workload=Workload(**work)), now)
+
+
+def two_proxies(size: int) -> list[tuple[Router, Registry, list[Instance]]]:
+    made = []
+    for _ in range(2):
+        registry = Registry(1e9)
+        router = Router(registry, AUTO)
+        pool = [join(registry, ping("both", 10 + n)) for n in range(size)]
+        for each in pool:
+            learned(router, each, 0.256, 0.02)
+        made.append((router, registry, pool))
+    return made
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_two_proxies_place_as_one_does_where_instances_report_and_pile_up_where_they_do_not(
+    reports: bool,
+) -> None:
+    """Each sends half of the prompts, one after the other. Nothing is computed meanwhile."""
+    proxies, at, now = two_proxies(4), Counter[int](), 0.0
+    for number in range(8):
+        router, _, pool = proxies[number // 4]  # the second begins when the first has sent all of its own
+        choice = router.choose(request(1000), now)
+        router.track(choice, now)
+        at[pool.index(choice.prefill or choice.decode)] += 1
+        now += 0.1
+        if reports:
+            for place in range(4):
+                work = {"prompts": at[place], "tokens": 1000 * at[place], "answers": at[place]}
+                for _, registry, instances in proxies:
+                    report(registry, instances[place], now, **work)
+            now += 0.1
+    if reports:
+        assert sorted(at.values()) == [2, 2, 2, 2]
+    else:
+        engines = [router.costs.of(pool[0]) for router, _, pool in proxies]
+        assert [engine.tokens for engine in engines] == [1000, 1000], "neither knows of the other's"
+
+
+def test_a_proxy_without_requests_of_its_own_avoids_an_instance_that_others_fill() -> None:
+    for reports in (True, False):
+        (router, registry, (busy, idle)), _ = two_proxies(2)
+        idle.take_turn(5)  # of equals it comes last
+        if reports:
+            report(registry, busy, 0.0, prompts=3, tokens=3000, answers=3)
+        choice = router.choose(request(500), 0.2)
+        assert (choice.prefill or choice.decode) is (idle if reports else busy)
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 2000), st.floats(0.0, 0.4), st.floats(0.0, 0.05)),
+        max_size=30,
+    ),
+    st.floats(0.0, 0.5),
+)
+def test_no_prompt_counts_twice_and_none_is_missing(
+    prompts: list[tuple[bool, int, float, float]], age: float
+) -> None:
+    """Prompts of this proxy and of another one, some of which are on their way when the instance reports. At
+    that time all that it has counts once; so do those that come later, and beside them only what was on its
+    way for less than 50 ms may count twice."""
+    engine, now, at = EngineCosts(), 0.0, 1.0
+    engine.prompt.weights = [0.0, 256.0, 0.0]  # a second a token: nothing is computed meanwhile
+    there = mine = between = 0
+    for own, tokens, later, way in prompts:
+        now += later / 4
+        if own:
+            engine.prompt_placed(tokens, now)
+            arrived = now + way <= at
+            between += tokens * (at - 0.05 < now and arrived)
+            mine += tokens * (not arrived)
+            there += tokens * arrived
+        elif now <= at:
+            there += tokens
+    now = max(now, at + age)
+    engine.follow(Report(Workload(prompts=there > 0, tokens=there), at))
+    counted = engine._waiting(at)[1]
+    assert there + mine <= counted + 1e-6 and counted <= there + mine + between + 1e-6
+
+
+def test_what_has_been_computed_since_a_report_counts_no_more() -> None:
+    engine = EngineCosts()
+    engine.prompt.weights = [0.0, 0.256, 0.0]
+    engine.follow(Report(Workload(prompts=2, tokens=1000), 0.0))
+    assert engine.queued_seconds(0.4) == pytest.approx(0.6)
+    mine = engine.prompt_placed(500, 0.4)
+    assert engine.queued_seconds(0.4) == pytest.approx(1.1)
+    assert engine.queued_seconds(1.2) == pytest.approx(0.3)
+    engine.prompt_computed(mine, 0.9, learn=False)  # so those before it are, too
+    assert engine.queued_seconds(0.9) == 0.0
+
+
+def test_an_old_report_counts_no_more() -> None:
+    engine = EngineCosts()
+    engine.prompt.weights = [0.0, 25.6, 0.0]
+    engine.follow(Report(Workload(prompts=2, tokens=1000), 0.0))
+    assert engine.queued_seconds(5.0) > 90.0 and engine.queued_seconds(7.0) == 0.0
+    engine.follow(Report(Workload(), 10.0))
+    engine.prompt_placed(10, 10.0)
+    assert engine.queued_seconds(20.0) >= 9.0, "it hangs"
+
+
+def test_a_ping_of_the_version_before_changes_nothing() -> None:
+    registry = Registry(1e9)
+    one = join(registry, ping("both", 10))
+    registry.observe(one.ping, 1.0)
+    assert one.report is None and one.last_seen == 1.0
+    report(registry, one, 2.0, tokens=5, age=0.5)
+    registry.observe(one.ping, 3.0)
+    assert one.report is not None and (one.report.work.tokens, one.report.at) == (5, 1.5)
+
+
 # The whole proxy.
 
 
@@ -328,7 +450,14 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
             if line.startswith("p2pkv_proxy_first_token_prediction_error_count")
         ]
         assert sum(float(line.split()[-1]) for line in counted) == 8
-        for name in ("queued_prefill_seconds", "prefill_share"):
+        assert "instance_reported_queued_tokens{" not in metrics
+        for each in pool.registry.known("P"):
+            report(pool.registry, each, pool.proxy.clock(), running=1, tokens=700)
+        metrics = await (await pool.client.get(pool.url + "/metrics")).text()
+        assert metrics.count('"} 700.0') == 2
+        (shown, _) = (await (await pool.client.get(pool.url + "/instances")).json())["instances"]
+        assert shown["reported"]["tokens"] == 700
+        for name in ("queued_prefill_seconds", "prefill_share", "reported_running", "reported_queued_tokens"):
             assert metrics.count(f"p2pkv_proxy_instance_{name}{{") == 2
 
 

@@ -19,7 +19,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from proxy_fakes import DEADLINE, join, ping
 
-from p2pkv.control.discovery import MAX_PING_BYTES, Ping, decode_ping, encode_ping, goodbye
+from p2pkv.control.discovery import MAX_PING_BYTES, Ping, Workload, decode_ping, encode_ping, goodbye
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.admin import changed, listed, metrics_page
 from p2pkv_proxy.exposition import Family
@@ -104,6 +104,18 @@ async def test_repeated_pings_do_not_renew_an_instance() -> None:
     both.pings.take(ping("D"), line)
     both.update()
     assert instance.last_seen == 105.0
+
+
+async def test_reports_reach_workers_with_the_age_that_they_have_by_then_and_are_no_news() -> None:
+    both, line = Repeated(), Line()
+    for tokens in (5, 7):
+        both.pings.take(ping("D", workload=Workload(tokens=tokens, age=0.5)), line)
+        await asyncio.sleep(0.01)
+        both.update()
+        (instance,) = both.registry.known("D")
+        assert instance.report is not None and instance.report.work.tokens == tokens
+        assert 0.51 <= both.now - instance.report.at < DEADLINE
+    assert both.news == 1
 
 
 async def test_a_closed_connection_takes_its_instance_along() -> None:

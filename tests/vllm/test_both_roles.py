@@ -160,6 +160,52 @@ def placed_by_cost(
 
 
 @pytest.mark.long
+def test_both_proxies_see_what_the_schedulers_have_to_do(pool: Start) -> None:
+    """All requests come through the first one."""
+    servers, *proxies = pool("both", "both", options=[BY_COST, BY_COST])
+    asked, enough = [tokens(300, f"queued {n}") for n in range(4000)], threading.Event()
+    numbers = itertools.count()
+
+    def one_client() -> None:
+        while not enough.is_set():
+            answers.complete(proxies[0].base_url, MODEL_NAME, asked[next(numbers)], max_tokens=TOKENS)
+
+    def reported(proxy: ProxyServer, server: VllmServer) -> dict[str, int]:
+        listed = json.loads(client.get(f"{proxy.base_url}/instances"))["instances"]
+        work = {each["address"]: each["reported"] for each in listed}[_address(server)]
+        gauge = next(
+            float(line.split()[-1])
+            for line in client.get(f"{proxy.base_url}/metrics").splitlines()
+            if line.startswith(f'p2pkv_proxy_instance_reported_queued_tokens{{address="{_address(server)}"')
+        )
+        return work | {"gauge": gauge}
+
+    def everyone(is_so: Callable[[dict[str, int]], bool]) -> bool:
+        return all(is_so(reported(proxy, server)) for proxy in proxies for server in servers)
+
+    wait_until(lambda: everyone(lambda work: work["gauge"] == work["running"] == 0), "idle engines", 30.0)
+    busy: set[tuple[str, str]] = set()
+
+    def all_were_busy() -> bool:
+        for proxy, server in itertools.product(proxies, servers):
+            work = reported(proxy, server)
+            assert work["age"] < 2.0
+            if work["gauge"] > 0 and work["running"] > 0:
+                busy.add((proxy.base_url, server.base_url))
+        return len(busy) == 4
+
+    with ThreadPoolExecutor(24) as clients:
+        asking = [clients.submit(one_client) for _ in range(24)]
+        try:
+            wait_until(all_were_busy, "queued tokens of each engine at each proxy", 120.0)
+        finally:
+            enough.set()
+        for each in asking:
+            each.result(120)
+    wait_until(lambda: everyone(lambda work: work["gauge"] == work["answers"] == 0), "idle engines", 30.0)
+
+
+@pytest.mark.long
 def test_a_thousand_requests_placed_by_cost_have_one_server_s_answers(pool: Start, tmp_path: Path) -> None:
     options = [[*each, "--prefill-policy", "prefix_aware"] for each in (BY_COST, APART)]
     servers, *proxies = pool("both", "both", options=options)
