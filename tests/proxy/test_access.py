@@ -21,7 +21,6 @@ from p2pkv_proxy.cli import main
 KEYS = ("the key of one client", "the key of another")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -51,7 +50,6 @@ async def test_who_shows_a_key_is_served(headers: dict[str, str], status: int) -
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("shown", [{"Authorization": f"Bearer {KEYS[0]}"}, {"X-Api-Key": KEYS[0]}], ids=list)
 async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(shown: dict[str, str]) -> None:
     """vLLM reads no X-Api-Key."""
@@ -66,7 +64,6 @@ async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(sho
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_an_authorization_of_the_client_s_own_stays() -> None:
     shown = {"Authorization": "Basic abc", "X-Api-Key": "another"}
     async with deployed("concurrent", 1, 1) as deployment:
@@ -76,7 +73,6 @@ async def test_an_authorization_of_the_client_s_own_stays() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_an_empty_key_lets_nobody_in() -> None:
     async with deployed("concurrent", 1, 1, guard=Access(keys=("",))) as deployment:
         assert (await deployment.post()).status == 401
@@ -96,7 +92,6 @@ def test_an_empty_key_is_refused_at_the_start(
     assert "an empty key would let every client in" in capsys.readouterr().err
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_https(certificate: tuple[Path, Path], workers: int) -> None:
     """A request and its stream cross TLS, and plain HTTP gets nowhere."""

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet
@@ -16,12 +15,10 @@ from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 NARROW = Limits(max_requests=1, max_waiting=3, max_wait=30.0, max_held=10_000, body_seconds=0.3)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def narrow() -> AsyncIterator[Deployment]:
     """One P, and one D that takes one request at a time; three may wait."""
     async with deployed("concurrent", 1, 1, limits=NARROW) as deployment:

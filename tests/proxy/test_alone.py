@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
@@ -44,8 +43,6 @@ from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.routing import Choice, PrefillMode, Router
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
-
-pytestmark = pytest.mark.asyncio
 
 OFF = Limits(alone_share=0)
 INTERNAL = "Internal server error"
@@ -243,7 +240,7 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
 # P is silent: nobody knows whether it is dead.
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def brief() -> AsyncIterator[Deployment]:
     """A proxy for which silence begins after a second and a half, and ends everything as much later."""
     async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:

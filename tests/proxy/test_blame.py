@@ -113,7 +113,6 @@ def outcomes(instance: Instance) -> list[bool]:
     return [success for _, success in instance.breaker._outcomes]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("role", ["P", "D"])
 @pytest.mark.parametrize("failure", [dies, stops, answer_error(500), answer_error(307), MISTAKE])
 async def test_what_counts_as_a_failure_and_whose_it_is(
@@ -133,7 +132,6 @@ async def test_what_counts_as_a_failure_and_whose_it_is(
     assert innocent.breaker.closed
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_failures_among_more_successes_are_no_reason(sequential: Deployment, role: str) -> None:
     instance = sequential.p if role == "P" else sequential.d
@@ -143,7 +141,6 @@ async def test_failures_among_more_successes_are_no_reason(sequential: Deploymen
     assert all(each.breaker.closed for each in sequential.everyone())
 
 
-@pytest.mark.asyncio
 async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
     """D learnt first that P failed."""
     async with deployed("concurrent", 1, 1, limits=OFF) as deployment:
@@ -163,9 +160,6 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
 
 
 # A P that refuses what D accepts.
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("status", [400, 401, 404])
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, status: int) -> None:
@@ -182,7 +176,6 @@ async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, statu
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_a_p_with_another_key_fails_no_request_and_gets_a_pause(dispatch: Dispatch) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
@@ -213,7 +206,6 @@ def d_that_needs(good: FakeInstance, bad: FakeInstance) -> Behaviour:
     return behaviour
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("status", [400, 401, 404])
 async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: int) -> None:
     """The head of D's stream says so; D alone need not be asked. The other P proves the first one wrong."""
@@ -241,7 +233,6 @@ async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: in
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it(
@@ -260,7 +251,6 @@ async def test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it(
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_where_no_other_can_decide_ps_refusal_is_the_answer(either: Deployment) -> None:
     object.__setattr__(either.proxy.limits, "alone_share", 0.0)
     either.p.behaviour, either.d.behaviour = answer_error(404, "no such adapter"), never
@@ -271,7 +261,6 @@ async def test_where_no_other_can_decide_ps_refusal_is_the_answer(either: Deploy
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_a_client_s_mistake_is_no_trial(
     sequential: Deployment, role: Role, monkeypatch: pytest.MonkeyPatch
@@ -291,9 +280,6 @@ async def test_a_client_s_mistake_is_no_trial(
 
 
 # Instances that leave, and requests that were sent twice.
-
-
-@pytest.mark.asyncio
 async def test_who_has_said_goodbye_is_not_judged() -> None:
     async with deployed("concurrent", prefill=1, decode=1) as deployment:
         deployment.d.behaviour = never
@@ -308,7 +294,6 @@ async def test_who_has_said_goodbye_is_not_judged() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: Deployment) -> None:
     """It tells D itself, which may compute the rest."""
     p_stops, release = asyncio.Event(), asyncio.Event()
@@ -325,7 +310,6 @@ async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: De
     assert outcomes(p) == [False]
 
 
-@pytest.mark.asyncio
 async def test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts(concurrent: Deployment) -> None:
     (p,) = concurrent.registry.known("P")
     for prompt, needed in (("x", False), (["x", "y"], True)):
@@ -339,7 +323,6 @@ async def test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts(concur
         await response.read()
 
 
-@pytest.mark.asyncio
 async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
     """A D that closes the connection of each request's first copy, and fails the second one."""
     async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
@@ -375,7 +358,6 @@ def lacking(number: int) -> Callable[..., object]:
     return make
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_what_the_proxy_lacks_is_no_instance_s_failure(
@@ -406,7 +388,6 @@ async def test_what_the_proxy_lacks_is_no_instance_s_failure(
     await quiet(concurrent)
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_does_not_come_about_says_what_lacked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

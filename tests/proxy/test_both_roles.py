@@ -16,7 +16,6 @@ from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.routing import Choice, Router
 from p2pkv_proxy.routing_base import RoutingRequest
 
-ASYNC = pytest.mark.asyncio
 REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")
 
 
@@ -97,7 +96,6 @@ def both_of(address: str, line: str) -> bool:
     return f'"{address}"' in line and 'role="both"' in line
 
 
-@ASYNC
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_requests_through_a_pool(dispatch: Any) -> None:
     async with deployed(dispatch) as pool:
@@ -123,7 +121,6 @@ async def test_requests_through_a_pool(dispatch: Any) -> None:
         assert 'p2pkv_proxy_instances{role="both",state="ready"} 2.0' in metrics.splitlines()
 
 
-@ASYNC
 async def test_a_request_served_whole_names_the_instance_twice() -> None:
     async with deployed("concurrent") as pool:
         one = await pool.add("both")  # type: ignore[arg-type]

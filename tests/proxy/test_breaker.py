@@ -216,12 +216,11 @@ def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
     assert join(registry, ping(incarnation="fourth"), 200.0).breaker.closed
 
 
-@pytest.mark.asyncio
 async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async with deployed("sequential", prefill=2, decode=1) as deployment:
         bad, good = deployment.prefills
         bad.behaviour = answer_error(500)
-        now = 1000.0
+        now = deployment.proxy.clock()
         (instance,) = [i for i in deployment.everyone() if i.ping.http_address == bad.http_address]
         means = dataclasses.replace(deployment.proxy._means, clock=lambda: now)
         monkeypatch.setattr(deployment.proxy, "_means", means)
@@ -253,7 +252,6 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
     assert [len(instance.requests) - n for instance, n in zip(instances, before, strict=True)] == [2, 2]
 
 
-@pytest.mark.asyncio
 async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "p2pkv_proxy.membership.instance._BREAKER_FIRST_PAUSE", 30.0
@@ -277,7 +275,6 @@ async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.Mo
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
     registry, now = Registry(), 0.0
     bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))

@@ -129,7 +129,6 @@ def registered(flood: Tide, instance: FakeInstance) -> Instance:
     return found
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", pytest.param("sequential", marks=pytest.mark.long)])
 async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch: Dispatch) -> None:
     async with tide(dispatch) as flood:
@@ -151,7 +150,6 @@ async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch
     assert len(flood.whole) == flood.sent > 6 * STREAMS
 
 
-@pytest.mark.asyncio
 async def test_of_a_killed_d_only_the_streams_that_it_had_begun_are_lost() -> None:
     async with tide("concurrent") as flood:
         deployment = flood.deployment

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 from hostile_support import dealer
 from proxy_fakes import Deployment, deployed, join, ping
 from test_breaker import fail
@@ -241,7 +240,7 @@ def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role:
 # The same over real connections.
 
 
-@pytest_asyncio.fixture(params=[None, MEMBERS], ids=["plain", "members"])
+@pytest.fixture(params=[None, MEMBERS], ids=["plain", "members"])
 async def place(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
     """A proxy with one P and one D that ping, with and without a secret."""
     async with deployed("concurrent", 1, 1, members=request.param) as deployment:
@@ -258,7 +257,6 @@ def claims(deployment: Deployment) -> list[Ping]:
     ]
 
 
-@pytest.mark.asyncio
 async def test_a_member_that_registers_anothers_address_is_refused(place: Deployment) -> None:
     holder = place.registry.known("P")
     with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
@@ -272,7 +270,6 @@ async def test_a_member_that_registers_anothers_address_is_refused(place: Deploy
         assert (await health.json())["counters"]["claims_refused"] == 4
 
 
-@pytest.mark.asyncio
 async def test_a_process_that_was_killed_is_followed_at_once(place: Deployment) -> None:
     place.pingers[place.p.http_address].stop()
     await eventually(lambda: place.registry.known("P") == [])
@@ -285,7 +282,6 @@ async def test_a_process_that_was_killed_is_followed_at_once(place: Deployment) 
     assert place.registry.claims_refused == 0
 
 
-@pytest.mark.asyncio
 async def test_claims_without_end_disturb_neither_the_proxy_nor_the_holder(place: Deployment) -> None:
     holder = place.registry.known("P")
     with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
@@ -300,7 +296,6 @@ async def test_claims_without_end_disturb_neither_the_proxy_nor_the_holder(place
     assert place.app[LISTENER].refused == 0
 
 
-@pytest.mark.asyncio
 async def test_two_real_instances_under_one_address_do_not_flap(place: Deployment) -> None:
     (holder,) = place.registry.known("P")
     first = place.pingers[place.p.http_address]

@@ -11,8 +11,6 @@ from proxy_fakes import Deployment, called
 
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_a_client_that_leaves_while_both_work(concurrent: Deployment) -> None:
     concurrent.p.behaviour = concurrent.d.behaviour = never

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from proxy_behaviours import dies, streams
 from proxy_browser import Browser, browsing, found
 from proxy_fakes import Deployment, FakeInstance, serve_and_ping
 from proxy_process import Command, running
 
 from p2pkv.demo.processes import free_ports
-
-pytestmark = pytest.mark.asyncio
 
 CHROMIUM = found()
 in_a_browser = pytest.mark.skipif(
@@ -54,7 +51,7 @@ class Watched:
         )
 
 
-@pytest_asyncio.fixture(params=[()])
+@pytest.fixture(params=[()])
 async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
     """With one P and two D; the fixture's parameter is more arguments for the proxy."""
     async with AsyncExitStack() as cleanup:

@@ -200,7 +200,6 @@ async def drained(url: str, address: str) -> asyncio.subprocess.Process:
     )
 
 
-@pytest.mark.asyncio
 async def test_a_pod_that_stops_waits_for_its_requests() -> None:
     async with deployed("concurrent", prefill=1, decode=1, guard=Access("t")) as deployment:
         going_on = asyncio.Event()
@@ -226,7 +225,6 @@ async def test_a_pod_that_stops_waits_for_its_requests() -> None:
         assert (script.returncode, said) == (0, b"")
 
 
-@pytest.mark.asyncio
 async def test_a_pod_stops_although_the_proxy_does_not_know_it() -> None:
     async with deployed("concurrent", guard=Access("t")) as deployment:
         script = await drained(deployment.url, "10.0.0.9:8000")
@@ -234,7 +232,6 @@ async def test_a_pod_stops_although_the_proxy_does_not_know_it() -> None:
         assert script.returncode == 0 and b"not drained: HTTP Error 404" in said
 
 
-@pytest.mark.asyncio
 async def test_a_pod_waits_although_the_proxy_stumbles() -> None:
     """One answer that fails does not end the wait."""
     asked: list[str] = []

@@ -47,7 +47,6 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
     return {"model": "tiny"} | BODIES[path] | more
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(PAIRED))
 async def test_p_computes_one_token_and_d_answers(either: Deployment, path: str) -> None:
     answer = await either.post(body_of(path, stream=False), path, {"X-Request-Id": "mine"})
@@ -64,7 +63,6 @@ async def test_p_computes_one_token_and_d_answers(either: Deployment, path: str)
     assert "_addr_" not in text and answer.headers["X-Request-Id"] == "mine"
 
 
-@pytest.mark.asyncio
 async def test_responses_carry_the_id_in_their_body(concurrent: Deployment) -> None:
     async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.json_response({"id": seen.body["request_id"], "object": "response"})
@@ -79,7 +77,6 @@ async def test_responses_carry_the_id_in_their_body(concurrent: Deployment) -> N
     assert name.startswith("resp_") and len(name) == len("resp_") + 32
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(SINGLE))
 async def test_one_instance_does_it_all(concurrent: Deployment, path: str) -> None:
     answer = await concurrent.post(body_of(path), path)
@@ -91,7 +88,6 @@ async def test_one_instance_does_it_all(concurrent: Deployment, path: str) -> No
     assert concurrent.proxy.counters.alone == 0, "it does not count in the share for prompts without a P"
 
 
-@pytest.mark.asyncio
 async def test_another_instance_is_asked_if_the_first_fails() -> None:
     async with deployed("concurrent", decode=2) as deployment:
         for instance in deployment.decodes:
@@ -103,7 +99,6 @@ async def test_another_instance_is_asked_if_the_first_fails() -> None:
         assert len(good.requests) == 2 and bad.requests
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(PAIRED | SINGLE))
 async def test_errors_have_openais_form(path: str) -> None:
     async with deployed("concurrent", limits=Limits(alone_share=0.0, retries=0)) as deployment:
@@ -136,7 +131,6 @@ WORDS = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
     """A D that dies after it is one that has not begun, and another one is asked."""
@@ -163,7 +157,6 @@ async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
         assert deployment.proxy.counters.retried >= 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deployment, path: str) -> None:
     async def breaks_off(request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -183,7 +176,6 @@ async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deplo
     await quiet(concurrent)
 
 
-@pytest.mark.asyncio
 async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: Deployment) -> None:
     concurrent.p.behaviour = never
     function = {"type": "function", "name": "f", "parameters": {}}
@@ -210,7 +202,6 @@ def test_a_first_event_that_fails(path: str) -> None:
     assert first_event_failed(OPENINGS[path] + error)
 
 
-@pytest.mark.asyncio
 async def test_counts_are_by_endpoint(concurrent: Deployment) -> None:
     for path in sorted(PAIRED | SINGLE):
         assert (await concurrent.post(body_of(path), path)).status == 200

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
@@ -30,8 +29,6 @@ from proxy_fakes import Deployment, FakeInstance, called, deployed, error_of
 
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
-
-pytestmark = pytest.mark.asyncio
 
 
 def shows_no_address(deployment: Deployment, text: str) -> bool:
@@ -213,7 +210,7 @@ async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deploym
 OFF = Limits(alone_share=0)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def no_alone() -> AsyncIterator[Deployment]:
     """One P, one D, and a D may not do P's part."""
     async with deployed("concurrent", 1, 1, limits=OFF) as deployment:

@@ -46,7 +46,6 @@ def streams(*events: bytes) -> Behaviour:
     return behaviour
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "events",
     [(error(500), DONE), (ROLE, error(500), DONE), (ROLE, ABORT, DONE), (ROLE,), (ROLE[:20], ROLE[20:])],
@@ -66,7 +65,6 @@ async def test_another_d_is_asked(events: tuple[bytes, ...]) -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
     either.d.behaviour = streams(ROLE, error(500), DONE)
     response = await either.post(STREAM, CHAT)
@@ -81,7 +79,6 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("events", [(error(400), DONE), (ROLE, TOKEN, error(500), DONE)])
 async def test_anything_else_reaches_the_client_as_it_is(
     either: Deployment, events: tuple[bytes, ...]

@@ -197,7 +197,6 @@ async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
     await eventually(lambda: new.http_address in deployment.routable(new.role), "the new instance")
 
 
-@pytest.mark.asyncio
 async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_not_fit() -> None:
     async with deployed("concurrent") as deployment:
         before = [await deployment.add(role, fit=OLD) for role in ("P", "D", "P", "D")]  # type: ignore[arg-type]
@@ -227,7 +226,6 @@ async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_no
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
     async with deployed("concurrent", limits=Limits(alone_share=0)) as deployment:
         await deployment.add("P", fit=OLD)
@@ -249,7 +247,6 @@ async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
         assert deployment.p.requests == deployment.d.requests == []
 
 
-@pytest.mark.asyncio
 async def test_where_nobody_fits_d_answers_alone_if_it_may() -> None:
     async with deployed("concurrent") as deployment:
         await deployment.add("P", fit=OLD)

@@ -35,7 +35,6 @@ ABORT = b'"finish_reason":"abort"'
 MESSAGE = "The decode instance was stopped before its answer was complete."
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_with_nobody_else_it_is_a_502(either: Deployment, streamed: bool) -> None:
     either.d.behaviour = stops_before_a_token if streamed else stops
@@ -55,7 +54,6 @@ def ends_at_once(*events: bytes) -> Behaviour:
     return behaviour
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     "events",
@@ -88,7 +86,6 @@ def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     return waits
 
 
-@pytest.mark.asyncio
 async def test_of_a_p_it_is_ds_affair(concurrent: Deployment) -> None:
     concurrent.p.behaviour, concurrent.d.behaviour = stops, after_p(concurrent, answer_json)
     response = await concurrent.post()
@@ -96,7 +93,6 @@ async def test_of_a_p_it_is_ds_affair(concurrent: Deployment) -> None:
     await quiet(concurrent)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("alone", [True, False])
 async def test_where_d_is_not_asked_yet_it_is_ps_failure(alone: bool) -> None:
     async with deployed("sequential", 1, 1, limits=Limits(alone_share=0.25 if alone else 0)) as sequential:
@@ -111,7 +107,6 @@ async def test_where_d_is_not_asked_yet_it_is_ps_failure(alone: bool) -> None:
         await quiet(sequential)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_another_p_is_asked_and_d_has_not_failed(dispatch: Dispatch) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
@@ -134,7 +129,6 @@ async def test_another_p_is_asked_and_d_has_not_failed(dispatch: Dispatch) -> No
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("cut", [None, 1, 30, 60])
 async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int | None) -> None:
     """The tokens that there were arrive, the end that is none does not."""
@@ -162,7 +156,6 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_model_may_write_about_it(either: Deployment, streamed: bool) -> None:
     text = ABORT.decode()
@@ -372,7 +365,6 @@ EVENTS = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body", "streamed"), WHOLE + EVENTS)
 async def test_an_answer_that_repeats_its_request_pauses_no_instance(
     either: Deployment, path: str, body: Any, streamed: bool
@@ -391,7 +383,6 @@ async def test_an_answer_that_repeats_its_request_pauses_no_instance(
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "streamed"),
     [(*each, False) for each in GIVEN_UP] + [(*each, True) for each in GIVEN_UP_EVENTS],
@@ -418,7 +409,6 @@ async def test_what_d_gives_up_is_asked_of_another(path: str, body: Any, streame
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body"), GIVEN_UP)
 async def test_what_p_gives_up_is_ps_failure(path: str, body: Any) -> None:
     async with deployed("sequential", 2, 1) as deployment:

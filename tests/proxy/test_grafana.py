@@ -43,7 +43,6 @@ def test_every_series_in_a_query_is_ours_or_vllms() -> None:
         assert all(NAME.fullmatch(name) for name in selected), query
 
 
-@pytest.mark.asyncio
 async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
     assert (await concurrent.post()).status == 200
     page, _ = page_of("", [concurrent.proxy.exposition.families()])

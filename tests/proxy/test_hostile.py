@@ -18,8 +18,6 @@ from p2pkv.pairing import Address
 from p2pkv_proxy.app import LISTENER
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 PING = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10", model="m")
 
 

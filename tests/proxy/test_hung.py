@@ -27,8 +27,6 @@ from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 LEASE: dict[str, Any] = {"life": 0.5, "lease": 1.0}
 STREAM = {"prompt": "x", "stream": True}
 

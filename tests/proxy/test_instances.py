@@ -8,7 +8,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from proxy_behaviours import after, never, streams
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet
 
@@ -17,13 +16,11 @@ from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 TOKEN = "a token of the tests"
 SHOWN = {"Authorization": f"Bearer {TOKEN}"}
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def guarded() -> AsyncIterator[Deployment]:
     """Two P and two D behind a proxy with an admin token."""
     async with deployed("concurrent", prefill=2, decode=2, guard=Access(TOKEN)) as deployment:

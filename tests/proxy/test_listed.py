@@ -110,7 +110,6 @@ async def listing(*instances: FakeInstance, **options: Any) -> AsyncIterator[Dep
         yield deployment
 
 
-@pytest.mark.asyncio
 async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> None:
     """Nobody answers at their ZMQ addresses."""
     async with listing(FakeInstance("P"), FakeInstance("D")) as deployment:
@@ -127,7 +126,6 @@ async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> 
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFixture) -> None:
     p, d = FakeInstance("P", health=503), FakeInstance("D")
     async with listing(p, d, limits=Limits(alone_share=0)) as deployment:
@@ -148,7 +146,6 @@ async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFi
     assert f"decode instance {d.http_address}, which is listed, gets no requests: its /health" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -> None:
     async with listing(FakeInstance("D"), FakeInstance("D")) as deployment:
         await deployment.ready(prefill=0, decode=2)
@@ -167,7 +164,6 @@ async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -
         frozen.frozen = False
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "members"])
 async def test_what_they_fit_is_learnt_from_their_first_ranks(secret: bytes | None) -> None:
     members = None if secret is None else Members(secret)
@@ -190,7 +186,6 @@ async def test_what_they_fit_is_learnt_from_their_first_ranks(secret: bytes | No
             assert old.inspected == 1, "once while it is up"
 
 
-@pytest.mark.asyncio
 async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
     with ranks(FakeRank("P", fit=OLD), FakeRank("D", fit=NEW)) as (p, d):
         instances = FakeInstance("P", zmq_address=p.address), FakeInstance("D", zmq_address=d.address)
@@ -208,7 +203,6 @@ async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
             assert asked(deployment.prefills) == [1]
 
 
-@pytest.mark.asyncio
 async def test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -226,7 +220,6 @@ async def test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again(
             await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [NEW])
 
 
-@pytest.mark.asyncio
 async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
     """Descriptors for another connection to its /health."""
     tried = 0
@@ -249,7 +242,6 @@ async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
             kept._connector = connector
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("says", "words"),
     [
@@ -269,7 +261,6 @@ async def test_another_instance_than_the_list_says_gets_nothing_and_it_is_said(
     assert caplog.text.count(words) == 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("says", [{"fit": "x" * 600}, {"ranks": 0}, {"incarnation": 5}, {"fit": "\n"}])
 async def test_a_rank_that_says_nonsense_is_one_that_says_nothing(says: dict[str, Any]) -> None:
     with ranks(FakeRank("P", **says)) as (rank,):
@@ -281,7 +272,6 @@ async def test_a_rank_that_says_nonsense_is_one_that_says_nothing(says: dict[str
             assert asked(deployment.prefills) == [1]
 
 
-@pytest.mark.asyncio
 async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
     async with listing(FakeInstance("P"), FakeInstance("D", fit=NEW)) as deployment:
         await deployment.ready(prefill=1, decode=1)
@@ -320,7 +310,6 @@ def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
     assert not instance.matches(other), "a ping that says nothing is one of protocol 1"
 
 
-@pytest.mark.asyncio
 async def test_requests_of_one_that_dies_are_served_by_the_others() -> None:
     async with listing(FakeInstance("P"), FakeInstance("P"), FakeInstance("D")) as deployment:
         await deployment.ready(prefill=2, decode=1)
@@ -341,7 +330,6 @@ async def there(client: aiohttp.ClientSession, url: str) -> bool:
     return False
 
 
-@pytest.mark.asyncio
 async def test_the_command_serves_what_it_lists() -> None:
     with ranks(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as (prefill, decode):
         instances = (
@@ -373,7 +361,6 @@ async def test_the_command_serves_what_it_lists() -> None:
             assert command.clean(), command.log
 
 
-@pytest.mark.asyncio
 async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on() -> None:
     with ranks(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as (prefill, decode):
         p = FakeInstance("P", zmq_address=prefill.address)

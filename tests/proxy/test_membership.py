@@ -32,8 +32,6 @@ from p2pkv_proxy.membership.listed import ListedInstance
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 
 @contextlib.contextmanager
 def dealer(deployment: Deployment) -> Iterator[zmq.Socket[bytes]]:

@@ -67,7 +67,6 @@ async def dies_after_a_token(request: web.Request, seen: Seen) -> web.StreamResp
     return response
 
 
-@pytest.mark.asyncio
 async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deployment) -> None:
     release = asyncio.Event()
     concurrent.d.behaviour = streams(release)
@@ -95,7 +94,6 @@ async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deploy
     assert after.value("instances") == 2
 
 
-@pytest.mark.asyncio
 async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
     limits = Limits(retries=0, alone_share=0.0)
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
@@ -126,7 +124,6 @@ async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
         assert now.value("requests_total", model="unnamed", outcome="broken") == 1
 
 
-@pytest.mark.asyncio
 async def test_clients_cannot_make_series(concurrent: Deployment) -> None:
     for number in range(20):
         await concurrent.post({"model": f"made-up-{number}", "prompt": "x"})
@@ -140,7 +137,6 @@ async def test_clients_cannot_make_series(concurrent: Deployment) -> None:
     assert now.value("requests_total", model="other") == 20
 
 
-@pytest.mark.asyncio
 async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
     limits = Limits(max_requests=1, max_waiting=0)
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
@@ -169,7 +165,6 @@ def test_every_counter_of_the_proxy_is_shown() -> None:
     assert shown | reasons == counted
 
 
-@pytest.mark.asyncio
 async def test_a_pause_is_shown() -> None:
     limits = Limits(alone_share=0.0, retries=0)
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
@@ -184,14 +179,12 @@ async def test_a_pause_is_shown() -> None:
         assert {s.labels["state"] for s in now.families["p2pkv_proxy_instances"].samples} == set(STATES)
 
 
-@pytest.mark.asyncio
 async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequential: Deployment) -> None:
     assert (await concurrent.post()).status == 200
     assert (await page(concurrent)).value("admitted_total") == 1
     assert (await page(sequential)).value("admitted_total") == 0
 
 
-@pytest.mark.asyncio
 async def test_openmetrics_is_spoken_to_those_who_ask(concurrent: Deployment) -> None:
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
     async with concurrent.client.get(f"{concurrent.url}/metrics", headers=accept) as response:
@@ -315,7 +308,6 @@ def test_quantiles_are_of_the_last_minute() -> None:
 OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
-@pytest.mark.asyncio
 async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
     release = asyncio.Event()
     release.set()

@@ -9,8 +9,6 @@ from proxy_fakes import Deployment, deployed, error_of
 
 from p2pkv_proxy.limits import Limits
 
-pytestmark = pytest.mark.asyncio
-
 
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b"\xff\xfe", b"[" * 5000])
 async def test_what_is_no_json_object_is_a_400(either: Deployment, raw: bytes) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from classic_router import ClassicRouter, by_aiohttp
 from proxy_behaviours import answer_json, completion, event, event_stream
@@ -45,7 +44,7 @@ class Classic:
     p_pinger: Pinger
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def classic() -> AsyncIterator[Classic]:
     async with contextlib.AsyncExitStack() as stack:
         router = ClassicRouter(LIFE)
@@ -69,7 +68,6 @@ def test_the_ping_has_the_three_classic_fields_as_text() -> None:
     assert re.fullmatch(r"127\.0\.0\.1:\d+", ping["zmq_address"])
 
 
-@pytest.mark.asyncio
 async def test_a_request_goes_to_p_and_then_to_d(classic: Classic) -> None:
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 5}
     async with aiohttp.ClientSession() as client:
@@ -84,7 +82,6 @@ async def test_a_request_goes_to_p_and_then_to_d(classic: Classic) -> None:
         assert (str(pair.prefill), str(pair.decode)) == (classic.p.zmq_address, classic.d.zmq_address)
 
 
-@pytest.mark.asyncio
 async def test_a_stream_is_passed_on(classic: Classic) -> None:
     async def stream(request: web.Request, seen: object) -> web.StreamResponse:
         response = await event_stream(request)
@@ -103,7 +100,6 @@ async def test_a_stream_is_passed_on(classic: Classic) -> None:
     assert completion(classic.d.requests[-1])["id"] in text
 
 
-@pytest.mark.asyncio
 async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
     # Its discovery dies of a message that it does not know; ours says goodbye in a ping.
     await asyncio.to_thread(classic.p_pinger.stop)
@@ -120,7 +116,6 @@ async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", MODES)
 async def test_what_vllm_router_sends(mode: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
     router = await asyncio.to_thread(vllm_router, mode, pytestconfig, tmp_path)

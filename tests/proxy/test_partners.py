@@ -215,7 +215,6 @@ def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
     assert [d.places for d in ds] == [1] * 20
 
 
-@pytest.mark.asyncio
 async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment) -> None:
     heard: list[tuple[str, ...]] = []
     d = ping("D", 8200, partners=8)
@@ -227,7 +226,6 @@ async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment
     await eventually(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")
 
 
-@pytest.mark.asyncio
 async def test_an_older_d_is_sent_nothing(lonely: Deployment) -> None:
     """Its socket takes messages of a kilobyte at most, and it reads none."""
     await lonely.add("P")

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from msgspec.structs import replace
 from proxy_behaviours import Seen, after, answer_json, event, event_stream, never
@@ -19,8 +18,6 @@ from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import VOUCHING_VERSION
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
-
-asyncs = pytest.mark.asyncio
 
 
 class Vouching(FakeInstance):
@@ -56,7 +53,6 @@ def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
 # Paused ones.
 
 
-@asyncs
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: Any) -> None:
     async with deployed("concurrent", 1, 1) as deployment:
@@ -80,7 +76,6 @@ async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: 
         await quiet(deployment)
 
 
-@asyncs
 async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
     async with deployed("concurrent", 1, 1) as deployment:
         resumed = asyncio.Event()
@@ -94,7 +89,6 @@ async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
         assert (await asked).status == 200
 
 
-@asyncs
 async def test_without_any_other_d_the_answer_says_that_it_is_paused() -> None:
     async with deployed("concurrent", 1, 1) as deployment:
         pause(deployment, deployment.d)
@@ -147,7 +141,7 @@ def test_one_that_registers_while_it_is_paused_is_paused() -> None:
 LIFE, PROXYS_LEASE = 1.5, 2.0
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def hung() -> AsyncIterator[Deployment]:
     """A P and two D's that vouch for their engines; the first D's is about to hang."""
     limits = Limits(max_body=1 << 20)
@@ -158,7 +152,6 @@ async def hung() -> AsyncIterator[Deployment]:
         yield deployment
 
 
-@asyncs
 async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: Deployment) -> None:
     for each in hung.decodes:
         each.behaviour = never
@@ -194,7 +187,6 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
     return behaviour
 
 
-@asyncs
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
     hung: Deployment, monkeypatch: pytest.MonkeyPatch, hangs: bool
@@ -220,7 +212,6 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
     assert ("error" in text) is hangs
 
 
-@asyncs
 async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: Deployment) -> None:
     assert VOUCHING_VERSION == 4  # when pings began to mean that
     old = await add(hung, "D", type("Old", (Vouching,), {"version": 3}))

@@ -37,7 +37,6 @@ from p2pkv_proxy.routing import PrefillMode, Router
 from p2pkv_proxy.routing_base import Routing, RoutingRequest
 from support.waiting import eventually
 
-ASYNC = pytest.mark.asyncio
 AUTO = Routing(placement="auto")
 
 
@@ -267,7 +266,6 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
 # The whole proxy.
 
 
-@ASYNC
 @pytest.mark.parametrize(
     ("victim", "failure"),
     [
@@ -304,7 +302,6 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(victim: str, fai
         await eventually(lambda: not any(pool.proxy.router.costs.of(each).answers for each in (p, d, other)))
 
 
-@ASYNC
 async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
     async with deployed("concurrent", routing=AUTO) as pool:
         release = asyncio.Event()
@@ -332,7 +329,6 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
             assert metrics.count(f"p2pkv_proxy_instance_{name}{{") == 2
 
 
-@ASYNC
 async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that_it_is_computed() -> None:
     """Of an answer that is no stream; only a stream teaches anything."""
     async with deployed("concurrent", routing=AUTO) as pool:

@@ -19,8 +19,6 @@ from p2pkv_proxy.routing import PrefillMode, Router
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 
 def small(registry: Registry, **limits: Any) -> Admission:
     """Each D takes one request."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import Seen, answer_error, dies, never, streams
 from proxy_fakes import DEADLINE, Deployment, FakeInstance, deployed, quiet, serve_and_ping
@@ -28,7 +27,6 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=x"}
 
 
-@pytest.mark.asyncio
 async def test_the_clients_id_reaches_the_instances_beside_the_proxys_own(either: Deployment) -> None:
     answer = await either.post(headers={"X-Request-Id": "mine"})
     assert answer.headers["X-Request-Id"] == "mine"
@@ -38,13 +36,11 @@ async def test_the_clients_id_reaches_the_instances_beside_the_proxys_own(either
         assert "_addr_" in seen.request_id
 
 
-@pytest.mark.asyncio
 async def test_an_id_under_the_other_name_is_left_as_it_is(concurrent: Deployment) -> None:
     await concurrent.post(headers={"X-Request-Id": "mine", "X-Client-Request-Id": "older"})
     assert concurrent.d.requests[0].headers.getall("X-Client-Request-Id") == ["older"]
 
 
-@pytest.mark.asyncio
 async def test_the_clients_trace_reaches_both_as_it_is(either: Deployment) -> None:
     await either.post(headers=TRACEPARENT)
     for instance in (either.p, either.d):
@@ -106,14 +102,13 @@ class Collector:
         return found
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def collector() -> AsyncIterator[Collector]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     async with Collector() as collector:
         yield collector
 
 
-@pytest.mark.asyncio
 async def test_spans_of_a_request_lie_below_the_clients_and_above_the_instances(collector: Collector) -> None:
     async with deployed("concurrent", 1, 1, tracing=Spans(collector.endpoint)) as deployment:
         assert (await deployment.post(headers={**TRACEPARENT, "X-Request-Id": "mine"})).status == 200
@@ -134,7 +129,6 @@ async def test_spans_of_a_request_lie_below_the_clients_and_above_the_instances(
     assert collector.service == "p2pkv-proxy"
 
 
-@pytest.mark.asyncio
 async def test_each_try_has_spans_and_failures_are_marked(collector: Collector) -> None:
     async with deployed("concurrent", 1, 1, tracing=Spans(collector.endpoint)) as deployment:
         deployment.p.behaviour = answer_error(500)
@@ -150,7 +144,6 @@ async def test_each_try_has_spans_and_failures_are_marked(collector: Collector) 
     assert all(span.status.code == 2 for span in calls)
 
 
-@pytest.mark.asyncio
 async def test_a_collector_that_is_gone_holds_up_nobody() -> None:
     spans = Spans(f"http://127.0.0.1:{free_ports()}/v1/traces")
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
@@ -167,9 +160,6 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.Monke
 
 
 # The log.
-
-
-@pytest.mark.asyncio
 async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> None:
     discovery = f"127.0.0.1:{free_ports()}"
     options = ("--log-format", "json", "--log-requests", "--discovery", discovery)
@@ -218,7 +208,6 @@ def test_a_traceback_stays_one_line() -> None:
     assert "ValueError" in json.loads(line)["exception"] and json.loads(line)["message"] == "no\nx"
 
 
-@pytest.mark.asyncio
 async def test_in_text_a_strange_id_cannot_pass_for_other_fields(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with deployed("concurrent", 1, 1, log_requests=True) as deployment:

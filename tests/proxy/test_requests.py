@@ -18,8 +18,6 @@ from p2pkv.pairing import Address, find_pair
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 HEX = re.compile(r"[0-9a-f]{32}")
 
 

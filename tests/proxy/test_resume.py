@@ -19,8 +19,6 @@ from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENGINE = Engine(Model(salt=4, ends=False))
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi", "stream": True, "max_tokens": 24}

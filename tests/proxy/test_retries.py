@@ -43,7 +43,6 @@ def one_fails(instances: list[FakeInstance], behaviour: Behaviour) -> None:
         instance.behaviour = first
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize("failure", [dies, answer_error(500), answer_error(307)])
 async def test_another_p_serves_what_the_first_failed(dispatch: Dispatch, failure: Behaviour) -> None:
@@ -68,7 +67,6 @@ def never_first(deployment: Deployment) -> Behaviour:
     return behaviour
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize(
     "failure",
@@ -84,7 +82,6 @@ async def test_another_d_serves_what_the_first_failed_before_its_first_token(
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deployment) -> None:
     concurrent.d.behaviour = answer_error(503, "busy")
     response = await concurrent.post()
@@ -96,7 +93,6 @@ async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deploym
     assert concurrent.proxy.counters.retries_refused == 0, "the budget is for those who have somewhere to go"
 
 
-@pytest.mark.asyncio
 async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,7 +112,6 @@ async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
     async with deployed(
         "sequential", prefill=3, decode=1, limits=Limits(retries=9, alone_share=0)
@@ -128,7 +123,6 @@ async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, role: Role) -> None:
@@ -159,7 +153,6 @@ async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, rol
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_the_clients_mistake_is_not_tried_again(role: str) -> None:
     async with deployed("sequential", prefill=2, decode=2) as deployment:
@@ -170,7 +163,6 @@ async def test_the_clients_mistake_is_not_tried_again(role: str) -> None:
         assert asked(deployment.prefills) == asked(deployment.decodes) == [0, 1]
 
 
-@pytest.mark.asyncio
 async def test_after_the_first_byte_nothing_is_tried_again() -> None:
     async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = await event_stream(request)
@@ -192,7 +184,6 @@ async def test_after_the_first_byte_nothing_is_tried_again() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_an_outage_does_not_multiply_the_load() -> None:
     async with deployed("sequential", prefill=3, decode=1, limits=OFF) as deployment:
         for instance in deployment.prefills:
@@ -205,7 +196,6 @@ async def test_an_outage_does_not_multiply_the_load() -> None:
         assert deployment.d.requests == []
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.retries.pause", lambda tries: 1000.0)
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
@@ -222,7 +212,6 @@ async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytes
         assert asked(deployment.prefills) == [0, 1]
 
 
-@pytest.mark.asyncio
 async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pausing = asyncio.Event()
 
@@ -244,7 +233,6 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
     fail = asyncio.Event()
 

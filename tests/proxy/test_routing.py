@@ -351,7 +351,6 @@ def requests(chat: bool) -> list[tuple[str, dict[str, Any]]]:
     return made
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 async def test_prefix_aware_hits_more_than_round_robin(chat: bool) -> None:
     hits: dict[str, int] = {}
@@ -368,9 +367,6 @@ async def test_prefix_aware_hits_more_than_round_robin(chat: bool) -> None:
 
 
 # The options, from the command line to the choice.
-
-
-@pytest.mark.asyncio
 async def test_a_session_is_named_by_a_header() -> None:
     routing = Routing(prefill="consistent_hash", decode="consistent_hash", session_header="X-Chat")
     async with deployed("concurrent", 3, 3, routing=routing) as deployment:
@@ -386,7 +382,6 @@ async def test_a_session_is_named_by_a_header() -> None:
                 assert len(homes) == 1
 
 
-@pytest.mark.asyncio
 async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back() -> None:
     async with deployed("concurrent", 1, 1) as deployment:
         (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")

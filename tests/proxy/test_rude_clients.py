@@ -10,7 +10,6 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from proxy_behaviours import (
@@ -109,7 +108,6 @@ def moody(dice: random.Random) -> Behaviour:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
-@pytest.mark.asyncio
 async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: int) -> None:
     dice = random.Random(seed)
     limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_seconds=5.0)
@@ -130,7 +128,7 @@ async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: 
         assert len(asyncio.all_tasks()) < 60
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def short() -> AsyncIterator[Deployment]:
     """A proxy that waits half a second for the rest of a body."""
     async with deployed("concurrent", 1, 1, limits=Limits(max_body=1 << 20, body_seconds=0.5)) as deployment:
@@ -144,7 +142,6 @@ def sized(body: bytes, *headers: bytes) -> bytes:
 GZIP = b"Content-Encoding: gzip"
 
 
-@pytest.mark.asyncio
 async def test_connections_on_which_no_request_comes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.app.IDLE_SECONDS", 0.3)
     async with (
@@ -184,7 +181,6 @@ RUDE = {
 
 
 @pytest.mark.parametrize("kind", RUDE)
-@pytest.mark.asyncio
 async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
     short: Deployment, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,7 +218,6 @@ def test_garbage_makes_one_line_in_ten_seconds(caplog: pytest.LogCaptureFixture)
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Deployment) -> None:
     async with Client(short) as client, asyncio.timeout(30):
         client.writer.write(WHOLE * 100)
@@ -233,7 +228,6 @@ async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Dep
     await quiet(short)
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(
     short: Deployment,
 ) -> None:
@@ -250,7 +244,6 @@ def cut_off(writer: asyncio.StreamWriter) -> bool:
     return writer.transport.is_closing()
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_stays_and_does_not_read_loses_its_place(
     short: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +263,6 @@ async def test_a_client_that_stays_and_does_not_read_loses_its_place(
         await eventually(lambda: cut_off(deaf.writer))
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_comes_byte_by_byte_has_one_deadline(short: Deployment) -> None:
     async with Client(short) as client, asyncio.timeout(10):
         client.writer.write(post(b"", b"Content-Length: 100000"))
@@ -286,7 +278,6 @@ async def drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnected(
     short: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +299,7 @@ async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnect
 # More connections than there may be.
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def crowded() -> AsyncIterator[Deployment]:
     """A proxy that takes three connections."""
     limits = Limits(max_connections=3)
@@ -323,7 +314,6 @@ async def closed(client: Client) -> bool:
     return True
 
 
-@pytest.mark.asyncio
 async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: Deployment) -> None:
     async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
         idle = [await all_.enter_async_context(Client(crowded)) for _ in range(10)]
@@ -337,7 +327,6 @@ async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: D
     await quiet(crowded)
 
 
-@pytest.mark.asyncio
 async def test_when_all_have_requests_under_way_another_one_is_turned_away(
     crowded: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:

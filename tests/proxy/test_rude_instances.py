@@ -17,8 +17,6 @@ from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, Role
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 OK = b"HTTP/1.1 200 OK\r\n"
 JSON = b"Content-Type: application/json\r\n"
 SSE = b"Content-Type: text/event-stream\r\n"

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 from hostile_support import RAW, dealer, shout
 from proxy_fakes import Deployment, deployed
 
@@ -19,8 +18,6 @@ from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 from p2pkv_proxy.app import LISTENER
 from support.waiting import eventually
-
-pytestmark = pytest.mark.asyncio
 
 MEMBERS, OTHERS = Members(b"a secret of the tests"), Members(b"another secret of the tests")
 FORGED = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10")
@@ -33,7 +30,7 @@ def knowing() -> Members:
     return made
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def guarded() -> AsyncIterator[Deployment]:
     """A proxy with a secret, and a second port without."""
     async with deployed("concurrent", prefill=1, decode=1, members=MEMBERS) as deployment:

@@ -16,8 +16,6 @@ from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.routing_base import Routing
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 SKIP = Routing(skip_below=64)
 SHORT, LONG = "x" * 63 * 4, "x" * 64 * 4
 

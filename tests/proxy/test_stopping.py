@@ -21,8 +21,6 @@ from proxy_process import Command, running
 from p2pkv.demo.processes import free_ports
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 DONE = b"data: [DONE]\n\n"
 
 

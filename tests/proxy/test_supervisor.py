@@ -29,8 +29,6 @@ from p2pkv_proxy.supervisor import Pings, Supervisor, WorkerFailed
 from p2pkv_proxy.worker import Drains, Update, WorkerConfig, WorkerReport, WorkerState
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 # Pings.
 
 

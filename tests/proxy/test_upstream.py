@@ -36,7 +36,6 @@ class Answer:
         self.closed = True
 
 
-@pytest.mark.asyncio
 async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None:
     answer = Answer()
 
@@ -63,7 +62,6 @@ async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None
     assert instance.in_flight == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [aiohttp.ConnectionTimeoutError, aiohttp.ServerDisconnectedError])
 async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_not(
     error: type[aiohttp.ClientError],
@@ -80,7 +78,6 @@ async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_
     assert instance.healthy is (error is aiohttp.ServerDisconnectedError)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("number", "healthy"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
 async def test_when_the_proxy_has_no_descriptors_left_nobody_is_to_blame(number: int, healthy: bool) -> None:
     class Session:
@@ -96,7 +93,6 @@ async def test_when_the_proxy_has_no_descriptors_left_nobody_is_to_blame(number:
     assert instance.healthy is healthy
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dead_first", [True, False])
 async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> None:
     """Else its request would be tried at another instance, for nobody."""
@@ -121,7 +117,6 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
     assert instance.in_flight == 0
 
 
-@pytest.mark.asyncio
 async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> None:
     """Its server does so after five idle seconds."""
     async with Client() as client:
@@ -129,7 +124,6 @@ async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> N
         assert 1.0 <= client.kept.connector._keepalive_timeout <= 4.0
 
 
-@pytest.mark.asyncio
 async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() -> None:
     """After a goodbye no ping is missed; the kernel asks whether its host is still there."""
 
@@ -218,7 +212,6 @@ async def forgetful(dispatch: Dispatch) -> AsyncIterator[tuple[Deployment, list[
         yield deployment, instances
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +233,6 @@ async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_what_had_begun_to_answer_is_not_asked_again() -> None:
     async with forgetful("sequential") as (deployment, (p, d)):
         assert (await deployment.post()).status == 200
@@ -250,7 +242,6 @@ async def test_what_had_begun_to_answer_is_not_asked_again() -> None:
         assert (p.closed, d.closed, deployment.proxy.session.reconnected) == (0, 1, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_is_new_is_not_made_again() -> None:
     """Nor a second time the one that was made anew."""
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
@@ -270,7 +261,6 @@ async def test_a_connection_that_is_new_is_not_made_again() -> None:
         assert deployment.proxy.session.reconnected == 1
 
 
-@pytest.mark.asyncio
 async def test_a_d_that_fails_what_was_sent_twice_is_asked_anew() -> None:
     """The first one had arrived after all, was aborted, and took the KV of both with it."""
     async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
@@ -297,7 +287,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("after", "again"), [(0.0, True), (0.9, True), (1.1, False)])
 async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
     after: float, again: bool, monkeypatch: pytest.MonkeyPatch
@@ -318,7 +307,6 @@ async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
         assert deployment.proxy.session.reconnected == again
 
 
-@pytest.mark.asyncio
 async def test_what_is_sent_once_more_is_within_the_budget_of_retries() -> None:
     """Ten, or a fifth of the requests."""
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:

@@ -106,7 +106,6 @@ def test_chat_completions(reason: str) -> None:
     assert given_up_in("/v1/chat/completions", b"".join(chat_events(reason))) is (reason == "abort")
 
 
-@pytest.mark.asyncio
 @each_reason
 async def test_messages(reason: str) -> None:
     server = object.__new__(AnthropicServingMessages)
@@ -141,7 +140,6 @@ def response(status: Any, tokens: int) -> ResponsesResponse:
     )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("status", "tokens", "given_up"),
     [

@@ -139,7 +139,6 @@ async def two(
         yield deployment
 
 
-@pytest.mark.asyncio
 async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
     async with two(decode=2) as deployment:
         await deployment.both_have_worked()
@@ -161,7 +160,6 @@ async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
         assert deployment.command.clean(), deployment.command.log
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> None:
     async with two() as deployment:
         await deployment.both_have_worked()
@@ -173,7 +171,6 @@ async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> No
         assert victim.pid not in {each.pid for each in deployment.workers().values()}
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_cannot_come_up_takes_no_share_of_the_connections(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -196,7 +193,6 @@ async def test_a_worker_that_cannot_come_up_takes_no_share_of_the_connections(
         await deployment.ready(1, 1)
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_begins_turns_no_request_away_for_want_of_instances() -> None:
     """It takes no connection before it knows them, and has asked for their health."""
     async with two(decode=2) as deployment:
@@ -214,7 +210,6 @@ async def test_a_worker_that_begins_turns_no_request_away_for_want_of_instances(
 
 
 @pytest.mark.long
-@pytest.mark.asyncio
 async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
     finish = asyncio.Event()
 
@@ -260,7 +255,6 @@ def test_ctrl_c_before_all_workers_serve_is_no_failure() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.asyncio
 async def test_without_the_process_that_started_them_workers_end() -> None:
     async with two() as deployment:
         workers = list(deployment.workers().values())
