@@ -77,8 +77,53 @@ def asked(instances: Iterable[FakeInstance]) -> list[int]:
     return sorted(len({seen.request_id for seen in each.requests}) for each in instances)
 
 
+def take_turns(instances: Iterable[FakeInstance], *behaviours: Behaviour) -> None:
+    """The first request to any of these gets the first behaviour, and so on; all later ones the last."""
+    several = list(instances)
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await behaviours[min(sum(asked(several)), len(behaviours)) - 1](request, seen)
+
+    for each in several:
+        each.behaviour = behaviour
+
+
 def called(*instances: FakeInstance) -> bool:
     return all(instance.requests for instance in instances)
+
+
+def outcomes(instance: Instance) -> list[bool]:
+    """What its breaker has counted."""
+    return [success for _, success in instance.breaker._outcomes]
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection of an instance to the discovery address, of tests that have none.
+
+    Attributes:
+        full: nothing can be sent over it.
+        told: what was.
+    """
+
+    open: bool = True
+    member: bool = False
+    full: bool = False
+    told: list[bytes] = field(default_factory=list)
+
+    def stands(self) -> bool:
+        return self.open
+
+    def answer(self, frame: bytes) -> bool:
+        if not self.full:
+            self.told.append(frame)
+        return not self.full
+
+
+def fleet(*roles: Any, registry: Registry | None = None, first: int = 10, **more: Any) -> list[Instance]:
+    """A healthy instance of each role, all in one registry."""
+    registry = registry or Registry()
+    return [join(registry, ping(role, first + number, **more)) for number, role in enumerate(roles)]
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -262,6 +307,24 @@ class Deployment:
     def everyone(self) -> list[Instance]:
         return self.proxy.instances()
 
+    def known(self, instance: FakeInstance) -> Instance:
+        """As the proxy knows it."""
+        return next(each for each in self.everyone() if each.ping == instance.ping)
+
+    def no_more_pings(self, instance: FakeInstance) -> None:
+        """Its connections stay, and /health is answered, as by vLLM's server while the engine core hangs."""
+        self.pingers[instance.http_address]._interval = 1000.0
+
+    def freeze(self, instance: FakeInstance) -> None:
+        """From now on it neither pings nor answers /health; its connections stay open."""
+        self.no_more_pings(instance)
+        instance.frozen = True
+
+    async def goodbye(self, instance: FakeInstance) -> None:
+        """Until it gets no requests any more."""
+        self.pingers[instance.http_address].stop()
+        await eventually(lambda: instance.http_address not in self.routable(instance.role))
+
     def routable(self, role: Role) -> list[str]:
         return [i.ping.http_address for i in self.registry.routable(role, time.monotonic())]
 
@@ -276,6 +339,26 @@ class Deployment:
         """The response's head; the body is the caller's to read."""
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 5} if body is None else body
         return await self.client.post(self.url + path, json=body, headers=headers)
+
+    async def begin(self, **fields: Any) -> aiohttp.ClientResponse:
+        """A stream of which the client has the first event."""
+        response = await self.post({"model": "tiny", "prompt": "x", "stream": True, **fields})
+        assert response.status == 200
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        return response
+
+    async def under_way(
+        self, *instances: FakeInstance, body: Any = None
+    ) -> asyncio.Task[aiohttp.ClientResponse]:
+        """A request that has come to each of these instances, which had none."""
+        asking = asyncio.create_task(self.post(body))
+        await eventually(lambda: called(*instances), "the request")
+        return asking
+
+    async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """The status and the JSON of a page."""
+        async with self.client.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json()
 
 
 @asynccontextmanager

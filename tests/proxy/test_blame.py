@@ -24,23 +24,23 @@ from proxy_behaviours import (
     never_a_token,
     stops,
     streams,
+    streams_at_once,
     with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, ping, quiet
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, outcomes, ping, quiet, take_turns
+from test_failures import OFF
 from test_given_up import after_p
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.blame import Again, Blame, CallEnd, Charge, Verdict, assign_blame
 from p2pkv_proxy.bodies import Content
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.membership.instance import Instance, Role
+from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.upstream import Call, CallFailed, Client
 from support.waiting import eventually
 
 MISTAKE = answer_error(400)
-OFF = Limits(alone_share=0)
-
 # The rules.
 
 P, D, PROXY, CLIENT, NONE = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NONE
@@ -109,10 +109,6 @@ def test_every_end_of_a_call_has_a_rule_for_both_roles() -> None:
 # In a proxy.
 
 
-def outcomes(instance: Instance) -> list[bool]:
-    return [success for _, success in instance.breaker._outcomes]
-
-
 @pytest.mark.parametrize("role", ["P", "D"])
 @pytest.mark.parametrize("failure", [dies, stops, answer_error(500), answer_error(307), MISTAKE])
 async def test_what_counts_as_a_failure_and_whose_it_is(
@@ -155,8 +151,7 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
 
         deployment.p.behaviour, deployment.d.behaviour = fails_later, answer_error(500, "no KV")
         assert (await deployment.post()).status == 500
-        (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
-        assert (outcomes(p), outcomes(d)) == ([False], [])
+        assert [outcomes(deployment.known(each)) for each in (deployment.p, deployment.d)] == [[False], []]
 
 
 # A P that refuses what D accepts.
@@ -184,11 +179,9 @@ async def test_a_p_with_another_key_fails_no_request_and_gets_a_pause(dispatch: 
         deployment.d.behaviour = d_that_needs(good, bad)
         for _ in range(16):
             assert (await deployment.post()).status == 200
-        known = {each.ping.http_address: each for each in deployment.registry.known("P")}
-        assert not known[bad.http_address].breaker.closed and known[good.http_address].breaker.closed
+        assert not deployment.known(bad).breaker.closed and deployment.known(good).breaker.closed
         assert len(bad.requests) in (5, 6, 7), "after five failures it is left alone, but for its trials"
-        (d,) = deployment.registry.known("D")
-        assert all(outcomes(d))
+        assert all(outcomes(deployment.known(deployment.d)))
         await quiet(deployment)
 
 
@@ -211,20 +204,11 @@ async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: in
     """The head of D's stream says so; D alone need not be asked. The other P proves the first one wrong."""
 
     async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
-        release = asyncio.Event()
-        release.set()
         tried_again = deployment.proxy.counters.retried > 0
-        return await (streams(release) if tried_again else never_a_token)(request, seen)
+        return await (streams_at_once if tried_again else never_a_token)(request, seen)
 
     async with deployed("concurrent", prefill=2, decode=1, limits=OFF) as deployment:
-        first: list[str] = []
-
-        async def p(request: web.Request, seen: Seen) -> web.StreamResponse:
-            first.append(seen.request_id)
-            return await (answer_error(status) if len(first) == 1 else answer_json)(request, seen)
-
-        for each in deployment.prefills:
-            each.behaviour = p
+        take_turns(deployment.prefills, answer_error(status), answer_json)
         deployment.d.behaviour = d
         response = await deployment.post({"prompt": "x", "stream": True})
         assert response.status == 200 and b"second" in await response.read()
@@ -299,10 +283,9 @@ async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: De
     p_stops, release = asyncio.Event(), asyncio.Event()
     concurrent.d.behaviour = streams(release)
     concurrent.p.behaviour = after(p_stops, stops)
-    response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
+    response = await concurrent.begin(prompt=["x", "y"])
     p_stops.set()
-    (p,) = concurrent.registry.known("P")
+    p = concurrent.known(concurrent.p)
     await eventually(lambda: p.in_flight == 0)
     release.set()
     rest = await response.content.read()
@@ -311,12 +294,11 @@ async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: De
 
 
 async def test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts(concurrent: Deployment) -> None:
-    (p,) = concurrent.registry.known("P")
+    p = concurrent.known(concurrent.p)
     for prompt, needed in (("x", False), (["x", "y"], True)):
         release = asyncio.Event()
         concurrent.d.behaviour = streams(release)
-        response = await concurrent.post({"prompt": prompt, "stream": True})
-        assert b"first" in await response.content.readuntil(b"\n\n")
+        response = await concurrent.begin(prompt=prompt)
         await eventually(lambda: p.load == 0)
         assert concurrent.proxy.active.needs(p) is needed
         release.set()
@@ -343,8 +325,7 @@ async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
         assert (await deployment.post()).status == 500
         ids = [seen.request_id for seen in deployment.d.requests[4:]]
         assert ids == [ids[0], ids[0], ids[2], ids[2]] and ids[0] != ids[2]
-        (d,) = deployment.registry.known("D")
-        assert outcomes(d) == [True] * 4 + [False]
+        assert outcomes(deployment.known(deployment.d)) == [True] * 4 + [False]
         await quiet(deployment)
 
 

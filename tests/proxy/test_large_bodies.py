@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-from proxy_behaviours import Seen, answer_error, answer_json, event, event_stream
+from proxy_behaviours import after, answer_error, answer_json, stream_of
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet
 
 from p2pkv_proxy import bodies
@@ -359,25 +359,11 @@ def bodies_in_memory() -> Iterator[Any]:
         tracemalloc.stop()
 
 
-async def begin(deployment: Deployment, size: int) -> Any:
-    """A stream whose first event has arrived."""
-    response = await deployment.post({"model": "tiny", "prompt": "x" * size, "stream": True})
-    assert response.status == 200
-    await response.content.readuntil(b"\n\n")
-    return response
-
-
 async def test_a_body_is_let_go_when_the_answer_has_begun(either: Deployment) -> None:
-    async def stream(request: Any, seen: Seen) -> Any:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await end.wait()
-        return response
-
     end = asyncio.Event()
-    either.d.behaviour = stream
+    either.d.behaviour = stream_of("first", end)
     with bodies_in_memory() as found:
-        responses = [await begin(either, 500_000) for _ in range(4)]
+        responses = [await either.begin(prompt="x" * 500_000) for _ in range(4)]
         assert either.proxy.gauges()["under_way"] == 4
         assert either.proxy.intake.held == 0
         await eventually(lambda: found() < 100_000, "no body is left")
@@ -407,16 +393,10 @@ async def test_no_body_stays_in_memory_when_its_request_fails(either: Deployment
 async def test_streams_that_have_begun_take_no_room_for_bodies() -> None:
     """Forty times half a megabyte, with room for two megabytes."""
 
-    async def stream(request: Any, seen: Seen) -> Any:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await end.wait()
-        return response
-
     end = asyncio.Event()
     async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
-        deployment.d.behaviour = stream
-        responses = [await begin(deployment, 500_000) for _ in range(40)]
+        deployment.d.behaviour = stream_of("first", end)
+        responses = [await deployment.begin(prompt="x" * 500_000) for _ in range(40)]
         assert deployment.proxy.counters.refused_full == 0
         end.set()
         for response in responses:
@@ -425,15 +405,10 @@ async def test_streams_that_have_begun_take_no_room_for_bodies() -> None:
 
 
 async def test_a_body_is_held_while_another_instance_may_need_it() -> None:
-    async def hold(request: Any, seen: Seen) -> Any:
-        await end.wait()
-        return await answer_json(request, seen)
-
     end = asyncio.Event()
     async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
-        deployment.d.behaviour = hold
-        asked = asyncio.create_task(deployment.post({"prompt": "x" * 1_500_000}))
-        await eventually(lambda: len(deployment.d.requests) == 1)
+        deployment.d.behaviour = after(end, answer_json)
+        asked = await deployment.under_way(deployment.d, body={"prompt": "x" * 1_500_000})
         assert deployment.proxy.intake.held > 1_500_000
         response = await deployment.post({"prompt": "x" * 1_500_000})
         assert response.status == 503

@@ -11,26 +11,26 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_json, completion, event, event_stream
+from proxy_behaviours import (
+    DONE,
+    Seen,
+    after,
+    answer_json,
+    completion,
+    event,
+    event_stream,
+    never,
+    stream_of,
+    telling,
+)
 from proxy_fakes import Deployment, deployed, quiet
+from test_failures import shows_no_address
 
 from p2pkv.pairing import Address, find_pair
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
 HEX = re.compile(r"[0-9a-f]{32}")
-
-
-def addresses(deployment: Deployment) -> list[str]:
-    instances = [*deployment.prefills, *deployment.decodes]
-    return [text for i in instances for text in (i.http_address, i.zmq_address)] + [
-        "___prefill_addr",
-        "___decode",
-    ]
-
-
-def shows_no_address(deployment: Deployment, text: str) -> bool:
-    return not any(address in text for address in addresses(deployment))
 
 
 async def test_both_get_one_fresh_id_that_names_them(either: Deployment) -> None:
@@ -57,14 +57,6 @@ async def test_each_gets_its_body(either: Deployment) -> None:
         "n": 1,
         "stream": False,
     }
-
-
-async def test_chat_goes_to_chat(either: Deployment) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}
-    assert (await either.post(body, "/v1/chat/completions")).status == 200
-    assert [i.requests[0].path for i in (either.p, either.d)] == ["/v1/chat/completions"] * 2
-    assert either.p.requests[0].body["max_completion_tokens"] == 1
-    assert either.d.requests[0].body["max_completion_tokens"] == 9
 
 
 async def test_the_clients_headers_reach_both(either: Deployment) -> None:
@@ -121,11 +113,6 @@ async def test_no_address_in_body_or_headers(either: Deployment) -> None:
     assert response.headers["X-Trace"].startswith("a ")
 
 
-async def test_the_client_cannot_send_kv_transfer_params(either: Deployment) -> None:
-    await either.post({"prompt": "x", "kv_transfer_params": {"remote_host": "6.6.6.6"}})
-    assert all("kv_transfer_params" not in i.requests[0].body for i in (either.p, either.d))
-
-
 async def test_concurrent_calls_both_at_once(concurrent: Deployment) -> None:
     meet = asyncio.Barrier(2)
 
@@ -140,13 +127,11 @@ async def test_concurrent_calls_both_at_once(concurrent: Deployment) -> None:
 async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> None:
     release = asyncio.Event()
 
-    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
+    async def returns(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.json_response(completion(seen, kv_transfer_params={"remote_block_ids": [1, 2]}))
 
-    sequential.p.behaviour = slow
-    asking = asyncio.create_task(sequential.post())
-    await eventually(lambda: len(sequential.p.requests) == 1)
+    sequential.p.behaviour = after(release, returns)
+    asking = await sequential.under_way(sequential.p)
     assert sequential.d.requests == []
     release.set()
     assert (await asking).status == 200
@@ -157,15 +142,7 @@ async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> No
 
 async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
     release = asyncio.Event()
-
-    async def stream(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await release.wait()  # the client sets it when it has the first event
-        await response.write(event(seen, "second") + b"data: [DONE]\n\n")
-        return response
-
-    either.d.behaviour = stream
+    either.d.behaviour = stream_of("first", release, "second", DONE)
     response = await either.post({"prompt": "x", "stream": True})
     assert response.content_type == "text/event-stream"
     first = await response.content.readuntil(b"\n\n")
@@ -173,7 +150,7 @@ async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
     release.set()
     rest = await response.content.read()
     assert b"second" in rest
-    assert rest.endswith(b"data: [DONE]\n\n")
+    assert rest.endswith(DONE)
     assert shows_no_address(either, (first + rest).decode())
     assert either.p.requests[0].body["stream"] is False
 
@@ -210,14 +187,9 @@ async def test_what_is_none_of_ps_business_needs_no_p() -> None:
 
 async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
     release = asyncio.Event()
-
-    async def late(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
-        return await answer_json(request, seen)
-
-    concurrent.p.behaviour = late
+    concurrent.p.behaviour = after(release, answer_json)
     assert (await concurrent.post()).status == 200
-    (instance,) = concurrent.registry.known("P")
+    instance = concurrent.known(concurrent.p)
     assert instance.in_flight == 1
     release.set()
     await eventually(lambda: instance.in_flight == 0)
@@ -228,16 +200,9 @@ async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
 async def test_a_p_that_does_not_end_is_closed_after_a_while(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await eventually(lambda: len(concurrent.p.requests) == 1)
-        return await answer_json(request, seen)
-
+    called = asyncio.Event()
     monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
-    concurrent.p.behaviour, concurrent.d.behaviour = never, answers
+    concurrent.p.behaviour, concurrent.d.behaviour = telling(called, never), after(called, answer_json)
     assert (await concurrent.post()).status == 200
     await eventually(lambda: concurrent.p.requests[0].aborted)
     await quiet(concurrent)

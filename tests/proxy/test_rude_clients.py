@@ -15,12 +15,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from proxy_behaviours import (
     Behaviour,
     Seen,
+    after,
     answer_error,
     answer_json,
     die,
     dies,
     event,
     event_stream,
+    flood,
 )
 from proxy_fakes import Deployment, deployed, quiet
 
@@ -247,13 +249,8 @@ def cut_off(writer: asyncio.StreamWriter) -> bool:
 async def test_a_client_that_stays_and_does_not_read_loses_its_place(
     short: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def flood(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        while True:
-            await response.write(event(seen, "x" * 100_000))
-
     monkeypatch.setattr("p2pkv_proxy.relay.STALL_SECONDS", 0.3)
-    short.d.behaviour = flood
+    short.d.behaviour = flood(100_000)
     async with Client(short) as deaf:
         deaf.writer.transport.pause_reading()
         deaf.writer.write(WHOLE)
@@ -330,12 +327,8 @@ async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: D
 async def test_when_all_have_requests_under_way_another_one_is_turned_away(
     crowded: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
-        return await answer_json(request, seen)
-
     release = asyncio.Event()
-    crowded.d.behaviour = waits
+    crowded.d.behaviour = after(release, answer_json)
     async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
         busy = [await all_.enter_async_context(Client(crowded)) for _ in range(3)]
         for number, client in enumerate(busy):
