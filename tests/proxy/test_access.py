@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
-from proxy_behaviours import answer_json, streams
-from proxy_fakes import FakeInstance, called, deployed, error_of, quiet, serve_and_ping
-from proxy_process import running
+from proxy_behaviours import streams_at_once
+from proxy_fakes import called, deployed, error_of, quiet
+from proxy_process import running, served
 
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy import options
@@ -96,35 +94,17 @@ def test_an_empty_key_is_refused_at_the_start(
 async def test_https(certificate: tuple[Path, Path], workers: int) -> None:
     """A request and its stream cross TLS, and plain HTTP gets nowhere."""
     file, key = map(str, certificate)
-    discovery = f"127.0.0.1:{free_ports()}"
-    arguments = ["--port", "0", "--discovery", discovery, "--workers", str(workers)]
-    async with AsyncExitStack() as cleanup:
-        tls = ("--ssl-certfile", file, "--ssl-keyfile", key)
-        command = cleanup.enter_context(running(*arguments, *tls))
-        said = await asyncio.to_thread(command.says, r"serving on (https://127\.0\.0\.1:\d+),")
-        url, done = said[1], asyncio.Event()
-        done.set()
-        for role, behaviour in (("P", answer_json), ("D", streams(done))):
-            instance = FakeInstance("P" if role == "P" else "D", behaviour=behaviour)
-            await serve_and_ping(cleanup, discovery, instance)
-        trusted = ssl.create_default_context(cafile=file)
-        client = await cleanup.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted, force_close=True))
-        )
-        async with asyncio.timeout(20):
-            while True:
-                async with client.get(f"{url}/status") as response:
-                    page = await response.json()
-                if (page["workers"], page["prefill"], page["decode"]) == (workers, 1, 1):
-                    break
-                await asyncio.sleep(0.02)
-        body = {"model": "tiny", "prompt": "hi", "stream": True}
+    tls = ("--ssl-certfile", file, "--ssl-keyfile", key)
+    trusted = ssl.create_default_context(cafile=file)
+    async with served(*tls, workers=workers, tls=trusted, keep=False) as proxy:
+        assert proxy.url.startswith("https")
+        proxy.d.behaviour = streams_at_once
+        await proxy.ready(1, 1, workers)
         for _ in range(4):
-            async with client.post(f"{url}/v1/completions", json=body) as response:
-                text = await response.text()
-                assert response.status == 200 and "first" in text and "second" in text
+            async with await proxy.begin() as response:
+                assert "second" in await response.text()
             with pytest.raises(aiohttp.ClientError):
-                await client.post(f"{url.replace('https', 'http')}/v1/completions", json=body)
+                await proxy.client.post(f"{proxy.url.replace('https', 'http')}/v1/completions", json={})
 
 
 def test_files_that_are_no_certificate_are_told_in_a_sentence(

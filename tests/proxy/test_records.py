@@ -7,15 +7,13 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_error, dies, never, streams
-from proxy_fakes import DEADLINE, Deployment, FakeInstance, deployed, quiet, serve_and_ping
-from proxy_process import running
+from proxy_behaviours import answer_error, dies, never, streams_at_once, with_a_p
+from proxy_fakes import DEADLINE, Deployment, deployed, quiet
+from proxy_process import served
 
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.logs import JsonLines
@@ -161,37 +159,23 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.Monke
 
 # The log.
 async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> None:
-    discovery = f"127.0.0.1:{free_ports()}"
-    options = ("--log-format", "json", "--log-requests", "--discovery", discovery)
-    async with AsyncExitStack() as cleanup:
-        command = cleanup.enter_context(running("--port", "0", *options))
-        url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
-        p, d = FakeInstance("P", behaviour=dies), FakeInstance("D")
-        release = asyncio.Event()
-        release.set()
-
-        async def by_itself_only(request: web.Request, seen: Seen) -> web.StreamResponse:
-            return await (never if "_addr_" in seen.request_id else streams(release))(request, seen)
-
-        d.behaviour = by_itself_only
-        for instance in (p, d):
-            await serve_and_ping(cleanup, discovery, instance)
-            await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
-        client = await cleanup.enter_async_context(aiohttp.ClientSession())
+    async with served("--log-format", "json", "--log-requests") as proxy:
+        proxy.prefills[0].behaviour = dies
+        proxy.d.behaviour = with_a_p(never, streams_at_once)
         headers = {"X-Request-Id": "the client's own", **TRACEPARENT}
-        body = {"model": "tiny", "prompt": "x", "stream": True}
-        async with client.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+        async with await proxy.post(headers, stream=True) as answer:
             assert answer.status == 200
             await answer.read()
-        await asyncio.to_thread(command.says, '"outcome": ')
-        lines = [json.loads(line) for line in command.log.splitlines()]
+        await proxy.says('"outcome": ')
+        lines = [json.loads(line) for line in proxy.command.log.splitlines()]
+        address = proxy.d.http_address
 
     (ended,) = [line for line in lines if line["message"].startswith("request ended")]
     assert ended["client_request_id"] == "the client's own"
     assert ended["trace_id"] == TRACE
     assert (ended["endpoint"], ended["model"], ended["status"]) == ("/v1/completions", "tiny", 200)
     assert (ended["way"], ended["tries"]) == ("alone", 2)
-    assert (ended["outcome"], ended["decode"]) == ("answered", d.http_address)
+    assert (ended["outcome"], ended["decode"]) == ("answered", address)
     assert ended["seconds"] >= ended["first_token"] > 0
     (blamed,) = [line for line in lines if "closed the connection before it answered" in line["message"]]
     assert blamed["level"] == "WARNING" and blamed["client_request_id"] == "the client's own"

@@ -5,145 +5,76 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import re
 import shutil
 import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_behaviours import Seen, event, event_stream
-from proxy_fakes import FakeInstance, serve_and_ping
-from proxy_process import Command, running
+from proxy_behaviours import streams
+from proxy_process import DEADLINE, Command, Served, running, served
 
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.admin import merged
 from p2pkv_proxy.cli import main
 from p2pkv_proxy.exposition import Family, page
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.membership.instance import WORST_FIRST, Role
+from p2pkv_proxy.membership.instance import WORST_FIRST
 from p2pkv_proxy.supervisor import _addresses, bound, reserved, share_of
 from p2pkv_proxy.worker import WorkerConfig
 from support.waiting import eventually
 
-TOKEN = "a-token-of-the-tests"
-DEADLINE = 30.0
+
+async def answers(proxy: Served, count: int) -> list[int]:
+    """The statuses of so many requests, one after the other, each over a connection of its own, which the
+    kernel gives to one of the workers."""
+    statuses = []
+    for _ in range(count):
+        async with await proxy.post() as response:
+            await response.read()
+            statuses.append(response.status)
+    return statuses
 
 
-@dataclass
-class Running:
-    """A proxy of two workers, and its instances."""
+async def both_have_worked(proxy: Served) -> None:
+    """Requests until each worker has had one."""
 
-    command: Command
-    url: str
-    discovery: str
-    client: aiohttp.ClientSession
-    cleanup: AsyncExitStack
-    instances: dict[str, FakeInstance] = field(default_factory=dict)
+    async def seen() -> bool:
+        assert await answers(proxy, 1) == [200]
+        said = (f"worker {number}: p2pkv_proxy.service: request ended" for number in (1, 2))
+        return all(each in proxy.command.log for each in said)
 
-    async def add(self, role: Role) -> FakeInstance:
-        instance = FakeInstance(role)
-        await serve_and_ping(self.cleanup, self.discovery, instance)
-        self.instances[instance.http_address] = instance
-        return instance
+    await eventually(seen, "a request for each worker", DEADLINE)
 
-    async def post(self, **body: Any) -> aiohttp.ClientResponse:
-        """Over a connection of its own, which the kernel gives to one of the workers."""
-        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5, **body}
-        return await self.client.post(f"{self.url}/v1/completions", json=body)
 
-    async def answers(self, count: int) -> list[int]:
-        """The statuses of so many requests, one after the other."""
-        statuses = []
-        for _ in range(count):
-            async with await self.post() as response:
-                await response.read()
-                statuses.append(response.status)
-        return statuses
-
-    async def page(self, path: str) -> Any:
-        async with self.client.get(self.url + path) as response:
-            return await response.json()
-
-    async def tell(self, instance: FakeInstance, what: str) -> Any:
-        url = f"{self.url}/instances/{instance.http_address}/{what}"
-        async with self.client.post(url, headers={"Authorization": f"Bearer {TOKEN}"}) as response:
-            assert response.status == 200
-            return await response.json()
-
-    async def says(self, pattern: str) -> re.Match[str]:
-        return await asyncio.to_thread(self.command.says, pattern)
-
-    async def both_have_worked(self) -> None:
-        """Requests until each worker has had one."""
-
-        async def seen() -> bool:
-            assert await self.answers(1) == [200]
-            return all(
-                f"worker {number}: p2pkv_proxy.service: request ended" in self.command.log
-                for number in (1, 2)
-            )
-
-        await eventually(seen, "a request for each worker", DEADLINE)
-
-    async def ready(self, prefill: int, decode: int) -> None:
-        async def there() -> bool:
-            page = await self.page("/status")
-            return (page["workers"], page["prefill"], page["decode"]) == (2, prefill, decode)
-
-        await eventually(there, "instances that both workers know", DEADLINE)
-
-    def workers(self) -> dict[int, psutil.Process]:
-        """By their numbers."""
-        children = psutil.Process(self.command.process.pid).children()
-        found = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        return dict(enumerate(sorted(found, key=lambda each: each.create_time()), 1))
+def processes(proxy: Served) -> dict[int, psutil.Process]:
+    """Of the workers, by their numbers."""
+    children = psutil.Process(proxy.command.process.pid).children()
+    found = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return dict(enumerate(sorted(found, key=lambda each: each.create_time()), 1))
 
 
 @asynccontextmanager
-async def two(
-    *arguments: str, prefill: int = 1, decode: int = 1, tls: ssl.SSLContext | bool = True
-) -> AsyncIterator[Running]:
-    async with AsyncExitStack() as cleanup:
-        discovery = f"127.0.0.1:{free_ports()}"
-        command = cleanup.enter_context(
-            running(
-                *("--port", "0", "--discovery", discovery, "--workers", "2", "--log-requests"),
-                *("--admin-token", TOKEN, *arguments),
-            )
-        )
-        serving = await asyncio.to_thread(
-            command.says, r"serving on (https?://[^ ,]+), discovery on tcp://(\S+),"
-        )
-        client = await cleanup.enter_async_context(
-            aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True, ssl=tls),
-                timeout=aiohttp.ClientTimeout(total=DEADLINE),
-            )
-        )
-        deployment = Running(command, serving[1], discovery, client, cleanup)
-        for role, count in (("P", prefill), ("D", decode)):
-            for _ in range(count):
-                await deployment.add("P" if role == "P" else "D")
-        await deployment.ready(prefill, decode)
-        yield deployment
+async def two(*arguments: str, decode: int = 1, tls: ssl.SSLContext | bool = True) -> AsyncIterator[Served]:
+    """A proxy of two workers, which both know a P and so many D's."""
+    async with served("--log-requests", *arguments, decode=decode, workers=2, tls=tls, keep=False) as proxy:
+        await proxy.ready(1, decode, 2)
+        yield proxy
 
 
 async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
     async with two(decode=2) as deployment:
-        await deployment.both_have_worked()
-        assert set(await deployment.answers(20)) == {200}
-        sent = sum(len(each.requests) for each in deployment.instances.values()) // 2
+        await both_have_worked(deployment)
+        assert set(await answers(deployment, 20)) == {200}
+        sent = sum(len(each.requests) for each in deployment.instances) // 2
         for _ in range(4):  # whichever worker is asked
             page = await deployment.page("/status")
             assert page["outcomes"]["answered"] == page["counters"]["admitted"] == sent
@@ -155,20 +86,19 @@ async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
             assert (answered.labels["outcome"], answered.value) == ("answered", sent)
             states = {tuple(s.labels.values()): s.value for s in metrics["p2pkv_proxy_instances"].samples}
             assert (states["P", "ready"], states["D", "ready"]) == (1, 2)
-        deployment.command.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(deployment.command.end) == 0
-        assert deployment.command.clean(), deployment.command.log
+        deployment.terminate()
+        await deployment.ended()
 
 
 async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> None:
     async with two() as deployment:
-        await deployment.both_have_worked()
-        victim = deployment.workers()[1]
+        await both_have_worked(deployment)
+        victim = processes(deployment)[1]
         victim.kill()
         await deployment.says(r"ERROR .*worker 1 was ended by SIGKILL: its requests are lost; another starts")
-        assert set(await deployment.answers(20)) == {200}, "what connects meanwhile goes to the other one"
-        await deployment.ready(1, 1)
-        assert victim.pid not in {each.pid for each in deployment.workers().values()}
+        assert set(await answers(deployment, 20)) == {200}, "what connects meanwhile goes to the other one"
+        await deployment.ready(1, 1, 2)
+        assert victim.pid not in {each.pid for each in processes(deployment).values()}
 
 
 async def test_a_worker_that_cannot_come_up_takes_no_share_of_the_connections(
@@ -180,52 +110,43 @@ async def test_a_worker_that_cannot_come_up_takes_no_share_of_the_connections(
     arguments = [f"--ssl-{name}file={file}" for name, file in zip(("cert", "key"), files, strict=True)]
     trusted = ssl.create_default_context(cafile=certificate[0])
     async with two(*arguments, tls=trusted) as deployment:
-        await deployment.both_have_worked()
+        await both_have_worked(deployment)
         for file in files:
             file.unlink()
-        deployment.workers()[1].kill()
+        processes(deployment)[1].kill()
         await deployment.says(r"(worker 1 ended with status 1: (.|\n)*){2}")
-        assert set(await deployment.answers(40)) == {200}
+        assert set(await answers(deployment, 40)) == {200}
         assert "have to be a certificate and its key" in deployment.command.log
         for file, original in zip(files, certificate, strict=True):
             shutil.copy(original, file)
         await deployment.says(r"ended with status 1: (.|\n)*worker 1 serves")
-        await deployment.ready(1, 1)
+        await deployment.ready(1, 1, 2)
 
 
 async def test_a_worker_that_begins_turns_no_request_away_for_want_of_instances() -> None:
     """It takes no connection before it knows them, and has asked for their health."""
     async with two(decode=2) as deployment:
-        await deployment.both_have_worked()
+        await both_have_worked(deployment)
         statuses: list[int] = []
         for times in (1, 2):
-            deployment.workers()[1].kill()
+            processes(deployment)[1].kill()
             serving = asyncio.create_task(
                 deployment.says(rf"(worker \d was ended by SIGKILL: (.|\n)*){{{times}}}worker \d serves")
             )
             while not serving.done():
                 with contextlib.suppress(aiohttp.ClientConnectionError):  # what the dead one had
-                    statuses += await deployment.answers(1)
+                    statuses += await answers(deployment, 1)
         assert set(statuses) == {200} and len(statuses) > 20
 
 
 @pytest.mark.long
 async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
     finish = asyncio.Event()
-
-    async def streams(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await finish.wait()
-        await response.write(event(seen, "last") + b"data: [DONE]\n\n")
-        return response
-
     async with two() as deployment:
-        await deployment.both_have_worked()
-        (decode,) = [each for each in deployment.instances.values() if each.role == "D"]
-        decode.behaviour = streams
+        await both_have_worked(deployment)
+        deployment.d.behaviour = streams(finish)
         responses = [await deployment.post(stream=True) for _ in range(12)]
-        deployment.command.process.send_signal(signal.SIGTERM)
+        deployment.terminate()
         for number in (1, 2):
             stopping = await deployment.says(
                 rf"worker {number}: p2pkv_proxy.cli: stopping: (\d+) requests have 25 s"
@@ -235,29 +156,35 @@ async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
             await deployment.post()
         finish.set()
         for response in responses:
-            assert "last" in await response.text()
-        assert await asyncio.to_thread(deployment.command.end) == 0
-        assert deployment.command.clean(), deployment.command.log
+            assert "second" in await response.text()
+        await deployment.ended()
 
 
-def test_ctrl_c_before_all_workers_serve_is_no_failure() -> None:
-    """It goes to all processes of a terminal, and those that start could not ignore it yet."""
+@contextlib.contextmanager
+def two_that_start() -> Iterator[tuple[Command, psutil.Process]]:
+    """A command whose two workers have begun, and do not serve yet."""
     discovery = f"127.0.0.1:{free_ports()}"
     with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
         parent = psutil.Process(command.process.pid)
         end = time.monotonic() + DEADLINE
         while len(parent.children()) < 3:  # of which one is Python's own
             assert time.monotonic() < end and command.process.poll() is None, command.log
+        yield command, parent
+
+
+def test_ctrl_c_before_all_workers_serve_is_no_failure() -> None:
+    """It goes to all processes of a terminal, and those that start could not ignore it yet."""
+    with two_that_start() as (command, parent):
         for process in (*parent.children(), parent):
             process.send_signal(signal.SIGINT)
-        assert command.end() == 0
-        assert command.clean() and "serving on" not in command.log, command.log
+        command.stopped()
+        assert "serving on" not in command.log, command.log
 
 
 @pytest.mark.long
 async def test_without_the_process_that_started_them_workers_end() -> None:
     async with two() as deployment:
-        workers = list(deployment.workers().values())
+        workers = list(processes(deployment).values())
         deployment.command.process.kill()
         gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, DEADLINE)
         assert (len(gone), alive) == (2, [])
@@ -265,12 +192,7 @@ async def test_without_the_process_that_started_them_workers_end() -> None:
 
 
 def test_starting_workers_end_with_their_parent() -> None:
-    discovery = f"127.0.0.1:{free_ports()}"
-    with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
-        parent = psutil.Process(command.process.pid)
-        end = time.monotonic() + DEADLINE
-        while len(parent.children()) < 3:  # of which one is Python's own
-            assert time.monotonic() < end and command.process.poll() is None, command.log
+    with two_that_start() as (command, parent):
         children = parent.children()
         command.process.kill()
         gone, alive = psutil.wait_procs(children, DEADLINE)
