@@ -46,9 +46,9 @@ def prompt_of(fields: Mapping[str, Any]) -> Prompt:
     return Prompt({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()})
 
 
-def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
+def join(registry: Registry, message: Ping, now: float = 0.0, line: Any = None) -> Instance:
     """A healthy instance."""
-    instance = registry.observe(message, now)
+    instance = registry.observe(message, now, line)
     assert instance is not None
     instance.healthy = True
     return instance
@@ -244,6 +244,31 @@ class FakeInstance:
         return response
 
 
+class RawInstance(FakeInstance):
+    """One without an HTTP server: it answers each connection with `answer`, then closes it."""
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.http_address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        self.server.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+    async def body(self, head: bytes, reader: asyncio.StreamReader) -> bytes:
+        return await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self.answer(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
 async def serve_and_ping(
     cleanup: AsyncExitStack, discovery: str, instance: FakeInstance, members: Members | None = None
 ) -> Pinger:
@@ -291,11 +316,15 @@ class Deployment:
     async def add(self, role: Role, **options: Any) -> FakeInstance:
         """A new instance that has begun to ping; it may not be ready yet."""
         instance = FakeInstance(role, **options)
+        await self.enlist(instance)
+        (self.prefills if role == "P" else self.decodes).append(instance)
+        return instance
+
+    async def enlist(self, instance: FakeInstance) -> None:
+        """It starts, and begins to ping."""
         await instance.start()
         self.cleanup.push_async_callback(instance.stop)
-        (self.prefills if role == "P" else self.decodes).append(instance)
         self.begin_ping(instance)
-        return instance
 
     def begin_ping(self, instance: FakeInstance) -> Pinger:
         pinger = Pinger(self.discovery, instance.ping, PING_SECONDS, self.members)

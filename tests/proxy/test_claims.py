@@ -6,13 +6,12 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 from hostile_support import dealer
-from proxy_fakes import Deployment, deployed, join, ping
+from proxy_fakes import Deployment, Line, deployed, join, ping
 from test_breaker import fail
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
@@ -28,24 +27,10 @@ from support.waiting import eventually
 MEMBERS = Members(b"a secret of the tests")
 
 
-@dataclass(eq=False)
-class Line:
-    """A connection of the registry's own tests."""
-
-    open: bool = True
-    member: bool = False
-
-    def stands(self) -> bool:
-        return self.open
-
-
 def held(**more: Any) -> tuple[Registry, Instance, Line]:
     """A registry with one instance that pinged at 0."""
     registry, line = Registry(), Line()
-    instance = registry.observe(ping(incarnation="first", **more), 0.0, line)
-    assert instance is not None
-    instance.healthy = True
-    return registry, instance, line
+    return registry, join(registry, ping(incarnation="first", **more), 0.0, line), line
 
 
 @pytest.mark.parametrize("change", [{"incarnation": "second"}, {"model": "other"}, {"incarnation": ""}])
@@ -104,17 +89,12 @@ def test_a_goodbye_from_elsewhere_removes_nobody_who_lives() -> None:
     registry, holder, line = held()
     registry.observe(goodbye(holder.ping), 1.0, Line())
     assert registry.known("P") == [holder]
-    line.open = False  # it has dialed anew, and the goodbye is the first that it says
+    line.open, anew = False, Line()
+    assert registry.observe(holder.ping, 1.0, anew) is None, "it has dialed anew"
+    assert registry.observe(ping(incarnation="second"), 1.0, Line()) is None
+    anew.open = False  # again, and the goodbye is the first that it says
     registry.observe(goodbye(holder.ping), 1.0, Line())
     assert registry.known("P") == []
-
-
-def test_an_instance_that_dials_anew_keeps_its_address() -> None:
-    registry, holder, line = held()
-    line.open, anew = False, Line()
-    assert registry.observe(holder.ping, 1.0, anew) is None
-    assert registry.observe(ping(incarnation="second"), 2.0, Line()) is None
-    assert registry.known("P") == [holder]
 
 
 def test_a_replayed_ping_does_not_take_the_address_over() -> None:
@@ -197,10 +177,7 @@ def test_it_speaks_again_and_is_as_before(caplog: pytest.LogCaptureFixture) -> N
 def test_an_instance_that_answers_is_not_silent_although_its_pings_are_lost() -> None:
     """Else the half of a fleet whose pings still come would get all requests."""
     registry, line = Registry(), Line()
-    joined = [registry.observe(ping(role, port), 0.0, line) for port, role in ((1, "P"), (2, "D"), (3, "D"))]
-    p, lost, pings = [each for each in joined if each is not None]
-    for each in (p, lost, pings):
-        each.healthy = True
+    p, lost, pings = (join(registry, ping(role, n), 0.0, line) for n, role in enumerate("PDD", 1))
     router = Router(registry)
 
     def chosen(now: float) -> set[Instance]:
@@ -219,9 +196,7 @@ def test_an_instance_that_answers_is_not_silent_although_its_pings_are_lost() ->
 def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role: Role) -> None:
     registry, line = Registry(), Line()
     for port, kind in ((1, "P"), (2, "D"), (3, role)):
-        instance = registry.observe(ping(kind, port), 0.0, line)
-        assert instance is not None
-        instance.healthy = True
+        join(registry, ping(kind, port), 0.0, line)
     both = registry.known(role)
     router = Router(registry)
 
@@ -266,8 +241,7 @@ async def test_a_member_that_registers_anothers_address_is_refused(place: Deploy
         assert place.registry.known("P") == holder
         assert place.registry.routable("P", place.proxy.clock()) == holder
         assert (await place.post()).status == 200
-    async with place.client.get(f"{place.url}/health") as health:
-        assert (await health.json())["counters"]["claims_refused"] == 4
+    assert (await place.get("/health"))[1]["counters"]["claims_refused"] == 4
 
 
 async def test_a_process_that_was_killed_is_followed_at_once(place: Deployment) -> None:

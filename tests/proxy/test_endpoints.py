@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_error, answer_json, die, dies, event_stream, never
+from proxy_behaviours import Seen, answer_error, answer_json, die, dies, never, stream_of
 from proxy_fakes import Deployment, deployed, error_of, quiet
 
 from p2pkv.pairing import find_pair
@@ -113,8 +113,8 @@ async def test_errors_have_openais_form(path: str) -> None:
         assert answer.status == 400
         await error_of(answer)
         async with deployment.client.get(deployment.url + path) as answer:
-            assert answer.status == 405
-            await error_of(answer)
+            assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+            assert "does not take GET; it takes POST" in (await error_of(answer))["message"]
         deployment.d.behaviour = answer_error(404, "no such model")
         answer = await deployment.post(body_of(path), path)
         assert answer.status == 404
@@ -134,22 +134,10 @@ WORDS = {
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
     """A D that dies after it is one that has not begun, and another one is asked."""
-
-    async def opens_and_dies(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(OPENINGS[path])
-        die(request)
-        return response
-
-    async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(OPENINGS[path] + WORDS[path])
-        return response
-
     async with deployed("concurrent", prefill=1, decode=2) as deployment:
         for instance in deployment.decodes:
-            instance.behaviour = opens_and_dies
-        deployment.decodes[0].behaviour = answers
+            instance.behaviour = stream_of(OPENINGS[path], die)
+        deployment.decodes[0].behaviour = stream_of(OPENINGS[path] + WORDS[path])
         for _ in range(2):
             answer = await deployment.post(body_of(path, stream=True), path)
             assert answer.status == 200
@@ -159,13 +147,7 @@ async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deployment, path: str) -> None:
-    async def breaks_off(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(OPENINGS[path] + WORDS[path])
-        die(request)
-        return response
-
-    concurrent.d.behaviour = breaks_off
+    concurrent.d.behaviour = stream_of(OPENINGS[path] + WORDS[path], die)
     answer = await concurrent.post(body_of(path, stream=True), path)
     said = await answer.content.read()
     last = said.removeprefix(OPENINGS[path] + WORDS[path])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from proxy_fakes import join, ping
+from proxy_fakes import Line, join, ping
 
 from p2pkv.control.discovery import Ping, goodbye
 from p2pkv_proxy.membership import registry as registry_module
@@ -18,21 +18,6 @@ from p2pkv_proxy.routing_base import RoutingRequest
 LIFE, LEASE = 10.0, 30.0
 
 
-class Source:
-    """A connection that can be closed."""
-
-    member = False
-
-    def __init__(self) -> None:
-        self.open = True
-
-    def stands(self) -> bool:
-        return self.open
-
-    def answer(self, frame: bytes) -> bool:
-        return True
-
-
 class TwoRouters:
     """A few instances to which things happen, and two routers: one keeps what it can, one is always new."""
 
@@ -41,7 +26,7 @@ class TwoRouters:
         self.registry = Registry(LIFE, lease=LEASE)
         self.kept = Router(self.registry, room=3, alone=2)
         self.now = 0.0
-        self.sources: dict[Ping, Source] = {}
+        self.sources: dict[Ping, Line] = {}
         pings = [
             ping(role, 10 + number, model=model, incarnation="first")
             for role in ("P", "D")
@@ -54,7 +39,7 @@ class TwoRouters:
     def ping(self, message: Ping) -> None:
         source = self.sources.get(message)
         if source is None or not source.open:
-            source = self.sources[message] = Source()
+            source = self.sources[message] = Line()
         found = self.registry.observe(message, self.now, source)
         if found is not None:
             found.healthy = True

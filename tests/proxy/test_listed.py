@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 import zmq
 from proxy_behaviours import streams
-from proxy_fakes import DEADLINE, Deployment, FakeInstance, asked, deployed, join, ping, quiet
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, Line, asked, deployed, join, ping, quiet
 from proxy_process import running
 
 from p2pkv.control.security import Members, ZapHandler
@@ -294,12 +294,6 @@ async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
 
 
 def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
-    class Line:
-        member = False
-
-        def stands(self) -> bool:
-            return True
-
     registry, source = Registry(), ListedSource()
     instance = registry.observe(ping("D"), 0.0, source)
     assert instance is not None and instance.fits_unknown

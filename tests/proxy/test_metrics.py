@@ -8,17 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_behaviours import (
-    Seen,
     answer_error,
     die,
     dies,
-    event,
-    event_stream,
     never,
+    stream_of,
     streams,
+    streams_at_once,
     with_a_p,
 )
 from proxy_fakes import Deployment, deployed, ping, quiet
@@ -60,18 +58,13 @@ async def page(deployment: Deployment) -> Page:
         return Page(await response.text())
 
 
-async def dies_after_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = await event_stream(request)
-    await response.write(event(seen, "first"))
-    die(request)
-    return response
+dies_after_a_token = stream_of("first", die)
 
 
 async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deployment) -> None:
     release = asyncio.Event()
     concurrent.d.behaviour = streams(release)
-    stream = await concurrent.post({"model": "tiny", "prompt": "x", "stream": True})
-    await stream.content.readuntil(b"\n\n")
+    stream = await concurrent.begin()
     now = await page(concurrent)
     assert now.value("requests_running") == 1
     assert now.value("instance_load", address=concurrent.d.http_address, role="D") == 1
@@ -309,9 +302,7 @@ OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
 async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
-    release = asyncio.Event()
-    release.set()
-    concurrent.d.behaviour = streams(release)
+    concurrent.d.behaviour = streams_at_once
     await (await concurrent.post({"prompt": "x", "stream": True})).read()
     await quiet(concurrent)
     there: dict[str, set[str]] = {}

@@ -44,13 +44,6 @@ async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment)
     assert "/v1/chat/completions" in message
 
 
-async def test_another_method_is_a_405(lonely: Deployment) -> None:
-    async with lonely.client.get(f"{lonely.url}/v1/completions") as response:
-        assert response.status == 405
-        assert response.headers["Allow"] == "POST"
-        assert "does not take GET; it takes POST" in (await error_of(response))["message"]
-
-
 async def test_every_answer_gives_the_clients_id_back(lonely: Deployment) -> None:
     mine = {"X-Request-Id": "mine"}
     async with lonely.client.get(f"{lonely.url}/nowhere", headers=mine) as response:
