@@ -12,7 +12,7 @@ import torch
 from p2pkv.bench import fanout, nccl
 from p2pkv.bench.fanout import FAN_OUTS, FanOut, device_of, fan_out
 from p2pkv.bench.harness import BenchError
-from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
+from p2pkv.bench.memory import HEADS, TOKEN_BYTES
 from p2pkv.cli import main
 
 TOTAL, TOKENS = 2 << 20, 17
@@ -67,20 +67,6 @@ def test_the_fan_outs_can_be_measured() -> None:
     for number in FAN_OUTS:
         assert HEADS % number == 0
     assert all(total % TOKEN_BYTES == 0 for total in fanout.TOTAL.values())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_rank_notices_heads_of_another_place(layout: Layout) -> None:
-    capacity, half = capacity_for(TOKENS), HEADS // 2
-    p, d = Memory(capacity, "P"), Memory(capacity, "D", rank=1, tp=2)
-    buffer = torch.empty(layout.nbytes(TOKENS) // 2, dtype=torch.uint8)
-    tables = {side: [layout.table(TOKENS, capacity, side)] for side in "PD"}
-    span = (0, LAYERS), (0, TOKENS - 1)
-    p.cache(layout).gather(buffer, *span, (half, HEADS), tables["P"])
-    d.cache(layout).scatter(buffer, *span, (0, half), tables["D"])
-    assert d.wrong(layout, TOKENS) == []
-    d.cache(layout).scatter(buffer.roll(2 * CELL), *span, (0, half), tables["D"])
-    assert d.wrong(layout, TOKENS) != []
 
 
 def test_each_link_costs_what_the_device_has_less_when_it_is_up() -> None:

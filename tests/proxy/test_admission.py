@@ -148,15 +148,6 @@ async def test_who_waits_for_one_model_holds_up_nobody_else(narrow: Deployment) 
     assert prompts(other) == ["x"]
 
 
-async def test_who_waits_goes_to_a_d_that_comes(narrow: Deployment) -> None:
-    with slow(narrow.d):
-        first, second = await with_one_waiting(narrow)
-        newcomer = await narrow.add("D")
-        assert await second == 200
-    assert await first == 200
-    assert prompts(newcomer) == ["second"]
-
-
 async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Deployment) -> None:
     with slow(narrow.d):
         first, second = await with_one_waiting(narrow)

@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from multidict import CIMultiDict
 from proxy_behaviours import (
     Behaviour,
     Seen,
@@ -27,17 +26,14 @@ from proxy_behaviours import (
     streams_at_once,
     with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, outcomes, ping, quiet, take_turns
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, outcomes, quiet, take_turns
 from test_failures import OFF
 from test_given_up import after_p
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.blame import Again, Blame, CallEnd, Charge, Verdict, assign_blame
-from p2pkv_proxy.bodies import Content
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Role
-from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.upstream import Call, CallFailed, Client
 from support.waiting import eventually
 
 MISTAKE = answer_error(400)
@@ -126,15 +122,6 @@ async def test_what_counts_as_a_failure_and_whose_it_is(
         await quiet(either)
     assert guilty.breaker.closed is (failure is MISTAKE)
     assert innocent.breaker.closed
-
-
-@pytest.mark.parametrize("role", ["P", "D"])
-async def test_failures_among_more_successes_are_no_reason(sequential: Deployment, role: str) -> None:
-    instance = sequential.p if role == "P" else sequential.d
-    for number in range(30):
-        instance.behaviour = answer_error(500) if number % 3 == 2 else answer_json
-        await (await sequential.post()).read()
-    assert all(each.breaker.closed for each in sequential.everyone())
 
 
 async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
@@ -367,17 +354,3 @@ async def test_what_the_proxy_lacks_is_no_instance_s_failure(
     session.kept._connector = aiohttp.TCPConnector(limit=0)
     assert (await concurrent.post()).status == 200
     await quiet(concurrent)
-
-
-async def test_a_connection_that_does_not_come_about_says_what_lacked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As aiohttp hands it on: with the error number of the system's call."""
-    instance = join(Registry(), ping("D"))
-    monkeypatch.setattr("p2pkv_proxy.upstream._socket", lacking(errno.EMFILE))
-    async with Client() as client:
-        call = Call(client, instance, "/v1/completions")
-        with pytest.raises(CallFailed) as failed:
-            await call.open(Content((b"{}",)), CIMultiDict())
-        call.close()
-    assert failed.value.end is CallEnd.NO_SOCKET and instance.healthy

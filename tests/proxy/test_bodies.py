@@ -104,14 +104,6 @@ def test_d_gets_the_clients_own_bytes() -> None:
     assert bytes(parse(raw).for_decode("id")) == raw
 
 
-def test_d_gets_what_p_returned() -> None:
-    params = {"remote_host": "h", "transfer_id": "tx-1"}
-    assert json.loads(bytes(body(prompt="p").for_decode("id", params))) == {
-        "prompt": "p",
-        "kv_transfer_params": params,
-    }
-
-
 def test_the_client_chooses_no_addresses() -> None:
     theirs = {"remote_host": "evil"}
     made = body(
@@ -123,11 +115,6 @@ def test_the_client_chooses_no_addresses() -> None:
     )
     assert json.loads(bytes(made.for_decode("id"))) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
     assert "evil" not in bytes(made.for_prefill("id")).decode()
-
-
-def test_an_escaped_name_does_not_slip_through() -> None:
-    made = parse(b'{"kv\\u005ftransfer_params": {"remote_host": "evil"}}')
-    assert b"evil" not in bytes(made.for_decode("id")) + bytes(made.for_prefill("id"))
 
 
 @pytest.mark.parametrize(

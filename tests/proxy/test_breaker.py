@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from aiohttp import web
-from proxy_behaviours import Seen, answer_error, answer_json
+from proxy_behaviours import answer_error, answer_json
 from proxy_fakes import (
     Deployment,
     FakeInstance,
@@ -22,7 +21,6 @@ from p2pkv_proxy.membership.instance import LIFE, Breaker, Instance
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.routing import Choice, PrefillMode, Router
 from p2pkv_proxy.routing_base import RoutingRequest
-from support.waiting import eventually
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -168,15 +166,6 @@ def prefiller(choice: Choice) -> Instance:
     return choice.prefill
 
 
-def test_the_router_passes_over_an_open_breaker() -> None:
-    registry = Registry()
-    bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))
-    join(registry, ping("D", 3))
-    fail(bad)
-    router = Router(registry)
-    assert [prefiller(router.choose(RoutingRequest(), 0.1)) for _ in range(4)] == [good] * 4
-
-
 @pytest.mark.parametrize("role", ["P", "D"])
 def test_the_last_one_that_serves_a_model_is_used_whatever_its_breaker_says(role: str) -> None:
     registry = Registry()
@@ -250,29 +239,6 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
     for _ in range(4):
         assert (await deployment.post()).status == 200
     assert [len(instance.requests) - n for instance, n in zip(instances, before, strict=True)] == [2, 2]
-
-
-async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "p2pkv_proxy.membership.instance._BREAKER_FIRST_PAUSE", 30.0
-    )  # no trial, however slow this machine is
-
-    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "99"})
-        await response.prepare(request)
-        await response.write(b"data: {}\n\n")
-        assert request.transport is not None
-        request.transport.close()
-        return response
-
-    async with deployed("sequential", prefill=1, decode=2) as deployment:
-        bad, _ = deployment.decodes
-        bad.behaviour = breaks
-        for _ in range(30):
-            await (await deployment.post({"prompt": "x", "stream": True})).read()
-        await eventually(lambda: deployment.proxy.counters.breakers_opened >= 1)
-        assert len(bad.requests) <= 7
-        await quiet(deployment)
 
 
 async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:

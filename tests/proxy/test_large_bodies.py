@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-from proxy_behaviours import after, answer_error, answer_json, stream_of
+from proxy_behaviours import answer_error, answer_json, stream_of
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet
 
 from p2pkv_proxy import bodies
@@ -401,17 +401,4 @@ async def test_streams_that_have_begun_take_no_room_for_bodies() -> None:
         end.set()
         for response in responses:
             await response.read()
-        await quiet(deployment)
-
-
-async def test_a_body_is_held_while_another_instance_may_need_it() -> None:
-    end = asyncio.Event()
-    async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
-        deployment.d.behaviour = after(end, answer_json)
-        asked = await deployment.under_way(deployment.d, body={"prompt": "x" * 1_500_000})
-        assert deployment.proxy.intake.held > 1_500_000
-        response = await deployment.post({"prompt": "x" * 1_500_000})
-        assert response.status == 503
-        end.set()
-        assert (await asked).status == 200
         await quiet(deployment)

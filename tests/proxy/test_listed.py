@@ -304,16 +304,6 @@ def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
     assert not instance.matches(other), "a ping that says nothing is one of protocol 1"
 
 
-async def test_requests_of_one_that_dies_are_served_by_the_others() -> None:
-    async with listing(FakeInstance("P"), FakeInstance("P"), FakeInstance("D")) as deployment:
-        await deployment.ready(prefill=2, decode=1)
-        await deployment.prefills[0].stop()
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
-        assert asked(deployment.prefills) == [0, 4]
-        await quiet(deployment)
-
-
 # The options.
 
 

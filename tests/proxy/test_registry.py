@@ -25,12 +25,6 @@ def test_a_ping_alone_does_not_make_an_instance_routable() -> None:
     assert registry.unready() == []
 
 
-def test_a_ping_is_news_once() -> None:
-    registry = Registry()
-    assert registry.observe(ping(), 0.0) is not None
-    assert registry.observe(ping(), 3.0) is None
-
-
 def test_life_is_more_than_three_intervals() -> None:
     assert LIFE > 3 * PING_INTERVAL
     registry = Registry()
@@ -77,13 +71,6 @@ def test_a_restart_under_the_same_address_is_a_newcomer(change: dict[str, Any]) 
     assert registry.known("P") == [new]
 
 
-def test_goodbye_removes_at_once() -> None:
-    registry = Registry()
-    join(registry, ping(incarnation="first"))
-    assert registry.observe(goodbye(ping(incarnation="first")), 1.0) is None
-    assert registry.known("P") == []
-
-
 def test_a_goodbye_of_the_old_incarnation_leaves_the_new_one() -> None:
     registry = Registry()
     join(registry, ping(incarnation="first"))
@@ -128,17 +115,6 @@ def test_p_and_d_are_chosen_independently() -> None:
     choices += [router.choose(RoutingRequest(), 0.0) for _ in range(2)]
     pairs = {(c.prefill.ping.http_address, c.decode.ping.http_address) for c in choices if c.prefill}
     assert len(pairs) == 4
-
-
-def test_equals_take_turns() -> None:
-    registry = Registry()
-    for port in (1, 2, 3):
-        join(registry, ping("D", port))
-    router = Router(registry)
-    chosen = [
-        router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE).decode.ping.http_address for _ in range(6)
-    ]
-    assert sorted(chosen[:3]) == sorted(chosen[3:]) == ["10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]
 
 
 def test_the_least_busy_comes_first() -> None:
