@@ -27,6 +27,7 @@ from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, Role
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.routing import Router
 from p2pkv_proxy.routing_base import Routing
 from p2pkv_proxy.service import PROXY, Proxy
 from support.waiting import DEADLINE, eventually
@@ -120,10 +121,20 @@ class Line:
         return not self.full
 
 
-def fleet(*roles: Any, registry: Registry | None = None, first: int = 10, **more: Any) -> list[Instance]:
-    """A healthy instance of each role, all in one registry."""
+def fleet(
+    *roles: Any, registry: Registry | None = None, routing: Routing | None = None, **options: Any
+) -> tuple[Router, list[Instance]]:
+    """A router, and a healthy instance of each role; in place of a role, a pair has more of the ping, too."""
     registry = registry or Registry()
-    return [join(registry, ping(role, first + number, **more)) for number, role in enumerate(roles)]
+    several = [each if isinstance(each, tuple) else (each, {}) for each in roles]
+    pool = [join(registry, ping(role, 10 + n, **more)) for n, (role, more) in enumerate(several)]
+    return Router(registry, routing or Routing(), **options), pool
+
+
+def fail(instance: Instance, now: float = 0.0) -> None:
+    """Its breaker opens."""
+    for _ in range(5):
+        instance.breaker.failed(now)
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:

@@ -7,21 +7,15 @@ from collections import Counter, deque
 from typing import Any
 
 import pytest
-from proxy_fakes import deployed, join, ping, prompt_of
+from proxy_fakes import deployed, fleet, ping, prompt_of
 from test_partners import PartnerRig
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import Choice, Router
+from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.routing_base import RoutingRequest
 
 REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")
-
-
-def fleet(*roles: Any) -> tuple[Router, list[Instance]]:
-    registry = Registry()
-    return Router(registry), [join(registry, ping(role, 10 + n)) for n, role in enumerate(roles)]
 
 
 def test_of_two_that_are_idle_one_prefills_and_the_other_decodes() -> None:

@@ -10,6 +10,8 @@ from proxy_fakes import (
     Deployment,
     FakeInstance,
     deployed,
+    fail,
+    fleet,
     join,
     ping,
     quiet,
@@ -19,7 +21,7 @@ from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import LIFE, Breaker, Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from p2pkv_proxy.routing import Choice, PrefillMode
 from p2pkv_proxy.routing_base import RoutingRequest
 
 
@@ -156,11 +158,6 @@ def test_after_a_long_time_without_failures_the_first_pause_is_short_again() -> 
     assert breaker.admits(201.0)
 
 
-def fail(instance: Instance, now: float = 0.0) -> None:
-    for _ in range(5):
-        instance.breaker.failed(now)
-
-
 def prefiller(choice: Choice) -> Instance:
     assert choice.prefill is not None
     return choice.prefill
@@ -168,24 +165,17 @@ def prefiller(choice: Choice) -> Instance:
 
 @pytest.mark.parametrize("role", ["P", "D"])
 def test_the_last_one_that_serves_a_model_is_used_whatever_its_breaker_says(role: str) -> None:
-    registry = Registry()
-    for model, port in (("a", 1), ("b", 2)):
-        for each, place in (("P", port), ("D", port + 10)):
-            instance = join(registry, ping(each, place, model=model))
-            if each == role and model == "a":
-                fail(instance)
-    router = Router(registry)
+    router, pool = fleet(*((each, {"model": model}) for model in "ab" for each in "PD"))
+    fail(pool["PD".index(role)])
     for _ in range(3):
         choice = router.choose(RoutingRequest("a"), 0.1)
         assert {prefiller(choice).ping.model, choice.decode.ping.model} == {"a"}
 
 
 def test_if_all_are_open_all_are_used() -> None:
-    registry = Registry()
-    both = [join(registry, ping("D", port)) for port in (1, 2)]
+    router, both = fleet("D", "D")
     for instance in both:
         fail(instance)
-    router = Router(registry)
     assert {router.choose(RoutingRequest(), 0.1, mode=PrefillMode.NONE).decode for _ in range(4)} == set(both)
 
 
@@ -210,7 +200,7 @@ async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: p
         bad, good = deployment.prefills
         bad.behaviour = answer_error(500)
         now = deployment.proxy.clock()
-        (instance,) = [i for i in deployment.everyone() if i.ping.http_address == bad.http_address]
+        instance = deployment.known(bad)
         means = dataclasses.replace(deployment.proxy._means, clock=lambda: now)
         monkeypatch.setattr(deployment.proxy, "_means", means)
         monkeypatch.setattr(deployment.proxy, "clock", lambda: now)
@@ -242,12 +232,11 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
 
 
 async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
-    registry, now = Registry(), 0.0
-    bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))
-    join(registry, ping("D", 3))
+    router, (bad, good, _) = fleet("P", "P", "D")
+    now = 0.0
     bad.breaker._uniform = lambda low, high: high
     fail(bad)
-    admission = Admission(Router(registry), Limits(), RequestCounters(), lambda: now)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: now)
 
     async def chosen(times: int) -> list[Instance]:
         found = []

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from hostile_support import dealer
-from proxy_fakes import Deployment, Line, deployed, join, ping
-from test_breaker import fail
+from proxy_fakes import Deployment, Line, deployed, fail, join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
 from p2pkv.control.security import Members

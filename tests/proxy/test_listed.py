@@ -22,7 +22,7 @@ from p2pkv.control.security import Members, ZapHandler
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
-from p2pkv_proxy import cli, options
+from p2pkv_proxy import options
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import ListedSource, Role
 from p2pkv_proxy.membership.listed import ListedInstance
@@ -394,21 +394,3 @@ def test_the_three_ways_to_list(tmp_path: Path) -> None:
     assert listed_by([], {}) == []
     parsed = ListedInstance.parse("D", two)
     assert (parsed.http, parsed.zmq) == (Address("node-8", 8100), Address("fd00::8", 21001))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--prefill", "http://10.0.0.7:8100"], "names no ZMQ address: expected URL=HOST:PORT"),
-        (["--decode", "https://a:8100=a:21001"], "is HTTPS: the proxy speaks plain HTTP to instances"),
-        (["--prefill", "http://a=a:21001"], "'a' is not an address"),
-        (["--prefill", "a:1=a:2", "--decode", "b:3=a:2"], "a:2 is listed twice"),
-    ],
-)
-def test_a_mistake_in_the_list_is_explained(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    assert end.value.code == 2
-    assert words in capsys.readouterr().err

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import proxy_fakes
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -21,10 +22,10 @@ from proxy_behaviours import (
     dies,
     dies_before_a_token,
     never_a_token,
-    streams,
+    streams_at_once,
     telling,
 )
-from proxy_fakes import deployed, join, ping, prompt_of
+from proxy_fakes import deployed, prompt_of
 from test_resume import COMPLETION, ask, generates, same, whole
 
 from p2pkv.pairing import find_pair
@@ -45,9 +46,7 @@ def request(tokens: int) -> RoutingRequest:
 
 
 def fleet(*roles: Any, alone: int = 0, routing: Routing = AUTO) -> tuple[Router, list[Instance]]:
-    registry = Registry(1e9)
-    router = Router(registry, routing, alone=alone)
-    return router, [join(registry, ping(role, 10 + n)) for n, role in enumerate(roles)]
+    return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, alone=alone)
 
 
 # What is learned.
@@ -304,17 +303,14 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(victim: str, fai
 
 async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
     async with deployed("concurrent", routing=AUTO) as pool:
-        release = asyncio.Event()
-        release.set()
         for _ in range(2):
-            instance = await pool.add("both")  # type: ignore[arg-type]
-            instance.behaviour = streams(release)
+            await pool.add("both", behaviour=streams_at_once)  # type: ignore[arg-type]
         await pool.ready(2, 2)
         for _ in range(8):
             response = await pool.post({"model": "tiny", "prompt": "hi", "max_tokens": 5, "stream": True})
             assert response.status == 200, await response.text()
             await response.read()
-        page = (await (await pool.client.get(pool.url + "/status")).json())["placement"]
+        page = (await pool.get("/status"))[1]["placement"]
         assert page["by"] == "auto" and sum(page["ways"].values()) == 8
         assert page["median_error"] >= 0.0 and len(page["latest"]) == 8
         assert all(each["first_token_seen"] > 0 < each["first_token"] for each in page["latest"])

@@ -24,7 +24,6 @@ from proxy_process import DEADLINE, Command, Served, running, served
 
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.admin import merged
-from p2pkv_proxy.cli import main
 from p2pkv_proxy.exposition import Family, page
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import WORST_FIRST
@@ -392,10 +391,3 @@ def test_status_of_two_workers_is_added_and_the_worst_counts() -> None:
     (instance,) = page["instances"]
     assert (instance["state"], instance["load"], instance["alone"]) == ("draining", 4, 1)
     assert page["history"] == [[-3.0, 1, 0, 5, 1, 0, 0.2], [-1.0, 6, 1, 8, 3, 3, 0.5]]
-
-
-def test_more_workers_than_requests_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--workers", "3", "--max-requests", "2"])
-    assert end.value.code == 2
-    assert "--workers divide --max-requests" in capsys.readouterr().err
