@@ -324,6 +324,15 @@ async def supervised(lives: Lives, workers: int, folder: Path) -> AsyncIterator[
             await supervisor.stop(1000.0, asyncio.Event())
 
 
+@asynccontextmanager
+async def started(folder: Path, *workers: list[Begin]) -> AsyncIterator[Lives]:
+    """Workers that have begun to serve."""
+    lives = Lives(*workers)
+    async with supervised(lives, len(workers), folder) as supervisor:
+        await supervisor.start(asyncio.Event())
+        yield lives
+
+
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(Process=Process)
@@ -362,9 +371,7 @@ async def test_four_missed_answers_kill_no_worker(tmp_path: Path) -> None:
         if asked % 5:
             raise NoAnswer
 
-    lives = Lives([partial(work, before=misses_some)])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [partial(work, before=misses_some)]) as lives:
         await eventually(lambda: asked > 30, "questions")
     assert lives.begun == [1]
 
@@ -373,17 +380,13 @@ async def test_the_pause_before_a_restart_doubles_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.supervisor._LONGEST_PAUSE", 0.05)
-    lives = Lives([serve_and_end, *[end_at_once] * 5, work])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end, *[end_at_once] * 5, work]) as lives:
         await eventually(lives.began_again(1, times=6), "the last one")
     pauses = re.findall(r"another starts in (\S+) s", caplog.text)
     assert pauses == ["0.01", "0.02", "0.04", "0.05", "0.05", "0.05"]
     caplog.clear()
     monkeypatch.setattr("p2pkv_proxy.supervisor._LIVED_SECONDS", 0.0)
-    lives = Lives([serve_and_end, *[end_at_once] * 2, work])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end, *[end_at_once] * 2, work]) as lives:
         await eventually(lives.began_again(1, times=3), "the last one")
     assert set(re.findall(r"another starts in (\S+) s", caplog.text)) == {"0.01"}
 
@@ -399,9 +402,7 @@ async def test_a_worker_that_cannot_be_started_for_now_is_started_later(
         starts(process)
 
     monkeypatch.setattr(Process, "start", start)
-    lives = Lives([serve_and_end, work])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end, work]) as lives:
         await eventually(lambda: lives.begun == [1, 1], "the worker's second process")
         assert caplog.text.count("could not be started (OSError('Cannot allocate memory'))") == 2
 
@@ -440,9 +441,7 @@ async def test_the_pause_after_a_death_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.supervisor._FIRST_PAUSE", 1000.0)
-    lives = Lives([serve_and_end])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end]) as lives:
         await eventually(lambda: "worker 1 ended with status 0" in caplog.text, "its end")
     assert lives.begun == [1]
 
@@ -519,9 +518,8 @@ async def test_an_instance_is_not_drained_before_all_workers_have_said_so(tmp_pa
         ]
         return [each["state"] for page in pages for each in msgspec.json.decode(page.body)["instances"]]
 
-    lives = Lives([partial(work, siblings=siblings, instances=says, drain=says)], [other])
-    async with supervised(lives, 2, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    first = partial(work, siblings=siblings, instances=says, drain=says)
+    async with started(tmp_path, [first], [other]):
         assert await states(siblings[0]) == ["drained", "drained"]
         other.busy = True
         assert await states(siblings[0]) == ["draining", "draining"]
@@ -537,9 +535,8 @@ async def test_the_counters_of_a_worker_that_is_late_stay_in_the_sum(tmp_path: P
         text = (await metrics_page(siblings[0], Access(), page)).body.decode()
         return [line for line in text.splitlines() if not line.startswith("#")]
 
-    lives = Lives([partial(work, siblings=siblings, metrics=lambda _: families)], [other])
-    async with supervised(lives, 2, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    first = partial(work, siblings=siblings, metrics=lambda _: families)
+    async with started(tmp_path, [first], [other]):
         assert await sums() == ["requests_total 6.0", "running 2.0"]
         other.busy = True
         assert await sums() == ["requests_total 6.0", "running 1.0"]
