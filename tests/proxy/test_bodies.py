@@ -8,40 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proxy_draws import json_values
 
 from p2pkv_proxy.answers import returned_params
 from p2pkv_proxy.bodies import BadBody, parse
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**60), 2**60)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=10,
-)
-NAMES = st.sampled_from(
-    [
-        "model",
-        "prompt",
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "n",
-        "best_of",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "echo",
-        "use_beam_search",
-        "prompt_logprobs",
-        "kv_transfer_params",
-        "ec_transfer_params",
-        "request_id",
-        "vllm_xargs",
-    ]
-)
+JSON = json_values()
+NAMES = st.sampled_from([
+    "model", "prompt", "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stream",
+    "stream_options", "logprobs", "echo", "use_beam_search", "prompt_logprobs", "kv_transfer_params",
+    "ec_transfer_params", "request_id", "vllm_xargs",
+])  # fmt: skip
 
 
 def body(**fields: Any) -> Any:

@@ -105,14 +105,6 @@ def test_a_trial_without_an_outcome_for_long_makes_room_for_another() -> None:
     assert breaker.admits(31.0)
 
 
-def test_what_was_asked_before_the_pause_decides_nothing() -> None:
-    breaker = opened()
-    assert not breaker.succeeded(0.5)
-    assert not breaker.failed(0.5)
-    assert not breaker.closed
-    assert breaker.admits(1.0)
-
-
 def test_while_there_is_a_trial_what_becomes_of_others_decides_nothing() -> None:
     breaker = opened()
     breaker.sent("trial", 1.0)

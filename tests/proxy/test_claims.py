@@ -48,15 +48,6 @@ def test_a_zmq_address_is_its_holders_too() -> None:
     assert registry.observe(msgspec.structs.replace(thief, type="D"), 1.0, Line()) is not None
 
 
-def test_a_successor_is_taken_at_once_when_the_connection_is_gone() -> None:
-    registry, _, line = held()
-    line.open = False
-    successor = registry.observe(ping(incarnation="second"), 0.1, Line())
-    assert successor is not None
-    assert registry.known("P") == [successor]
-    assert registry.claims_refused == 0
-
-
 def test_an_instance_may_change_what_it_says_on_its_own_connection() -> None:
     registry, _, line = held()
     assert registry.observe(ping(incarnation="second"), 0.1, line) is not None
@@ -110,12 +101,6 @@ def test_a_member_is_not_kept_out_by_what_anybody_may_say_and_keeps_anybody_out(
     assert registry.known("P") == [member]
     assert registry.observe(ping(incarnation="third"), 0.2, Line()) is None
     assert registry.known("P") == [member]
-
-
-def test_without_a_known_connection_a_newcomer_is_taken_at_once() -> None:
-    registry = Registry()
-    join(registry, ping(incarnation="first"))
-    assert registry.observe(ping(incarnation="second"), 1.0, Line()) is not None
 
 
 def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

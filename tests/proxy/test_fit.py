@@ -237,15 +237,3 @@ async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
             "1 prefill instance fits no decode instance: they differ in link.",
         ]
         assert deployment.p.requests == deployment.d.requests == []
-
-
-async def test_where_nobody_fits_d_answers_alone_if_it_may() -> None:
-    async with deployed("concurrent") as deployment:
-        await deployment.add("P", fit=OLD)
-        await deployment.add("D", fit=NEW)
-        await deployment.ready(prefill=1, decode=1)
-        assert (await deployment.post()).status == 200
-        assert ["_addr_" in seen.request_id for seen in deployment.d.requests] == [False]
-        assert deployment.p.requests == []
-        status, report = await deployment.get("/health")
-        assert (status, report["status"]) == (200, "degraded")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 from proxy_behaviours import answer_error, answer_json, stream_of
+from proxy_draws import json_values
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet
 
 from p2pkv_proxy import bodies
@@ -136,16 +137,8 @@ def counted(value: Any) -> int:
     return isinstance(value, str)
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-5, 10**6)
-    | st.floats(allow_nan=False)
-    | st.text('a",{[\\ä', max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=6) | st.dictionaries(st.text('k"\\,', max_size=4), inner, max_size=4)
-    ),
-    max_leaves=30,
+JSON = json_values(
+    st.text('a",{[\\ä', max_size=9), st.text('k"\\,', max_size=4), st.integers(-5, 10**6), leaves=30
 )
 
 

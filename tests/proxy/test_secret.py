@@ -37,12 +37,6 @@ async def guarded() -> AsyncIterator[Deployment]:
         yield deployment
 
 
-async def test_members_register_serve_and_say_goodbye(guarded: Deployment) -> None:
-    assert (await guarded.post()).status == 200
-    guarded.pingers[guarded.p.http_address].stop()
-    await guarded.ready(prefill=0, decode=1)
-
-
 @pytest.mark.parametrize("way", [None, OTHERS, knowing()], ids=["in the clear", "another secret", "its key"])
 async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment, way: Any) -> None:
     frames = [FORGED, msgspec.structs.replace(guarded.p.ping, zmq_address="127.0.0.1:10")]

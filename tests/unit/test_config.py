@@ -82,10 +82,6 @@ class TestDefaults:
     def test_null_and_empty_mean_not_set(self) -> None:
         assert options({"proxy_ip": "", "proxy_port": "", "http_port": None, "host": None}) == options()
 
-    def test_frozen(self) -> None:
-        with pytest.raises(AttributeError):
-            options().kv_port = 5  # type: ignore[misc]
-
 
 class TestReading:
     def test_numbers_may_be_strings(self) -> None:
