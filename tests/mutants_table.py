@@ -768,7 +768,7 @@ Breaker.succeeded: a success that is not the trial's ends a pause
 Breaker.failed: a failure that is not the trial's lengthens a pause
 -             bad = self._is_trial(owner)
 +             bad = self._trial is not None
-> tests/proxy/test_rewriter.py::test_an_error_names_no_instance_however_it_spells_the_address
+> tests/proxy/test_requests.py::test_an_error_names_no_instance_however_it_spells_the_address
 Instance.written_addresses: an address that a ping spells in full is not taken out of errors
 - , str(self.zmq_address)}
 + }

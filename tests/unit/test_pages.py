@@ -119,8 +119,6 @@ def test_the_defaults_that_are_written_by_hand() -> None:
 # Each fault of faults.md has tests that are there; and the tests that pages name are there.
 
 
-ROOT = Path(__file__).parents[2]
-
 TABLE = (ROOT / "tests" / "faults.md").read_text().splitlines()
 FAULTS = {
     fault: (seen, tests.split())
