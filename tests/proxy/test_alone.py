@@ -7,16 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import (
-    Seen,
-    after,
-    answer_error,
-    answer_json,
-    dies,
-    never,
-    stops,
-    with_a_p,
-)
+from proxy_behaviours import Seen, after, answer_error, answer_json, dies, never, stops, with_a_p
 from proxy_fakes import (
     Deployment,
     FakeInstance,
@@ -120,9 +111,7 @@ async def test_when_the_budget_of_retries_is_spent_no_request_of_an_outage_fails
         assert sum(asked(deployment.prefills)) < 20
 
 
-async def test_a_paused_p_is_spared_and_tried_again_after_its_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_paused_p_is_spared_and_tried_again_after_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     async with deployed("sequential", prefill=1, decode=1) as deployment:
         now = deployment.proxy.clock()
         monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)

@@ -95,24 +95,15 @@ def test_the_client_chooses_no_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("name", "value", "paired"),
     [
-        {"use_beam_search": True},
-        {"echo": True},
-        {"prompt_logprobs": 0},
-        {"prompt_logprobs": 3},
-        {"echo": "true"},
+        *(("use_beam_search", True, False), ("echo", True, False), ("echo", "true", False)),
+        *(("prompt_logprobs", 0, False), ("prompt_logprobs", 3, False), ("model", "m", True)),
+        *(("use_beam_search", False, True), ("echo", None, True), ("prompt_logprobs", None, True)),
     ],
 )
-def test_what_p_cannot_help_with_goes_to_d_alone(fields: dict[str, Any]) -> None:
-    assert not body(**fields).wants_pair
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"use_beam_search": False}, {"echo": None}, {"prompt_logprobs": None}]
-)
-def test_all_else_wants_a_pair(fields: dict[str, Any]) -> None:
-    assert body(**fields).wants_pair
+def test_what_p_cannot_help_with_goes_to_d_alone(name: str, value: Any, paired: bool) -> None:
+    assert body(**{name: value}).wants_pair is paired
 
 
 @pytest.mark.parametrize(

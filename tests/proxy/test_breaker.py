@@ -6,16 +6,7 @@ import dataclasses
 
 import pytest
 from proxy_behaviours import answer_error, answer_json
-from proxy_fakes import (
-    Deployment,
-    FakeInstance,
-    deployed,
-    fail,
-    fleet,
-    join,
-    ping,
-    quiet,
-)
+from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, join, ping, quiet
 
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters

@@ -55,9 +55,7 @@ async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
         yield Watched(proxy, browser)
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_but_its_own(
-    lonely: Deployment,
-) -> None:
+async def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_but_its_own(lonely: Deployment) -> None:
     async with lonely.client.get(f"{lonely.url}/") as response:
         assert (response.status, response.content_type) == (200, "text/html")
         policy, page = response.headers["Content-Security-Policy"], await response.text()

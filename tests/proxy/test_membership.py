@@ -8,15 +8,7 @@ import contextlib
 import aiohttp
 import pytest
 from hostile_support import dealer
-from proxy_behaviours import (
-    after,
-    answer_error,
-    answer_json,
-    never,
-    never_a_token,
-    streams,
-    with_a_p,
-)
+from proxy_behaviours import after, answer_error, answer_json, never, never_a_token, streams, with_a_p
 from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed, outcomes
 
 from p2pkv.control.discovery import encode_ping, goodbye

@@ -13,16 +13,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_behaviours import (
-    answer_error,
-    die,
-    dies,
-    never,
-    stream_of,
-    streams,
-    streams_at_once,
-    with_a_p,
-)
+from proxy_behaviours import answer_error, die, dies, never, stream_of, streams, streams_at_once, with_a_p
 from proxy_fakes import Deployment, deployed, ping, quiet
 
 from p2pkv.engine.context import Counters

@@ -52,10 +52,7 @@ def fleet(*roles: Any, alone: int = 0, routing: Routing = AUTO) -> tuple[Router,
 # What is learned.
 
 
-@given(
-    st.tuples(*[st.floats(0.001, 0.5)] * 3),
-    st.integers(0, 1 << 32),
-)
+@given(st.tuples(*[st.floats(0.001, 0.5)] * 3), st.integers(0, 1 << 32))
 def test_least_squares_finds_the_weights_of_a_linear_cost(weights: tuple[float, ...], seed: int) -> None:
     learner, dice = LeastSquares([0.1, 0.1, 0.1]), random.Random(seed)
     for _ in range(300):

@@ -232,9 +232,7 @@ async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Dep
     await quiet(short)
 
 
-async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(
-    short: Deployment,
-) -> None:
+async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(short: Deployment) -> None:
     async with Client(short) as client:
         client.writer.write(WHOLE * 100)
         await client.reader.read(100)

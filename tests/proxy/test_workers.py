@@ -266,8 +266,7 @@ def _has_ipv6() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("host", "ipv4", "ipv6"),
-    [("127.0.0.1", True, False), ("localhost", True, True), ("::1", False, True)],
+    ("host", "ipv4", "ipv6"), [("127.0.0.1", True, False), ("localhost", True, True), ("::1", False, True)]
 )
 def test_each_worker_listens_at_each_address_of_a_name(
     host: str, ipv4: bool, ipv6: bool, monkeypatch: pytest.MonkeyPatch
@@ -295,9 +294,7 @@ def test_an_empty_host_means_all_interfaces() -> None:
     assert "0.0.0.0" in {address[0] for _, address in _addresses("")}
 
 
-def test_an_address_of_another_machine_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_address_of_another_machine_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
     here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
     for found in ([elsewhere, here], [elsewhere]):

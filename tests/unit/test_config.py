@@ -224,10 +224,7 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="moves KV that is in CPU memory"):
             options({"link": "host"}, has_gpu=True)
 
-    @pytest.mark.parametrize(
-        ("role", "told"),
-        [("", "expected kv_producer"), ("P", "kv_role is 'P'")],
-    )
+    @pytest.mark.parametrize(("role", "told"), [("", "expected kv_producer"), ("P", "kv_role is 'P'")])
     def test_roles(self, role: str, told: str) -> None:
         assert told in refused(role=role)
 

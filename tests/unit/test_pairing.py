@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.pairing import (
-    Address,
-    Pair,
-    PairingError,
-    find_pair,
-    mint,
-    transfer_key,
-)
+from p2pkv.pairing import Address, Pair, PairingError, find_pair, mint, transfer_key
 
 UNIQUE = "0123456789abcdef0123456789abcdef"
 P = Address("10.0.0.1", 21001)
