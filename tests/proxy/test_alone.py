@@ -14,6 +14,7 @@ from proxy_fakes import (
     asked,
     deployed,
     error_of,
+    fleet,
     join,
     outcomes,
     ping,
@@ -27,7 +28,7 @@ from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from p2pkv_proxy.routing import Choice, PrefillMode
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
@@ -252,29 +253,24 @@ async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
     await quiet(concurrent)
 
 
-async def test_what_a_second_try_needs_of_p() -> None:
+def test_what_a_second_try_needs_of_p() -> None:
     """What has been left to a D alone stays so, as it is P's failure that the first try has met."""
-    registry = Registry()
-    p, d = join(registry, ping("P", 1)), join(registry, ping("D", 2))
+    _, (p, d) = fleet("P", "D")
     for first in (PrefillMode.NONE, PrefillMode.WANTED, PrefillMode.SPARED):
-        pair, spared = Choice(p, d), Choice(None, d, spared=True)
-        assert RequestPlace(RoutingRequest(), first, pair).mode_after(p) is PrefillMode.NEEDED
-        assert RequestPlace(RoutingRequest(), first, pair).mode_after(d) is first
-        assert RequestPlace(RoutingRequest(), first, spared).mode_after(d) is first
-        assert (
-            RequestPlace(RoutingRequest(), first, Choice(None, d, missed=True)).mode_after(d)
-            is PrefillMode.MISSED
-        )
+        for choice, failed, mode in (
+            (Choice(p, d), p, PrefillMode.NEEDED),
+            (Choice(p, d), d, first),
+            (Choice(None, d, spared=True), d, first),
+            (Choice(None, d, missed=True), d, PrefillMode.MISSED),
+        ):
+            assert RequestPlace(RoutingRequest(), first, choice).mode_after(failed) is mode
 
 
 async def test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s() -> None:
     """At once: nothing else may happen for long."""
-    registry = Registry()
-    p, one = join(registry, ping("P", 1)), join(registry, ping("D", 2))
-    limits = Limits(max_requests=1, alone_share=1.0)
-    admission = Admission(
-        Router(registry, room=1, alone=limits.alone), limits, RequestCounters(), lambda: 0.0
-    )
+    registry, limits = Registry(), Limits(max_requests=1, alone_share=1.0)
+    router, (p, one) = fleet("P", "D", registry=registry, room=1, alone=limits.alone)
+    admission = Admission(router, limits, RequestCounters(), lambda: 0.0)
     async with admission.place(RoutingRequest(), paired=True) as place:
         assert place.choice.decode is one
         waiting = asyncio.create_task(admission._wait(RoutingRequest(), True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from proxy_fakes import Line, join, ping
+from proxy_fakes import Line, fleet, ping
 
 from p2pkv.control.discovery import Ping, goodbye
 from p2pkv_proxy.membership import registry as registry_module
@@ -40,8 +40,7 @@ class TwoRouters:
         source = self.sources.get(message)
         if source is None or not source.open:
             source = self.sources[message] = Line()
-        found = self.registry.observe(message, self.now, source)
-        if found is not None:
+        if (found := self.registry.observe(message, self.now, source)) is not None:
             found.healthy = True
 
     def step(self) -> None:
@@ -104,10 +103,7 @@ def test_what_is_kept_is_what_is_true(seed: int) -> None:
 
 
 def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry(LIFE, lease=LEASE)
-    for number in range(50):
-        join(registry, ping("P", 10 + number)), join(registry, ping("D", 100 + number))
-    router, looked = Router(registry), 0
+    (router, _), looked = fleet(*"PD" * 50, registry=Registry(LIFE, lease=LEASE)), 0
     candidates = Registry.candidates
 
     def counted(self: Registry) -> Any:
@@ -124,9 +120,7 @@ def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest
 
 
 def test_a_request_that_waits_for_no_model_makes_no_entry() -> None:
-    registry = Registry()
-    join(registry, ping("P", 1)), join(registry, ping("D", 2))
-    router = Router(registry)
+    router, _ = fleet("P", "D")
     for number in range(100):
         router.able(f"unknown {number}", 0.0, mode=PrefillMode.WANTED)
     assert router._last is not None and len(router._last._fleets) <= 1
@@ -134,9 +128,7 @@ def test_a_request_that_waits_for_no_model_makes_no_entry() -> None:
 
 def test_an_unknown_name_where_all_serve_the_same_costs_nothing_anew() -> None:
     """It may be an adapter that was loaded since."""
-    registry = Registry()
-    join(registry, ping("P", 1, model="m")), join(registry, ping("D", 2, model="m"))
-    router = Router(registry)
+    router, _ = fleet(("P", {"model": "m"}), ("D", {"model": "m"}))
     router.able(None, 0.0, mode=PrefillMode.WANTED)
     assert router._last is not None
     known = dict(router._last._fleets)

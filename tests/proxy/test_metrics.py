@@ -101,8 +101,7 @@ async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
         await eventually(lambda: len(deployment.d.requests) > before)
         leaving.cancel()
         await quiet(deployment)
-        await asyncio.to_thread(deployment.pingers[deployment.d.http_address].stop)
-        await eventually(lambda: not deployment.routable("D"))
+        await deployment.goodbye(deployment.d)
         assert (await deployment.post()).status == 503
 
         now = await page(deployment)

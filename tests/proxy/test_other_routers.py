@@ -95,11 +95,7 @@ async def test_what_vllm_router_sends(mode: str, pytestconfig: pytest.Config, tm
     async with contextlib.AsyncExitStack() as stack:
         instances = FakeInstance("P"), FakeInstance("D")
         for instance in instances:
-            await instance.start()
-            stack.push_async_callback(instance.stop)
-            pinger = Pinger(f"{router.discovery[0]}:{router.discovery[1]}", instance.ping, PING_SECONDS)
-            pinger.start()
-            stack.callback(pinger.stop)
+            await serve_and_ping(stack, f"{router.discovery[0]}:{router.discovery[1]}", instance)
         stack.enter_context(router)
         await asyncio.to_thread(router.wait_ready, 60.0)
         client = await stack.enter_async_context(aiohttp.ClientSession())

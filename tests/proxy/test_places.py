@@ -15,7 +15,7 @@ from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import PrefillMode, Router
+from p2pkv_proxy.routing import PrefillMode
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
@@ -97,8 +97,8 @@ async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> N
     admission, served = small(), list[int]()
 
     async def take(number: int, model: str | None) -> None:
-        async with admission.place(RoutingRequest(model), paired=False):
-            served.append(number)
+        await enter(admission, model=model)
+        served.append(number)
 
     async with admission.place(RoutingRequest(), paired=False):
         wanted = enumerate([None, "x", None, "y", "x", None])
@@ -121,10 +121,8 @@ async def test_nothing_is_left_of_names_that_were_waited_for() -> None:
 
 async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     registry, looks = Registry(), 0
-    for model, port in (("a", 1), ("b", 11)):
-        join(registry, ping("P", port, model=model))
-        join(registry, ping("D", port + 1, model=model))
-    router = Router(registry, room=2)
+    several = [(role, {"model": model}) for model in "ab" for role in "PD"]
+    router, _ = fleet(*several, registry=registry, room=2)
     admission = Admission(router, Limits(max_waiting=200), RequestCounters(), lambda: 0.0)
 
     async def once(model: str) -> None:
@@ -154,9 +152,8 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
 
 async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() -> None:
     registry = Registry()
-    busier, idler = join(registry, ping("P", 1)), join(registry, ping("P", 2))
-    join(registry, ping("D", 11))
-    admission = Admission(Router(registry, room=10), Limits(), RequestCounters(), lambda: 0.0)
+    router, (busier, idler, _) = fleet("P", "P", "D", registry=registry, room=10)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: 0.0)
     async with AsyncExitStack() as leave:
         leave.enter_context(busier.busy(lambda loss: None))
         for _ in range(10):
@@ -166,7 +163,7 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
             for _ in range(9)
         ]
         await eventually(lambda: admission.waiting == 9)
-        join(registry, ping("D", 12))
+        join(registry, ping("D", 99))
         admission.advance()
         chosen = [(await each).choice.prefill for each in asked]
         assert (chosen.count(busier), chosen.count(idler)) == (4, 5)
