@@ -185,10 +185,11 @@ dist: $(STAMP)
 	@$(PY) -m check_wheel_contents $(DIST)/*.whl
 
 # The pages lie in several folders of the repository, and MkDocs wants one.
+PAGES := build/pages
 site: $(STAMP)
-	@rm -rf build/pages; mkdir -p build/pages
-	@cp --parents -r *.md LICENSE docs examples benchmarks/results build/pages
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(if $(SITE),--site-dir $(abspath $(SITE)))
+	@rm -rf $(PAGES); mkdir -p $(PAGES)
+	@cp --parents -r *.md LICENSE docs examples benchmarks/results $(PAGES)
+	@NO_MKDOCS_2_WARNING=1 PAGES=$(abspath $(PAGES)) $(PY) -m mkdocs build --strict $(if $(SITE),--site-dir $(abspath $(SITE)))
 
 bench: $(STAMP)
 	@$(PY) -m p2pkv.cli bench $(ARGS)

@@ -229,6 +229,10 @@ P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait 
 Receiver._bound: a request that D never admits waits without end (K3)
 - return None if self.ahead or self._idle else self.waits_since + self.wait
 + return None
+> tests/protocol/test_receiver_faults.py
+Source.announced: D counts chunks that P has sent against what P may announce
+- self._unsent >= MAX_CHUNKS
++ len(self.chunks) >= MAX_CHUNKS
 == p2pkv/protocol/sender.py
 > tests/virtual/test_engine_cores.py
 Sender.kept_until: P keeps blocks for as long as any D claims them (K3)

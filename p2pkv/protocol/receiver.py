@@ -76,7 +76,8 @@ LOAD: Table[LoadPhase, LoadEvent] = {
 
 
 MAX_CHUNKS = 256
-"""Chunks that one rank of P may announce ahead of their bytes; a peer that announces more is broken."""
+"""Chunks that one rank of P may announce before it sends them; a peer that announces more is broken. D's own
+staging bounds those that P has sent."""
 
 
 @dataclass
@@ -100,9 +101,10 @@ class Source:
     _next: int = 0
     """The number of the next chunk. P counts up, so a smaller number has been seen before."""
     chunks: dict[int, _Announced] = field(default_factory=dict)
-    _kept: int = 0
-    """Chunks that have arrived and wait for blocks."""
+    _unsent: int = 0
+    """Of `chunks`, those that P has not sent."""
     _kept_bytes: int = 0
+    """Of chunks that have arrived and wait for blocks."""
 
     @property
     def satisfied(self) -> bool:
@@ -125,7 +127,7 @@ class Source:
             return False
         if self._coverage is None:
             raise RemoteProtocolError(f"{message.key}: a chunk before anything was asked for")
-        if message.chunk > self._next or len(self.chunks) - self._kept >= MAX_CHUNKS:
+        if message.chunk > self._next or self._unsent >= MAX_CHUNKS:
             raise RemoteProtocolError(
                 f"{message.key}: chunk {message.chunk} is announced where {self._next} is due, "
                 f"or is one more than {MAX_CHUNKS}"
@@ -138,6 +140,7 @@ class Source:
             )
         self.last_heard = now
         self._next += 1
+        self._unsent += 1
         self.chunks[message.chunk] = _Announced(message)
         return True
 
@@ -152,6 +155,7 @@ class Source:
         if announced is None or not announced.posted:
             raise RemoteProtocolError(f"{message.key}: chunk {message.chunk} was sent without a grant")
         self.last_heard = now
+        self._unsent -= 1
         announced.sent = True
         if message.filler:
             assert self._coverage is not None
@@ -168,7 +172,6 @@ class Source:
         announced = self.chunks[chunk]
         assert announced.sent and not announced.kept
         announced.kept = True
-        self._kept += 1
         self._kept_bytes += announced.chunk.nbytes
         self.last_heard = now
 
@@ -178,7 +181,6 @@ class Source:
         assert self._coverage is not None and announced.sent
         self._coverage.filled(announced.chunk.nbytes)
         if announced.kept:
-            self._kept -= 1
             self._kept_bytes -= announced.chunk.nbytes
         self.last_heard = now
 

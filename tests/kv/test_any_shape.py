@@ -157,6 +157,7 @@ def scatter(held: Held, sent: Sent) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @given(case=cases())
 @settings(deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:

@@ -22,10 +22,12 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+    # Each of the processes that test side by side makes a site of its own.
+    made = tmp_path_factory.mktemp("site")
+    pages, folder = made / "pages", made / "site"
     stamps = [argument for kind in ("cpu", "cuda") for argument in ("-o", f".venv/.installed-{kind}")]
     done = subprocess.run(
-        ["make", "site", *stamps, f"PY={sys.executable}", f"SITE={folder}"],
+        ["make", "site", *stamps, f"PY={sys.executable}", f"PAGES={pages}", f"SITE={folder}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -93,6 +93,14 @@ def test_announced_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.chunk(0, chunk(3, Piece(0, 0, 1, 3, 4)), 3.0)
 
 
+def test_a_slow_d_does_not_blame_p_for_chunks_that_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CHUNKS", 1)
+    made = loading(make())
+    for number in range(3):
+        arrive(made, 0, chunk(number, Piece(0, 0, 1, number, number + 1)))
+    assert len(made.sources[0].chunks) == 3
+
+
 # Stale, repeated and filler.
 
 
