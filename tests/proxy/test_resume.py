@@ -218,18 +218,6 @@ async def test_a_client_that_leaves_as_its_d_is_lost_is_not_served_on() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (CHAT, CHATTED)], ids=["text", "chat"])
-async def test_stop_strings_and_characters_across_the_loss(path: str, body: dict[str, Any]) -> None:
-    stops = {COMPLETIONS: ["befg", "ENDed"], CHAT: [" see..", "fgd"]}[path]
-    body = body | {"stop": stops, "max_tokens": 40}
-    wanted = whole(body, path)
-    assert wanted.finish == [("stop", stops[0])]
-    for lost_after in range(2, len(list(ENGINE.events(path, body, "x"))) - 2):
-        async with deployed("concurrent", 1, 2) as deployment:
-            the_first_is_lost(deployment.decodes, lost_after)
-            assert same(await ask(deployment, body, path), wanted), lost_after
-
-
 async def test_a_proxy_that_stops_meanwhile_says_so() -> None:
     async with deployed("concurrent", 1, 2) as deployment:
         take_turns(deployment.decodes, generates(lost_after=4), never_a_token)

@@ -198,16 +198,8 @@ def test_starting_workers_end_with_their_parent() -> None:
         assert (len(gone), alive) == (3, [])
 
 
-def test_a_port_that_is_taken_is_said_in_a_sentence() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{port}: Address already in use"):
-            reserved("127.0.0.1", port)
-
-
-def listening(host: str, workers: int = 2) -> tuple[int, list[list[socket.socket]]]:
+@contextlib.contextmanager
+def listening(host: str, workers: int = 2) -> Iterator[tuple[int, list[list[socket.socket]]]]:
     """The port, and the sockets at which so many workers listen; the ones that keep the port are the
     first."""
     kept = reserved(host, 0)
@@ -215,7 +207,10 @@ def listening(host: str, workers: int = 2) -> tuple[int, list[list[socket.socket
     made = [bound(seat) for _ in range(workers)]
     for each in itertools.chain(*made):
         each.listen()
-    return kept[0].getsockname()[1], [kept, *made]
+    try:
+        yield kept[0].getsockname()[1], [kept, *made]
+    finally:
+        close([kept, *made])
 
 
 def close(sockets: list[list[socket.socket]]) -> None:
@@ -224,18 +219,14 @@ def close(sockets: list[list[socket.socket]]) -> None:
 
 
 def test_another_proxy_of_the_same_user_does_not_take_half_of_the_connections() -> None:
-    port, sockets = listening("127.0.0.1")
-    try:
+    with listening("127.0.0.1") as (port, sockets):
         assert {each.getsockname()[1] for each in itertools.chain(*sockets)} == {port}
-        with pytest.raises(OSError, match="Address already in use"):
+        with pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{port}: Address already in use"):
             reserved("127.0.0.1", port)
-    finally:
-        close(sockets)
 
 
 def test_what_keeps_the_port_gets_no_connections() -> None:
-    port, (kept, one, other) = listening("127.0.0.1")
-    try:
+    with listening("127.0.0.1") as (port, (_, one, other)):
         close([other])
         for _ in range(20):
             assert _answers(socket.AF_INET, "127.0.0.1", port)
@@ -243,8 +234,6 @@ def test_what_keeps_the_port_gets_no_connections() -> None:
         assert not _answers(socket.AF_INET, "127.0.0.1", port)
         (again,) = bound(WorkerConfig(1, 1, ((socket.AF_INET, ("127.0.0.1", port)),), Path()))
         again.close()
-    finally:
-        close([kept, one, other])
 
 
 def _answers(family: socket.AddressFamily, address: str, port: int) -> bool:
@@ -279,15 +268,12 @@ def test_each_worker_listens_at_each_address_of_a_name(
     ]
     if host == "localhost":  # which has one address only in some /etc/hosts
         monkeypatch.setattr("p2pkv_proxy.supervisor.socket.getaddrinfo", lambda *_, **__: found)
-    port, sockets = listening(host)
-    try:
+    with listening(host) as (port, sockets):
         assert [len(each) for each in sockets] == [ipv4 + ipv6] * 3
         assert _answers(socket.AF_INET, "127.0.0.1", port) == ipv4
         assert _answers(socket.AF_INET6, "::1", port) == ipv6
         of_ipv6 = [each for each in itertools.chain(*sockets) if each.family == socket.AF_INET6]
         assert all(each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for each in of_ipv6)
-    finally:
-        close(sockets)
 
 
 def test_an_empty_host_means_all_interfaces() -> None:
