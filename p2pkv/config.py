@@ -105,7 +105,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """true or false | no | start off loopback without a secret all the same, and warn at every start"""
 
     discovery: Literal["curve", "plain"] = "plain"
-    """`curve` or `plain` | as on the proxy | how the proxy is pinged; `plain` is for routers other than
+    """`curve` or `plain` | as on the proxy | encryption of pings; `plain` is for routers other than
     p2pkv-proxy. The name `P2pNcclConnector` implies `plain`"""
 
     allowed_peers: Networks | None = None
@@ -116,69 +116,64 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     there is a CUDA device, else `host`"""
 
     staging_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 * MIB
-    """bytes of a rank | no | send and receive slots of a rank, shared by all its peers: what is in flight at
-    once"""
+    """bytes of a rank | no | memory for KV in flight, of a rank with all its peers"""
 
     chunk_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 * MIB
-    """bytes | no | P fills a message up to this, or up to a quarter of D's `staging_bytes` if that is less.
-    More than `staging_bytes` is refused; more than a quarter of `staging_bytes` is logged at start"""
+    """bytes | no | the most that P puts into a message, or a quarter of D's `staging_bytes` if that is less.
+    At most `staging_bytes`; above a quarter of it a line is logged at start"""
 
     prefetch_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """bytes of a rank of D | no | room for KV that P pushes before D has the request, for routers that ask P
-    first; P keeps its blocks all the same"""
+    first"""
 
     watch_weights: bool = True
-    """true or false | no | notice when vLLM changes the weights while it runs, and use no KV of former ones;
-    four methods of vLLM's engine core are replaced for this"""
+    """true or false | no | notice when vLLM changes the weights while it runs, and use no KV of the former"""
 
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request;
     with kv_both for each role"""
 
     preconnect: bool = True
-    """true or false | no | D connects to the P's that p2pkv-proxy names, and builds links, before a request
-    needs them: at most `max_links`, never in place of a used one"""
+    """true or false | no | D builds links to the P's that p2pkv-proxy names before a request needs them: at
+    most `max_links`, never in place of a used one"""
 
     nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
     """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
-    memory. With CuPy it is set in NCCL's environment, which NCCL must not have read before"""
+    memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
 
     weights_name: Annotated[str, Meta(max_length=256)] = ""
     """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on
-    this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy), without which such
-    an instance does not start. It counts in place of files, a drafter's too; the model's configuration is
-    compared all the same"""
+    this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy); without it such an
+    instance does not start. P and D compare it in place of files, besides the model's configuration"""
 
     verify: bool = False
-    """true or false | no: one side is enough | a checksum of each message, computed by P and again by D:
-    bytes that changed on the way fail the request instead of making its answer wrong"""
+    """true or false | no: one side is enough | P and D compare a checksum of each message: bytes that changed
+    on the way fail the transfer"""
 
     lease_seconds: Seconds = 30.0
-    """seconds | recommended | how long one side of a transfer, or of a link that has something to move, waits
-    for news of the other before it ends it"""
+    """seconds | recommended | how long one side of a transfer waits for news of the other before it ends the
+    transfer"""
 
     stall_seconds: Seconds = 120.0
-    """seconds | recommended | an engine that for this long has work and makes no step, stays in one step, is
-    paused, or whose engine core is stopped, counts as hung: no lease of its requests is renewed"""
+    """seconds | recommended | an engine that makes no progress for this long (it hangs in a step or between
+    steps, is paused, or its engine core is stopped) loses its transfers"""
 
     wait_seconds: Seconds = 480.0
     """seconds | recommended | how long a request may wait on D for P to begin, and again for room on D; and
-    how long P keeps the blocks of a prompt of which D takes nothing. Then D's policy decides"""
+    how long P keeps a prompt's blocks for a D that takes nothing. Then D's policy decides"""
 
     held_share: Share = 0.5
-    """a share, more than 0 and at most 1 | no | of P's blocks that no other D holds, the share that finished
-    prompts may hold for one D. While they do, P begins no further prompt for that D. With kv_both it is a
-    share of the third of the blocks that prompts for others may hold"""
+    """a share, more than 0 and at most 1 | no | the share of P's blocks, not counting those held for other
+    D's, that finished prompts may hold for one D; at this share P begins no further prompt for it. With
+    kv_both a share of a third of the blocks"""
 
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
-    """milliseconds | no | how long a step that computes nothing may wait for KV where vLLM's engine core
-    cannot rest (Ray's workers), and so delay a request that comes meanwhile; 0: no step waits, and vLLM's
-    processes neither rest nor nap"""
+    """milliseconds | no | how long a step that computes nothing may wait for KV, and so delay a new request,
+    where vLLM's engine core cannot rest (Ray's workers); 0: vLLM's processes spin while they wait for KV"""
 
     skip_patches: tuple[PatchName, ...] = ()
-    """names, as `["deferral"]` | no | functions of vLLM that p2pkv does not replace: `weights`,
-    `engine_core`, `spin_wait`, `early_revocation`, `deferral` or `paused_loads`;
-    [compatibility](compatibility.md#what-p2pkv-replaces-in-vllm) has what each is for"""
+    """names, as `["deferral"]` | no | [patches of vLLM](compatibility.md#what-p2pkv-replaces-in-vllm) to
+    leave out: `weights`, `engine_core`, `spin_wait`, `early_revocation`, `deferral`, `paused_loads`"""
 
     warm_up_seconds: SecondsOrOff = 120.0
     """seconds | no | how long an instance waits for its own `/health`, and again for its first prompts,
@@ -189,8 +184,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     variable"""
 
     warm_up_tls: bool = False
-    """true or false | no | the instance's HTTP API speaks TLS; its certificate is not checked. For other
-    routers: p2pkv-proxy speaks plain HTTP to instances"""
+    """true or false | no | the instance's HTTP API speaks TLS (the certificate is not checked), which
+    p2pkv-proxy does not; for other routers"""
 
     notes: tuple[str, ...] = ()
     """Not an option: warnings about the options, to be logged once at start; a sentence each."""

@@ -1,1 +1,4 @@
-"""The p2pkv proxy: one OpenAI endpoint in front of vLLM instances that prefill and instances that decode."""
+"""The p2pkv proxy: one OpenAI endpoint in front of vLLM instances that prefill and instances that decode.
+
+docs/design.md, "The proxy", has a map of its files.
+"""

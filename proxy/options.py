@@ -137,8 +137,8 @@ def make_parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="URL=HOST:PORT",
-            help=f"a {ROLE_NAMES[role]} instance that does not ping this proxy: the URL of its API, and its "
-            "host and kv_port. Repeat the option for others (environment: commas; file: a list)",
+            help=f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. "
+            "Repeat the option for others (environment: commas; file: a list)",
         )
     parser.add_argument(
         "--allow-insecure",
@@ -149,8 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--dispatch",
         choices=("concurrent", "sequential"),
         default="concurrent",
-        help="ask the prefill and the decode instance at the same time, or the decode instance after the "
-        "prefill instance has answered (default: %(default)s)",
+        help="ask the prefill and the decode instance at once, or the prefill instance first "
+        "(default: %(default)s)",
     )
     _add_routing(parser)
     _add_limits(parser)
@@ -170,9 +170,8 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=1,
         metavar="N",
-        help="processes that serve the port, for more requests than one core can take; each has an equal "
-        "part of the limits and chooses by its own requests only: take power_of_two for both policies "
-        "(default: %(default)s)",
+        help="processes that serve the port; each has an equal part of the limits and knows its own requests "
+        "only: take power_of_two for both policies (default: %(default)s)",
     )
     group.add_argument(
         "--api-key",
@@ -180,8 +179,8 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="clients have to show this key, as OpenAI's and Anthropic's do; repeat the option for others. "
-        "It goes on to the instances. The environment or the file is the better place",
+        help="clients have to show this key, which goes on to the instances; repeat the option for others. "
+        "Safer in the environment or the file",
     )
     group.add_argument(
         "--ssl-certfile", default="", metavar="FILE", help="serve HTTPS, with this certificate chain (PEM)"
@@ -192,13 +191,13 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         type=_token,
         default="",
         metavar="TOKEN",
-        help="what a request to drain or resume an instance has to show; without one there is none. The "
-        "environment or the file is the better place",
+        help="what a request to drain or resume an instance has to show; without it none can. Safer in the "
+        "environment or the file",
     )
     group.add_argument(
         "--private",
         action="store_true",
-        help="/instances, /status and /metrics, which name instances, take the admin token, too",
+        help="/instances, /status and /metrics, which name instances, demand the admin token",
     )
     group.add_argument(
         "--log-level",
@@ -219,7 +218,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         help="where OpenTelemetry spans go, such as http://127.0.0.1:4318/v1/traces; needs OpenTelemetry",
     )
     group.add_argument(
-        "--log-requests", action="store_true", help="write a line when a request has ended, for each request"
+        "--log-requests", action="store_true", help="write a line for each request when it has ended"
     )
 
 
@@ -258,24 +257,24 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         "--placement",
         choices=("pair", "auto"),
         default=defaults.placement,
-        help="pair: a prefill instance computes each prompt and a decode instance the answer, chosen by the "
-        "policies; auto: where predicted cost is least, and an instance of both roles may serve a request "
-        "whole; the policies count only for what is cached (default: %(default)s)",
+        help="pair: the policies choose a prefill instance for each prompt and a decode instance for the "
+        "answer; auto: least predicted cost, and an instance of both roles may serve a request whole "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--pause-weight",
         type=_not_negative,
         default=defaults.pause_weight,
         metavar="N",
-        help="for --placement auto: what a second counts for which a prompt stops an answer, beside one of "
-        "waiting; the larger, the more prompts and answers are kept apart (default: %(default)s)",
+        help="for --placement auto: the cost of a second for which a prompt stops an answer, where a second "
+        "of waiting costs 1; the larger, the more prompts and answers are kept apart (default: %(default)s)",
     )
     group.add_argument(
         "--session-header",
         type=_header,
         default=defaults.session_header,
         metavar="NAME",
-        help="for consistent_hash: the HTTP header that names a client's session; without it: least_loaded "
+        help="for consistent_hash: the HTTP header that names a session; without it: least_loaded "
         "(default: %(default)s)",
     )
     group.add_argument(
@@ -283,8 +282,8 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=defaults.prefix_memory,
         metavar="N",
-        help="for prefix_aware: how many pieces of prompts the proxy remembers for prefill instances, and as "
-        f"many for decode instances: {PIECE_TOKENS} tokens each at a prompt's beginning, and 512 beyond "
+        help="for prefix_aware: how many pieces of prompts the proxy remembers for prefill and as many for "
+        f"decode instances: {PIECE_TOKENS} tokens each at a prompt's beginning, 512 beyond "
         "(default: %(default)s)",
     )
     group.add_argument(
@@ -293,8 +292,7 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         default=defaults.skip_below,
         metavar="TOKENS",
         help="a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
-        "--decode-policy prefix_aware only tokens that are new to it count (default: %(default)s, so none "
-        "does)",
+        "--decode-policy prefix_aware only tokens new to it count (default: %(default)s, so none does)",
     )
 
 
@@ -311,36 +309,32 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--max-body-mib", _at_least(1), standard.max_body >> 20, "MIB",
             "MiB of one request's body; a larger one gets a 413"),
         ("--max-body-values", _at_least(1), standard.max_values, "N",
-            "values in one request's body: messages, their parts and fields, prompts, items of lists; token "
-            "ids do not count. More get a 413"),
+            "JSON values in one request's body, token ids not counted; more get a 413"),
         ("--max-messages", _at_least(1), standard.max_messages, "N",
             "messages, or items of the input of /v1/responses, in one request's body; more get a 413"),
         ("--body-seconds", _seconds, standard.body_seconds, "SECONDS",
             "how long a request's body may take to come; then it gets a 408"),
         ("--max-connections", _at_least(1), standard.max_connections, "N",
-            "connections of clients at a time; one more takes the place of an idle one, or gets a 503"),
+            "connections of clients; one more takes the place of an idle one, or gets a 503"),
         ("--max-held-mib", _at_least(1), standard.max_held >> 20, "MIB",
-            "MiB of the bodies of all requests that have not begun to be answered; others get a 503"),
+            "MiB of the bodies of all requests without an answer yet; others get a 503"),
         ("--retries", _at_least(0), standard.retries, "N",
-            "tries at other instances if one fails before the first byte; one whose port refuses does not "
-            "count"),
+            "tries at other instances if one fails before the first byte, not counting refused connections"),
         ("--resume-limit", _at_least(0), standard.resumes, "N",
-            "how often a streamed answer whose decode instance is lost goes on at another one; 0: it ends "
-            "with an error event"),
+            "how often a streamed answer whose decode instance is lost goes on at another one; 0: never"),
         ("--resume-mib", _at_least(1), standard.resume_bytes >> 20, "MIB",
-            "MiB of token ids that are held for that, of all answers together; further ones do not go on"),
+            "MiB of token ids that the proxy holds for that; answers beyond it do not go on"),
         ("--alone-share", _share, standard.alone_share, "SHARE",
-            "of each decode instance's --max-requests, for prompts that it computes because no prefill "
-            "instance can, or because they are short (--skip-prefill-below); others get a 503, or a prefill "
-            "instance"),
+            "share of each decode instance's --max-requests, for prompts that it computes because no prefill "
+            "instance can, or because they are short"),
         ("--lease-seconds", _seconds, standard.lease, "SECONDS",
-            "how long an instance may be silent, its connection open, until it is gone"),
+            "how long an instance whose connection is open may be silent until it counts as gone"),
         ("--first-token-seconds", _seconds, standard.first_token_seconds, "SECONDS",
-            "how long a streamed answer may take until its first token; then the request is tried elsewhere, "
-            "or ends with a 504. Set it well above what a long prompt takes under load; 0: no deadline"),
+            "how long a streamed answer may take until its first token, before it is tried elsewhere or ends "
+            "with a 504: more than a long prompt takes under load; 0: no deadline"),
         ("--event-seconds", _seconds, standard.event_seconds, "SECONDS",
-            "how long nothing more of a streamed answer may come until it goes on at another instance, or "
-            "ends with an error event; 0: no deadline"),
+            "how long a streamed answer may pause before it goes on at another instance, or ends with an "
+            "error event; 0: no deadline"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
             "after SIGTERM, how long requests under way may go on"),
     ]  # fmt: skip
@@ -351,8 +345,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-decode-alone",
         action="store_true",
-        help="when no prefill instance can serve a request, fail it; by default a decode instance computes "
-        "its prompt. --skip-prefill-below has no effect then",
+        help="fail a request when no prefill instance can serve it, instead of letting a decode instance "
+        "compute its prompt; --skip-prefill-below has no effect then",
     )
 
 

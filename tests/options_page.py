@@ -117,7 +117,7 @@ def proxy_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._HelpAction | argparse._VersionAction):
             continue
         meaning = re.sub(r",? ?\(?default: %\(default\)\w[^)]*\)?$", "", action.help or "")
-        meaning = meaning.replace("see above", f"a [policy]({POLICIES})")
+        meaning = meaning.replace(", see above", f": a [policy]({POLICIES})")
         if action.choices and action.metavar is None:
             choices = " or ".join(f"`{each}`" for each in action.choices)
             meaning = f"{choices}: {meaning}".removesuffix(": ")

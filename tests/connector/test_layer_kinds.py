@@ -31,7 +31,7 @@ from p2pkv.connector.recurrent import STATE_KINDS, Sizes
 
 pytestmark = pytest.mark.vllm
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+PAGE = Path(__file__).with_name("vllm_interface.md").read_text()
 
 
 # What vLLM keeps for a layer.
@@ -165,7 +165,7 @@ def check_kinds(found: dict[str, LayerKind], listed: dict[str, Kind]) -> None:
     assert found.keys() == listed.keys(), (
         f"vLLM registers {sorted(found.keys() - listed.keys())}, which the list of this file lacks, and no "
         f"longer {sorted(listed.keys() - found.keys())}: look how p2pkv treats each, and say so here and in "
-        "docs/compatibility.md"
+        "vllm_interface.md"
     )
     wrong = {
         name: sentence for name, kind in listed.items() if (sentence := _wrong(kind, found[name], listed))
@@ -323,7 +323,7 @@ def test_p2pkv_refuses_keys_that_are_shuffled(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_page_lists_the_same() -> None:
-    section = PAGE.split("### Kinds of layers")[1].split("\n#")[0]
+    section = PAGE.split("## Kinds of layers")[1].split("\n#")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     said: dict[str, str] = {}
     for how, classes, *_ in rows:

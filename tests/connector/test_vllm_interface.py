@@ -59,12 +59,13 @@ def test_what_changes_weights_goes_through_the_call_that_p2pkv_replaces(sources:
 # The methods.
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+HOOKS = Path(__file__).with_name("vllm_interface.md")
 SINCE_33 = {"restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"}
 
 
-def table(beginning: str) -> dict[str, list[str]]:
+def table(page: Path, beginning: str) -> dict[str, list[str]]:
     """The rows of the page's table whose heading begins so, by the names in each first cell."""
-    lines = iter(PAGE.read_text().splitlines())
+    lines = iter(page.read_text().splitlines())
     next(line for line in lines if line.startswith(f"| {beginning}"))
     found: dict[str, list[str]] = {}
     for line in takewhile(lambda line: line.startswith("|"), lines):
@@ -78,7 +79,7 @@ def table(beginning: str) -> dict[str, list[str]]:
 def test_the_page_says_of_every_method_of_the_interface_what_p2pkv_does(sources: Sources) -> None:
     methods = sources.one("KVConnectorBase_V1", BASE).methods | sources.one("SupportsHMA", BASE).methods
     public = {name for name in methods if not name.startswith("_")}
-    said = table("hooks of")
+    said = table(HOOKS, "hooks of")
     assert public - said.keys() == set(), "vLLM's connectors have these too: does p2pkv need its own?"
     lost = said.keys() - public - (set() if sources.since(0, 33) else SINCE_33)
     assert not lost, f"vLLM's connectors no longer have {sorted(lost)}"
@@ -101,7 +102,7 @@ def test_the_page_says_of_every_memory_option_what_p2pkv_does(sources: Sources) 
         and isinstance(node.args[0], ast.Constant)
     }
     memory = {option for group, option in taken if group in ("cache_group", "offload_group")}
-    said = table("memory options")
+    said = table(PAGE, "memory options")
     assert len(memory) > 25 and memory <= said.keys()
     assert said.keys() <= {option for _, option in taken}, "vLLM has no such option"
     for option, (answer, how, *_) in said.items():

@@ -113,27 +113,36 @@ def test_the_option_knows_every_patch() -> None:
     assert [each.name for each in PATCHES] == list(get_args(PatchName))
 
 
+SECTION = (ROOT / "docs" / "compatibility.md").read_text().split("### What p2pkv replaces in vLLM\n")[1]
+
+
 def page() -> dict[str, list[str]]:
-    """The rows of the page's table, by the function that is replaced."""
-    lines = iter((ROOT / "docs" / "compatibility.md").read_text().splitlines())
+    """The rows of the page's table, by the functions that are replaced."""
+    lines = iter(SECTION.splitlines())
     next(line for line in lines if line.startswith("| replaced"))
-    rows = [
-        [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in takewhile(lambda line: line.startswith("|"), lines)
-        if not line.startswith("|---")
-    ]
-    return {name.strip("`"): cells for name, *cells in rows}
+    rows: dict[str, list[str]] = {}
+    for line in takewhile(lambda line: line.startswith("|"), lines):
+        names, *cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        for name in re.findall(r"`([^`]+)`", names):
+            assert name not in rows, f"the page has {name} twice"
+            rows[name] = cells
+    return rows
 
 
 def test_the_page_lists_every_function_that_is_replaced() -> None:
-    rows, versions = page(), " and ".join(f"{each}.x" for each in TESTED)
+    rows, text = page(), " ".join(SECTION.partition("\n|")[0].split())
+    anywhere = ", ".join(f"`{patch.name}`" for patch in PATCHES if patch.any_version)
+    versions = " and ".join(f"{each}.x" for each in TESTED)
+    assert (
+        f"those of {anywhere} in all versions that have such a function, the others only in {versions}."
+        in text
+    )
+    assert 'With the option `skip_patches: ["NAME"]` it does not replace those of the patch NAME.' in text
     assert sorted(rows) == sorted(each.name for patch in PATCHES for each in patch.replaced)
     for patch in PATCHES:
         for function in patch.replaced:
-            name, why, where, switch, test = rows[function.name]
+            name, why, _, test = rows[function.name]
             assert name == f"`{patch.name}`" and why
-            assert where == ("all that have such a function" if patch.any_version else versions)
-            assert f'`skip_patches: ["{patch.name}"]`' in switch
             named = re.findall(r"`([^`]+)`", test)
             assert named and all((ROOT / "tests" / "connector" / each).is_file() for each in named)
 

@@ -15,7 +15,7 @@ import p2pkv
 
 ROOT = Path(p2pkv.__file__).parents[1]
 
-# Each part, and the parts below it that it may import, as docs/design.md has them. A part may import itself.
+# Each part, and those that it may import besides itself; docs/design.md says what is in them.
 CORE = {"protocol", "protocol.messages", "plan", "sharding", "interleave", "packings"}
 CORE |= {"pairing", "trust", "config", "log", "link_kinds"}
 SEAMS = {"links", "kv", "control", "device"}
