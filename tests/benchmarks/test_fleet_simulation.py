@@ -1,16 +1,22 @@
-"""The simulated fleet: time is virtual, every request ends, and the same seed gives the same figures."""
+"""The simulated fleet, the simulated pool, and the model of a link's throughput."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet_simulation import FAULTS, OTHERS, simulated
+from one_pool_simulation import MIXES
+from one_pool_simulation import simulated as pool_simulated
 
+from benchmarks.link_model import MIB, SOURCES, US, Inputs, chunk_of, seconds_per_message, share_of_wire
+from p2pkv.config import default_staging
+from p2pkv.links import nccl, nccl_ends
 from p2pkv_proxy.routing import POLICIES
 
 SIZE = 20
@@ -61,3 +67,87 @@ def test_a_policy_that_knows_prefixes_has_more_hits(trace: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_fault_leaves_is_answered(trace: Path, fault: str) -> None:
     assert run(trace, "least_loaded", fault)["not answered"] == 0
+
+
+# The model of a link's throughput.
+
+
+@pytest.mark.parametrize("memory", [80, 94, 141, 192])
+def test_chunks_by_the_rule_fill_most_of_a_fast_wire(memory: int) -> None:
+    chunk = chunk_of(default_staging(memory << 30))
+    assert share_of_wire(chunk, Inputs()) >= 0.8
+    assert share_of_wire(8 * MIB, Inputs()) < 0.6, "which is why the rule is there"
+
+
+def test_the_model_has_the_links_own_numbers() -> None:
+    assert Inputs().poll == pytest.approx(nccl.POLL_SECONDS)
+    assert (nccl_ends.ON_DEVICE, nccl_ends.ANNOUNCED) == (1, 2)
+    assert set(SOURCES) == set(vars(Inputs()))
+
+
+def test_a_message_costs_its_bytes_and_a_gap() -> None:
+    given = Inputs(wire=1e9, efficiency=1.0)
+    one, two = (seconds_per_message(size * MIB, given) for size in (1, 2))
+    assert two - one == pytest.approx(MIB / 1e9)
+    assert one - MIB / 1e9 == pytest.approx(155 * US)
+    assert seconds_per_message(MIB, given, on_device=2) == pytest.approx(MIB / 1e9)
+
+
+# The proxy's placement in front of modelled engines, in virtual time: what `auto` is for.
+
+
+@cache
+def figures(system: str, mix: str, weight: float = 0.1, noise: bool = False) -> dict[str, float]:
+    return pool_simulated(system, mix, seconds=80.0, weight=weight, noise=noise)[0]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_pool_serves_as_many_requests_as_plain_servers_and_more_than_fixed_roles(mix: str) -> None:
+    auto, plain, fixed = (figures(system, mix) for system in ("auto", "plain", "fixed"))
+    assert auto["rps"] >= 0.97 * plain["rps"] and auto["rps"] > 1.1 * fixed["rps"]
+    assert auto["ttft50"] <= 1.25 * plain["ttft50"] and auto["ttft99"] <= 1.1 * plain["ttft99"]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_first_tokens_are_predicted(mix: str) -> None:
+    assert figures("auto", mix)["error"] < 0.25
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_with_predictions_replaced_by_noise_figures_get_worse(mix: str) -> None:
+    auto, noise = figures("auto", mix), figures("auto", mix, noise=True)
+    assert noise["rps"] < 0.99 * auto["rps"]
+    assert noise["ttft99"] > auto["ttft99"]
+
+
+def test_a_large_weight_of_pauses_keeps_prompts_and_answers_apart() -> None:
+    apart, plain = figures("auto", "mixed", weight=10.0), figures("plain", "mixed")
+    assert apart["gap99"] < 0.5 * plain["gap99"]
+    assert apart["rps"] >= 0.98 * figures("fixed", "mixed")["rps"]
+
+
+def test_one_engine_of_short_steps_halves_pauses_at_the_throughput_of_plain_servers() -> None:
+    """Of itself, placement by cost has nearly all answers decoded by it, and half of the prompts computed by
+    the other one."""
+    plain, pool = (
+        pool_simulated(system, "mixed", seconds=120.0, chunks=chunks, warm=40.0)[0]
+        for system, chunks in (("plain", (256,)), ("auto", (256, 72)))
+    )
+    assert pool["rps"] >= 0.97 * plain["rps"]
+    assert pool["gap99"] <= 0.5 * plain["gap99"]
+
+
+def test_four_proxies_in_front_of_long_queues_place_better_where_engines_report() -> None:
+    one, blind, seeing = (
+        pool_simulated(
+            "auto", "very long prompts", size=8, rate=4.5, seconds=120.0, warm=30.0, seed=3, **how
+        )[0]
+        for how in ({}, {"proxies": 4}, {"proxies": 4, "reports": True})
+    )
+    assert seeing["ttft99"] < 0.85 * blind["ttft99"] and seeing["ttft50"] < 0.9 * blind["ttft50"]
+    assert seeing["error"] < 0.8 * blind["error"] and one["ttft99"] < seeing["ttft99"]
+
+
+def test_runs_repeat() -> None:
+    first, again = (pool_simulated("auto", "mixed", seconds=20.0)[0] for _ in range(2))
+    assert first == again

@@ -15,25 +15,11 @@ from p2pkv.demo.servers import ProxyServer, VllmServer
 
 FAKE = str(Path(__file__).with_name("fake_vllm.py"))
 FEW = [
-    *("--lengths", "16", "32", "--series-tokens", "32", "--rounds", "2", "--series", "2"),
-    *(
-        "--decode-rounds",
-        "2",
-        "--leg-rounds",
-        "2",
-        "--clients",
-        "2",
-        "--load-requests",
-        "4",
-        "--small-rounds",
-        "2",
-        "--arrival-rounds",
-        "1",
-        "--settle",
-        "0.01",
-    ),
-    *("--deadline", "20", "--start-seconds", "30"),
-]
+    "--lengths", "16", "32", "--series-tokens", "32", "--rounds", "2", "--series", "2",
+    "--decode-rounds", "2", "--leg-rounds", "2", "--clients", "2", "--load-requests", "4",
+    "--small-rounds", "2", "--arrival-rounds", "1", "--settle", "0.01", "--deadline", "20",
+    "--start-seconds", "30",
+]  # fmt: skip
 
 
 class FakeServer(VllmServer):

@@ -67,19 +67,21 @@ def test_what_cannot_be_measured(
     assert sentence in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_kv_of_another_place_is_noticed(layout: Layout) -> None:
-    capacity = capacity_for(TOKENS)
-    p, d = Memory(capacity, "P"), Memory(capacity, "D")
-    buffer = torch.empty(layout.nbytes(TOKENS), dtype=torch.uint8)
-    rectangle = ((0, LAYERS), (0, TOKENS - 1), (0, HEADS))
-    p.cache(layout).gather(buffer, *rectangle, [layout.table(TOKENS, capacity, "P")])
+def test_kv_of_another_place_is_noticed(layout: Layout, tp: int) -> None:
+    """By the last of `tp` ranks of D, which holds its share of the heads."""
+    capacity, share = capacity_for(TOKENS), HEADS // tp
+    p, d = Memory(capacity, "P"), Memory(capacity, "D", rank=tp - 1, tp=tp)
+    buffer = torch.empty(layout.nbytes(TOKENS) // tp, dtype=torch.uint8)
+    span = (0, LAYERS), (0, TOKENS - 1)
+    p.cache(layout).gather(buffer, *span, (HEADS - share, HEADS), [layout.table(TOKENS, capacity, "P")])
     assert len(d.wrong(layout, TOKENS)) > 10
-    d.cache(layout).scatter(buffer, *rectangle, [layout.table(TOKENS, capacity, "D")])
-    assert d.wrong(layout, TOKENS) == []
-    d.clear(layout, TOKENS)
-    d.cache(layout).scatter(buffer.roll(2 * CELL), *rectangle, [layout.table(TOKENS, capacity, "D")])
-    assert d.wrong(layout, TOKENS) != []
+    for wrong in (False, True):
+        put = buffer.roll(2 * CELL) if wrong else buffer
+        d.cache(layout).scatter(put, *span, (0, share), [layout.table(TOKENS, capacity, "D")])
+        assert bool(d.wrong(layout, TOKENS)) is wrong
+        d.clear(layout, TOKENS)
 
 
 @pytest.mark.parametrize("tokens", [2, 40, 300])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -44,8 +45,22 @@ class Proxy:
         self.address = f"127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     def hear(self, seconds: float = 20.0) -> Ping:
+        return self.hear_from(seconds)[1]
+
+    def hear_from(self, seconds: float = 20.0) -> tuple[bytes, Ping]:
+        """A ping, and who can be answered."""
         assert self.socket.poll(int(seconds * 1000)), f"no ping in {seconds:g} s"
-        return decode_ping(self.socket.recv_multipart()[1])
+        sender, frame = self.socket.recv_multipart()
+        return sender, decode_ping(frame)
+
+    def hear_goodbye(self, ping: Ping) -> None:
+        """After pings that are all the same."""
+        while (said := self.hear()) == ping:
+            continue
+        assert said == goodbye(ping)
+
+    def answer(self, *addresses: str) -> None:
+        self.socket.send_multipart([self.hear_from()[0], encode_partners(addresses)])
 
     def silent(self) -> bool:
         """Whether no ping comes for a while, after those that have come already."""
@@ -60,23 +75,20 @@ class Proxy:
         return bool(self.events.poll(int(seconds * 1000)))
 
 
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    yield from one_proxy()
-
-
-@pytest.fixture
-def other_proxy() -> Iterator[Proxy]:
-    yield from one_proxy()
-
-
-def one_proxy() -> Iterator[Proxy]:
+@contextlib.contextmanager
+def listening() -> Iterator[Proxy]:
     with zmq.Context() as context:
         made = Proxy(context)
         yield made
         made.socket.disable_monitor()
         made.events.close(0)
         made.socket.close(0)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with listening() as made:
+        yield made
 
 
 @pytest.fixture
@@ -165,9 +177,7 @@ def test_a_clean_end_says_goodbye(start, proxy) -> None:
     proxy.hear()
     worker.tell(do="stop")
     assert worker.hear() == {"done": True}
-    while (said := proxy.hear()) == PING:
-        continue
-    assert said == goodbye(PING)
+    proxy.hear_goodbye(PING)
     assert gone(child)
 
 
@@ -195,9 +205,7 @@ def test_signals_for_the_whole_group_do_not_end_the_child_before_its_worker(star
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(child, number)
     worker.tell(do="stop")
-    while (said := proxy.hear()) == PING:
-        continue
-    assert said == goodbye(PING)
+    proxy.hear_goodbye(PING)
 
 
 def test_with_the_secret_it_pings_as_a_member() -> None:
@@ -217,12 +225,7 @@ def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
     ping = msgspec.structs.replace(PING, type="D", partners=3)
     announcer = Announcer(Announcement(proxies=(proxy.address,), ping=ping, interval=INTERVAL), heard.append)
     announcer.start()
-
-    def answer(*addresses: str) -> None:
-        assert proxy.socket.poll(20_000)
-        peer, _ = proxy.socket.recv_multipart()
-        proxy.socket.send_multipart([peer, encode_partners(addresses)])
-
+    answer = proxy.answer
     try:
         answer("10.0.0.1:1", "10.0.0.2:1")
         wait_for(lambda: heard == [("10.0.0.1:1", "10.0.0.2:1")], what="the first answer")
@@ -239,6 +242,12 @@ def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
         announcer.stop()
 
 
+@pytest.fixture
+def other_proxy() -> Iterator[Proxy]:
+    with listening() as made:
+        yield made
+
+
 def test_several_proxies_each_get_all_pings_and_the_goodbye_and_one_may_be_away(proxy, other_proxy) -> None:
     """And the worker hears of all that any of them names."""
     heard: list[tuple[str, ...]] = []
@@ -251,16 +260,12 @@ def test_several_proxies_each_get_all_pings_and_the_goodbye_and_one_may_be_away(
     announcer.start()
     try:
         for each, named in ((proxy, ["10.0.0.1:1"]), (other_proxy, ["10.0.0.1:1", "10.0.0.2:1"])):
-            assert each.socket.poll(20_000)
-            peer, _ = each.socket.recv_multipart()
-            each.socket.send_multipart([peer, encode_partners(named)])
+            each.answer(*named)
             wait_for(lambda named=named: heard and heard[-1] == tuple(named), what="all that are named")
     finally:
         announcer.stop()
     for each in (proxy, other_proxy):
-        while (said := each.hear()) == ping:
-            continue
-        assert said == goodbye(ping)
+        each.hear_goodbye(ping)
 
 
 def test_what_is_no_address_is_refused_before_anything_starts() -> None:
@@ -353,18 +358,12 @@ def test_no_ping_before_the_first_prompt_is_answered(start, proxy, api) -> None:
     assert there.replicas == [None, None]
 
 
-def test_a_data_parallel_engine_warms_itself_up_and_not_another(start, proxy, api) -> None:
-    there = api()
-    start(warm_up=plan(there.url, replica=1))
-    assert proxy.hear() == PING
-    assert there.replicas == ["1", "1"]
-
-
-def test_every_first_prompt_is_another(start, proxy, api) -> None:
+def test_a_data_parallel_engine_warms_itself_up_and_every_first_prompt_is_another(start, proxy, api) -> None:
     there = api()
     for number in (2, 4):
-        start(warm_up=plan(there.url))
+        start(warm_up=plan(there.url, replica=1))
         wait_for(lambda number=number: len(there.asked) == number, what="the first prompts")
+    assert there.replicas == ["1"] * 4
     assert len({each["prompt"] for each in there.asked}) == 4
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -21,18 +23,19 @@ from p2pkv.pairing import Address
 DEADLINE = 10.0
 
 
+@contextlib.contextmanager
+def opened(*more: Any, place: Address | None = None, **options: Any) -> Iterator[Endpoint]:
+    made = Endpoint(place or Address("127.0.0.1", free_ports()), *more, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint(Address("127.0.0.1", free_ports()))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def member() -> Iterator[Endpoint]:
-    made = Endpoint(Address("127.0.0.1", free_ports()), Members(b"a secret of the tests"))
-    yield made
-    made.close()
+    with opened() as made:
+        yield made
 
 
 def shut(endpoint: Endpoint, connection: Connection) -> list[ConnectionFailure]:
@@ -47,20 +50,22 @@ def shut(endpoint: Endpoint, connection: Connection) -> list[ConnectionFailure]:
 
 def reach(endpoint: Endpoint, connection: Connection, place: Address) -> None:
     """Listen there until something has come over the connection, and no longer."""
-    other, end = Endpoint(place), time.monotonic() + DEADLINE
-    try:
-        while not list(other.receive()):
-            assert time.monotonic() < end
-            connection.send(b"hello")
-            endpoint.wait(0.02)
-            other.wait(0.02)
-    finally:
-        other.close()
+    with opened(place=place) as other:
+        reached(endpoint, connection, other)
+
+
+def reached(endpoint: Endpoint, connection: Connection, other: Endpoint) -> None:
+    end = time.monotonic() + DEADLINE
+    while not list(other.receive()):
+        assert time.monotonic() < end
+        connection.send(b"hello")
+        endpoint.wait(0.02)
+        other.wait(0.02)
 
 
 @pytest.mark.parametrize("kind", ["http", "TLS", "zeros"])
-def test_what_speaks_another_protocol_is_said_and_left_alone(member: Endpoint, kind: str) -> None:
-    with Canary(RAW[kind]) as canary:
+def test_what_speaks_another_protocol_is_said_and_left_alone(kind: str) -> None:
+    with opened(Members(b"a secret of the tests")) as member, Canary(RAW[kind]) as canary:
         connection = member.dial(canary.address)
         (failure,) = shut(member, connection)
         assert (
@@ -139,35 +144,27 @@ def test_a_peer_that_closes_connections_while_it_restarts_is_not_given_up(
 
 
 def test_who_answers_late_is_not_refused_and_can_be_dialed_again() -> None:
-    made = Endpoint(Address("127.0.0.1", free_ports()), patience=0.3)
-    try:
-        with Canary() as silent:
-            connection = made.dial(silent.address)
-            for number in (1, 2):
-                (failure,) = shut(made, connection)
-                assert failure.late and failure.connection is connection
-                assert f"{silent.address} did not answer in time" in failure.reason
-                assert len(silent.heard) == number
-                made.redial(connection)
-    finally:
-        made.close()
+    with opened(patience=0.3) as made, Canary() as silent:
+        connection = made.dial(silent.address)
+        for number in (1, 2):
+            (failure,) = shut(made, connection)
+            assert failure.late and failure.connection is connection
+            assert f"{silent.address} did not answer in time" in failure.reason
+            assert len(silent.heard) == number
+            made.redial(connection)
 
 
 def test_who_waits_for_its_own_thread_and_then_closes_has_not_refused() -> None:
     """A busy peer whose lease is shorter than ours."""
-    made = Endpoint(Address("127.0.0.1", free_ports()), patience=1.0)
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as busy:
-            connection = made.dial(Address("127.0.0.1", busy.getsockname()[1]))
-            accepted, _ = busy.accept()
-            end = time.monotonic() + 0.7
-            while time.monotonic() < end or not connection.reached:
-                made.wait(0.05)
-            accepted.close()
-            (failure,) = shut(made, connection)
-            assert failure.late and "did not answer in time" in failure.reason
-    finally:
-        made.close()
+    with opened(patience=1.0) as made, socket.create_server(("127.0.0.1", 0)) as busy:
+        connection = made.dial(Address("127.0.0.1", busy.getsockname()[1]))
+        accepted, _ = busy.accept()
+        end = time.monotonic() + 0.7
+        while time.monotonic() < end or not connection.reached:
+            made.wait(0.05)
+        accepted.close()
+        (failure,) = shut(made, connection)
+        assert failure.late and "did not answer in time" in failure.reason
 
 
 def test_a_stranger_that_closes_a_connection_is_given_up(endpoint: Endpoint) -> None:
@@ -181,14 +178,9 @@ def test_a_stranger_that_closes_a_connection_is_given_up(endpoint: Endpoint) -> 
 def test_a_host_that_vanishes_is_noticed_by_the_kernel(endpoint: Endpoint) -> None:
     """It probes an idle connection from both ends, and the first time after a minute, not two hours."""
     place = Address("127.0.0.1", free_ports())
-    connection, other = endpoint.dial(place), Endpoint(place)
-    try:
-        end = time.monotonic() + DEADLINE
-        while not list(other.receive()):
-            assert time.monotonic() < end
-            connection.send(b"hello")
-            endpoint.wait(0.02)
-            other.wait(0.02)
+    connection = endpoint.dial(place)
+    with opened(place=place) as other:
+        reached(endpoint, connection, other)
         ends = [
             each.fd
             for each in psutil.Process().net_connections("tcp")
@@ -199,8 +191,6 @@ def test_a_host_that_vanishes_is_noticed_by_the_kernel(endpoint: Endpoint) -> No
             with socket.socket(fileno=os.dup(fd)) as seen:
                 assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
                 assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
-    finally:
-        other.close()
 
 
 def test_lines_that_are_lost_together_do_not_come_back_together(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import venv
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from gpu.needs import FILES, WHEELS
 
-from support.bare import with_only
+from support.bare import run_clean, with_only
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,18 +27,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In the root of the repository, with nothing of this process's Python or make in the environment."""
-    ours = ("PYTHON", "PYTEST", "MAKE", "MFLAGS", "ARGS", "GPU_PYTHON")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env | {"PYTHONDONTWRITEBYTECODE": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    """In the root of the repository."""
+    return run_clean(*command, cwd=ROOT, seconds=110, PYTHONDONTWRITEBYTECODE="1", **environment)
 
 
 def test_it_is_bare(python: Path) -> None:

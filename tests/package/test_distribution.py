@@ -136,7 +136,7 @@ def test_a_gpu_machine_gets_both_bindings_of_nccl_and_keeps_torchs_nccl() -> Non
 
 @pytest.mark.parametrize("module", ["p2pkv.cli", "p2pkv_proxy.cli"])
 def test_a_command_is_light_to_import(module: str) -> None:
-    code = f"import sys, {module}; print(*sorted({{'torch', 'vllm', 'cupy'}} & set(sys.modules)))"
+    code = f"import sys, {module}; print(*sorted({{'torch', 'vllm', 'cupy', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

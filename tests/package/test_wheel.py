@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import time
@@ -20,7 +19,7 @@ import p2pkv
 from p2pkv.demo import client
 from p2pkv.demo.processes import answers_ok
 from p2pkv.demo.servers import ProxyServer
-from support.bare import closure, with_only
+from support.bare import closure, run_clean, with_only
 from support.waiting import wait_for
 
 ROOT = Path(p2pkv.__file__).parents[1]
@@ -32,25 +31,13 @@ PROXY_BYTES = 40e6
 """Unpacked; pip downloads a third of it."""
 
 
-def clean(**more: str) -> dict[str, str]:
-    """The environment without what this process's Python, pytest and make have put there."""
-    ours = ("PYTHON", "PYTEST", "MAKE", "MFLAGS", "ARGS", "DIST", "P2PKV")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | more
-
-
-def run(*command: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=cwd, env=clean(**more), capture_output=True, text=True, timeout=500, check=False
-    )
-
-
 def dist(folder: Path, umask: int) -> Path:
     """What `make dist` makes; its checks (twine, check-wheel-contents) have passed."""
     before = os.umask(umask)
     try:
         # The environment is there already: this Python.
         stamps = [argument for kind in ("cpu", "cuda") for argument in ("-o", f".venv/.installed-{kind}")]
-        made = run(
+        made = run_clean(
             *("make", "dist", *stamps, f"PY={sys.executable}", f"DIST={folder}"),
             cwd=ROOT,
             SOURCE_DATE_EPOCH="1700000000",
@@ -68,9 +55,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def install(wheel: Path, python: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check")
-    done = run(*pip, "install", "-q", "--no-deps", "--no-index", "--no-compile", str(wheel), cwd=wheel.parent)
+    done = run_clean(
+        *pip, "install", "-q", "--no-deps", "--no-index", "--no-compile", str(wheel), cwd=wheel.parent
+    )
     assert done.returncode == 0, done.stderr
-    checked = run(*pip, "check", cwd=wheel.parent)
+    checked = run_clean(*pip, "check", cwd=wheel.parent)
     assert checked.returncode == 0, checked.stdout
 
 
@@ -134,7 +123,7 @@ def test_the_proxy_alone_starts(alone: Path, tmp_path: Path) -> None:
 
 
 def test_doctor_without_vllm_names_what_is_missing(alone: Path, tmp_path: Path) -> None:
-    done = run(alone / "p2pkv", "doctor", cwd=tmp_path)
+    done = run_clean(alone / "p2pkv", "doctor", cwd=tmp_path)
     assert done.returncode == 1
     wrong = re.findall(r"^\[!!\] (.*?): ", done.stdout, re.M)
     assert wrong == ["torch", "vLLM", "packages"], done.stdout + done.stderr
@@ -152,11 +141,13 @@ def test_doctor_and_demo_of_the_wheel(built: Path, tmp_path: Path) -> None:
         tmp_path / "home", "--no-deps", "--no-index", "--ignore-installed", str(wheel), ours=True
     )
     alone = {"PYTHONSAFEPATH": "1"}
-    where = run(home / "bin" / "python", "-c", "import p2pkv; print(p2pkv.__file__)", cwd=tmp_path, **alone)
+    where = run_clean(
+        home / "bin" / "python", "-c", "import p2pkv; print(p2pkv.__file__)", cwd=tmp_path, **alone
+    )
     assert Path(where.stdout.strip()).is_relative_to(home), where.stderr
-    doctor = run(home / "bin" / "p2pkv", "doctor", cwd=tmp_path, **alone)
+    doctor = run_clean(home / "bin" / "p2pkv", "doctor", cwd=tmp_path, **alone)
     assert doctor.returncode == 0, doctor.stdout
-    demo = run(home / "bin" / "p2pkv", "demo", cwd=tmp_path, **alone)
+    demo = run_clean(home / "bin" / "p2pkv", "demo", cwd=tmp_path, **alone)
     assert demo.returncode == 0 and "PASS: " in demo.stdout, demo.stdout + demo.stderr
 
 

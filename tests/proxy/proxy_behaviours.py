@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -70,17 +71,53 @@ def die(request: web.Request) -> None:
     request.transport.abort()
 
 
-async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """Waits until the connection is closed."""
+DONE = b"data: [DONE]\n\n"
+Step = str | bytes | asyncio.Event | Callable[[web.Request], object]
+
+
+def stream_of(*steps: Step) -> Behaviour:
+    """A stream. A text is an event with it, bytes go as they are, an Event is waited for, and `die`,
+    `forever` or another function of the request is called."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        for step in steps:
+            if isinstance(step, str | bytes):
+                await response.write(step if isinstance(step, bytes) else event(seen, step))
+            elif isinstance(step, asyncio.Event):
+                await step.wait()
+            else:
+                made = step(request)
+                if inspect.isawaitable(made):
+                    await made
+        return response
+
+    return behaviour
+
+
+def flood(size: int) -> Behaviour:
+    """Events of so many characters, without end."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        while True:
+            await response.write(event(seen, "x" * size))
+
+    return behaviour
+
+
+async def forever(request: web.Request) -> None:
+    """Until the connection is closed."""
     await asyncio.Event().wait()
+
+
+async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
+    await forever(request)
     raise AssertionError("unreachable")
 
 
-async def never_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """The stream's head, as vLLM sends it while D still waits for KV; then nothing but a comment."""
-    response = await event_stream(request)
-    await response.write(b": waiting\n\n")
-    return await never(request, seen)
+never_a_token = stream_of(b": waiting\n\n", forever)
+"""The stream's head, as vLLM sends it while D still waits for KV; then nothing but a comment."""
 
 
 async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -88,11 +125,7 @@ async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
     return web.Response()
 
 
-async def dies_before_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = await event_stream(request)
-    await response.write(b": waiting\n\n")
-    die(request)
-    return response
+dies_before_a_token = stream_of(b": waiting\n\n", die)
 
 
 async def dies_in_the_body(request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -103,11 +136,11 @@ async def dies_in_the_body(request: web.Request, seen: Seen) -> web.StreamRespon
     return response
 
 
-def with_a_p(behaviour: Behaviour) -> Behaviour:
+def with_a_p(behaviour: Behaviour, otherwise: Behaviour = answer_json) -> Behaviour:
     """What a D does with requests that wait for a P's KV; others it answers."""
 
     async def either(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return await (behaviour if "_addr_" in seen.request_id else answer_json)(request, seen)
+        return await (behaviour if "_addr_" in seen.request_id else otherwise)(request, seen)
 
     return either
 
@@ -130,15 +163,10 @@ def telling(called: asyncio.Event, behaviour: Behaviour) -> Behaviour:
 
 def streams(release: asyncio.Event) -> Behaviour:
     """Two events, the second when it may."""
+    return stream_of("first", release, "second")
 
-    async def stream(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await release.wait()
-        await response.write(event(seen, "second"))
-        return response
 
-    return stream
+streams_at_once = stream_of("first", "second")
 
 
 def given_up(seen: Seen, text: str = "hel") -> bytes:

@@ -27,6 +27,7 @@ from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, Role
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.routing import Router
 from p2pkv_proxy.routing_base import Routing
 from p2pkv_proxy.service import PROXY, Proxy
 from support.waiting import DEADLINE, eventually
@@ -46,9 +47,9 @@ def prompt_of(fields: Mapping[str, Any]) -> Prompt:
     return Prompt({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()})
 
 
-def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
+def join(registry: Registry, message: Ping, now: float = 0.0, line: Any = None) -> Instance:
     """A healthy instance."""
-    instance = registry.observe(message, now)
+    instance = registry.observe(message, now, line)
     assert instance is not None
     instance.healthy = True
     return instance
@@ -81,8 +82,63 @@ def asked(instances: Iterable[FakeInstance]) -> list[int]:
     return sorted(len({seen.request_id for seen in each.requests}) for each in instances)
 
 
+def take_turns(instances: Iterable[FakeInstance], *behaviours: Behaviour) -> None:
+    """The first request to any of these gets the first behaviour, and so on; all later ones the last."""
+    several = list(instances)
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await behaviours[min(sum(asked(several)), len(behaviours)) - 1](request, seen)
+
+    for each in several:
+        each.behaviour = behaviour
+
+
 def called(*instances: FakeInstance) -> bool:
     return all(instance.requests for instance in instances)
+
+
+def outcomes(instance: Instance) -> list[bool]:
+    """What its breaker has counted."""
+    return [success for _, success in instance.breaker._outcomes]
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection of an instance to the discovery address, of tests that have none.
+
+    Attributes:
+        full: nothing can be sent over it.
+        told: what was.
+    """
+
+    open: bool = True
+    member: bool = False
+    full: bool = False
+    told: list[bytes] = field(default_factory=list)
+
+    def stands(self) -> bool:
+        return self.open
+
+    def answer(self, frame: bytes) -> bool:
+        if not self.full:
+            self.told.append(frame)
+        return not self.full
+
+
+def fleet(
+    *roles: Any, registry: Registry | None = None, routing: Routing | None = None, **options: Any
+) -> tuple[Router, list[Instance]]:
+    """A router, and a healthy instance of each role; in place of a role, a pair has more of the ping, too."""
+    registry = registry or Registry()
+    several = [each if isinstance(each, tuple) else (each, {}) for each in roles]
+    pool = [join(registry, ping(role, 10 + n, **more)) for n, (role, more) in enumerate(several)]
+    return Router(registry, routing or Routing(), **options), pool
+
+
+def fail(instance: Instance, now: float = 0.0) -> None:
+    """Its breaker opens."""
+    for _ in range(5):
+        instance.breaker.failed(now)
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -207,6 +263,31 @@ class FakeInstance:
         return response
 
 
+class RawInstance(FakeInstance):
+    """One without an HTTP server: it answers each connection with `answer`, then closes it."""
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.http_address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        self.server.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+    async def body(self, head: bytes, reader: asyncio.StreamReader) -> bytes:
+        return await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self.answer(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
 async def serve_and_ping(
     cleanup: AsyncExitStack, discovery: str, instance: FakeInstance, members: Members | None = None
 ) -> Pinger:
@@ -254,11 +335,15 @@ class Deployment:
     async def add(self, role: Role, **options: Any) -> FakeInstance:
         """A new instance that has begun to ping; it may not be ready yet."""
         instance = FakeInstance(role, **options)
+        await self.enlist(instance)
+        (self.prefills if role == "P" else self.decodes).append(instance)
+        return instance
+
+    async def enlist(self, instance: FakeInstance) -> None:
+        """It starts, and begins to ping."""
         await instance.start()
         self.cleanup.push_async_callback(instance.stop)
-        (self.prefills if role == "P" else self.decodes).append(instance)
         self.begin_ping(instance)
-        return instance
 
     def begin_ping(self, instance: FakeInstance) -> Pinger:
         pinger = Pinger(self.discovery, instance.ping, PING_SECONDS, self.members)
@@ -269,6 +354,24 @@ class Deployment:
 
     def everyone(self) -> list[Instance]:
         return self.proxy.instances()
+
+    def known(self, instance: FakeInstance) -> Instance:
+        """As the proxy knows it."""
+        return next(each for each in self.everyone() if each.ping == instance.ping)
+
+    def no_more_pings(self, instance: FakeInstance) -> None:
+        """Its connections stay, and /health is answered, as by vLLM's server while the engine core hangs."""
+        self.pingers[instance.http_address]._interval = 1000.0
+
+    def freeze(self, instance: FakeInstance) -> None:
+        """From now on it neither pings nor answers /health; its connections stay open."""
+        self.no_more_pings(instance)
+        instance.frozen = True
+
+    async def goodbye(self, instance: FakeInstance) -> None:
+        """Until it gets no requests any more."""
+        self.pingers[instance.http_address].stop()
+        await eventually(lambda: instance.http_address not in self.routable(instance.role))
 
     def routable(self, role: Role) -> list[str]:
         return [i.ping.http_address for i in self.registry.routable(role, time.monotonic())]
@@ -284,6 +387,26 @@ class Deployment:
         """The response's head; the body is the caller's to read."""
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 5} if body is None else body
         return await self.client.post(self.url + path, json=body, headers=headers)
+
+    async def begin(self, **fields: Any) -> aiohttp.ClientResponse:
+        """A stream of which the client has the first event."""
+        response = await self.post({"model": "tiny", "prompt": "x", "stream": True, **fields})
+        assert response.status == 200
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        return response
+
+    async def under_way(
+        self, *instances: FakeInstance, body: Any = None
+    ) -> asyncio.Task[aiohttp.ClientResponse]:
+        """A request that has come to each of these instances, which had none."""
+        asking = asyncio.create_task(self.post(body))
+        await eventually(lambda: called(*instances), "the request")
+        return asking
+
+    async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """The status and the JSON of a page."""
+        async with self.client.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json()
 
 
 @asynccontextmanager

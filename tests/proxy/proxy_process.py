@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import aiohttp
+from proxy_fakes import FakeInstance, serve_and_ping
+
+from p2pkv.demo.processes import free_ports
+from p2pkv_proxy.membership.instance import Role
+from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 30.0
@@ -53,6 +65,10 @@ class Command:
             time.sleep(0.02)
         return match
 
+    def stopped(self) -> None:
+        """It ends with 0, and leaves nothing behind."""
+        assert self.end() == 0 and self.clean(), self.log
+
     def clean(self) -> bool:
         """Whether its log tells of nothing that was left behind, or not foreseen."""
         return re.search("Traceback|destroyed|never retrieved|Warning|Unclosed|ERROR", self.log) is None
@@ -72,3 +88,96 @@ def running(*arguments: str, program: Sequence[str] = PROXY) -> Iterator[Command
         if command.process.poll() is None:
             command.process.kill()
         command.end()
+
+
+@dataclass
+class Served:
+    """A proxy in a process of its own, with fake instances in this one, and a client."""
+
+    command: Command
+    url: str
+    discovery: str
+    client: aiohttp.ClientSession
+    cleanup: AsyncExitStack
+    instances: list[FakeInstance] = field(default_factory=list)
+
+    @property
+    def prefills(self) -> list[FakeInstance]:
+        return [each for each in self.instances if each.role == "P"]
+
+    @property
+    def decodes(self) -> list[FakeInstance]:
+        return [each for each in self.instances if each.role == "D"]
+
+    @property
+    def d(self) -> FakeInstance:
+        return self.decodes[0]
+
+    async def add(self, role: Role, **options: Any) -> FakeInstance:
+        instance = FakeInstance(role, **options)
+        await serve_and_ping(self.cleanup, self.discovery, instance)
+        self.instances.append(instance)
+        return instance
+
+    async def post(self, headers: dict[str, str] | None = None, **fields: Any) -> aiohttp.ClientResponse:
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5} | fields
+        return await self.client.post(f"{self.url}/v1/completions", json=body, headers=headers)
+
+    async def begin(self, **fields: Any) -> aiohttp.ClientResponse:
+        """A stream of which the client has the first event."""
+        response = await self.post(stream=True, **fields)
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        return response
+
+    async def page(self, path: str) -> Any:
+        async with self.client.get(self.url + path) as response:
+            return await response.json()
+
+    async def says(self, pattern: str) -> re.Match[str]:
+        return await asyncio.to_thread(self.command.says, pattern)
+
+    async def ready(self, prefill: int, decode: int, workers: int = 1) -> None:
+        """All workers know so many instances."""
+
+        async def there() -> bool:
+            page = await self.page("/status")
+            return (page["workers"], page["prefill"], page["decode"]) == (workers, prefill, decode)
+
+        await eventually(there, "instances that all workers know", DEADLINE)
+
+    def terminate(self) -> None:
+        self.command.process.terminate()
+
+    async def ended(self) -> None:
+        await asyncio.to_thread(self.command.stopped)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    *arguments: str,
+    prefill: int = 1,
+    decode: int = 1,
+    workers: int = 1,
+    tls: ssl.SSLContext | bool = True,
+    keep: bool = True,
+) -> AsyncIterator[Served]:
+    """`keep`: connections of the client are used again."""
+    async with AsyncExitStack() as cleanup:
+        discovery = f"127.0.0.1:{free_ports()}"
+        several = ("--workers", str(workers)) if workers > 1 else ()
+        port = () if "--port" in arguments else ("--port", "0")
+        command = cleanup.enter_context(running(*port, "--discovery", discovery, *several, *arguments))
+        url = (await asyncio.to_thread(command.says, r"serving on (https?://[^ ,]+),"))[1]
+        client = await cleanup.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=not keep, ssl=tls),
+                timeout=aiohttp.ClientTimeout(total=DEADLINE),
+            )
+        )
+        proxy = Served(command, url, discovery, client, cleanup)
+        for number, role in ((prefill, "P"), (decode, "D")):
+            for _ in range(number):
+                await proxy.add("P" if role == "P" else "D")
+        for each in proxy.instances:
+            await proxy.says(f"{each.http_address} is ready")
+        yield proxy

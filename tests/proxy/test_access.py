@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
-from proxy_behaviours import answer_json, streams
-from proxy_fakes import FakeInstance, called, deployed, error_of, quiet, serve_and_ping
-from proxy_process import running
+from proxy_behaviours import streams_at_once
+from proxy_fakes import called, deployed, error_of, quiet
+from proxy_process import running, served
 
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy import options
 from p2pkv_proxy.access import Access
-from p2pkv_proxy.cli import main
 
 KEYS = ("the key of one client", "the key of another")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -51,7 +47,6 @@ async def test_who_shows_a_key_is_served(headers: dict[str, str], status: int) -
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("shown", [{"Authorization": f"Bearer {KEYS[0]}"}, {"X-Api-Key": KEYS[0]}], ids=list)
 async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(shown: dict[str, str]) -> None:
     """vLLM reads no X-Api-Key."""
@@ -66,7 +61,6 @@ async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(sho
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_an_authorization_of_the_client_s_own_stays() -> None:
     shown = {"Authorization": "Basic abc", "X-Api-Key": "another"}
     async with deployed("concurrent", 1, 1) as deployment:
@@ -76,7 +70,6 @@ async def test_an_authorization_of_the_client_s_own_stays() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_an_empty_key_lets_nobody_in() -> None:
     async with deployed("concurrent", 1, 1, guard=Access(keys=("",))) as deployment:
         assert (await deployment.post()).status == 401
@@ -96,49 +89,27 @@ def test_an_empty_key_is_refused_at_the_start(
     assert "an empty key would let every client in" in capsys.readouterr().err
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_https(certificate: tuple[Path, Path], workers: int) -> None:
     """A request and its stream cross TLS, and plain HTTP gets nowhere."""
     file, key = map(str, certificate)
-    discovery = f"127.0.0.1:{free_ports()}"
-    arguments = ["--port", "0", "--discovery", discovery, "--workers", str(workers)]
-    async with AsyncExitStack() as cleanup:
-        tls = ("--ssl-certfile", file, "--ssl-keyfile", key)
-        command = cleanup.enter_context(running(*arguments, *tls))
-        said = await asyncio.to_thread(command.says, r"serving on (https://127\.0\.0\.1:\d+),")
-        url, done = said[1], asyncio.Event()
-        done.set()
-        for role, behaviour in (("P", answer_json), ("D", streams(done))):
-            instance = FakeInstance("P" if role == "P" else "D", behaviour=behaviour)
-            await serve_and_ping(cleanup, discovery, instance)
-        trusted = ssl.create_default_context(cafile=file)
-        client = await cleanup.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted, force_close=True))
-        )
-        async with asyncio.timeout(20):
-            while True:
-                async with client.get(f"{url}/status") as response:
-                    page = await response.json()
-                if (page["workers"], page["prefill"], page["decode"]) == (workers, 1, 1):
-                    break
-                await asyncio.sleep(0.02)
-        body = {"model": "tiny", "prompt": "hi", "stream": True}
+    tls = ("--ssl-certfile", file, "--ssl-keyfile", key)
+    trusted = ssl.create_default_context(cafile=file)
+    async with served(*tls, workers=workers, tls=trusted, keep=False) as proxy:
+        assert proxy.url.startswith("https")
+        proxy.d.behaviour = streams_at_once
+        await proxy.ready(1, 1, workers)
         for _ in range(4):
-            async with client.post(f"{url}/v1/completions", json=body) as response:
-                text = await response.text()
-                assert response.status == 200 and "first" in text and "second" in text
+            async with await proxy.begin() as response:
+                assert "second" in await response.text()
             with pytest.raises(aiohttp.ClientError):
-                await client.post(f"{url.replace('https', 'http')}/v1/completions", json=body)
+                await proxy.client.post(f"{proxy.url.replace('https', 'http')}/v1/completions", json={})
 
 
 def test_files_that_are_no_certificate_are_told_in_a_sentence(
-    certificate: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
     file, key = map(str, certificate)
-    with pytest.raises(SystemExit) as ended:
-        main(["--ssl-certfile", file])
-    assert ended.value.code == 2 and "both --ssl-certfile and --ssl-keyfile" in capsys.readouterr().err
     (tmp_path / "text").write_text("no certificate")
     for one, other in ((file, str(tmp_path / "text")), (str(tmp_path / "nothing"), key)):
         arguments = ["--port", "0", "--discovery", f"127.0.0.1:{free_ports()}"]

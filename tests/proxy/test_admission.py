@@ -7,21 +7,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
-from proxy_behaviours import Seen, answer_json
+from proxy_behaviours import Seen, after, answer_json
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet
 
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 NARROW = Limits(max_requests=1, max_waiting=3, max_wait=30.0, max_held=10_000, body_seconds=0.3)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def narrow() -> AsyncIterator[Deployment]:
     """One P, and one D that takes one request at a time; three may wait."""
     async with deployed("concurrent", 1, 1, limits=NARROW) as deployment:
@@ -32,14 +29,18 @@ async def narrow() -> AsyncIterator[Deployment]:
 def slow(instance: FakeInstance) -> Iterator[None]:
     """Its answers wait until the end of the block."""
     release = asyncio.Event()
-
-    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
-        return await answer_json(request, seen)
-
-    instance.behaviour = waits
+    instance.behaviour = after(release, answer_json)
     yield
     release.set()
+
+
+async def with_one_waiting(deployment: Deployment) -> list[asyncio.Task[int]]:
+    """The first request is at D, which is slow, and the second one waits."""
+    asked = [ask(deployment, "first")]
+    await eventually(lambda: len(deployment.d.requests) == 1)
+    asked.append(ask(deployment, "second"))
+    await eventually(lambda: deployment.proxy.admission.waiting == 1)
+    return asked
 
 
 def ask(deployment: Deployment, prompt: str = "hi", model: str = "tiny") -> asyncio.Task[int]:
@@ -103,10 +104,7 @@ async def test_a_client_that_leaves_in_the_queue_is_out_at_once_and_reaches_nobo
     narrow: Deployment,
 ) -> None:
     with slow(narrow.d):
-        first = ask(narrow, "first")
-        await eventually(lambda: len(narrow.d.requests) == 1)
-        leaves = ask(narrow, "leaves")
-        await eventually(lambda: narrow.proxy.admission.waiting == 1)
+        first, leaves = await with_one_waiting(narrow)
         stays = ask(narrow, "stays")
         await eventually(lambda: narrow.proxy.admission.waiting == 2)
         leaves.cancel()
@@ -150,24 +148,9 @@ async def test_who_waits_for_one_model_holds_up_nobody_else(narrow: Deployment) 
     assert prompts(other) == ["x"]
 
 
-async def test_who_waits_goes_to_a_d_that_comes(narrow: Deployment) -> None:
-    with slow(narrow.d):
-        first = ask(narrow, "first")
-        await eventually(lambda: len(narrow.d.requests) == 1)
-        second = ask(narrow, "second")
-        await eventually(lambda: narrow.proxy.admission.waiting == 1)
-        newcomer = await narrow.add("D")
-        assert await second == 200
-    assert await first == 200
-    assert prompts(newcomer) == ["second"]
-
-
 async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Deployment) -> None:
     with slow(narrow.d):
-        first = ask(narrow, "first")
-        await eventually(lambda: len(narrow.d.requests) == 1)
-        second = ask(narrow, "second")
-        await eventually(lambda: narrow.proxy.admission.waiting == 1)
+        first, second = await with_one_waiting(narrow)
         narrow.pingers[narrow.d.http_address].stop()
         await narrow.ready(prefill=1, decode=0)
     assert await first == 200

@@ -6,48 +6,32 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
-from proxy_behaviours import (
-    Behaviour,
-    Seen,
-    after,
-    answer_error,
-    answer_json,
-    dies,
-    dies_in_the_body,
-    never,
-    never_a_token,
-    stops,
-    telling,
-    with_a_p,
-)
+from proxy_behaviours import Seen, after, answer_error, answer_json, dies, never, stops, with_a_p
 from proxy_fakes import (
     Deployment,
     FakeInstance,
     asked,
-    called,
     deployed,
     error_of,
+    fleet,
     join,
+    outcomes,
     ping,
     quiet,
+    take_turns,
 )
 from test_admission import ask, slow
-from test_failures import freeze
+from test_failures import OFF
 
 from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits, RequestCounters
-from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from p2pkv_proxy.routing import Choice, PrefillMode
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
-OFF = Limits(alone_share=0)
 INTERNAL = "Internal server error"
 """All that vLLM says of a load that has failed."""
 
@@ -57,39 +41,9 @@ def paired(instance: FakeInstance) -> list[bool]:
     return ["_addr_" in seen.request_id for seen in instance.requests]
 
 
-def known(deployment: Deployment, instance: FakeInstance) -> Instance:
-    return next(each for each in deployment.everyone() if each.ping == instance.ping)
-
-
 def counted(deployment: Deployment) -> tuple[int, int, int]:
     counters = deployment.proxy.counters
     return counters.alone, counters.refused_alone, counters.retried
-
-
-@pytest.mark.parametrize("ds_part", [never, never_a_token])
-@pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body, answer_error(307)])
-async def test_when_p_fails_d_is_asked_again_without_it(
-    concurrent: Deployment, failure: Behaviour, ds_part: Behaviour
-) -> None:
-    d_called = asyncio.Event()
-    concurrent.d.behaviour = with_a_p(telling(d_called, ds_part))
-    concurrent.p.behaviour = after(d_called, failure)
-    response = await concurrent.post({"prompt": "x", "stream": ds_part is never_a_token})
-    assert response.status == 200 and (await response.json())["choices"] == [{"text": "hello"}]
-    assert paired(concurrent.d) == [True, False]
-    await eventually(lambda: concurrent.d.requests[0].aborted)
-    assert counted(concurrent) == (1, 0, 0)
-    assert known(concurrent, concurrent.d).breaker.closed
-    await quiet(concurrent)
-
-
-async def test_when_ps_port_is_closed_d_is_asked_again_without_it(concurrent: Deployment) -> None:
-    concurrent.d.behaviour = with_a_p(never)
-    await concurrent.p.stop()
-    responses = await asyncio.gather(*(concurrent.post() for _ in range(16)))
-    assert {response.status for response in responses} == {200}
-    assert paired(concurrent.d).count(False) == 16
-    await quiet(concurrent)
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
@@ -97,21 +51,18 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
     async with deployed(dispatch, decode=1) as deployment:
         assert (await deployment.post()).status == 200
         assert paired(deployment.d) == [False]
-        async with deployment.client.get(f"{deployment.url}/health") as health:
-            report = await health.json()
-        assert (health.status, report["status"]) == (200, "degraded")
+        status, report = await deployment.get("/health")
+        assert (status, report["status"]) == (200, "degraded")
         assert report["missing"] == ["No prefill instance is ready: none has registered."]
         assert (report["counters"]["alone"], report["gauges"]["alone"]) == (1, 0)
-        async with deployment.client.get(f"{deployment.url}/health?prefill=1&decode=1") as health:
-            assert health.status == 503
-        async with deployment.client.get(f"{deployment.url}/health?prefill=one") as health:
-            assert health.status == 400
+        for query, status in (("prefill=1&decode=1", 503), ("prefill=one", 400)):
+            assert (await deployment.get(f"/health?{query}"))[0] == status
         await deployment.add("P")
         await deployment.ready(prefill=1, decode=1)
         assert (await deployment.post()).status == 200
         assert paired(deployment.d) == [False, True]
-        async with deployment.client.get(f"{deployment.url}/health?prefill=1&decode=1") as health:
-            assert (health.status, (await health.json())["status"]) == (200, "ok")
+        status, report = await deployment.get("/health?prefill=1&decode=1")
+        assert (status, report["status"]) == (200, "ok")
 
 
 async def test_by_option_it_is_off() -> None:
@@ -119,8 +70,7 @@ async def test_by_option_it_is_off() -> None:
         response = await deployment.post()
         assert response.status == 503
         assert (await error_of(response))["message"].startswith("No prefill instance is ready")
-        async with deployment.client.get(f"{deployment.url}/health") as health:
-            assert health.status == 503
+        assert (await deployment.get("/health"))[0] == 503
         assert deployment.d.requests == []
 
 
@@ -139,17 +89,12 @@ async def test_a_d_of_a_model_that_no_p_has_answers_alone(lonely: Deployment) ->
 async def test_another_p_comes_first() -> None:
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
 
-        async def p(request: web.Request, seen: Seen) -> web.StreamResponse:
-            fails = sum(asked(deployment.prefills)) == 1
-            return await (answer_error(500) if fails else answer_json)(request, seen)
-
         async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
             good = asked(deployment.prefills) == [1, 1]
             return await (answer_json if good else never)(request, seen)
 
         deployment.d.behaviour = with_a_p(d)
-        for each in deployment.prefills:
-            each.behaviour = p
+        take_turns(deployment.prefills, answer_error(500), answer_json)
         assert (await deployment.post()).status == 200
         assert all(paired(deployment.d))
         assert counted(deployment) == (0, 0, 1)
@@ -167,13 +112,11 @@ async def test_when_the_budget_of_retries_is_spent_no_request_of_an_outage_fails
         assert sum(asked(deployment.prefills)) < 20
 
 
-async def test_a_paused_p_is_spared_and_tried_again_after_its_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_paused_p_is_spared_and_tried_again_after_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     async with deployed("sequential", prefill=1, decode=1) as deployment:
         now = deployment.proxy.clock()
         monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)
-        p = known(deployment, deployment.p)
+        p = deployment.known(deployment.p)
         p.breaker._uniform = lambda low, high: high
         for _ in range(5):
             p.breaker.failed(now)
@@ -214,13 +157,7 @@ async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
     fail, release = asyncio.Event(), asyncio.Event()
     async with deployed("concurrent", 1, 1, limits=Limits(max_requests=8, alone_share=0.25)) as deployment:
         deployment.p.behaviour = after(fail, dies)
-
-        async def ds(request: web.Request, seen: Seen) -> web.StreamResponse:
-            return await (never if "_addr_" in seen.request_id else after(release, answer_json))(
-                request, seen
-            )
-
-        deployment.d.behaviour = ds
+        deployment.d.behaviour = with_a_p(never, after(release, answer_json))
         tasks = [ask(deployment) for _ in range(8)]
         await eventually(lambda: len(deployment.d.requests) == len(deployment.p.requests) == 8)
         fail.set()
@@ -243,7 +180,7 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
 # P is silent: nobody knows whether it is dead.
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def brief() -> AsyncIterator[Deployment]:
     """A proxy for which silence begins after a second and a half, and ends everything as much later."""
     async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
@@ -253,9 +190,8 @@ async def brief() -> AsyncIterator[Deployment]:
 async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off(brief: Deployment) -> None:
     recomputed = asyncio.Event()
     brief.p.behaviour, brief.d.behaviour = never, after(recomputed, answer_json)
-    asking = asyncio.create_task(brief.post())
-    await eventually(lambda: called(brief.p, brief.d))
-    freeze(brief, brief.p)
+    asking = await brief.under_way(brief.p, brief.d)
+    brief.freeze(brief.p)
     await eventually(lambda: not brief.registry.known("P") and brief.p.requests[0].aborted)
     assert not asking.done() and not brief.d.requests[0].aborted
     recomputed.set()
@@ -275,10 +211,9 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
 
         deployment.p.behaviour = never
         deployment.d.behaviour = with_a_p(after(ended, internal))
-        asking = asyncio.create_task(deployment.post())
-        await eventually(lambda: called(deployment.p, deployment.d))
-        freeze(deployment, deployment.p)
-        p = known(deployment, deployment.p)
+        asking = await deployment.under_way(deployment.p, deployment.d)
+        deployment.freeze(deployment.p)
+        p = deployment.known(deployment.p)
         await eventually(lambda: p.silent(deployment.proxy.clock()))
         ended.set()
         response = await asking
@@ -287,15 +222,15 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
             message = (await error_of(response))["message"]
             assert message.startswith("The prefill instance has not answered and has not pinged for ")
             assert message.endswith("and the decode instance could not go on without it.")
-        assert not any(not good for _, good in known(deployment, deployment.d).breaker._outcomes)
+        assert all(outcomes(deployment.known(deployment.d)))
         await quiet(deployment)
 
 
 async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_nobody() -> None:
     for limits in (Limits(), OFF):
         async with deployed("concurrent", 1, 1, life=1.5, limits=limits) as deployment:
-            deployment.pingers[deployment.p.http_address]._interval = 1000.0
-            p = known(deployment, deployment.p)
+            deployment.no_more_pings(deployment.p)
+            p = deployment.known(deployment.p)
             await eventually(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
             assert deployment.proxy.gauges()["silent"] >= 1
             assert (await deployment.post()).status == 200
@@ -314,33 +249,28 @@ async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
     concurrent.p.behaviour, concurrent.d.behaviour = stops, with_a_p(after_p)
     assert (await concurrent.post()).status == 200
     assert paired(concurrent.d) == [True, False]
-    assert known(concurrent, concurrent.d).breaker._outcomes[-1][1]
+    assert concurrent.known(concurrent.d).breaker._outcomes[-1][1]
     await quiet(concurrent)
 
 
-async def test_what_a_second_try_needs_of_p() -> None:
+def test_what_a_second_try_needs_of_p() -> None:
     """What has been left to a D alone stays so, as it is P's failure that the first try has met."""
-    registry = Registry()
-    p, d = join(registry, ping("P", 1)), join(registry, ping("D", 2))
+    _, (p, d) = fleet("P", "D")
     for first in (PrefillMode.NONE, PrefillMode.WANTED, PrefillMode.SPARED):
-        pair, spared = Choice(p, d), Choice(None, d, spared=True)
-        assert RequestPlace(RoutingRequest(), first, pair).mode_after(p) is PrefillMode.NEEDED
-        assert RequestPlace(RoutingRequest(), first, pair).mode_after(d) is first
-        assert RequestPlace(RoutingRequest(), first, spared).mode_after(d) is first
-        assert (
-            RequestPlace(RoutingRequest(), first, Choice(None, d, missed=True)).mode_after(d)
-            is PrefillMode.MISSED
-        )
+        for choice, failed, mode in (
+            (Choice(p, d), p, PrefillMode.NEEDED),
+            (Choice(p, d), d, first),
+            (Choice(None, d, spared=True), d, first),
+            (Choice(None, d, missed=True), d, PrefillMode.MISSED),
+        ):
+            assert RequestPlace(RoutingRequest(), first, choice).mode_after(failed) is mode
 
 
 async def test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s() -> None:
     """At once: nothing else may happen for long."""
-    registry = Registry()
-    p, one = join(registry, ping("P", 1)), join(registry, ping("D", 2))
-    limits = Limits(max_requests=1, alone_share=1.0)
-    admission = Admission(
-        Router(registry, room=1, alone=limits.alone), limits, RequestCounters(), lambda: 0.0
-    )
+    registry, limits = Registry(), Limits(max_requests=1, alone_share=1.0)
+    router, (p, one) = fleet("P", "D", registry=registry, room=1, alone=limits.alone)
+    admission = Admission(router, limits, RequestCounters(), lambda: 0.0)
     async with admission.place(RoutingRequest(), paired=True) as place:
         assert place.choice.decode is one
         waiting = asyncio.create_task(admission._wait(RoutingRequest(), True))

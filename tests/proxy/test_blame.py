@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from multidict import CIMultiDict
 from proxy_behaviours import (
     Behaviour,
     Seen,
@@ -24,23 +23,20 @@ from proxy_behaviours import (
     never_a_token,
     stops,
     streams,
+    streams_at_once,
     with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, ping, quiet
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, outcomes, quiet, take_turns
+from test_failures import OFF
 from test_given_up import after_p
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.blame import Again, Blame, CallEnd, Charge, Verdict, assign_blame
-from p2pkv_proxy.bodies import Content
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.membership.instance import Instance, Role
-from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.upstream import Call, CallFailed, Client
+from p2pkv_proxy.membership.instance import Role
 from support.waiting import eventually
 
 MISTAKE = answer_error(400)
-OFF = Limits(alone_share=0)
-
 # The rules.
 
 P, D, PROXY, CLIENT, NONE = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NONE
@@ -109,11 +105,6 @@ def test_every_end_of_a_call_has_a_rule_for_both_roles() -> None:
 # In a proxy.
 
 
-def outcomes(instance: Instance) -> list[bool]:
-    return [success for _, success in instance.breaker._outcomes]
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("role", ["P", "D"])
 @pytest.mark.parametrize("failure", [dies, stops, answer_error(500), answer_error(307), MISTAKE])
 async def test_what_counts_as_a_failure_and_whose_it_is(
@@ -133,17 +124,6 @@ async def test_what_counts_as_a_failure_and_whose_it_is(
     assert innocent.breaker.closed
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("role", ["P", "D"])
-async def test_failures_among_more_successes_are_no_reason(sequential: Deployment, role: str) -> None:
-    instance = sequential.p if role == "P" else sequential.d
-    for number in range(30):
-        instance.behaviour = answer_error(500) if number % 3 == 2 else answer_json
-        await (await sequential.post()).read()
-    assert all(each.breaker.closed for each in sequential.everyone())
-
-
-@pytest.mark.asyncio
 async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
     """D learnt first that P failed."""
     async with deployed("concurrent", 1, 1, limits=OFF) as deployment:
@@ -158,14 +138,10 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
 
         deployment.p.behaviour, deployment.d.behaviour = fails_later, answer_error(500, "no KV")
         assert (await deployment.post()).status == 500
-        (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
-        assert (outcomes(p), outcomes(d)) == ([False], [])
+        assert [outcomes(deployment.known(each)) for each in (deployment.p, deployment.d)] == [[False], []]
 
 
 # A P that refuses what D accepts.
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("status", [400, 401, 404])
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, status: int) -> None:
@@ -182,7 +158,6 @@ async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, statu
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_a_p_with_another_key_fails_no_request_and_gets_a_pause(dispatch: Dispatch) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
@@ -191,11 +166,9 @@ async def test_a_p_with_another_key_fails_no_request_and_gets_a_pause(dispatch: 
         deployment.d.behaviour = d_that_needs(good, bad)
         for _ in range(16):
             assert (await deployment.post()).status == 200
-        known = {each.ping.http_address: each for each in deployment.registry.known("P")}
-        assert not known[bad.http_address].breaker.closed and known[good.http_address].breaker.closed
+        assert not deployment.known(bad).breaker.closed and deployment.known(good).breaker.closed
         assert len(bad.requests) in (5, 6, 7), "after five failures it is left alone, but for its trials"
-        (d,) = deployment.registry.known("D")
-        assert all(outcomes(d))
+        assert all(outcomes(deployment.known(deployment.d)))
         await quiet(deployment)
 
 
@@ -213,26 +186,16 @@ def d_that_needs(good: FakeInstance, bad: FakeInstance) -> Behaviour:
     return behaviour
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("status", [400, 401, 404])
 async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: int) -> None:
     """The head of D's stream says so; D alone need not be asked. The other P proves the first one wrong."""
 
     async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
-        release = asyncio.Event()
-        release.set()
         tried_again = deployment.proxy.counters.retried > 0
-        return await (streams(release) if tried_again else never_a_token)(request, seen)
+        return await (streams_at_once if tried_again else never_a_token)(request, seen)
 
     async with deployed("concurrent", prefill=2, decode=1, limits=OFF) as deployment:
-        first: list[str] = []
-
-        async def p(request: web.Request, seen: Seen) -> web.StreamResponse:
-            first.append(seen.request_id)
-            return await (answer_error(status) if len(first) == 1 else answer_json)(request, seen)
-
-        for each in deployment.prefills:
-            each.behaviour = p
+        take_turns(deployment.prefills, answer_error(status), answer_json)
         deployment.d.behaviour = d
         response = await deployment.post({"prompt": "x", "stream": True})
         assert response.status == 200 and b"second" in await response.read()
@@ -241,7 +204,6 @@ async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: in
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it(
@@ -260,7 +222,6 @@ async def test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it(
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_where_no_other_can_decide_ps_refusal_is_the_answer(either: Deployment) -> None:
     object.__setattr__(either.proxy.limits, "alone_share", 0.0)
     either.p.behaviour, either.d.behaviour = answer_error(404, "no such adapter"), never
@@ -271,7 +232,6 @@ async def test_where_no_other_can_decide_ps_refusal_is_the_answer(either: Deploy
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_a_client_s_mistake_is_no_trial(
     sequential: Deployment, role: Role, monkeypatch: pytest.MonkeyPatch
@@ -291,9 +251,6 @@ async def test_a_client_s_mistake_is_no_trial(
 
 
 # Instances that leave, and requests that were sent twice.
-
-
-@pytest.mark.asyncio
 async def test_who_has_said_goodbye_is_not_judged() -> None:
     async with deployed("concurrent", prefill=1, decode=1) as deployment:
         deployment.d.behaviour = never
@@ -308,16 +265,14 @@ async def test_who_has_said_goodbye_is_not_judged() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: Deployment) -> None:
     """It tells D itself, which may compute the rest."""
     p_stops, release = asyncio.Event(), asyncio.Event()
     concurrent.d.behaviour = streams(release)
     concurrent.p.behaviour = after(p_stops, stops)
-    response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
+    response = await concurrent.begin(prompt=["x", "y"])
     p_stops.set()
-    (p,) = concurrent.registry.known("P")
+    p = concurrent.known(concurrent.p)
     await eventually(lambda: p.in_flight == 0)
     release.set()
     rest = await response.content.read()
@@ -325,21 +280,18 @@ async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: De
     assert outcomes(p) == [False]
 
 
-@pytest.mark.asyncio
 async def test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts(concurrent: Deployment) -> None:
-    (p,) = concurrent.registry.known("P")
+    p = concurrent.known(concurrent.p)
     for prompt, needed in (("x", False), (["x", "y"], True)):
         release = asyncio.Event()
         concurrent.d.behaviour = streams(release)
-        response = await concurrent.post({"prompt": prompt, "stream": True})
-        assert b"first" in await response.content.readuntil(b"\n\n")
+        response = await concurrent.begin(prompt=prompt)
         await eventually(lambda: p.load == 0)
         assert concurrent.proxy.active.needs(p) is needed
         release.set()
         await response.read()
 
 
-@pytest.mark.asyncio
 async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
     """A D that closes the connection of each request's first copy, and fails the second one."""
     async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
@@ -360,8 +312,7 @@ async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
         assert (await deployment.post()).status == 500
         ids = [seen.request_id for seen in deployment.d.requests[4:]]
         assert ids == [ids[0], ids[0], ids[2], ids[2]] and ids[0] != ids[2]
-        (d,) = deployment.registry.known("D")
-        assert outcomes(d) == [True] * 4 + [False]
+        assert outcomes(deployment.known(deployment.d)) == [True] * 4 + [False]
         await quiet(deployment)
 
 
@@ -375,7 +326,6 @@ def lacking(number: int) -> Callable[..., object]:
     return make
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_what_the_proxy_lacks_is_no_instance_s_failure(
@@ -404,18 +354,3 @@ async def test_what_the_proxy_lacks_is_no_instance_s_failure(
     session.kept._connector = aiohttp.TCPConnector(limit=0)
     assert (await concurrent.post()).status == 200
     await quiet(concurrent)
-
-
-@pytest.mark.asyncio
-async def test_a_connection_that_does_not_come_about_says_what_lacked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As aiohttp hands it on: with the error number of the system's call."""
-    instance = join(Registry(), ping("D"))
-    monkeypatch.setattr("p2pkv_proxy.upstream._socket", lacking(errno.EMFILE))
-    async with Client() as client:
-        call = Call(client, instance, "/v1/completions")
-        with pytest.raises(CallFailed) as failed:
-            await call.open(Content((b"{}",)), CIMultiDict())
-        call.close()
-    assert failed.value.end is CallEnd.NO_SOCKET and instance.healthy

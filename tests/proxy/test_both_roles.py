@@ -7,22 +7,15 @@ from collections import Counter, deque
 from typing import Any
 
 import pytest
-from proxy_fakes import deployed, join, ping, prompt_of
+from proxy_fakes import deployed, fleet, ping, prompt_of
 from test_partners import PartnerRig
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import Choice, Router
+from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.routing_base import RoutingRequest
 
-ASYNC = pytest.mark.asyncio
 REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")
-
-
-def fleet(*roles: Any) -> tuple[Router, list[Instance]]:
-    registry = Registry()
-    return Router(registry), [join(registry, ping(role, 10 + n)) for n, role in enumerate(roles)]
 
 
 def test_of_two_that_are_idle_one_prefills_and_the_other_decodes() -> None:
@@ -97,7 +90,6 @@ def both_of(address: str, line: str) -> bool:
     return f'"{address}"' in line and 'role="both"' in line
 
 
-@ASYNC
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_requests_through_a_pool(dispatch: Any) -> None:
     async with deployed(dispatch) as pool:
@@ -123,7 +115,6 @@ async def test_requests_through_a_pool(dispatch: Any) -> None:
         assert 'p2pkv_proxy_instances{role="both",state="ready"} 2.0' in metrics.splitlines()
 
 
-@ASYNC
 async def test_a_request_served_whole_names_the_instance_twice() -> None:
     async with deployed("concurrent") as pool:
         one = await pool.add("both")  # type: ignore[arg-type]

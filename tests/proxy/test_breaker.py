@@ -5,24 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from aiohttp import web
-from proxy_behaviours import Seen, answer_error, answer_json
-from proxy_fakes import (
-    Deployment,
-    FakeInstance,
-    deployed,
-    join,
-    ping,
-    quiet,
-)
+from proxy_behaviours import answer_error, answer_json
+from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, join, ping, quiet
 
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import LIFE, Breaker, Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from p2pkv_proxy.routing import Choice, PrefillMode
 from p2pkv_proxy.routing_base import RoutingRequest
-from support.waiting import eventually
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -105,14 +96,6 @@ def test_a_trial_without_an_outcome_for_long_makes_room_for_another() -> None:
     assert breaker.admits(31.0)
 
 
-def test_what_was_asked_before_the_pause_decides_nothing() -> None:
-    breaker = opened()
-    assert not breaker.succeeded(0.5)
-    assert not breaker.failed(0.5)
-    assert not breaker.closed
-    assert breaker.admits(1.0)
-
-
 def test_while_there_is_a_trial_what_becomes_of_others_decides_nothing() -> None:
     breaker = opened()
     breaker.sent("trial", 1.0)
@@ -158,45 +141,24 @@ def test_after_a_long_time_without_failures_the_first_pause_is_short_again() -> 
     assert breaker.admits(201.0)
 
 
-def fail(instance: Instance, now: float = 0.0) -> None:
-    for _ in range(5):
-        instance.breaker.failed(now)
-
-
 def prefiller(choice: Choice) -> Instance:
     assert choice.prefill is not None
     return choice.prefill
 
 
-def test_the_router_passes_over_an_open_breaker() -> None:
-    registry = Registry()
-    bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))
-    join(registry, ping("D", 3))
-    fail(bad)
-    router = Router(registry)
-    assert [prefiller(router.choose(RoutingRequest(), 0.1)) for _ in range(4)] == [good] * 4
-
-
 @pytest.mark.parametrize("role", ["P", "D"])
 def test_the_last_one_that_serves_a_model_is_used_whatever_its_breaker_says(role: str) -> None:
-    registry = Registry()
-    for model, port in (("a", 1), ("b", 2)):
-        for each, place in (("P", port), ("D", port + 10)):
-            instance = join(registry, ping(each, place, model=model))
-            if each == role and model == "a":
-                fail(instance)
-    router = Router(registry)
+    router, pool = fleet(*((each, {"model": model}) for model in "ab" for each in "PD"))
+    fail(pool["PD".index(role)])
     for _ in range(3):
         choice = router.choose(RoutingRequest("a"), 0.1)
         assert {prefiller(choice).ping.model, choice.decode.ping.model} == {"a"}
 
 
 def test_if_all_are_open_all_are_used() -> None:
-    registry = Registry()
-    both = [join(registry, ping("D", port)) for port in (1, 2)]
+    router, both = fleet("D", "D")
     for instance in both:
         fail(instance)
-    router = Router(registry)
     assert {router.choose(RoutingRequest(), 0.1, mode=PrefillMode.NONE).decode for _ in range(4)} == set(both)
 
 
@@ -216,13 +178,12 @@ def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
     assert join(registry, ping(incarnation="fourth"), 200.0).breaker.closed
 
 
-@pytest.mark.asyncio
 async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async with deployed("sequential", prefill=2, decode=1) as deployment:
         bad, good = deployment.prefills
         bad.behaviour = answer_error(500)
-        now = 1000.0
-        (instance,) = [i for i in deployment.everyone() if i.ping.http_address == bad.http_address]
+        now = deployment.proxy.clock()
+        instance = deployment.known(bad)
         means = dataclasses.replace(deployment.proxy._means, clock=lambda: now)
         monkeypatch.setattr(deployment.proxy, "_means", means)
         monkeypatch.setattr(deployment.proxy, "clock", lambda: now)
@@ -253,38 +214,12 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
     assert [len(instance.requests) - n for instance, n in zip(instances, before, strict=True)] == [2, 2]
 
 
-@pytest.mark.asyncio
-async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "p2pkv_proxy.membership.instance._BREAKER_FIRST_PAUSE", 30.0
-    )  # no trial, however slow this machine is
-
-    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "99"})
-        await response.prepare(request)
-        await response.write(b"data: {}\n\n")
-        assert request.transport is not None
-        request.transport.close()
-        return response
-
-    async with deployed("sequential", prefill=1, decode=2) as deployment:
-        bad, _ = deployment.decodes
-        bad.behaviour = breaks
-        for _ in range(30):
-            await (await deployment.post({"prompt": "x", "stream": True})).read()
-        await eventually(lambda: deployment.proxy.counters.breakers_opened >= 1)
-        assert len(bad.requests) <= 7
-        await quiet(deployment)
-
-
-@pytest.mark.asyncio
 async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
-    registry, now = Registry(), 0.0
-    bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))
-    join(registry, ping("D", 3))
+    router, (bad, good, _) = fleet("P", "P", "D")
+    now = 0.0
     bad.breaker._uniform = lambda low, high: high
     fail(bad)
-    admission = Admission(Router(registry), Limits(), RequestCounters(), lambda: now)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: now)
 
     async def chosen(times: int) -> list[Instance]:
         found = []

@@ -17,7 +17,6 @@ from proxy_fakes import Deployment, FakeInstance, deployed, quiet
 
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.attempt import Dispatch
-from p2pkv_proxy.membership.instance import Instance
 from support.waiting import eventually
 
 STREAMS = 64
@@ -42,11 +41,14 @@ class Tide:
     ebb: bool = False
 
     async def add(self, role: str) -> FakeInstance:
-        """One more, ready and at work."""
         instance = await self.deployment.add("P" if role == "P" else "D")
         if role == "D":
             self.begun[instance.http_address] = set()
             instance.behaviour = self.streams
+        return instance
+
+    async def add_at_work(self, role: str) -> FakeInstance:
+        instance = await self.add(role)
         await eventually(lambda: bool(instance.requests), "the newcomer gets requests")
         return instance
 
@@ -97,10 +99,7 @@ async def tide(dispatch: Dispatch) -> AsyncIterator[Tide]:
             )
         )
         for role in ("P", "P", "D", "D"):
-            instance = await deployment.add("P" if role == "P" else "D")
-            if role == "D":
-                flood.begun[instance.http_address] = set()
-                instance.behaviour = flood.streams
+            await flood.add(role)
         await deployment.ready(prefill=2, decode=2)
         clients = [asyncio.create_task(flood.one_client(client)) for _ in range(STREAMS)]
         try:
@@ -115,35 +114,26 @@ async def tide(dispatch: Dispatch) -> AsyncIterator[Tide]:
 
 async def say_goodbye(flood: Tide, instance: FakeInstance) -> None:
     """As a clean stop does: no more pings, what is under way ends, then the port closes."""
-    leaver = registered(flood, instance)
-    await asyncio.to_thread(flood.deployment.pingers[instance.http_address].stop)
-    await eventually(lambda: leaver not in flood.deployment.everyone())
+    leaver = flood.deployment.known(instance)
+    await flood.deployment.goodbye(instance)
     await eventually(lambda: leaver.in_flight == leaver.load == 0, "what it works on ends")
     await instance.stop()
 
 
-def registered(flood: Tide, instance: FakeInstance) -> Instance:
-    (found,) = (
-        each for each in flood.deployment.everyone() if each.ping.http_address == instance.http_address
-    )
-    return found
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", pytest.param("sequential", marks=pytest.mark.long)])
 async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch: Dispatch) -> None:
     async with tide(dispatch) as flood:
         deployment = flood.deployment
         for role, leavers in (("P", deployment.prefills), ("D", deployment.decodes)):
             first, second = leavers[:2]
-            await flood.add(role)
+            await flood.add_at_work(role)
             await say_goodbye(flood, first)
             await flood.flows()
-            await flood.add(role)
+            await flood.add_at_work(role)
             order = f"{deployment.url}/instances/{second.http_address}/drain"
             async with deployment.client.post(order, headers={"Authorization": f"Bearer {TOKEN}"}) as done:
                 assert done.status == 200
-            drained = registered(flood, second)
+            drained = deployment.known(second)
             await eventually(lambda drained=drained: deployment.proxy.state_of(drained) == "drained")
             await second.stop()
             await flood.flows()
@@ -151,12 +141,11 @@ async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch
     assert len(flood.whole) == flood.sent > 6 * STREAMS
 
 
-@pytest.mark.asyncio
 async def test_of_a_killed_d_only_the_streams_that_it_had_begun_are_lost() -> None:
     async with tide("concurrent") as flood:
         deployment = flood.deployment
-        await flood.add("P")
-        await flood.add("D")
+        await flood.add_at_work("P")
+        await flood.add_at_work("D")
         # A P that dies costs nothing, a D what it was streaming.
         deployment.prefills[0].kill()
         await flood.flows()

@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import aiohttp
 import pytest
-import pytest_asyncio
-from proxy_behaviours import dies, streams
+from proxy_behaviours import dies, streams, streams_at_once
 from proxy_browser import Browser, browsing, found
-from proxy_fakes import Deployment, FakeInstance, serve_and_ping
-from proxy_process import Command, running
-
-from p2pkv.demo.processes import free_ports
-
-pytestmark = pytest.mark.asyncio
+from proxy_fakes import Deployment, FakeInstance
+from proxy_process import Served, served
 
 CHROMIUM = found()
 in_a_browser = pytest.mark.skipif(
@@ -29,52 +23,39 @@ NASTY = "<img src=x onerror=alert(1)>"
 
 @dataclass
 class Watched:
-    """A proxy in a process of its own, with instances in this one, a client, and a browser on its page."""
+    """A proxy, and a browser on its page."""
 
-    command: Command
-    url: str
-    prefills: list[FakeInstance]
-    decodes: list[FakeInstance]
-    client: aiohttp.ClientSession
+    proxy: Served
     browser: Browser
 
+    @property
+    def decodes(self) -> list[FakeInstance]:
+        return self.proxy.decodes
+
     async def post(self, **fields: object) -> aiohttp.ClientResponse:
-        body = {"model": "tiny", "prompt": "hi", **fields}
-        return await self.client.post(f"{self.url}/v1/completions", json=body)
+        return await self.proxy.post(**fields)
 
     async def shows(self, name: str) -> str:
         """The text of one element, by its id."""
         return str(await self.browser.value(f"document.getElementById('{name}').textContent"))
 
     async def until(self, name: str, pattern: str) -> str:
-        return str(
-            await self.browser.waits(
-                f"(document.getElementById('{name}').textContent.match(/{pattern}/) || [])[0]"
-            )
-        )
+        text = f"document.getElementById('{name}').textContent"
+        return str(await self.browser.waits(f"({text}.match(/{pattern}/) || [])[0]"))
 
 
-@pytest_asyncio.fixture(params=[()])
+@pytest.fixture(params=[()])
 async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
     """With one P and two D; the fixture's parameter is more arguments for the proxy."""
-    async with AsyncExitStack() as cleanup:
-        discovery = f"127.0.0.1:{free_ports()}"
-        command = cleanup.enter_context(running("--port", "0", "--discovery", discovery, *request.param))
-        url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
-        instances = [FakeInstance("P"), FakeInstance("D"), FakeInstance("D", models=("tiny", NASTY))]
-        for instance in instances:
-            await serve_and_ping(cleanup, discovery, instance)
-            await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
-        client = await cleanup.enter_async_context(aiohttp.ClientSession())
-        assert CHROMIUM is not None
-        browser = await cleanup.enter_async_context(browsing(CHROMIUM))
-        await browser.open(url)
-        yield Watched(command, url, instances[:1], instances[1:], client, browser)
+    assert CHROMIUM is not None
+    async with served(*request.param) as proxy, browsing(CHROMIUM) as browser:
+        last = await proxy.add("D", models=("tiny", NASTY))
+        await proxy.says(f"{last.http_address} is ready")
+        await browser.open(proxy.url)
+        yield Watched(proxy, browser)
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_but_its_own(
-    lonely: Deployment,
-) -> None:
+async def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing_but_its_own(lonely: Deployment) -> None:
     async with lonely.client.get(f"{lonely.url}/") as response:
         assert (response.status, response.content_type) == (200, "text/html")
         policy, page = response.headers["Content-Security-Policy"], await response.text()
@@ -95,7 +76,7 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
         instance.behaviour = streams(release)
     answers = [await watched.post(stream=True) for _ in range(3)]
     await watched.until("running", "^3$")
-    p, d = watched.prefills[0].http_address, watched.decodes[0].http_address
+    p, d = watched.proxy.prefills[0].http_address, watched.decodes[0].http_address
     assert p in await watched.shows("prefill") and d in await watched.shows("decode")
     assert await watched.browser.waits("document.querySelectorAll('#flow path.busy').length === 2")
     assert p in await watched.shows("flow") and d in await watched.shows("flow")
@@ -113,10 +94,8 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
 @pytest.mark.parametrize("watched", [("--placement", "auto")], indirect=True)
 async def test_the_last_requests_placed_by_cost_are_explained(watched: Watched) -> None:
     await watched.until("state", "serving")
-    release = asyncio.Event()
-    release.set()
     for instance in watched.decodes:
-        instance.behaviour = streams(release)
+        instance.behaviour = streams_at_once
     for _ in range(2):
         await (await watched.post(stream=True)).read()
     await watched.until("placed", r"Placed by cost: \d at one instance, \d at a pair; .*error of [\d,]+ %\.$")
@@ -138,7 +117,7 @@ async def test_failures_and_missing_instances_are_said(watched: Watched) -> None
     await watched.post()
     await watched.until("state", "unavailable")
     assert "No decode instance is ready" in await watched.shows("missing")
-    watched.command.process.kill()
+    watched.proxy.command.process.kill()
     await watched.until("state", "no answer")
     assert "last answer" in await watched.shows("missing")
 

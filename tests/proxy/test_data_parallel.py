@@ -8,7 +8,6 @@ import re
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 from proxy_behaviours import answer_json, never
 from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed, join, ping
@@ -21,8 +20,6 @@ from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.routing_base import Routing
 from support.waiting import eventually
-
-pytestmark = pytest.mark.asyncio
 
 PAIR = re.compile(r"___prefill_addr_(.*:\d+)___decode_addr_(.*:\d+)_[0-9a-f]{32}")
 
@@ -49,7 +46,7 @@ async def add(
     return instance, pingers
 
 
-@pytest_asyncio.fixture(params=["concurrent", "sequential"])
+@pytest.fixture(params=["concurrent", "sequential"])
 async def internal(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
     """P and D with two engines each, all engines of one behind one HTTP address."""
     async with deployed(request.param) as deployment:

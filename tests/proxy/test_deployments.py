@@ -21,8 +21,8 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from environments import Unavailable, environment
-from proxy_behaviours import Seen, answer_json
-from proxy_fakes import called, deployed
+from proxy_behaviours import after, answer_json
+from proxy_fakes import deployed
 
 from p2pkv.config import Options
 from p2pkv.pairing import Address
@@ -87,9 +87,9 @@ def services(file: str = "compose.yaml") -> dict[str, Any]:
 
 def option(command: list[str], name: str) -> str:
     """The value of an option in either spelling, `--name value` or `--name=value`."""
-    for word, after in zip(command, [*command[1:], ""], strict=True):
+    for word, following in zip(command, [*command[1:], ""], strict=True):
         if word.partition("=")[0] == name:
-            return word.partition("=")[2] or after
+            return word.partition("=")[2] or following
     raise AssertionError(f"{name} is not in {command}")
 
 
@@ -200,19 +200,12 @@ async def drained(url: str, address: str) -> asyncio.subprocess.Process:
     )
 
 
-@pytest.mark.asyncio
 async def test_a_pod_that_stops_waits_for_its_requests() -> None:
     async with deployed("concurrent", prefill=1, decode=1, guard=Access("t")) as deployment:
         going_on = asyncio.Event()
-
-        async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
-            await going_on.wait()
-            return await answer_json(request, seen)
-
         leaving = deployment.d
-        leaving.behaviour = slow
-        request = asyncio.create_task(deployment.post())
-        await eventually(lambda: called(leaving))
+        leaving.behaviour = after(going_on, answer_json)
+        request = await deployment.under_way(leaving)
         staying = await deployment.add("D")
         await deployment.ready(1, 2)
         script = await drained(deployment.url, leaving.http_address)
@@ -226,7 +219,6 @@ async def test_a_pod_that_stops_waits_for_its_requests() -> None:
         assert (script.returncode, said) == (0, b"")
 
 
-@pytest.mark.asyncio
 async def test_a_pod_stops_although_the_proxy_does_not_know_it() -> None:
     async with deployed("concurrent", guard=Access("t")) as deployment:
         script = await drained(deployment.url, "10.0.0.9:8000")
@@ -234,7 +226,6 @@ async def test_a_pod_stops_although_the_proxy_does_not_know_it() -> None:
         assert script.returncode == 0 and b"not drained: HTTP Error 404" in said
 
 
-@pytest.mark.asyncio
 async def test_a_pod_waits_although_the_proxy_stumbles() -> None:
     """One answer that fails does not end the wait."""
     asked: list[str] = []
@@ -291,28 +282,20 @@ sys.exit(sorted(made.service_names()) != ["decode", "prefill", "proxy"])
 """
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_the_manifest_is_valid(validators: str) -> None:
-    text = (EXAMPLES / "kubernetes.yaml").read_text()
-    assert told(validators, BY_KUBERNETES, text) == ""
-    for right, wrong in (
-        ("preStop:", "preStopp:"),
-        ("replicas: 2", "replicas: two"),
-        ("selector:", "select:"),
-    ):
-        assert told(validators, BY_KUBERNETES, text.replace(right, wrong)), wrong
+WRONG = {
+    "kubernetes.yaml": {"preStop:": "preStopp:", "replicas: 2": "replicas: two", "selector:": "select:"},
+    "compose.yaml": {"stop_grace_period": "stop_grace", "interval: 5s": "interval: often", "- p2pkv": "- x"},
+}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_the_compose_file_is_valid(validators: str) -> None:
-    # It reads no anchors' merge keys and puts no variables in.
-    text = yaml.safe_dump(services())
-    assert told(validators, BY_COMPOSE, text) == ""
-    for right, wrong in (
-        ("stop_grace_period", "stop_grace"),
-        ("interval: 5s", "interval: often"),
-        ("- p2pkv", "- x"),
-    ):
-        assert right in text and told(validators, BY_COMPOSE, text.replace(right, wrong)), wrong
+@pytest.mark.parametrize("file", WRONG)
+def test_a_file_is_valid_and_would_not_be_with_a_mistake(validators: str, file: str) -> None:
+    text, program = (EXAMPLES / file).read_text(), BY_KUBERNETES
+    if file == "compose.yaml":
+        # It reads no anchors' merge keys and puts no variables in.
+        text, program = yaml.safe_dump(services()), BY_COMPOSE
+    assert told(validators, program, text) == ""
+    for right, wrong in WRONG[file].items():
+        assert right in text and told(validators, program, text.replace(right, wrong)), wrong

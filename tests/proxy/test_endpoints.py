@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_error, answer_json, die, dies, event_stream, never
+from proxy_behaviours import Seen, answer_error, answer_json, die, dies, never, stream_of
 from proxy_fakes import Deployment, deployed, error_of, quiet
 
 from p2pkv.pairing import find_pair
@@ -47,7 +47,6 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
     return {"model": "tiny"} | BODIES[path] | more
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(PAIRED))
 async def test_p_computes_one_token_and_d_answers(either: Deployment, path: str) -> None:
     answer = await either.post(body_of(path, stream=False), path, {"X-Request-Id": "mine"})
@@ -64,7 +63,6 @@ async def test_p_computes_one_token_and_d_answers(either: Deployment, path: str)
     assert "_addr_" not in text and answer.headers["X-Request-Id"] == "mine"
 
 
-@pytest.mark.asyncio
 async def test_responses_carry_the_id_in_their_body(concurrent: Deployment) -> None:
     async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.json_response({"id": seen.body["request_id"], "object": "response"})
@@ -79,7 +77,6 @@ async def test_responses_carry_the_id_in_their_body(concurrent: Deployment) -> N
     assert name.startswith("resp_") and len(name) == len("resp_") + 32
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(SINGLE))
 async def test_one_instance_does_it_all(concurrent: Deployment, path: str) -> None:
     answer = await concurrent.post(body_of(path), path)
@@ -91,7 +88,6 @@ async def test_one_instance_does_it_all(concurrent: Deployment, path: str) -> No
     assert concurrent.proxy.counters.alone == 0, "it does not count in the share for prompts without a P"
 
 
-@pytest.mark.asyncio
 async def test_another_instance_is_asked_if_the_first_fails() -> None:
     async with deployed("concurrent", decode=2) as deployment:
         for instance in deployment.decodes:
@@ -103,7 +99,6 @@ async def test_another_instance_is_asked_if_the_first_fails() -> None:
         assert len(good.requests) == 2 and bad.requests
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(PAIRED | SINGLE))
 async def test_errors_have_openais_form(path: str) -> None:
     async with deployed("concurrent", limits=Limits(alone_share=0.0, retries=0)) as deployment:
@@ -118,8 +113,8 @@ async def test_errors_have_openais_form(path: str) -> None:
         assert answer.status == 400
         await error_of(answer)
         async with deployment.client.get(deployment.url + path) as answer:
-            assert answer.status == 405
-            await error_of(answer)
+            assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+            assert "does not take GET; it takes POST" in (await error_of(answer))["message"]
         deployment.d.behaviour = answer_error(404, "no such model")
         answer = await deployment.post(body_of(path), path)
         assert answer.status == 404
@@ -136,26 +131,13 @@ WORDS = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
     """A D that dies after it is one that has not begun, and another one is asked."""
-
-    async def opens_and_dies(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(OPENINGS[path])
-        die(request)
-        return response
-
-    async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(OPENINGS[path] + WORDS[path])
-        return response
-
     async with deployed("concurrent", prefill=1, decode=2) as deployment:
         for instance in deployment.decodes:
-            instance.behaviour = opens_and_dies
-        deployment.decodes[0].behaviour = answers
+            instance.behaviour = stream_of(OPENINGS[path], die)
+        deployment.decodes[0].behaviour = stream_of(OPENINGS[path] + WORDS[path])
         for _ in range(2):
             answer = await deployment.post(body_of(path, stream=True), path)
             assert answer.status == 200
@@ -163,16 +145,9 @@ async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
         assert deployment.proxy.counters.retried >= 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deployment, path: str) -> None:
-    async def breaks_off(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(OPENINGS[path] + WORDS[path])
-        die(request)
-        return response
-
-    concurrent.d.behaviour = breaks_off
+    concurrent.d.behaviour = stream_of(OPENINGS[path] + WORDS[path], die)
     answer = await concurrent.post(body_of(path, stream=True), path)
     said = await answer.content.read()
     last = said.removeprefix(OPENINGS[path] + WORDS[path])
@@ -183,7 +158,6 @@ async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deplo
     await quiet(concurrent)
 
 
-@pytest.mark.asyncio
 async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: Deployment) -> None:
     concurrent.p.behaviour = never
     function = {"type": "function", "name": "f", "parameters": {}}
@@ -210,7 +184,6 @@ def test_a_first_event_that_fails(path: str) -> None:
     assert is_servers_error(first_content(OPENINGS[path] + error))
 
 
-@pytest.mark.asyncio
 async def test_counts_are_by_endpoint(concurrent: Deployment) -> None:
     for path in sorted(PAIRED | SINGLE):
         assert (await concurrent.post(body_of(path), path)).status == 200

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
@@ -23,15 +21,18 @@ from proxy_behaviours import (
     event_stream,
     never,
     never_a_token,
+    stream_of,
     streams,
     telling,
+    with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, called, deployed, error_of
+from proxy_fakes import Deployment, deployed, error_of, quiet
 
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
+OFF = Limits(alone_share=0)
+"""No D does P's part."""
 
 
 def shows_no_address(deployment: Deployment, text: str) -> bool:
@@ -55,20 +56,13 @@ async def test_ds_error_reaches_the_client_and_cancels_p(concurrent: Deployment,
     await eventually(lambda: all(seen.aborted for seen in concurrent.p.requests))
 
 
-def freeze(deployment: Deployment, instance: FakeInstance) -> None:
-    """From now on it neither pings nor answers /health; its connections stay open."""
-    deployment.pingers[instance.http_address]._interval = 1000.0
-    instance.frozen = True
-
-
 @pytest.mark.parametrize("behaviour", [never, never_a_token])
 async def test_a_d_that_freezes_is_a_502(behaviour: Behaviour) -> None:
     async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
         deployment.d.behaviour = behaviour
-        asked = asyncio.create_task(deployment.post())
-        await eventually(lambda: called(deployment.d))
-        freeze(deployment, deployment.d)
-        (instance,) = deployment.registry.known("D")
+        asked = await deployment.under_way(deployment.d)
+        deployment.freeze(deployment.d)
+        instance = deployment.known(deployment.d)
         response = await asked
         assert response.status == 502
         assert deployment.proxy.clock() - instance.last_seen >= 3.0, "not before its lease is over"
@@ -79,10 +73,9 @@ async def test_a_d_that_freezes_and_wakes_within_its_lease_answers() -> None:
     async with deployed("concurrent", 1, 1, life=1.5) as deployment:
         ready = asyncio.Event()
         deployment.d.behaviour = after(ready, answer_json)
-        asked = asyncio.create_task(deployment.post())
-        await eventually(lambda: called(deployment.d))
-        freeze(deployment, deployment.d)
-        (instance,) = deployment.registry.known("D")
+        asked = await deployment.under_way(deployment.d)
+        deployment.freeze(deployment.d)
+        instance = deployment.known(deployment.d)
         await eventually(lambda: instance.silent(deployment.proxy.clock()))
         probed = deployment.d.healths
         await eventually(lambda: deployment.d.healths > probed + 1, "it is asked, and says nothing")
@@ -95,17 +88,12 @@ async def test_a_d_that_freezes_and_wakes_within_its_lease_answers() -> None:
 async def test_a_silent_d_whose_port_refuses_is_gone_at_once() -> None:
     async with deployed("concurrent", 1, 1, life=1.5) as deployment:
         deployment.d.behaviour = never
-        asked = asyncio.create_task(deployment.post())
-        await eventually(lambda: called(deployment.d))
-        deployment.pingers[deployment.d.http_address]._interval = 1000.0
-        assert deployment.d.runner is not None
-        for site in list(deployment.d.runner.sites):
-            await site.stop()
+        asked = await deployment.under_way(deployment.d)
+        deployment.no_more_pings(deployment.d)
+        deployment.d.refuse()
         response = await asked
-        assert (response.status, (await error_of(response))["message"]) == (
-            502,
-            "The decode instance is gone.",
-        )
+        assert response.status == 502
+        assert (await error_of(response))["message"] == "The decode instance is gone."
 
 
 @pytest.mark.parametrize("behaviour", [dies, answer_error(302, headers={"Location": "http://10.0.0.1:1/"})])
@@ -136,21 +124,11 @@ async def test_a_d_that_is_gone_is_a_502_and_not_chosen_again(either: Deployment
     assert (await either.post()).status == 503
 
 
-@pytest.mark.parametrize("cut", [None, 20])
-async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(either: Deployment, cut: int | None) -> None:
-    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        if cut is not None:
-            await response.write(event(seen, "second")[:cut])
-        await eventually(relayed.is_set)
-        die(request)
-        return response
-
+@pytest.mark.parametrize("cut", [b"", b'data: {"id": "cmpl-'])
+async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(either: Deployment, cut: bytes) -> None:
     relayed = asyncio.Event()
-    either.d.behaviour = breaks
-    response = await either.post({"prompt": "x", "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
+    either.d.behaviour = stream_of("first", cut, relayed, die)
+    response = await either.begin()
     relayed.set()
     *_, last, nothing = (await response.content.read()).split(b"\n\n")
     assert nothing == b""
@@ -171,8 +149,7 @@ async def test_what_was_held_back_when_d_dies_reaches_the_client(either: Deploym
 
     relayed = asyncio.Event()
     either.d.behaviour = breaks
-    response = await either.post({"prompt": "x", "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
+    response = await either.begin()
     relayed.set()
     held, last, nothing = (await response.content.read()).split(b"\n\n")
     assert held == b"data: " + either.d.requests[0].request_id[:8].encode() and nothing == b""
@@ -210,42 +187,30 @@ async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deploym
 # P fails.
 
 
-OFF = Limits(alone_share=0)
-
-
-@pytest_asyncio.fixture
-async def no_alone() -> AsyncIterator[Deployment]:
-    """One P, one D, and a D may not do P's part."""
-    async with deployed("concurrent", 1, 1, limits=OFF) as deployment:
-        yield deployment
-
-
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("ds_part", [never, never_a_token])
 @pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body, answer_error(307)])
-async def test_ps_failure_cancels_d_and_without_d_alone_becomes_a_502(
-    no_alone: Deployment, failure: Behaviour, ds_part: Behaviour
+async def test_ps_failure_cancels_d_which_is_asked_without_it_or_it_is_a_502(
+    failure: Behaviour, ds_part: Behaviour, alone: bool
 ) -> None:
-    concurrent, d_called = no_alone, asyncio.Event()
-    concurrent.d.behaviour = telling(d_called, ds_part)
-    concurrent.p.behaviour = after(d_called, failure)
-    response = await concurrent.post({"prompt": "x", "stream": ds_part is never_a_token})
-    assert response.status == 502
-    error = await error_of(response)
-    assert error["message"].startswith("The prefill instance")
-    assert error["type"] == "bad_gateway_error"
-    assert shows_no_address(concurrent, await response.text())
-    await eventually(lambda: concurrent.d.requests[0].aborted)
-    (instance,) = concurrent.registry.known("D")
-    await eventually(lambda: instance.in_flight == 0)
-
-
-@pytest.mark.parametrize("status", [400, 401, 404])
-async def test_ps_4xx_that_d_agrees_with_is_the_clients(either: Deployment, status: int) -> None:
-    either.p.behaviour = either.d.behaviour = answer_error(status, "too long")
-    response = await either.post()
-    assert response.status == status
-    assert (await error_of(response))["message"].startswith("too long")
-    assert shows_no_address(either, await response.text())
+    d_called = asyncio.Event()
+    async with deployed("concurrent", 1, 1, limits=Limits() if alone else OFF) as deployment:
+        deployment.d.behaviour = with_a_p(telling(d_called, ds_part))
+        deployment.p.behaviour = after(d_called, failure)
+        response = await deployment.post({"prompt": "x", "stream": ds_part is never_a_token})
+        if alone:
+            assert response.status == 200 and (await response.json())["choices"] == [{"text": "hello"}]
+        else:
+            assert response.status == 502
+            error = await error_of(response)
+            assert error["message"].startswith("The prefill instance")
+            assert error["type"] == "bad_gateway_error"
+            assert shows_no_address(deployment, await response.text())
+        await eventually(lambda: deployment.d.requests[0].aborted)
+        assert ["_addr_" in seen.request_id for seen in deployment.d.requests] == [True, False][: 1 + alone]
+        assert (deployment.proxy.counters.alone, deployment.proxy.counters.retried) == (alone, 0)
+        assert deployment.known(deployment.d).breaker.closed
+        await quiet(deployment)
 
 
 @pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body])
@@ -262,10 +227,9 @@ async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deplo
     p_fails, release = asyncio.Event(), asyncio.Event()
     concurrent.d.behaviour = streams(release)
     concurrent.p.behaviour = after(p_fails, dies)
-    response = await concurrent.post({"prompt": "x", "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
+    response = await concurrent.begin()
     p_fails.set()
-    (instance,) = concurrent.registry.known("P")
+    instance = concurrent.known(concurrent.p)
     await eventually(lambda: instance.in_flight == 0)
     release.set()
     assert b"second" in await response.content.read()
@@ -276,11 +240,10 @@ async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment
         p_fails = asyncio.Event()
         concurrent.d.behaviour = streams(asyncio.Event())
         concurrent.p.behaviour = after(p_fails, dies)
-        response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
-        assert b"first" in await response.content.readuntil(b"\n\n")
+        response = await concurrent.begin(prompt=["x", "y"])
         p_fails.set()
         error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
         assert error["message"].startswith("The prefill instance failed")
         await eventually(lambda: concurrent.d.requests[-1].aborted)
-    (p,), (d,) = concurrent.registry.known("P"), concurrent.registry.known("D")
+    p, d = concurrent.known(concurrent.p), concurrent.known(concurrent.d)
     assert (p.breaker.closed, d.breaker.closed) == (False, True), "it is P that fails"

@@ -7,9 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from aiohttp import web
-from proxy_behaviours import Behaviour, Seen, answer_json, event_stream
-from proxy_fakes import Deployment, deployed, quiet
+from proxy_behaviours import DONE, Behaviour, answer_json, stream_of
+from proxy_fakes import Deployment, asked, deployed, quiet, take_turns
 
 from p2pkv_proxy.upstream import first_content, is_servers_error
 
@@ -28,7 +27,6 @@ def chunk(**choice: Any) -> bytes:
 ROLE = chunk(delta={"role": "assistant", "content": ""})
 TOKEN = chunk(delta={"content": "hi"})
 ABORT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n'
-DONE = b"data: [DONE]\n\n"
 
 
 def error(code: int, message: str = "Internal server error") -> bytes:
@@ -36,37 +34,22 @@ def error(code: int, message: str = "Internal server error") -> bytes:
 
 
 def streams(*events: bytes) -> Behaviour:
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        for event in events:
-            await response.write(event)
-            await asyncio.sleep(0.01)
-        return response
-
-    return behaviour
+    return stream_of(*(step for each in events for step in (each, lambda _: asyncio.sleep(0.01))))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "events",
     [(error(500), DONE), (ROLE, error(500), DONE), (ROLE, ABORT, DONE), (ROLE,), (ROLE[:20], ROLE[20:])],
 )
 async def test_another_d_is_asked(events: tuple[bytes, ...]) -> None:
     async with deployed("concurrent", prefill=1, decode=2) as deployment:
-
-        async def first(request: web.Request, seen: Seen) -> web.StreamResponse:
-            asked = sum(len(each.requests) for each in deployment.decodes)
-            return await (streams(*events) if asked == 1 else streams(ROLE, TOKEN, DONE))(request, seen)
-
-        for each in deployment.decodes:
-            each.behaviour = first
+        take_turns(deployment.decodes, streams(*events), streams(ROLE, TOKEN, DONE))
         response = await deployment.post(STREAM, CHAT)
         assert (response.status, await response.read()) == (200, ROLE + TOKEN + DONE)
-        assert [len(each.requests) for each in deployment.decodes] == [1, 1]
+        assert asked(deployment.decodes) == [1, 1]
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
     either.d.behaviour = streams(ROLE, error(500), DONE)
     response = await either.post(STREAM, CHAT)
@@ -81,7 +64,6 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("events", [(error(400), DONE), (ROLE, TOKEN, error(500), DONE)])
 async def test_anything_else_reaches_the_client_as_it_is(
     either: Deployment, events: tuple[bytes, ...]

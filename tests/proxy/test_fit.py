@@ -22,7 +22,7 @@ NEW = "protocol=2, weights=aa, link=host"
 OTHER_LINK = "protocol=1, weights=aa, link=nccl 2.27.3"
 
 
-def fleet(registry: Registry, p: list[str], d: list[str]) -> tuple[list[Instance], list[Instance]]:
+def pools(registry: Registry, p: list[str], d: list[str]) -> tuple[list[Instance], list[Instance]]:
     """A P and a D for each of these fingerprints."""
     return (
         [join(registry, ping("P", 10 + number, fit=fit, model="m")) for number, fit in enumerate(p)],
@@ -37,7 +37,7 @@ def pair(choice: Choice) -> tuple[str, str]:
 
 def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
     registry = Registry()
-    fleet(registry, [OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
+    pools(registry, [OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
     router = Router(registry)
     pairs = {pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(20)}
     assert pairs == {(OLD, OLD), (NEW, NEW)}
@@ -45,7 +45,7 @@ def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
 
 def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
     registry = Registry()
-    _, (old, new) = fleet(registry, [OLD, NEW], [OLD, NEW])
+    _, (old, new) = pools(registry, [OLD, NEW], [OLD, NEW])
     router = Router(registry, room=1)
     old.take_place(alone=False)
     assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
@@ -56,7 +56,7 @@ def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
 
 def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
     registry = Registry()
-    (old, new), _ = fleet(registry, [OLD, NEW], [OLD, NEW])
+    (old, new), _ = pools(registry, [OLD, NEW], [OLD, NEW])
     router = Router(registry)
     assert pair(router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old}))) == (
         NEW,
@@ -69,7 +69,7 @@ def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
 @pytest.mark.parametrize("alone", [0, 1])
 def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> None:
     registry = Registry()
-    fleet(registry, [OLD, OLD], [OTHER_LINK])
+    pools(registry, [OLD, OLD], [OTHER_LINK])
     router = Router(registry, alone=alone)
     if alone:
         choice = router.choose(RoutingRequest("m"), 0.0)
@@ -107,7 +107,7 @@ def test_instances_of_another_model_are_no_misfits() -> None:
 
 def test_the_words_are_those_of_the_nearest() -> None:
     registry = Registry()
-    (p,), _ = fleet(registry, [OLD], [NEW.replace("aa", "bb"), OTHER_LINK])
+    (p,), _ = pools(registry, [OLD], [NEW.replace("aa", "bb"), OTHER_LINK])
     assert registry.misfits()[p] == ("link",)
 
 
@@ -129,7 +129,7 @@ def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     registry, looks = Registry(), 0
-    fleet(registry, [OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15)
+    pools(registry, [OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15)
 
     def counted(one: Instance, other: Instance) -> tuple[str, ...]:
         nonlocal looks
@@ -147,7 +147,7 @@ def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
 def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     registry = Registry()
-    fleet(registry, [OLD, NEW], [OLD])
+    pools(registry, [OLD, NEW], [OLD])
     registry.expire(0.0)
     registry.expire(1.0)
     said = [each.getMessage() for each in caplog.records if "fits no" in each.getMessage()]
@@ -167,28 +167,21 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
 # Over real pings.
 
 
-def partner(deployment: Deployment, request_id: str) -> FakeInstance | None:
-    """The P that a request id names."""
-    return next((p for p in deployment.prefills if f"_addr_{p.zmq_address}_" in request_id), None)
-
-
 def judging(deployment: Deployment, decode: FakeInstance) -> None:
     """A D that fails, as a real one would for want of KV, if it is paired with a P that does not fit it."""
 
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        p = partner(deployment, seen.request_id)
-        paired_wrongly = "_addr_" in seen.request_id and (p is None or p.fit != decode.fit)
-        return await (answer_error(500) if paired_wrongly else answer_json)(request, seen)
+        fits = {f"_addr_{p.zmq_address}_" for p in deployment.prefills if p.fit == decode.fit}
+        wrong = "_addr_" in seen.request_id and not any(each in seen.request_id for each in fits)
+        return await (answer_error(500) if wrong else answer_json)(request, seen)
 
     decode.behaviour = behaviour
 
 
 async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
     """The old one says goodbye, ends what it has and stops; a new one joins."""
-    known = deployment.registry.known
-    leaver = next(each for each in known(old.role) if each.ping == old.ping)
-    deployment.pingers[old.http_address].stop()
-    await eventually(lambda: leaver not in known(old.role), "the goodbye")
+    leaver = deployment.known(old)
+    await deployment.goodbye(old)
     await eventually(lambda: leaver.load == 0, "the end of its last requests")
     await old.stop()
     new = await deployment.add(old.role, fit=fit)
@@ -197,7 +190,6 @@ async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
     await eventually(lambda: new.http_address in deployment.routable(new.role), "the new instance")
 
 
-@pytest.mark.asyncio
 async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_not_fit() -> None:
     async with deployed("concurrent") as deployment:
         before = [await deployment.add(role, fit=OLD) for role in ("P", "D", "P", "D")]  # type: ignore[arg-type]
@@ -227,7 +219,6 @@ async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_no
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
     async with deployed("concurrent", limits=Limits(alone_share=0)) as deployment:
         await deployment.add("P", fit=OLD)
@@ -239,24 +230,10 @@ async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
             "No prefill instance that is ready fits a decode instance for this model: they differ in link. "
             "Try again in a few seconds."
         )
-        async with deployment.client.get(f"{deployment.url}/health") as health:
-            report = await health.json()
-        assert (health.status, report["status"]) == (503, "unavailable")
+        status, report = await deployment.get("/health")
+        assert (status, report["status"]) == (503, "unavailable")
         assert report["missing"] == [
             "1 decode instance fits no prefill instance: they differ in link.",
             "1 prefill instance fits no decode instance: they differ in link.",
         ]
         assert deployment.p.requests == deployment.d.requests == []
-
-
-@pytest.mark.asyncio
-async def test_where_nobody_fits_d_answers_alone_if_it_may() -> None:
-    async with deployed("concurrent") as deployment:
-        await deployment.add("P", fit=OLD)
-        await deployment.add("D", fit=NEW)
-        await deployment.ready(prefill=1, decode=1)
-        assert (await deployment.post()).status == 200
-        assert ["_addr_" in seen.request_id for seen in deployment.d.requests] == [False]
-        assert deployment.p.requests == []
-        async with deployment.client.get(f"{deployment.url}/health") as health:
-            assert (health.status, (await health.json())["status"]) == (200, "degraded")

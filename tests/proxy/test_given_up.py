@@ -20,8 +20,9 @@ from proxy_behaviours import (
     given_up,
     stops,
     stops_before_a_token,
+    stream_of,
 )
-from proxy_fakes import Deployment, deployed, quiet
+from proxy_fakes import Deployment, asked, deployed, quiet, take_turns
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.attempt import Dispatch
@@ -36,7 +37,6 @@ ABORT = b'"finish_reason":"abort"'
 MESSAGE = "The decode instance was stopped before its answer was complete."
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_with_nobody_else_it_is_a_502(either: Deployment, streamed: bool) -> None:
     either.d.behaviour = stops_before_a_token if streamed else stops
@@ -47,16 +47,9 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment, streamed: bool) 
 
 
 def ends_at_once(*events: bytes) -> Behaviour:
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        for each in (*events, b"[DONE]"):
-            await response.write(b"data: " + each + b"\n\n")
-        return response
-
-    return behaviour
+    return stream_of(*(b"data: " + each + b"\n\n" for each in (*events, b"[DONE]")))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     "events",
@@ -89,7 +82,6 @@ def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     return waits
 
 
-@pytest.mark.asyncio
 async def test_of_a_p_it_is_ds_affair(concurrent: Deployment) -> None:
     concurrent.p.behaviour, concurrent.d.behaviour = stops, after_p(concurrent, answer_json)
     response = await concurrent.post()
@@ -97,7 +89,6 @@ async def test_of_a_p_it_is_ds_affair(concurrent: Deployment) -> None:
     await quiet(concurrent)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("alone", [True, False])
 async def test_where_d_is_not_asked_yet_it_is_ps_failure(alone: bool) -> None:
     async with deployed("sequential", 1, 1, limits=Limits(alone_share=0.25 if alone else 0)) as sequential:
@@ -112,30 +103,22 @@ async def test_where_d_is_not_asked_yet_it_is_ps_failure(alone: bool) -> None:
         await quiet(sequential)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_another_p_is_asked_and_d_has_not_failed(dispatch: Dispatch) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
 
-        async def ps(request: web.Request, seen: Seen) -> web.StreamResponse:
-            return await (stops if asked() == 1 else answer_json)(request, seen)
-
         async def ds(request: web.Request, seen: Seen) -> web.StreamResponse:
-            return await (answer_error(500) if asked() == 1 else answer_json)(request, seen)
+            first = sum(asked(deployment.prefills)) == 1
+            return await (answer_error(500) if first else answer_json)(request, seen)
 
-        def asked() -> int:
-            return sum(len(each.requests) for each in deployment.prefills)
-
-        for each in deployment.prefills:
-            each.behaviour = ps
+        take_turns(deployment.prefills, stops, answer_json)
         deployment.d.behaviour = after_p(deployment, ds)
         assert (await deployment.post()).status == 200
-        assert sorted(len(each.requests) for each in deployment.prefills) == [1, 1]
+        assert asked(deployment.prefills) == [1, 1]
         assert len(deployment.d.requests) == (2 if dispatch == "concurrent" else 1)
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("cut", [None, 1, 30, 60])
 async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int | None) -> None:
     """The tokens that there were arrive, the end that is none does not."""
@@ -152,8 +135,7 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
 
     relayed = asyncio.Event()
     either.d.behaviour = behaviour
-    response = await either.post(STREAM)
-    assert b"first" in await response.content.readuntil(b"\n\n")
+    response = await either.begin()
     relayed.set()
     rest = await response.content.read()
     assert ABORT not in rest and b"[DONE]" not in rest
@@ -163,7 +145,6 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_model_may_write_about_it(either: Deployment, streamed: bool) -> None:
     text = ABORT.decode()
@@ -298,22 +279,12 @@ def test_the_event_that_gives_up_is_found_however_the_bytes_are_cut(path: str, e
     whole = before + end
     assert fed(path, [whole]) == (before, True)
     assert fed(path, [before, end]) == (before, True)
-    for cut in range(len(whole)):
-        passed, given_up = fed(path, [whole[:cut], whole[cut:]])
+    cuts = [[whole[:cut], whole[cut:]] for cut in range(len(whole))]
+    for chunks in (*cuts, [bytes([each]) for each in whole]):
+        passed, given_up = fed(path, chunks)
         assert given_up
         assert passed.startswith(before), "what came before it arrives"
         assert whole.startswith(passed) and len(passed) < len(before + as_events(path, event))
-
-
-@pytest.mark.parametrize(("path", "event"), GIVEN_UP_EVENTS)
-def test_byte_by_byte(path: str, event: Any) -> None:
-    before, end = (
-        as_events(path, *(each for where, each in OTHER_EVENTS if where == path)),
-        as_events(path, event),
-    )
-    passed, given_up = fed(path, [bytes([each]) for each in before + end])
-    assert given_up
-    assert passed.startswith(before) and len(passed) < len(before + end)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES, "/v1/embeddings"])
@@ -356,13 +327,9 @@ def test_in_a_json_that_is_too_long_to_be_held_it_is_found_too() -> None:
 
 def says(path: str, body: Any, *, streamed: bool) -> Behaviour:
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        if not streamed:
-            return web.Response(body=json.dumps(body, **COMPACT).encode(), content_type="application/json")
-        response = await event_stream(request)
-        await response.write(as_events(path, body))
-        return response
+        return web.Response(body=json.dumps(body, **COMPACT).encode(), content_type="application/json")
 
-    return behaviour
+    return stream_of(as_events(path, body)) if streamed else behaviour
 
 
 WHOLE = [(path, body, False) for path, body in COMPLETE if path in PAIRED and isinstance(body, dict)]
@@ -373,7 +340,6 @@ EVENTS = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body", "streamed"), WHOLE + EVENTS)
 async def test_an_answer_that_repeats_its_request_pauses_no_instance(
     either: Deployment, path: str, body: Any, streamed: bool
@@ -392,7 +358,6 @@ async def test_an_answer_that_repeats_its_request_pauses_no_instance(
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "streamed"),
     [(*each, False) for each in GIVEN_UP] + [(*each, True) for each in GIVEN_UP_EVENTS],
@@ -403,23 +368,16 @@ async def test_what_d_gives_up_is_asked_of_another(path: str, body: Any, streame
         deployment.p.behaviour = says(
             path, next(each for where, each in COMPLETE if where == path), streamed=False
         )
-
-        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-            first = sum(len(each.requests) for each in deployment.decodes) == 1
-            return await says(path, body if first else good, streamed=streamed)(request, seen)
-
-        for each in deployment.decodes:
-            each.behaviour = behaviour
+        take_turns(deployment.decodes, *(says(path, each, streamed=streamed) for each in (body, good)))
         response = await deployment.post({"model": "tiny", "stream": streamed}, path)
         assert response.status == 200
         assert await response.read() == (
             as_events(path, good) if streamed else json.dumps(good, **COMPACT).encode()
         )
-        assert [len(each.requests) for each in deployment.decodes] == [1, 1]
+        assert asked(deployment.decodes) == [1, 1]
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body"), GIVEN_UP)
 async def test_what_p_gives_up_is_ps_failure(path: str, body: Any) -> None:
     async with deployed("sequential", 2, 1) as deployment:

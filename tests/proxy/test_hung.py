@@ -13,41 +13,27 @@ from proxy_behaviours import (
     Seen,
     after,
     answer_json,
-    event,
-    event_stream,
     never,
     never_a_token,
+    stream_of,
     streams,
     telling,
 )
-from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet
-from test_alone import known, paired
+from proxy_fakes import FakeInstance, deployed, error_of, outcomes, quiet, take_turns
+from test_alone import paired
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 LEASE: dict[str, Any] = {"life": 0.5, "lease": 1.0}
 STREAM = {"prompt": "x", "stream": True}
-
-
-def no_more_pings(deployment: Deployment, instance: FakeInstance) -> None:
-    """Its /health is answered as before, as by vLLM's API server while the engine core stands still."""
-    deployment.pingers[instance.http_address]._interval = 1000.0
 
 
 def one_hangs(instances: list[FakeInstance], hangs: Behaviour) -> asyncio.Event:
     """Of these the first that is asked never begins; the event says that it was asked."""
     first = asyncio.Event()
-
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        mine = sum(len(each.requests) for each in instances) == 1
-        return await (telling(first, hangs) if mine else answer_json)(request, seen)
-
-    for each in instances:
-        each.behaviour = behaviour
+    take_turns(instances, telling(first, hangs), answer_json)
     return first
 
 
@@ -64,8 +50,8 @@ async def test_of_a_d_that_hangs_another_one_answers(dispatch: Dispatch, hangs: 
         asking = asyncio.create_task(deployment.post(STREAM if hangs is never_a_token else None))
         await first.wait()
         hung = the_asked(deployment.decodes)
-        instance = known(deployment, hung)
-        no_more_pings(deployment, hung)
+        instance = deployment.known(hung)
+        deployment.no_more_pings(hung)
         response = await asking
         assert response.status == 200
         assert deployment.proxy.clock() - instance.last_seen >= 1.0, "not before its lease is over"
@@ -81,7 +67,7 @@ async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> Non
         asking = [asyncio.create_task(deployment.post()) for _ in range(32)]
         await eventually(lambda: sum(len(each.requests) for each in deployment.decodes) == 32)
         assert len(hung.requests) > 12, "more than the budget has for so few requests"
-        no_more_pings(deployment, hung)
+        deployment.no_more_pings(hung)
         assert {(await each).status for each in asking} == {200}
         assert deployment.proxy.counters.retries_refused == 0
         await quiet(deployment)
@@ -93,12 +79,11 @@ async def test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go(
     async with deployed("concurrent", prefill=1, decode=1, **LEASE) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)
-        begun = await deployment.post(STREAM)
-        assert b"first" in await begun.content.readuntil(b"\n\n")
+        begun = await deployment.begin()
         deployment.d.behaviour = after(release, answer_json)
         waiting = asyncio.create_task(deployment.post())
         await eventually(lambda: len(deployment.d.requests) == 2)
-        no_more_pings(deployment, deployment.d)
+        deployment.no_more_pings(deployment.d)
         await eventually(lambda: "its engine may hang" in caplog.text)
         # Another D comes: what has begun stays all the same.
         await deployment.add("D")
@@ -118,8 +103,8 @@ async def test_a_lost_ping_or_two_move_nothing() -> None:
         asking = asyncio.create_task(deployment.post())
         await eventually(lambda: any(each.requests for each in deployment.decodes))
         hung = the_asked(deployment.decodes)
-        instance = known(deployment, hung)
-        no_more_pings(deployment, hung)
+        instance = deployment.known(hung)
+        deployment.no_more_pings(hung)
         await eventually(lambda: instance.silent(deployment.proxy.clock()))
         probed = hung.healths
         await eventually(lambda: hung.healths > probed + 1)
@@ -134,7 +119,7 @@ async def test_sequential_a_hung_p_leaves_the_request_to_others(others: int) -> 
         first = one_hangs(deployment.prefills, never)
         asking = asyncio.create_task(deployment.post())
         await first.wait()
-        no_more_pings(deployment, the_asked(deployment.prefills))
+        deployment.no_more_pings(the_asked(deployment.prefills))
         assert (await asking).status == 200
         assert paired(deployment.d) == [bool(others)]
         await quiet(deployment)
@@ -150,8 +135,8 @@ async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.Monkey
         asking = asyncio.create_task(deployment.post())
         await first.wait()
         hung = the_asked(deployment.prefills)
-        instance = known(deployment, hung)
-        no_more_pings(deployment, hung)
+        instance = deployment.known(hung)
+        deployment.no_more_pings(hung)
         await eventually(lambda: deployment.registry.overdue(instance, deployment.proxy.clock()))
         probed = hung.healths
         await eventually(lambda: hung.healths > probed + 1)
@@ -194,9 +179,9 @@ async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> No
         the_first = the_asked(deployment.prefills)
         deployment.d.behaviour = d
         assert (await asking).status == 200
-        p, d_known = known(deployment, the_first), known(deployment, deployment.d)
-        assert [good for _, good in p.breaker._outcomes] == [False]
-        assert all(good for _, good in d_known.breaker._outcomes)
+        p, d_known = deployment.known(the_first), deployment.known(deployment.d)
+        assert outcomes(p) == [False]
+        assert all(outcomes(d_known))
         await quiet(deployment)
 
 
@@ -205,8 +190,7 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
     async with deployed("concurrent", 1, 1, limits=Limits(first_token_seconds=0.2)) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = after(release, answer_json)
-        asking = asyncio.create_task(deployment.post())
-        await eventually(lambda: bool(deployment.d.requests))
+        asking = await deployment.under_way(deployment.d)
         (active,) = deployment.proxy.active._open
         assert active.attempt is not None
         deadline, loop = active.attempt._began + 0.4, asyncio.get_running_loop()
@@ -223,8 +207,7 @@ async def test_a_stream_without_more_events_ends_with_an_error() -> None:
         assert b"first" in first and nothing == b""
         error = json.loads(last.removeprefix(b"data: "))["error"]
         assert (error["code"], error["message"]) == (504, "The decode instance has sent nothing for 0.3 s.")
-        (d,) = deployment.registry.known("D")
-        assert [good for _, good in d.breaker._outcomes] == [True, False]
+        assert outcomes(deployment.known(deployment.d)) == [True, False]
         await eventually(lambda: deployment.d.requests[0].aborted)
         await quiet(deployment)
 
@@ -232,14 +215,7 @@ async def test_a_stream_without_more_events_ends_with_an_error() -> None:
 async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
     """While nothing can be passed on, nothing is read of D either."""
     async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
-
-        async def much(request: web.Request, seen: Seen) -> web.StreamResponse:
-            response = await event_stream(request)
-            for _ in range(200):
-                await response.write(event(seen, "x" * 100_000))
-            return response
-
-        deployment.d.behaviour = much
+        deployment.d.behaviour = stream_of(*["x" * 100_000] * 200)
         response = await deployment.post(STREAM)
         (active,) = deployment.proxy.active._open
         assert active.attempt is not None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from proxy_behaviours import after, never, streams
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet
 
@@ -17,13 +15,11 @@ from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 TOKEN = "a token of the tests"
 SHOWN = {"Authorization": f"Bearer {TOKEN}"}
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def guarded() -> AsyncIterator[Deployment]:
     """Two P and two D behind a proxy with an admin token."""
     async with deployed("concurrent", prefill=2, decode=2, guard=Access(TOKEN)) as deployment:
@@ -41,19 +37,14 @@ async def drained(deployment: Deployment, instance: FakeInstance) -> None:
     assert (await order(deployment, instance, "drain")).status == 200
 
 
-async def states(deployment: Deployment, headers: dict[str, str] | None = None) -> dict[str, str]:
-    async with deployment.client.get(f"{deployment.url}/instances", headers=headers) as response:
-        assert response.status == 200
-        return {each["address"]: each["state"] for each in (await response.json())["instances"]}
-
-
-async def get(deployment: Deployment, path: str, **headers: str) -> tuple[int, dict[str, Any]]:
-    async with deployment.client.get(deployment.url + path, headers=headers) as response:
-        return response.status, await response.json()
+async def states(deployment: Deployment) -> dict[str, str]:
+    status, page = await deployment.get("/instances")
+    assert status == 200
+    return {each["address"]: each["state"] for each in page["instances"]}
 
 
 async def test_the_list_says_who_is_there_and_no_zmq_address(guarded: Deployment) -> None:
-    status, listing = await get(guarded, "/instances")
+    status, listing = await guarded.get("/instances")
     assert status == 200
     p = next(each for each in listing["instances"] if each["address"] == guarded.p.http_address)
     assert (p["role"], p["state"], p["models"], p["running"], p["rank"]) == (
@@ -79,16 +70,13 @@ async def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new(
     release = asyncio.Event()
     for instance in guarded.decodes:
         instance.behaviour = streams(release)
-    body = {"model": "tiny", "prompt": "x", "stream": True}
-    answers = [await guarded.post(body) for _ in range(4)]
-    for answer in answers:
-        await answer.content.readuntil(b"\n\n")
+    answers = [await guarded.begin() for _ in range(4)]
     leaver, stayer = guarded.prefills if role == "P" else guarded.decodes
     assert len(leaver.requests) == len(stayer.requests) == 2
     await drained(guarded, leaver)
     if role == "D":
         assert (await states(guarded))[leaver.http_address] == "draining"
-    answers += [await guarded.post(body) for _ in range(4)]
+    answers += [await guarded.post({"prompt": "x", "stream": True}) for _ in range(4)]
     assert (len(leaver.requests), len(stayer.requests)) == (2, 6)
     release.set()
     for answer in answers:
@@ -128,7 +116,7 @@ async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_the
         answer = await deployment.post()
         assert answer.status == 503
         assert "of 1 registered, 1 drained" in (await error_of(answer))["message"]
-        assert (await get(deployment, "/ready"))[0] == 503
+        assert (await deployment.get("/ready"))[0] == 503
         await order(deployment, deployment.d, "resume")
         assert (await deployment.post()).status == 200
 
@@ -176,12 +164,12 @@ async def test_a_private_proxy_shows_instances_to_operators_only() -> None:
     guard = Access(TOKEN, private=True)
     async with deployed("concurrent", prefill=1, decode=1, guard=guard) as deployment:
         for path in ("/instances", "/status", "/metrics"):
-            status, error = await get(deployment, path)
+            status, error = await deployment.get(path)
             assert status == 401 and "admin token" in error["error"]["message"]
             async with deployment.client.get(deployment.url + path, headers=SHOWN) as response:
                 assert response.status == 200
         for path in ("/health", "/ready"):
-            assert (await get(deployment, path))[0] == 200
+            assert (await deployment.get(path))[0] == 200
         assert (await deployment.post()).status == 200
 
 
@@ -201,15 +189,15 @@ async def test_ready_says_whether_and_what_it_takes() -> None:
         (0.0, "a prefill and a decode instance", 503),
     ):
         async with deployed("concurrent", limits=Limits(alone_share=share)) as deployment:
-            status, answer = await get(deployment, "/ready")
+            status, answer = await deployment.get("/ready")
             assert (status, answer["ready"], answer["needs"]) == (503, False, needs)
             assert len(answer["missing"]) == 2
             await deployment.add("D")
             await deployment.ready(0, 1)
-            assert (await get(deployment, "/ready"))[0] == alone
+            assert (await deployment.get("/ready"))[0] == alone
             await deployment.add("P")
             await deployment.ready(1, 1)
-            assert await get(deployment, "/ready") == (
+            assert await deployment.get("/ready") == (
                 200,
                 {"ready": True, "needs": needs, "prefill": 1, "decode": 1, "missing": []},
             )
@@ -235,9 +223,8 @@ async def test_the_status_says_who_pushes_to_whom(guarded: Deployment) -> None:
     release = asyncio.Event()
     for instance in guarded.decodes:
         instance.behaviour = streams(release)
-    answer = await guarded.post({"prompt": "x", "stream": True})
-    await answer.content.readuntil(b"\n\n")
-    _, now = await get(guarded, "/status")
+    answer = await guarded.begin()
+    _, now = await guarded.get("/status")
     (pair,) = now["pairs"]
     p = next(each for each in guarded.prefills if each.requests)
     d = next(each for each in guarded.decodes if each.requests)
@@ -247,7 +234,7 @@ async def test_the_status_says_who_pushes_to_whom(guarded: Deployment) -> None:
     release.set()
     await answer.content.read()
     await quiet(guarded)
-    _, now = await get(guarded, "/status")
+    _, now = await guarded.get("/status")
     assert now["pairs"][0]["running"] == 0
     assert now["outcomes"]["answered"] == 1
     assert now["stream_events"] == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from proxy_fakes import join, ping
+from proxy_fakes import Line, fleet, ping
 
 from p2pkv.control.discovery import Ping, goodbye
 from p2pkv_proxy.membership import registry as registry_module
@@ -18,21 +18,6 @@ from p2pkv_proxy.routing_base import RoutingRequest
 LIFE, LEASE = 10.0, 30.0
 
 
-class Source:
-    """A connection that can be closed."""
-
-    member = False
-
-    def __init__(self) -> None:
-        self.open = True
-
-    def stands(self) -> bool:
-        return self.open
-
-    def answer(self, frame: bytes) -> bool:
-        return True
-
-
 class TwoRouters:
     """A few instances to which things happen, and two routers: one keeps what it can, one is always new."""
 
@@ -41,7 +26,7 @@ class TwoRouters:
         self.registry = Registry(LIFE, lease=LEASE)
         self.kept = Router(self.registry, room=3, alone=2)
         self.now = 0.0
-        self.sources: dict[Ping, Source] = {}
+        self.sources: dict[Ping, Line] = {}
         pings = [
             ping(role, 10 + number, model=model, incarnation="first")
             for role in ("P", "D")
@@ -54,9 +39,8 @@ class TwoRouters:
     def ping(self, message: Ping) -> None:
         source = self.sources.get(message)
         if source is None or not source.open:
-            source = self.sources[message] = Source()
-        found = self.registry.observe(message, self.now, source)
-        if found is not None:
+            source = self.sources[message] = Line()
+        if (found := self.registry.observe(message, self.now, source)) is not None:
             found.healthy = True
 
     def step(self) -> None:
@@ -119,10 +103,7 @@ def test_what_is_kept_is_what_is_true(seed: int) -> None:
 
 
 def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry(LIFE, lease=LEASE)
-    for number in range(50):
-        join(registry, ping("P", 10 + number)), join(registry, ping("D", 100 + number))
-    router, looked = Router(registry), 0
+    (router, _), looked = fleet(*"PD" * 50, registry=Registry(LIFE, lease=LEASE)), 0
     candidates = Registry.candidates
 
     def counted(self: Registry) -> Any:
@@ -139,9 +120,7 @@ def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest
 
 
 def test_a_request_that_waits_for_no_model_makes_no_entry() -> None:
-    registry = Registry()
-    join(registry, ping("P", 1)), join(registry, ping("D", 2))
-    router = Router(registry)
+    router, _ = fleet("P", "D")
     for number in range(100):
         router.able(f"unknown {number}", 0.0, mode=PrefillMode.WANTED)
     assert router._last is not None and len(router._last._fleets) <= 1
@@ -149,9 +128,7 @@ def test_a_request_that_waits_for_no_model_makes_no_entry() -> None:
 
 def test_an_unknown_name_where_all_serve_the_same_costs_nothing_anew() -> None:
     """It may be an adapter that was loaded since."""
-    registry = Registry()
-    join(registry, ping("P", 1, model="m")), join(registry, ping("D", 2, model="m"))
-    router = Router(registry)
+    router, _ = fleet(("P", {"model": "m"}), ("D", {"model": "m"}))
     router.able(None, 0.0, mode=PrefillMode.WANTED)
     assert router._last is not None
     known = dict(router._last._fleets)

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-from proxy_behaviours import Seen, answer_error, answer_json, event, event_stream
+from proxy_behaviours import answer_error, answer_json, stream_of
+from proxy_draws import json_values
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet
 
 from p2pkv_proxy import bodies
@@ -136,16 +137,8 @@ def counted(value: Any) -> int:
     return isinstance(value, str)
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-5, 10**6)
-    | st.floats(allow_nan=False)
-    | st.text('a",{[\\ä', max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=6) | st.dictionaries(st.text('k"\\,', max_size=4), inner, max_size=4)
-    ),
-    max_leaves=30,
+JSON = json_values(
+    st.text('a",{[\\ä', max_size=9), st.text('k"\\,', max_size=4), st.integers(-5, 10**6), leaves=30
 )
 
 
@@ -199,7 +192,6 @@ async def refusal(
     return "", turns
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "item", [b"[]", b"{}", b'""', b"null", b"-1", b'{"role":"user","content":"hi"}', b"[1]"]
 )
@@ -212,7 +204,6 @@ async def test_too_many_values_are_refused_after_a_look_at_their_beginning(item:
     assert "more than 1000 values" in (await refusal(few, 1000))[0]
 
 
-@pytest.mark.asyncio
 async def test_texts_pictures_and_token_ids_are_no_values_however_long_they_are() -> None:
     code = json.dumps(
         {"messages": [{"role": "user", "content": 'if (a[0]) { f({"x": [1, 2]}, "y"); }\n' * 50_000}]}
@@ -226,7 +217,6 @@ async def test_texts_pictures_and_token_ids_are_no_values_however_long_they_are(
     assert sentence == "" and turns >= len(picture) >> 20
 
 
-@pytest.mark.asyncio
 async def test_numbers_and_escaped_characters_have_bounds_of_their_own() -> None:
     ids = body_of("prompt", b"0", 2 * MOST_NUMBERS + 100)
     assert (await refusal(ids))[
@@ -236,7 +226,6 @@ async def test_numbers_and_escaped_characters_have_bounds_of_their_own() -> None
     assert (await refusal(escapes))[0] == f"The request body has more than {MOST_ESCAPES} escaped characters."
 
 
-@pytest.mark.asyncio
 async def test_what_a_text_begins_with_does_not_hide_the_rest_of_it() -> None:
     numbers, _ = await refusal(body_of("messages", b"1", 4 * MIB), token_ids=False)
     assert "more than 131072 values" in numbers, "vLLM expects no numbers there"
@@ -244,7 +233,6 @@ async def test_what_a_text_begins_with_does_not_hide_the_rest_of_it() -> None:
     assert "escaped characters" in (await refusal(escapes))[0]
 
 
-@pytest.mark.asyncio
 async def test_two_million_empty_messages_end_at_the_proxy() -> None:
     async with deployed("concurrent", 1, 1, limits=Limits()) as deployment:
         body = b'{"model":"tiny","messages":[' + b"{}," * 2_000_000 + b"{}]}"
@@ -263,7 +251,6 @@ async def test_two_million_empty_messages_end_at_the_proxy() -> None:
         )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_messages_have_a_bound_of_their_own(path: str) -> None:
     field = "input" if path == "/v1/responses" else "messages"
@@ -280,7 +267,6 @@ async def test_messages_have_a_bound_of_their_own(path: str) -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_a_body_whose_head_says_that_it_is_too_large_is_not_waited_for() -> None:
     async with deployed("concurrent", 1, 1, max_body=1000) as deployment:
         host, _, port = deployment.url.removeprefix("http://").rpartition(":")
@@ -304,7 +290,6 @@ class Writer:
         self.written.append(bytes(chunk))
 
 
-@pytest.mark.asyncio
 async def test_a_large_body_is_sent_in_pieces_and_can_be_sent_again() -> None:
     content = Content((b"{", bytearray(b"x" * MIB), b",", bytes(300_000), b"}"))
     payload = _Streamed(content)
@@ -316,7 +301,6 @@ async def test_a_large_body_is_sent_in_pieces_and_can_be_sent_again() -> None:
         assert max(map(len, writer.written)) <= 1 << 17
 
 
-@pytest.mark.asyncio
 async def test_an_instance_gets_a_large_body_whole_with_its_length() -> None:
     instance = FakeInstance("D")
     await instance.start()
@@ -335,7 +319,6 @@ async def test_an_instance_gets_a_large_body_whole_with_its_length() -> None:
     assert seen.headers.getall("Content-Type") == ["application/json"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", sorted(PAIRED))
 async def test_both_get_a_large_prompt_and_another_instance_gets_it_again(path: str) -> None:
     body = fields(model="tiny", prompt="x", input="x")
@@ -369,26 +352,11 @@ def bodies_in_memory() -> Iterator[Any]:
         tracemalloc.stop()
 
 
-async def begin(deployment: Deployment, size: int) -> Any:
-    """A stream whose first event has arrived."""
-    response = await deployment.post({"model": "tiny", "prompt": "x" * size, "stream": True})
-    assert response.status == 200
-    await response.content.readuntil(b"\n\n")
-    return response
-
-
-@pytest.mark.asyncio
 async def test_a_body_is_let_go_when_the_answer_has_begun(either: Deployment) -> None:
-    async def stream(request: Any, seen: Seen) -> Any:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await end.wait()
-        return response
-
     end = asyncio.Event()
-    either.d.behaviour = stream
+    either.d.behaviour = stream_of("first", end)
     with bodies_in_memory() as found:
-        responses = [await begin(either, 500_000) for _ in range(4)]
+        responses = [await either.begin(prompt="x" * 500_000) for _ in range(4)]
         assert either.proxy.gauges()["under_way"] == 4
         assert either.proxy.intake.held == 0
         await eventually(lambda: found() < 100_000, "no body is left")
@@ -398,7 +366,6 @@ async def test_a_body_is_let_go_when_the_answer_has_begun(either: Deployment) ->
     await quiet(either)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("status", [400, 500])
 async def test_no_body_stays_in_memory_when_its_request_fails(either: Deployment, status: int) -> None:
     """Without waiting for Python's garbage collector."""
@@ -416,41 +383,15 @@ async def test_no_body_stays_in_memory_when_its_request_fails(either: Deployment
         gc.enable()
 
 
-@pytest.mark.asyncio
 async def test_streams_that_have_begun_take_no_room_for_bodies() -> None:
     """Forty times half a megabyte, with room for two megabytes."""
 
-    async def stream(request: Any, seen: Seen) -> Any:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await end.wait()
-        return response
-
     end = asyncio.Event()
     async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
-        deployment.d.behaviour = stream
-        responses = [await begin(deployment, 500_000) for _ in range(40)]
+        deployment.d.behaviour = stream_of("first", end)
+        responses = [await deployment.begin(prompt="x" * 500_000) for _ in range(40)]
         assert deployment.proxy.counters.refused_full == 0
         end.set()
         for response in responses:
             await response.read()
-        await quiet(deployment)
-
-
-@pytest.mark.asyncio
-async def test_a_body_is_held_while_another_instance_may_need_it() -> None:
-    async def hold(request: Any, seen: Seen) -> Any:
-        await end.wait()
-        return await answer_json(request, seen)
-
-    end = asyncio.Event()
-    async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
-        deployment.d.behaviour = hold
-        asked = asyncio.create_task(deployment.post({"prompt": "x" * 1_500_000}))
-        await eventually(lambda: len(deployment.d.requests) == 1)
-        assert deployment.proxy.intake.held > 1_500_000
-        response = await deployment.post({"prompt": "x" * 1_500_000})
-        assert response.status == 503
-        end.set()
-        assert (await asked).status == 200
         await quiet(deployment)

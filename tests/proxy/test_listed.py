@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import aiohttp
 import pytest
 import zmq
 from proxy_behaviours import streams
-from proxy_fakes import DEADLINE, Deployment, FakeInstance, asked, deployed, join, ping, quiet
-from proxy_process import running
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, Line, asked, deployed, join, ping, quiet
+from proxy_process import served
 
 from p2pkv.control.security import Members, ZapHandler
-from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
-from p2pkv_proxy import cli, options
+from p2pkv_proxy import options
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import ListedSource, Role
 from p2pkv_proxy.membership.listed import ListedInstance
@@ -48,6 +46,7 @@ class FakeRank:
     """
 
     def __init__(self, role: Role, members: Members | None = None, /, **says: Any) -> None:
+        self.role: Role = role
         self.says = {"role": role, "rank": 0, "ranks": 1, "incarnation": "first", "fit": "", **says}
         self.inspected = 0
         self._context = zmq.Context()
@@ -84,33 +83,37 @@ class FakeRank:
         self._context.destroy(linger=0)
 
 
-@contextlib.contextmanager
-def ranks(*made: FakeRank) -> Iterator[Sequence[FakeRank]]:
-    with ExitStack() as cleanup:
-        for rank in made:
-            cleanup.callback(rank.stop)
-        yield made
-
-
 def listed(instance: FakeInstance) -> ListedInstance:
     return ListedInstance.parse(instance.role, f"http://{instance.http_address}={instance.zmq_address}")
 
 
-@asynccontextmanager
-async def listing(*instances: FakeInstance, **options: Any) -> AsyncIterator[Deployment]:
-    """A proxy to which these are listed; they have been started, and do not ping."""
-    for instance in instances:
+async def begun(cleanup: AsyncExitStack, *those: FakeInstance | FakeRank) -> list[FakeInstance]:
+    """Instances that serve and do not ping, with these ranks or without one, until `cleanup`."""
+    instances = []
+    for each in those:
+        instance = (
+            each if isinstance(each, FakeInstance) else FakeInstance(each.role, zmq_address=each.address)
+        )
+        if isinstance(each, FakeRank):
+            cleanup.callback(each.stop)
         await instance.start()
-    async with deployed(
-        "concurrent", life=0.5, listed=[listed(each) for each in instances], **options
-    ) as deployment:
-        for instance in instances:
-            deployment.cleanup.push_async_callback(instance.stop)
-            (deployment.prefills if instance.role == "P" else deployment.decodes).append(instance)
-        yield deployment
+        cleanup.push_async_callback(instance.stop)
+        instances.append(instance)
+    return instances
 
 
-@pytest.mark.asyncio
+@asynccontextmanager
+async def listing(*those: FakeInstance | FakeRank, **options: Any) -> AsyncIterator[Deployment]:
+    """A proxy to which these are listed."""
+    async with AsyncExitStack() as cleanup:
+        instances = await begun(cleanup, *those)
+        listed_ones = [listed(each) for each in instances]
+        async with deployed("concurrent", life=0.5, listed=listed_ones, **options) as deployment:
+            for instance in instances:
+                (deployment.prefills if instance.role == "P" else deployment.decodes).append(instance)
+            yield deployment
+
+
 async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> None:
     """Nobody answers at their ZMQ addresses."""
     async with listing(FakeInstance("P"), FakeInstance("D")) as deployment:
@@ -127,7 +130,6 @@ async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> 
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFixture) -> None:
     p, d = FakeInstance("P", health=503), FakeInstance("D")
     async with listing(p, d, limits=Limits(alone_share=0)) as deployment:
@@ -148,7 +150,6 @@ async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFi
     assert f"decode instance {d.http_address}, which is listed, gets no requests: its /health" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -> None:
     async with listing(FakeInstance("D"), FakeInstance("D")) as deployment:
         await deployment.ready(prefill=0, decode=2)
@@ -167,66 +168,57 @@ async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -
         frozen.frozen = False
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "members"])
 async def test_what_they_fit_is_learnt_from_their_first_ranks(secret: bytes | None) -> None:
     members = None if secret is None else Members(secret)
-    with ranks(
-        FakeRank("P", members, fit=OLD), FakeRank("P", members, fit=NEW), FakeRank("D", members, fit=NEW)
-    ) as (old, new, decode):
-        instances = [
-            FakeInstance("P", zmq_address=old.address),
-            FakeInstance("P", zmq_address=new.address),
-            FakeInstance("D", zmq_address=decode.address),
-        ]
-        new.says |= {"ranks": 2}
-        async with listing(*instances, members=members) as deployment:
-            await deployment.ready(prefill=2, decode=1)
-            for _ in range(4):
-                assert (await deployment.post()).status == 200
-            assert [len(each.requests) for each in deployment.prefills] == [0, 4]
-            sizes = {each.ping.zmq_address: each.ping.tp_size for each in deployment.registry.known("P")}
-            assert sizes == {old.address: 1, new.address: 2}
-            assert old.inspected == 1, "once while it is up"
+    old, new = FakeRank("P", members, fit=OLD), FakeRank("P", members, fit=NEW, ranks=2)
+    async with listing(old, new, FakeRank("D", members, fit=NEW), members=members) as deployment:
+        await deployment.ready(prefill=2, decode=1)
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+        assert [len(each.requests) for each in deployment.prefills] == [0, 4]
+        sizes = {each.ping.zmq_address: each.ping.tp_size for each in deployment.registry.known("P")}
+        assert sizes == {old.address: 1, new.address: 2}
+        assert old.inspected == 1, "once while it is up"
 
 
-@pytest.mark.asyncio
 async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
-    with ranks(FakeRank("P", fit=OLD), FakeRank("D", fit=NEW)) as (p, d):
-        instances = FakeInstance("P", zmq_address=p.address), FakeInstance("D", zmq_address=d.address)
-        async with listing(*instances) as deployment:
-            await deployment.ready(prefill=1, decode=1)
-            assert (await deployment.post()).status == 200
-            assert asked(deployment.prefills) == [0], "they do not fit"
-            await deployment.p.stop()
-            await eventually(lambda: deployment.routable("P") == [])
-            p.says |= {"fit": NEW, "incarnation": "second"}
-            await deployment.p.start()
-            await deployment.ready(prefill=1, decode=1)
-            assert deployment.registry.known("P")[0].ping.incarnation == "second"
-            assert (await deployment.post()).status == 200
-            assert asked(deployment.prefills) == [1]
+    p = FakeRank("P", fit=OLD)
+    async with listing(p, FakeRank("D", fit=NEW)) as deployment:
+        await deployment.ready(prefill=1, decode=1)
+        assert (await deployment.post()).status == 200
+        assert asked(deployment.prefills) == [0], "they do not fit"
+        await deployment.p.stop()
+        await eventually(lambda: deployment.routable("P") == [])
+        p.says |= {"fit": NEW, "incarnation": "second"}
+        await deployment.p.start()
+        await deployment.ready(prefill=1, decode=1)
+        assert deployment.registry.known("P")[0].ping.incarnation == "second"
+        assert (await deployment.post()).status == 200
+        assert asked(deployment.prefills) == [1]
 
 
-@pytest.mark.asyncio
 async def test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.membership.listed._ASK_AGAIN_SECONDS", 0.1)
-    with ranks(FakeRank("P", fit=OLD)) as (p,):
-        async with listing(FakeInstance("P", zmq_address=p.address)) as deployment:
-            await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [OLD])
-            await deployment.ready(prefill=1, decode=0)
-            await deployment.p.stop()
-            await eventually(lambda: deployment.routable("P") == [])
-            p.says["fit"] = 7  # which is no answer
-            await deployment.p.start()
-            await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [""])
-            p.says["fit"] = NEW
-            await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [NEW])
+    p = FakeRank("P", fit=OLD)
+    async with listing(p) as deployment:
+
+        async def fits(*fit: str) -> None:
+            await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [*fit])
+
+        await fits(OLD)
+        await deployment.ready(prefill=1, decode=0)
+        await deployment.p.stop()
+        await eventually(lambda: deployment.routable("P") == [])
+        p.says["fit"] = 7  # which is no answer
+        await deployment.p.start()
+        await fits("")
+        p.says["fit"] = NEW
+        await fits(NEW)
 
 
-@pytest.mark.asyncio
 async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
     """Descriptors for another connection to its /health."""
     tried = 0
@@ -249,7 +241,6 @@ async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
             kept._connector = connector
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("says", "words"),
     [
@@ -260,28 +251,25 @@ async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
 async def test_another_instance_than_the_list_says_gets_nothing_and_it_is_said(
     says: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ranks(FakeRank("P", **says)) as (rank,):
-        async with listing(FakeInstance("P", zmq_address=rank.address), FakeInstance("D")) as deployment:
-            await eventually(lambda: words in caplog.text, words)
-            await deployment.ready(prefill=0, decode=1)
-            rank.says |= {"role": "P", "rank": 0}
-            await deployment.ready(prefill=1, decode=1)
+    rank = FakeRank("P", **says)
+    async with listing(rank, FakeInstance("D")) as deployment:
+        await eventually(lambda: words in caplog.text, words)
+        await deployment.ready(prefill=0, decode=1)
+        rank.says |= {"role": "P", "rank": 0}
+        await deployment.ready(prefill=1, decode=1)
     assert caplog.text.count(words) == 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("says", [{"fit": "x" * 600}, {"ranks": 0}, {"incarnation": 5}, {"fit": "\n"}])
 async def test_a_rank_that_says_nonsense_is_one_that_says_nothing(says: dict[str, Any]) -> None:
-    with ranks(FakeRank("P", **says)) as (rank,):
-        async with listing(FakeInstance("P", zmq_address=rank.address), FakeInstance("D")) as deployment:
-            await deployment.ready(prefill=1, decode=1)
-            (p,) = deployment.registry.known("P")
-            assert p.fits_unknown and p.ping.fit == p.ping.incarnation == ""
-            assert (await deployment.post()).status == 200
-            assert asked(deployment.prefills) == [1]
+    async with listing(FakeRank("P", **says), FakeInstance("D")) as deployment:
+        await deployment.ready(prefill=1, decode=1)
+        (p,) = deployment.registry.known("P")
+        assert p.fits_unknown and p.ping.fit == p.ping.incarnation == ""
+        assert (await deployment.post()).status == 200
+        assert asked(deployment.prefills) == [1]
 
 
-@pytest.mark.asyncio
 async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
     async with listing(FakeInstance("P"), FakeInstance("D", fit=NEW)) as deployment:
         await deployment.ready(prefill=1, decode=1)
@@ -304,12 +292,6 @@ async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
 
 
 def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
-    class Line:
-        member = False
-
-        def stands(self) -> bool:
-            return True
-
     registry, source = Registry(), ListedSource()
     instance = registry.observe(ping("D"), 0.0, source)
     assert instance is not None and instance.fits_unknown
@@ -320,89 +302,44 @@ def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
     assert not instance.matches(other), "a ping that says nothing is one of protocol 1"
 
 
-@pytest.mark.asyncio
-async def test_requests_of_one_that_dies_are_served_by_the_others() -> None:
-    async with listing(FakeInstance("P"), FakeInstance("P"), FakeInstance("D")) as deployment:
-        await deployment.ready(prefill=2, decode=1)
-        await deployment.prefills[0].stop()
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
-        assert asked(deployment.prefills) == [0, 4]
-        await quiet(deployment)
-
-
 # The options.
 
 
-async def there(client: aiohttp.ClientSession, url: str) -> bool:
-    with contextlib.suppress(aiohttp.ClientError):
-        async with client.get(f"{url}/health?prefill=1&decode=1") as response:
-            return response.status == 200
-    return False
+def options_for(p: FakeInstance, d: FakeInstance) -> list[str]:
+    """Both ways to spell an instance."""
+    return [
+        *("--prefill", f"http://{p.http_address}={p.zmq_address}"),
+        *("--decode", f"{d.http_address}={d.zmq_address}"),
+    ]
 
 
-@pytest.mark.asyncio
 async def test_the_command_serves_what_it_lists() -> None:
-    with ranks(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as (prefill, decode):
-        instances = (
-            FakeInstance("P", zmq_address=prefill.address),
-            FakeInstance("D", zmq_address=decode.address),
-        )
-        async with AsyncExitStack() as cleanup:
-            for instance in instances:
-                await instance.start()
-                cleanup.push_async_callback(instance.stop)
-            p, d = (f"http://{each.http_address}={each.zmq_address}" for each in instances)
-            url = f"http://127.0.0.1:{(port := free_ports())}"
-            command = cleanup.enter_context(
-                running(
-                    *("--port", str(port), "--discovery", f"127.0.0.1:{free_ports()}"),
-                    *("--prefill", p, "--decode", d),
-                )
-            )
-            client = await cleanup.enter_async_context(aiohttp.ClientSession())
-            async with asyncio.timeout(3 * DEADLINE):
-                while not await there(client, url):
-                    await asyncio.sleep(0.05)
-            body = {"model": "tiny", "prompt": "hi"}
-            async with client.post(f"{url}/v1/completions", json=body) as response:
-                assert response.status == 200
-            assert [len(each.requests) for each in instances] == [1, 1]
-            command.process.terminate()
-            assert await asyncio.to_thread(command.end) == 0
-            assert command.clean(), command.log
+    async with AsyncExitStack() as cleanup:
+        p, d = await begun(cleanup, FakeRank("P", fit=NEW), FakeRank("D", fit=NEW))
+        proxy = await cleanup.enter_async_context(served(*options_for(p, d), prefill=0, decode=0))
+        await proxy.ready(1, 1)
+        assert (await proxy.post()).status == 200
+        assert asked((p, d)) == [1, 1]
+        proxy.terminate()
+        await proxy.ended()
 
 
-@pytest.mark.asyncio
 async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on() -> None:
-    with ranks(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as (prefill, decode):
-        p = FakeInstance("P", zmq_address=prefill.address)
-        d = FakeInstance("D", zmq_address=decode.address)
-        async with listing(p, d) as deployment:
-            await deployment.ready(prefill=1, decode=1)
-            port, places = str(free_ports()), (f"{each.http_address}={each.zmq_address}" for each in (p, d))
-            arguments = [
-                word for pair in zip(("--prefill", "--decode"), places, strict=True) for word in pair
-            ]
-            with running("--port", port, "--discovery", f"127.0.0.1:{free_ports()}", *arguments) as other:
-                url = f"http://127.0.0.1:{port}"
-                async with asyncio.timeout(3 * DEADLINE):
-                    while not await there(deployment.client, url):
-                        await asyncio.sleep(0.05)
-                release = asyncio.Event()
-                d.behaviour = streams(release)
-                body = {"model": "tiny", "prompt": "hi", "stream": True}
-                lost = await deployment.client.post(f"{url}/v1/completions", json=body)
-                kept = await deployment.post(body)
-                for answer in (lost, kept):
-                    assert b"first" in await answer.content.readuntil(b"\n\n")
-                other.process.kill()
-                await eventually(lambda: sum(seen.aborted for seen in d.requests) == 1, "D hears of it")
-                release.set()
-                assert b"second" in await kept.read()
-                lost.close()
-                assert (await deployment.post()).status == 200
-            assert len(d.requests) == len(p.requests) == 3
+    async with listing(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as deployment:
+        p, d = deployment.p, deployment.d
+        await deployment.ready(prefill=1, decode=1)
+        async with served(*options_for(p, d), prefill=0, decode=0) as other:
+            await other.ready(1, 1)
+            release = asyncio.Event()
+            d.behaviour = streams(release)
+            lost, kept = await other.begin(), await deployment.begin()
+            other.command.process.kill()
+            await eventually(lambda: sum(seen.aborted for seen in d.requests) == 1, "D hears of it")
+            release.set()
+            assert b"second" in await kept.read()
+            lost.close()
+            assert (await deployment.post()).status == 200
+        assert len(d.requests) == len(p.requests) == 3
 
 
 def test_the_three_ways_to_list(tmp_path: Path) -> None:
@@ -423,21 +360,3 @@ def test_the_three_ways_to_list(tmp_path: Path) -> None:
     assert listed_by([], {}) == []
     parsed = ListedInstance.parse("D", two)
     assert (parsed.http, parsed.zmq) == (Address("node-8", 8100), Address("fd00::8", 21001))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--prefill", "http://10.0.0.7:8100"], "names no ZMQ address: expected URL=HOST:PORT"),
-        (["--decode", "https://a:8100=a:21001"], "is HTTPS: the proxy speaks plain HTTP to instances"),
-        (["--prefill", "http://a=a:21001"], "'a' is not an address"),
-        (["--prefill", "a:1=a:2", "--decode", "b:3=a:2"], "a:2 is listed twice"),
-    ],
-)
-def test_a_mistake_in_the_list_is_explained(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    assert end.value.code == 2
-    assert words in capsys.readouterr().err

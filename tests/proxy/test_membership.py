@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 
 import aiohttp
 import pytest
-import zmq
-from aiohttp import web
-from proxy_behaviours import (
-    Seen,
-    after,
-    answer_error,
-    answer_json,
-    event,
-    event_stream,
-    never,
-    never_a_token,
-    with_a_p,
-)
-from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed
+from hostile_support import dealer
+from proxy_behaviours import after, answer_error, answer_json, never, never_a_token, streams, with_a_p
+from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed, outcomes
 
 from p2pkv.control.discovery import encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
+from p2pkv.pairing import Address
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership import Membership
 from p2pkv_proxy.membership.instance import Instance, Role
 from p2pkv_proxy.membership.listed import ListedInstance
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
-
-pytestmark = pytest.mark.asyncio
-
-
-@contextlib.contextmanager
-def dealer(deployment: Deployment) -> Iterator[zmq.Socket[bytes]]:
-    """A bare socket on the proxy's discovery port; what is sent before the end arrives."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 2000)
-        socket.connect(f"tcp://{deployment.discovery}")
-        yield socket
 
 
 async def test_nobody_is_there(lonely: Deployment) -> None:
@@ -50,24 +28,20 @@ async def test_nobody_is_there(lonely: Deployment) -> None:
     assert int(response.headers["Retry-After"]) in range(3, 7)
     error = (await response.json())["error"]
     assert error["message"] == "No decode instance is ready: none has registered. Try again in a few seconds."
-    async with lonely.client.get(f"{lonely.url}/v1/models") as models:
-        assert models.status == 503
-    async with lonely.client.get(f"{lonely.url}/health") as health:
-        assert health.status == 503
-        assert (await health.json())["missing"] == [
-            "No prefill instance is ready: none has registered.",
-            "No decode instance is ready: none has registered.",
-        ]
+    assert (await lonely.get("/v1/models"))[0] == 503
+    status, report = await lonely.get("/health")
+    assert status == 503
+    assert report["missing"] == [
+        f"No {role} instance is ready: none has registered." for role in ("prefill", "decode")
+    ]
 
 
 async def test_health_is_200_when_both_are_there(concurrent: Deployment) -> None:
-    async with concurrent.client.get(f"{concurrent.url}/health") as health:
-        assert health.status == 200
-        report = await health.json()
-    assert report["counters"] == dict.fromkeys(report["counters"], 0)
-    assert report["gauges"] == dict.fromkeys(report["gauges"], 0)
-    rest = {name: value for name, value in report.items() if name not in ("counters", "gauges")}
-    assert rest == {"status": "ok", "prefill": 1, "decode": 1, "missing": []}
+    status, report = await concurrent.get("/health")
+    for counted in (report.pop("counters"), report.pop("gauges")):
+        assert counted and not any(counted.values())
+    assert status == 200
+    assert report == {"status": "ok", "prefill": 1, "decode": 1, "missing": []}
 
 
 async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> None:
@@ -88,14 +62,14 @@ async def test_a_restart_under_the_same_address(concurrent: Deployment) -> None:
     p, first = concurrent.p, concurrent.p.ping
     concurrent.pingers[p.http_address].stop()
     await eventually(lambda: concurrent.registry.known("P") == [])
-    with dealer(concurrent) as killed:
+    with dealer(Address.parse(concurrent.discovery)) as killed:
         killed.send(encode_ping(first))
         await concurrent.ready(prefill=1, decode=1)
     old = concurrent.registry.known("P")[0]
     p.health, p.incarnation = 503, "second"  # the new one pings before its API answers
     concurrent.begin_ping(p)
     await eventually(lambda: old not in concurrent.registry.known("P"))
-    with dealer(concurrent) as late:
+    with dealer(Address.parse(concurrent.discovery)) as late:
         late.send(encode_ping(goodbye(first)))
         late.send(b"mark")
         await eventually(lambda: concurrent.refused == 1)
@@ -121,12 +95,10 @@ async def test_two_models_are_kept_apart(lonely: Deployment) -> None:
 
 
 async def test_models_are_merged(lonely: Deployment) -> None:
-    await lonely.add("D", models=("a", "b"))
-    await lonely.add("D", models=("b", "c"))
-    await lonely.add("P", models=("z",))
+    for role, names in (("D", ("a", "b")), ("D", ("b", "c")), ("P", ("z",))):
+        await lonely.add(role, models=names)  # type: ignore[arg-type]
     await lonely.ready(prefill=1, decode=2)
-    async with lonely.client.get(f"{lonely.url}/v1/models") as response:
-        listing = await response.json()
+    _, listing = await lonely.get("/v1/models")
     assert listing["object"] == "list"
     assert sorted(model["id"] for model in listing["data"]) == ["a", "b", "c"]
 
@@ -134,20 +106,17 @@ async def test_models_are_merged(lonely: Deployment) -> None:
 async def test_models_need_the_clients_own_key(lonely: Deployment) -> None:
     await lonely.add("D", key="secret")
     await lonely.ready(prefill=0, decode=1)
-    async with lonely.client.get(f"{lonely.url}/v1/models") as response:
-        assert response.status == 401
-    headers = {"Authorization": "Bearer secret"}
-    async with lonely.client.get(f"{lonely.url}/v1/models", headers=headers) as response:
-        assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
+    assert (await lonely.get("/v1/models"))[0] == 401
+    _, listing = await lonely.get("/v1/models", {"Authorization": "Bearer secret"})
+    assert [model["id"] for model in listing["data"]] == ["tiny"]
 
 
 async def test_one_bad_list_of_models_does_not_spoil_the_others(lonely: Deployment) -> None:
-    bad = await lonely.add("D", models=("a",))
-    await lonely.add("D", models=("b",))
+    bad, _ = [await lonely.add("D", models=(name,)) for name in ("a", "b")]
     await lonely.ready(prefill=0, decode=2)
     await bad.stop()
-    async with lonely.client.get(f"{lonely.url}/v1/models") as response:
-        assert [model["id"] for model in (await response.json())["data"]] == ["b"]
+    _, listing = await lonely.get("/v1/models")
+    assert [model["id"] for model in listing["data"]] == ["b"]
 
 
 async def test_an_instance_found_closed_comes_back_when_it_answers(concurrent: Deployment) -> None:
@@ -161,41 +130,30 @@ async def test_an_instance_found_closed_comes_back_when_it_answers(concurrent: D
     assert (await concurrent.post()).status == 200
 
 
-async def test_requests_under_way_survive_a_goodbye(concurrent: Deployment) -> None:
-    release = asyncio.Event()
-
-    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
-        return web.json_response({"id": seen.request_id})
-
-    concurrent.d.behaviour = slow
-    asking = asyncio.create_task(concurrent.post())
-    await eventually(lambda: len(concurrent.d.requests) == 1)
-    concurrent.pingers[concurrent.d.http_address].stop()
-    await concurrent.ready(prefill=1, decode=0)
-    release.set()
-    assert (await asking).status == 200
-
-
 async def leaves(deployment: Deployment, instance: FakeInstance) -> None:
     """As vLLM that is told to stop: it says goodbye, its port refuses, and what it has stays open."""
-    deployment.pingers[instance.http_address].stop()
     instance.refuse()
-    await eventually(lambda: instance.http_address not in deployment.routable(instance.role))
+    await deployment.goodbye(instance)
 
 
-async def test_what_a_leaver_has_not_begun_goes_elsewhere(
-    concurrent: Deployment,
-) -> None:
-    concurrent.p.behaviour = concurrent.d.behaviour = never
-    asking = asyncio.create_task(concurrent.post())
-    await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
-    other = await concurrent.add("D")
-    await eventually(lambda: other.http_address in concurrent.routable("D"))
-    await leaves(concurrent, concurrent.d)
+async def another(deployment: Deployment, role: Role = "D") -> FakeInstance:
+    """One more that gets requests."""
+    made = await deployment.add(role)
+    await eventually(lambda: made.http_address in deployment.routable(role))
+    return made
+
+
+async def within_ten_seconds(asking: asyncio.Task[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
     async with asyncio.timeout(10):
-        response = await asking
-    assert response.status == 200 and len(other.requests) == 1
+        return await asking
+
+
+async def test_what_a_leaver_has_not_begun_goes_elsewhere(concurrent: Deployment) -> None:
+    concurrent.p.behaviour = concurrent.d.behaviour = never
+    asking = await concurrent.under_way(concurrent.p, concurrent.d)
+    other = await another(concurrent)
+    await leaves(concurrent, concurrent.d)
+    assert (await within_ten_seconds(asking)).status == 200 and len(other.requests) == 1
 
 
 async def test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken(
@@ -216,8 +174,7 @@ async def test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken(
             raise
 
     concurrent.d.behaviour = after(release, answer_json)
-    asking = asyncio.create_task(concurrent.post())
-    await eventually(lambda: len(concurrent.d.requests) == 1)
+    asking = await concurrent.under_way(concurrent.d)
     monkeypatch.setattr(concurrent.proxy.membership.prober, "_health", counted)
     await leaves(concurrent, concurrent.d)
     await eventually(lambda: refused > 3)
@@ -228,15 +185,11 @@ async def test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken(
 async def test_a_frozen_leaver_loses_its_requests_after_a_lease() -> None:
     async with deployed("concurrent", 1, 1, life=0.5, lease=1.0) as deployment:
         deployment.d.behaviour = never
-        asking = asyncio.create_task(deployment.post())
-        await eventually(lambda: len(deployment.d.requests) == 1)
-        other = await deployment.add("D")
-        await eventually(lambda: other.http_address in deployment.routable("D"))
+        asking = await deployment.under_way(deployment.d)
+        other = await another(deployment)
         deployment.pingers[deployment.d.http_address].stop()
         deployment.d.frozen = True
-        async with asyncio.timeout(10):
-            assert (await asking).status == 200
-        assert len(other.requests) == 1
+        assert (await within_ten_seconds(asking)).status == 200 and len(other.requests) == 1
 
 
 async def test_a_request_that_a_leaving_d_takes_goes_elsewhere_too(sequential: Deployment) -> None:
@@ -245,20 +198,16 @@ async def test_a_request_that_a_leaving_d_takes_goes_elsewhere_too(sequential: D
     other = await sequential.add("D", health=503)
     sequential.p.behaviour = after(release, answer_json)
     sequential.d.behaviour = never
-    asking = asyncio.create_task(sequential.post())
-    await eventually(lambda: len(sequential.p.requests) == 1)
+    asking = await sequential.under_way(sequential.p)
     other.health = 200
     await eventually(lambda: other.http_address in sequential.routable("D"))
-    sequential.pingers[sequential.d.http_address].stop()
-    await eventually(lambda: sequential.d.http_address not in sequential.routable("D"))
+    await sequential.goodbye(sequential.d)
     asked_before = sequential.d.healths
     await eventually(lambda: sequential.d.healths > asked_before + 1)
     release.set()
     await eventually(lambda: len(sequential.d.requests) == 1)
     sequential.d.refuse()
-    async with asyncio.timeout(10):
-        response = await asking
-    assert response.status == 200 and len(other.requests) == 1
+    assert (await within_ten_seconds(asking)).status == 200 and len(other.requests) == 1
 
 
 async def test_what_becomes_of_a_request_whose_p_leaves_is_ds_to_say(concurrent: Deployment) -> None:
@@ -266,8 +215,7 @@ async def test_what_becomes_of_a_request_whose_p_leaves_is_ds_to_say(concurrent:
     release = asyncio.Event()
     concurrent.p.behaviour = never
     concurrent.d.behaviour = after(release, answer_json)
-    asking = asyncio.create_task(concurrent.post())
-    await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
+    asking = await concurrent.under_way(concurrent.p, concurrent.d)
     await leaves(concurrent, concurrent.p)
     await eventually(lambda: concurrent.p.requests[0].aborted)
     assert not concurrent.d.requests[0].aborted
@@ -280,58 +228,40 @@ async def test_a_d_that_fails_because_its_p_leaves_is_not_to_blame(concurrent: D
     release = asyncio.Event()
     concurrent.p.behaviour = never
     concurrent.d.behaviour = after(release, answer_error(500, "Internal server error"))
-    asking = asyncio.create_task(concurrent.post())
-    await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
-    other = await concurrent.add("P")
-    await eventually(lambda: other.http_address in concurrent.routable("P"))
-    concurrent.pingers[concurrent.p.http_address].stop()
-    await eventually(lambda: concurrent.p.http_address not in concurrent.routable("P"))
+    asking = await concurrent.under_way(concurrent.p, concurrent.d)
+    other = await another(concurrent, "P")
+    await concurrent.goodbye(concurrent.p)
     concurrent.d.behaviour = answer_json
     release.set()
-    async with asyncio.timeout(10):
-        response = await asking
-    assert response.status == 200 and len(other.requests) == 1, (
-        "one whose only D is to blame is not tried again"
-    )
+    assert (await within_ten_seconds(asking)).status == 200, "one whose only D is to blame is not tried again"
+    assert len(other.requests) == 1
 
 
 async def test_an_answer_that_the_leaver_has_begun_goes_on_although_its_port_refuses(
     concurrent: Deployment,
 ) -> None:
     release = asyncio.Event()
-
-    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "a"))
-        await release.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    concurrent.d.behaviour = slow
-    response = await concurrent.post()
+    concurrent.d.behaviour = streams(release)
+    response = await concurrent.begin()
     concurrent.d.behaviour = never_a_token
     asking = asyncio.create_task(concurrent.post())
     await eventually(lambda: len(concurrent.d.requests) == 2)
     await leaves(concurrent, concurrent.d)
     await eventually(lambda: concurrent.d.requests[1].aborted)  # so the leaver is known to have stopped
     release.set()
-    assert (await response.text()).endswith("data: [DONE]\n\n")
+    assert b"second" in await response.read()
     asking.cancel()
 
 
-async def test_a_leavers_requests_need_no_retries(
-    concurrent: Deployment,
-) -> None:
+async def test_a_leavers_requests_need_no_retries(concurrent: Deployment) -> None:
     """The budget of retries, ten of so few requests, is for outages."""
     concurrent.d.behaviour = never
     asking = [asyncio.create_task(concurrent.post()) for _ in range(14)]
     await eventually(lambda: len(concurrent.d.requests) == len(asking))
-    other = await concurrent.add("D")
-    await eventually(lambda: other.http_address in concurrent.routable("D"))
+    other = await another(concurrent)
     await leaves(concurrent, concurrent.d)
-    async with asyncio.timeout(10):
-        answers = await asyncio.gather(*asking)
-    assert {each.status for each in answers} == {200} and len(other.requests) == len(asking)
+    assert {(await within_ten_seconds(each)).status for each in asking} == {200}
+    assert len(other.requests) == len(asking)
 
 
 async def test_a_d_that_dies_is_blamed_although_its_p_has_left() -> None:
@@ -346,14 +276,11 @@ async def test_a_d_that_dies_is_blamed_although_its_p_has_left() -> None:
         for each in asked:
             if each not in (p, d):
                 each.behaviour = answer_json
-        deployment.pingers[p.http_address].stop()
-        await eventually(lambda: p.http_address not in deployment.routable("P"))
-        dead = next(each for each in deployment.everyone() if each.ping.http_address == d.http_address)
+        await deployment.goodbye(p)
+        dead = deployment.known(d)
         d.kill()
-        async with asyncio.timeout(10):
-            response = await asking
-        assert response.status == 200
-        assert [good for _, good in dead.breaker._outcomes] == [False]
+        assert (await within_ten_seconds(asking)).status == 200
+        assert outcomes(dead) == [False]
 
 
 async def test_a_leaver_that_nobody_needs_is_not_asked_again(concurrent: Deployment) -> None:

@@ -1,30 +1,24 @@
-"""The proxy's /metrics: what it says after real requests, and that nobody can make it grow."""
+"""The proxy's /metrics: what it says, and that nobody makes it grow; what examples/grafana.json asks for."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import re
 from dataclasses import fields
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_behaviours import (
-    Seen,
-    answer_error,
-    die,
-    dies,
-    event,
-    event_stream,
-    never,
-    streams,
-    with_a_p,
-)
+from proxy_behaviours import answer_error, die, dies, never, stream_of, streams, streams_at_once, with_a_p
 from proxy_fakes import Deployment, deployed, ping, quiet
 
 from p2pkv.control.discovery import Workload
+from p2pkv.engine.context import Counters
 from p2pkv_proxy import exposition
 from p2pkv_proxy import metrics as metrics_module
 from p2pkv_proxy.exposition import Exposition
@@ -62,19 +56,13 @@ async def page(deployment: Deployment) -> Page:
         return Page(await response.text())
 
 
-async def dies_after_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = await event_stream(request)
-    await response.write(event(seen, "first"))
-    die(request)
-    return response
+dies_after_a_token = stream_of("first", die)
 
 
-@pytest.mark.asyncio
 async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deployment) -> None:
     release = asyncio.Event()
     concurrent.d.behaviour = streams(release)
-    stream = await concurrent.post({"model": "tiny", "prompt": "x", "stream": True})
-    await stream.content.readuntil(b"\n\n")
+    stream = await concurrent.begin()
     now = await page(concurrent)
     assert now.value("requests_running") == 1
     assert now.value("instance_load", address=concurrent.d.http_address, role="D") == 1
@@ -97,7 +85,6 @@ async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deploy
     assert after.value("instances") == 2
 
 
-@pytest.mark.asyncio
 async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
     limits = Limits(retries=0, alone_share=0.0)
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
@@ -116,8 +103,7 @@ async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
         await eventually(lambda: len(deployment.d.requests) > before)
         leaving.cancel()
         await quiet(deployment)
-        await asyncio.to_thread(deployment.pingers[deployment.d.http_address].stop)
-        await eventually(lambda: not deployment.routable("D"))
+        await deployment.goodbye(deployment.d)
         assert (await deployment.post()).status == 503
 
         now = await page(deployment)
@@ -128,7 +114,6 @@ async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
         assert now.value("requests_total", model="unnamed", outcome="broken") == 1
 
 
-@pytest.mark.asyncio
 async def test_clients_cannot_make_series(concurrent: Deployment) -> None:
     for number in range(20):
         await concurrent.post({"model": f"made-up-{number}", "prompt": "x"})
@@ -142,7 +127,6 @@ async def test_clients_cannot_make_series(concurrent: Deployment) -> None:
     assert now.value("requests_total", model="other") == 20
 
 
-@pytest.mark.asyncio
 async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
     limits = Limits(max_requests=1, max_waiting=0)
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
@@ -171,7 +155,6 @@ def test_every_counter_of_the_proxy_is_shown() -> None:
     assert shown | reasons == counted
 
 
-@pytest.mark.asyncio
 async def test_a_pause_is_shown() -> None:
     limits = Limits(alone_share=0.0, retries=0)
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
@@ -186,14 +169,12 @@ async def test_a_pause_is_shown() -> None:
         assert {s.labels["state"] for s in now.families["p2pkv_proxy_instances"].samples} == set(STATES)
 
 
-@pytest.mark.asyncio
 async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequential: Deployment) -> None:
     assert (await concurrent.post()).status == 200
     assert (await page(concurrent)).value("admitted_total") == 1
     assert (await page(sequential)).value("admitted_total") == 0
 
 
-@pytest.mark.asyncio
 async def test_openmetrics_is_spoken_to_those_who_ask(concurrent: Deployment) -> None:
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
     async with concurrent.client.get(f"{concurrent.url}/metrics", headers=accept) as response:
@@ -317,11 +298,8 @@ def test_quantiles_are_of_the_last_minute() -> None:
 OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
-@pytest.mark.asyncio
 async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
-    release = asyncio.Event()
-    release.set()
-    concurrent.d.behaviour = streams(release)
+    concurrent.d.behaviour = streams_at_once
     await (await concurrent.post({"prompt": "x", "stream": True})).read()
     await quiet(concurrent)
     for each in concurrent.everyone():
@@ -343,3 +321,91 @@ async def test_the_page_on_operations_names_each_metric_with_its_labels(concurre
     assert said == there
     states = OPERATIONS.split("| state | meaning |")[1].split("\n\n")[0]
     assert re.findall(r"`(\w+)`", re.sub(r"`/health`", "", states)) == list(STATES)
+
+
+# examples/grafana.json: whatever it asks for exists, here, in the connector or in vLLM's own source.
+
+
+BOARD = json.loads((Path(__file__).parents[2] / "examples" / "grafana.json").read_text())
+PANELS: list[dict[str, Any]] = BOARD["panels"]
+QUERIES = [
+    *(target["expr"] for panel in PANELS for target in panel.get("targets", ())),
+    *(each["query"]["query"] for each in BOARD["templating"]["list"] if each["type"] == "query"),
+]
+NAME = re.compile(r"(?<![\w:])(?:p2pkv_|vllm:)\w+")
+SUFFIXES = {
+    "counter": ["_total"],
+    "histogram": ["_bucket", "_count", "_sum"],
+    "gauge": [""],
+    "info": ["_info"],
+}
+
+
+def asked(prefix: str) -> set[str]:
+    return {name for query in QUERIES for name in NAME.findall(query) if name.startswith(prefix)}
+
+
+def test_every_series_in_a_query_is_ours_or_vllms() -> None:
+    """So that no name escapes the tests below."""
+    for query in QUERIES:
+        selected = re.findall(r"([A-Za-z_:][\w:]*)(?=[{\[])", query)
+        assert selected or query.startswith("label_values("), query
+        assert all(NAME.fullmatch(name) for name in selected), query
+
+
+async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
+    assert (await concurrent.post()).status == 200
+    page, _ = page_of("", [concurrent.proxy.exposition.families()])
+    families = list(text_string_to_metric_families(page.decode()))
+    names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
+    assert len(asked("p2pkv_proxy_")) > 10
+    assert asked("p2pkv_proxy_") <= names
+    labels = {label for family in families for sample in family.samples for label in sample.labels}
+    used = {
+        label
+        for query in QUERIES
+        if "p2pkv_proxy_" in query
+        for group in re.findall(r"by \(([^)]*)\)", query)
+        for label in group.split(", ")
+    }
+    assert used <= labels | {"le"}
+
+
+@pytest.mark.vllm
+def test_the_connector_has_what_is_asked_of_it() -> None:
+    found = {name for name in asked("p2pkv_") if not name.startswith("p2pkv_proxy_")}
+    from p2pkv.connector.metadata import RENAMED
+
+    assert found and found <= {f"p2pkv_{RENAMED.get(name, name)}_total" for name in Counters.NAMES}
+
+
+@pytest.mark.vllm
+def test_vllm_has_what_is_asked_of_it() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "v1" / "metrics" / "loggers.py").read_text()
+    made = re.findall(r"self\._(gauge|counter|histogram)_cls\(\s*name=\"(vllm:\w+)\"", source)
+    names = {name + suffix for kind, name in made for suffix in SUFFIXES[kind]}
+    assert len(asked("vllm:")) > 8
+    assert asked("vllm:") <= names
+
+
+def test_panels_lie_side_by_side_and_are_told_apart() -> None:
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    titles = [panel["title"] for panel in PANELS]
+    assert len(set(titles)) == len(titles)
+    for one, other in combinations([panel["gridPos"] for panel in PANELS], 2):
+        across = one["x"] < other["x"] + other["w"] and other["x"] < one["x"] + one["w"]
+        down = one["y"] < other["y"] + other["h"] and other["y"] < one["y"] + one["h"]
+        assert not (across and down)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in PANELS)
+
+
+def test_every_target_asks_the_source_that_the_user_chooses() -> None:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    chosen = {each["name"] for each in BOARD["templating"]["list"]}
+    for panel in PANELS:
+        for target in panel.get("targets", ()):
+            assert panel["datasource"] == target["datasource"] == source
+            assert set(re.findall(r"\$(?!__)(\w+)", target["expr"])) <= chosen
+            assert set(re.findall(r"\$(__\w+)", target["expr"])) <= {"__rate_interval"}

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from proxy_fakes import Deployment, quiet
 
-pytestmark = pytest.mark.asyncio
-
 
 async def listed(deployment: Deployment, key: str = "") -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}

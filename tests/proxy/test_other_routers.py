@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from classic_router import ClassicRouter, by_aiohttp
-from proxy_behaviours import answer_json, completion, event, event_stream
+from proxy_behaviours import answer_json
 from proxy_fakes import PING_SECONDS, FakeInstance, serve_and_ping
 from router_support import MODES, vllm_router
 
-from p2pkv.control.discovery import encode_ping
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import find_pair, transfer_key
@@ -45,7 +41,7 @@ class Classic:
     p_pinger: Pinger
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def classic() -> AsyncIterator[Classic]:
     async with contextlib.AsyncExitStack() as stack:
         router = ClassicRouter(LIFE)
@@ -63,13 +59,6 @@ async def classic() -> AsyncIterator[Classic]:
         yield Classic(url, discovery, router, *instances, pingers[0])
 
 
-def test_the_ping_has_the_three_classic_fields_as_text() -> None:
-    ping = msgspec.msgpack.decode(encode_ping(FakeInstance("P", http_address="10.0.0.1:8100").ping))
-    assert ping["type"] == "P" and ping["http_address"] == "10.0.0.1:8100"
-    assert re.fullmatch(r"127\.0\.0\.1:\d+", ping["zmq_address"])
-
-
-@pytest.mark.asyncio
 async def test_a_request_goes_to_p_and_then_to_d(classic: Classic) -> None:
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 5}
     async with aiohttp.ClientSession() as client:
@@ -84,26 +73,6 @@ async def test_a_request_goes_to_p_and_then_to_d(classic: Classic) -> None:
         assert (str(pair.prefill), str(pair.decode)) == (classic.p.zmq_address, classic.d.zmq_address)
 
 
-@pytest.mark.asyncio
-async def test_a_stream_is_passed_on(classic: Classic) -> None:
-    async def stream(request: web.Request, seen: object) -> web.StreamResponse:
-        response = await event_stream(request)
-        for text in ("one", "two"):
-            await response.write(event(classic.d.requests[-1], text))
-        return response
-
-    classic.d.behaviour = stream
-    body = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "stream": True}
-    async with (
-        aiohttp.ClientSession() as client,
-        client.post(f"{classic.url}/v1/completions", json=body) as got,
-    ):
-        text = await got.text()
-    assert [part for part in ("one", "two") if f'"{part}"' in text] == ["one", "two"]
-    assert completion(classic.d.requests[-1])["id"] in text
-
-
-@pytest.mark.asyncio
 async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
     # Its discovery dies of a message that it does not know; ours says goodbye in a ping.
     await asyncio.to_thread(classic.p_pinger.stop)
@@ -120,18 +89,13 @@ async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", MODES)
 async def test_what_vllm_router_sends(mode: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
     router = await asyncio.to_thread(vllm_router, mode, pytestconfig, tmp_path)
     async with contextlib.AsyncExitStack() as stack:
         instances = FakeInstance("P"), FakeInstance("D")
         for instance in instances:
-            await instance.start()
-            stack.push_async_callback(instance.stop)
-            pinger = Pinger(f"{router.discovery[0]}:{router.discovery[1]}", instance.ping, PING_SECONDS)
-            pinger.start()
-            stack.callback(pinger.stop)
+            await serve_and_ping(stack, f"{router.discovery[0]}:{router.discovery[1]}", instance)
         stack.enter_context(router)
         await asyncio.to_thread(router.wait_ready, 60.0)
         client = await stack.enter_async_context(aiohttp.ClientSession())

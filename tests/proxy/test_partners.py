@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import proxy_fakes
 import pytest
 from hostile_support import dealer
-from proxy_fakes import Deployment, ping, prompt_of
+from proxy_fakes import Deployment, join, ping, prompt_of
 
 from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
@@ -23,23 +24,12 @@ from support.waiting import eventually
 
 
 @dataclass(eq=False)
-class Line:
-    """The connection of one instance."""
-
-    full: bool = False
-    said: list[tuple[str, ...]] = field(default_factory=list)
+class Line(proxy_fakes.Line):
+    member: bool = True
 
     @property
-    def member(self) -> bool:
-        return True
-
-    def stands(self) -> bool:
-        return True
-
-    def answer(self, frame: bytes) -> bool:
-        if not self.full:
-            self.said.append(decode_partners(frame))
-        return not self.full
+    def said(self) -> list[tuple[str, ...]]:
+        return [decode_partners(each) for each in self.told]
 
 
 class PartnerRig:
@@ -52,10 +42,7 @@ class PartnerRig:
 
     def join(self, role: Any, port: int, line: Line | None = None, **more: Any) -> tuple[Instance, Line]:
         line = line or Line()
-        instance = self.registry.observe(ping(role, port, **more), self.now, line)
-        assert instance is not None
-        instance.healthy = True
-        return instance, line
+        return join(self.registry, ping(role, port, **more), self.now, line), line
 
     def hear(self, instance: Instance, line: Line, message: Ping | None = None) -> None:
         """It pings, once the ring is made anew."""
@@ -90,7 +77,7 @@ def test_partners_are_sent_again_at_times_and_on_another_connection() -> None:
         rig.hear(*p)
         rig.hear(*d)
     assert len(d[1].said) > 1 and set(d[1].said) == {tuple(of(p))}
-    d[1].stands = lambda: False  # type: ignore[method-assign]
+    d[1].open = False
     again = Line()
     rig.hear(d[0], again)
     assert again.said == [tuple(of(p))]
@@ -215,7 +202,6 @@ def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
     assert [d.places for d in ds] == [1] * 20
 
 
-@pytest.mark.asyncio
 async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment) -> None:
     heard: list[tuple[str, ...]] = []
     d = ping("D", 8200, partners=8)
@@ -227,7 +213,6 @@ async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment
     await eventually(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")
 
 
-@pytest.mark.asyncio
 async def test_an_older_d_is_sent_nothing(lonely: Deployment) -> None:
     """Its socket takes messages of a kilobyte at most, and it reads none."""
     await lonely.add("P")

@@ -8,19 +8,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from msgspec.structs import replace
 from proxy_behaviours import Seen, after, answer_json, event, event_stream, never
-from proxy_fakes import Deployment, FakeInstance, asked, called, deployed, error_of, ping, quiet
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, error_of, join, ping, quiet
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import VOUCHING_VERSION
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
-
-asyncs = pytest.mark.asyncio
 
 
 class Vouching(FakeInstance):
@@ -35,10 +32,8 @@ class Vouching(FakeInstance):
 
 async def add(deployment: Deployment, role: Any, kind: type[FakeInstance] = Vouching) -> FakeInstance:
     instance = kind(role)
-    await instance.start()
-    deployment.cleanup.push_async_callback(instance.stop)
+    await deployment.enlist(instance)
     (deployment.prefills if role == "P" else deployment.decodes).append(instance)
-    deployment.begin_ping(instance)
     return instance
 
 
@@ -56,7 +51,6 @@ def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
 # Paused ones.
 
 
-@asyncs
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: Any) -> None:
     async with deployed("concurrent", 1, 1) as deployment:
@@ -67,11 +61,10 @@ async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: 
         for _ in range(4):
             assert (await deployment.post()).status == 200
         assert not other.requests
-        async with deployment.client.get(f"{deployment.url}/instances") as answer:
-            states = {each["address"]: each["state"] for each in (await answer.json())["instances"]}
+        listed = (await deployment.get("/instances"))[1]["instances"]
+        states = {each["address"]: each["state"] for each in listed}
         assert states.pop(other.http_address) == "engine_paused" and set(states.values()) == {"ready"}
-        async with deployment.client.get(f"{deployment.url}/health") as answer:
-            assert (await answer.json())["gauges"]["engines_paused"] == 1
+        assert (await deployment.get("/health"))[1]["gauges"]["engines_paused"] == 1
         pause(deployment, other, False)
         await eventually(lambda: other.http_address in deployment.routable(role), "the resumption")
         for _ in range(6):
@@ -80,13 +73,11 @@ async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: 
         await quiet(deployment)
 
 
-@asyncs
 async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
     async with deployed("concurrent", 1, 1) as deployment:
         resumed = asyncio.Event()
         deployment.d.behaviour = after(resumed, answer_json)
-        asked = asyncio.create_task(deployment.post())
-        await eventually(lambda: called(deployment.d))
+        asked = await deployment.under_way(deployment.d)
         pause(deployment, deployment.d)
         await eventually(lambda: not deployment.routable("D"))
         pause(deployment, deployment.d, False)
@@ -94,7 +85,6 @@ async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
         assert (await asked).status == 200
 
 
-@asyncs
 async def test_without_any_other_d_the_answer_says_that_it_is_paused() -> None:
     async with deployed("concurrent", 1, 1) as deployment:
         pause(deployment, deployment.d)
@@ -106,9 +96,7 @@ async def test_without_any_other_d_the_answer_says_that_it_is_paused() -> None:
 
 def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
     registry, first = Registry(), ping("D")
-    instance = registry.observe(first, 0.0)
-    assert instance is not None
-    instance.healthy = True
+    instance = join(registry, first)
     paused = replace(first, paused=True)
     assert registry.observe(paused, 1.0) is None and instance.paused
     assert registry.of(paused) is registry.of(first) is instance
@@ -147,7 +135,7 @@ def test_one_that_registers_while_it_is_paused_is_paused() -> None:
 LIFE, PROXYS_LEASE = 1.5, 2.0
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def hung() -> AsyncIterator[Deployment]:
     """A P and two D's that vouch for their engines; the first D's is about to hang."""
     limits = Limits(max_body=1 << 20)
@@ -158,7 +146,6 @@ async def hung() -> AsyncIterator[Deployment]:
         yield deployment
 
 
-@asyncs
 async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: Deployment) -> None:
     for each in hung.decodes:
         each.behaviour = never
@@ -194,7 +181,6 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
     return behaviour
 
 
-@asyncs
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
     hung: Deployment, monkeypatch: pytest.MonkeyPatch, hangs: bool
@@ -220,7 +206,6 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
     assert ("error" in text) is hangs
 
 
-@asyncs
 async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: Deployment) -> None:
     assert VOUCHING_VERSION == 4  # when pings began to mean that
     old = await add(hung, "D", type("Old", (Vouching,), {"version": 3}))
@@ -231,8 +216,7 @@ async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: D
     await eventually(lambda: hung.routable("D") == [old.http_address])
     answers = asyncio.Event()
     old.behaviour = after(answers, answer_json)
-    request = asyncio.create_task(hung.post())
-    await eventually(lambda: called(old))
+    request = await hung.under_way(old)
     fall_silent(hung, old)
     await eventually(lambda: len(hung.registry.known("D")) == 2, "the end of its lease")
     asked_again = old.healths

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import proxy_fakes
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -23,7 +24,7 @@ from proxy_behaviours import (
     dies,
     dies_before_a_token,
     never_a_token,
-    streams,
+    streams_at_once,
     telling,
 )
 from proxy_fakes import deployed, join, ping, prompt_of
@@ -40,7 +41,6 @@ from p2pkv_proxy.routing import PrefillMode, Router
 from p2pkv_proxy.routing_base import Routing, RoutingRequest
 from support.waiting import eventually
 
-ASYNC = pytest.mark.asyncio
 AUTO = Routing(placement="auto")
 
 
@@ -49,18 +49,13 @@ def request(tokens: int) -> RoutingRequest:
 
 
 def fleet(*roles: Any, alone: int = 0, routing: Routing = AUTO) -> tuple[Router, list[Instance]]:
-    registry = Registry(1e9)
-    router = Router(registry, routing, alone=alone)
-    return router, [join(registry, ping(role, 10 + n)) for n, role in enumerate(roles)]
+    return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, alone=alone)
 
 
 # What is learned.
 
 
-@given(
-    st.tuples(*[st.floats(0.001, 0.5)] * 3),
-    st.integers(0, 1 << 32),
-)
+@given(st.tuples(*[st.floats(0.001, 0.5)] * 3), st.integers(0, 1 << 32))
 def test_least_squares_finds_the_weights_of_a_linear_cost(weights: tuple[float, ...], seed: int) -> None:
     learner, dice = LeastSquares([0.1, 0.1, 0.1]), random.Random(seed)
     for _ in range(300):
@@ -389,7 +384,6 @@ def test_a_ping_of_the_version_before_changes_nothing() -> None:
 # The whole proxy.
 
 
-@ASYNC
 @pytest.mark.parametrize(
     ("victim", "failure"),
     [
@@ -426,20 +420,16 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(victim: str, fai
         await eventually(lambda: not any(pool.proxy.router.costs.of(each).answers for each in (p, d, other)))
 
 
-@ASYNC
 async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
     async with deployed("concurrent", routing=AUTO) as pool:
-        release = asyncio.Event()
-        release.set()
         for _ in range(2):
-            instance = await pool.add("both")  # type: ignore[arg-type]
-            instance.behaviour = streams(release)
+            await pool.add("both", behaviour=streams_at_once)  # type: ignore[arg-type]
         await pool.ready(2, 2)
         for _ in range(8):
             response = await pool.post({"model": "tiny", "prompt": "hi", "max_tokens": 5, "stream": True})
             assert response.status == 200, await response.text()
             await response.read()
-        page = (await (await pool.client.get(pool.url + "/status")).json())["placement"]
+        page = (await pool.get("/status"))[1]["placement"]
         assert page["by"] == "auto" and sum(page["ways"].values()) == 8
         assert page["median_error"] >= 0.0 and len(page["latest"]) == 8
         assert all(each["first_token_seen"] > 0 < each["first_token"] for each in page["latest"])
@@ -461,7 +451,6 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
             assert metrics.count(f"p2pkv_proxy_instance_{name}{{") == 2
 
 
-@ASYNC
 async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that_it_is_computed() -> None:
     """Of an answer that is no stream; only a stream teaches anything."""
     async with deployed("concurrent", routing=AUTO) as pool:

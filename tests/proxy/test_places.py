@@ -8,23 +8,21 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from proxy_fakes import Deployment, join, ping, quiet
+from proxy_fakes import Deployment, fleet, join, ping, quiet
 from test_admission import ask, slow
 
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import PrefillMode, Router
+from p2pkv_proxy.routing import PrefillMode
 from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
 
-
-def small(registry: Registry, **limits: Any) -> Admission:
-    """Each D takes one request."""
-    return Admission(Router(registry, room=1), Limits(**limits), RequestCounters(), lambda: 0.0)
+def small(**limits: Any) -> Admission:
+    """One D, which takes one request."""
+    return Admission(fleet("D", room=1)[0], Limits(**limits), RequestCounters(), lambda: 0.0)
 
 
 async def enter(admission: Admission, leave: asyncio.Event | None = None, model: str | None = None) -> None:
@@ -43,9 +41,7 @@ async def one_leaves(admission: Admission) -> tuple[asyncio.Task[None], asyncio.
 
 
 async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
-    registry = Registry()
-    join(registry, ping("D"))
-    admission, leave = small(registry, max_wait=0.05), asyncio.Event()
+    admission, leave = small(max_wait=0.05), asyncio.Event()
     holder = asyncio.create_task(enter(admission, leave))
     await eventually(lambda: admission.under_way == 1)
     late = asyncio.create_task(enter(admission))
@@ -60,9 +56,7 @@ async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
 
 
 async def test_a_place_passes_by_who_has_just_left() -> None:
-    registry = Registry()
-    join(registry, ping("D"))
-    admission = small(registry)
+    admission = small()
     async with admission.place(RoutingRequest(), paired=False):
         leaver, stayer = await one_leaves(admission)
     await stayer
@@ -72,9 +66,7 @@ async def test_a_place_passes_by_who_has_just_left() -> None:
 
 
 async def test_who_has_just_left_does_not_spoil_the_end() -> None:
-    registry = Registry()
-    join(registry, ping("D"))
-    admission = small(registry)
+    admission = small()
     async with admission.place(RoutingRequest(), paired=False):
         leaver, stayer = await one_leaves(admission)
         admission.close(ProxyError(503, "the end"))
@@ -86,12 +78,11 @@ async def test_who_has_just_left_does_not_spoil_the_end() -> None:
 
 
 async def test_who_moves_makes_room_for_who_waits() -> None:
-    registry = Registry()
-    both, one = join(registry, ping("D", 1)), join(registry, ping("D", 2))
+    router, (both, one) = fleet("D", "D", room=1)
     both.learn(frozenset({"a", "b"}))
     one.learn(frozenset({"b"}))
     one.take_turn(1)  # so that the other one is first
-    admission = small(registry)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: 0.0)
     async with admission.place(RoutingRequest("b"), paired=False) as place:
         assert place.choice.decode is both
         waiter = asyncio.create_task(enter(admission, model="a"))
@@ -103,13 +94,11 @@ async def test_who_moves_makes_room_for_who_waits() -> None:
 
 
 async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> None:
-    registry, served = Registry(), []
-    join(registry, ping("D"))
-    admission = small(registry)
+    admission, served = small(), list[int]()
 
     async def take(number: int, model: str | None) -> None:
-        async with admission.place(RoutingRequest(model), paired=False):
-            served.append(number)
+        await enter(admission, model=model)
+        served.append(number)
 
     async with admission.place(RoutingRequest(), paired=False):
         wanted = enumerate([None, "x", None, "y", "x", None])
@@ -120,9 +109,7 @@ async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> N
 
 
 async def test_nothing_is_left_of_names_that_were_waited_for() -> None:
-    registry = Registry()
-    join(registry, ping("D"))
-    admission = small(registry)
+    admission = small()
     async with admission.place(RoutingRequest(), paired=False):
         asked = [asyncio.create_task(enter(admission, model=str(number))) for number in range(20)]
         await eventually(lambda: admission.waiting == 20)
@@ -134,10 +121,8 @@ async def test_nothing_is_left_of_names_that_were_waited_for() -> None:
 
 async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     registry, looks = Registry(), 0
-    for model, port in (("a", 1), ("b", 11)):
-        join(registry, ping("P", port, model=model))
-        join(registry, ping("D", port + 1, model=model))
-    router = Router(registry, room=2)
+    several = [(role, {"model": model}) for model in "ab" for role in "PD"]
+    router, _ = fleet(*several, registry=registry, room=2)
     admission = Admission(router, Limits(max_waiting=200), RequestCounters(), lambda: 0.0)
 
     async def once(model: str) -> None:
@@ -167,9 +152,8 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
 
 async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() -> None:
     registry = Registry()
-    busier, idler = join(registry, ping("P", 1)), join(registry, ping("P", 2))
-    join(registry, ping("D", 11))
-    admission = Admission(Router(registry, room=10), Limits(), RequestCounters(), lambda: 0.0)
+    router, (busier, idler, _) = fleet("P", "P", "D", registry=registry, room=10)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: 0.0)
     async with AsyncExitStack() as leave:
         leave.enter_context(busier.busy(lambda loss: None))
         for _ in range(10):
@@ -179,7 +163,7 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
             for _ in range(9)
         ]
         await eventually(lambda: admission.waiting == 9)
-        join(registry, ping("D", 12))
+        join(registry, ping("D", 99))
         admission.advance()
         chosen = [(await each).choice.prefill for each in asked]
         assert (chosen.count(busier), chosen.count(idler)) == (4, 5)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from proxy_draws import json_values
 from proxy_fakes import prompt_of
 
 from p2pkv_proxy.bodies import BYTES_PER_TOKEN, DATA_BYTES_PER_TOKEN, MOST_PIECES, PIECE_TOKENS, Chain, Prompt
@@ -133,18 +134,7 @@ def test_a_chain_costs_no_more_than_its_beginning(fields: dict[str, Any]) -> Non
         tracemalloc.stop()
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**60), 2**60)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["content", "text", "role", "type", "x"]), inner, max_size=3)
-    ),
-    max_leaves=20,
-)
+JSON = json_values(names=st.sampled_from(["content", "text", "role", "type", "x"]))
 
 
 @settings(deadline=None)
@@ -161,37 +151,27 @@ def test_whatever_a_request_says_it_has_a_length_and_a_chain(fields: dict[str, A
 # Chains.
 
 
-def test_prompts_that_begin_alike_have_chains_that_begin_alike() -> None:
-    shared = text(3)
-    one, other = ({"prompt": shared + text(2, seed)} for seed in (1, 2))
-    assert (len(chain(one)), common(one, other)) == (5, 3)
-    assert common(one, {"prompt": "x" + shared}) == 0
-    assert common(one, {"prompt": shared[:PIECE]}) == 1
+SHARED, TURNS = text(3), [text(1.5, seed) for seed in range(5)]
+ONE, PLAIN = {"prompt": SHARED + text(2, 1)}, chat(text(2), text(1))
+IDS = [*range(PIECE_TOKENS * 3), 1]
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    "the same beginning": (ONE, {"prompt": SHARED + text(2, 2)}, 5, 3),
+    "another beginning": (ONE, {"prompt": "x" + SHARED}, 5, 0),
+    "the beginning alone": (ONE, {"prompt": SHARED[:PIECE]}, 5, 1),
+    "token ids": ({"prompt": IDS}, {"prompt": IDS[: PIECE_TOKENS * 2] + [9] * PIECE_TOKENS}, 3, 2),
+    "of several prompts, the first": ({"prompt": IDS}, {"prompt": [IDS, [5]]}, 3, 3),
+    "a conversation that goes on": (chat(*TURNS[:2]), chat(*TURNS[:4]), 3, 3),
+    "a tool, which comes first": (PLAIN, PLAIN | {"tools": [{"type": "function"}]}, len(chain(PLAIN)), 0),
+    "an adapter": ({"model": "m", **ONE}, {"model": "an-adapter", **ONE}, 5, 0),
+    "a salt": (ONE, ONE | {"cache_salt": "mine"}, 5, 0),
+}
+"""Two prompts, the pieces of the first, and those that they have in common."""
 
 
-def test_token_ids_are_compared_as_they_are() -> None:
-    one = {"prompt": [*range(PIECE_TOKENS * 3), 1]}
-    other = {"prompt": [*range(PIECE_TOKENS * 2), *[9] * PIECE_TOKENS]}
-    assert (len(chain(one)), common(one, other)) == (3, 2)
-    assert chain({"prompt": [one["prompt"], [5]]}) == chain(one), "of several, the first"
-
-
-def test_a_conversation_goes_on_with_the_same_chain() -> None:
-    turns = [text(1.5, seed) for seed in range(5)]
-    first, second = chat(*turns[:2]), chat(*turns[:4])
-    assert common(first, second) == len(chain(first)) == 3
-
-
-def test_a_tool_at_the_beginning_makes_another_prompt() -> None:
-    tool = {"type": "function", "function": {"name": "weather"}}
-    plain = chat(text(2), text(1))
-    assert common(plain, plain | {"tools": [tool]}) == 0
-
-
-@pytest.mark.parametrize("change", [{"model": "an-adapter"}, {"cache_salt": "mine"}])
-def test_what_vllm_keeps_apart_has_chains_of_its_own(change: dict[str, str]) -> None:
-    prompt = {"model": "m", "prompt": text(2)}
-    assert common(prompt, prompt | change) == 0
+@pytest.mark.parametrize("kind", ALIKE)
+def test_prompts_that_begin_alike_have_chains_that_begin_alike(kind: str) -> None:
+    one, other, length, shared = ALIKE[kind]
+    assert (len(chain(one)), common(one, other)) == (length, shared)
 
 
 def test_of_a_very_long_prompt_only_the_beginning_counts() -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from proxy_process import DEADLINE, ROOT, running
+from proxy_process import running
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
-from p2pkv_proxy.cli import main
 
 
 def health(url: str) -> tuple[int, dict[str, object]]:
@@ -127,46 +123,3 @@ def test_discovery_may_be_given_by_name() -> None:
     port = free_ports()
     with running("--port", "0", "--discovery", f"localhost:{port}") as command:
         command.says(rf"discovery on tcp://127\.0\.0\.1:{port}, concurrent")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--port", "70000"], "'70000' is not a port"),
-        (["--port", "http"], "'http' is not a port"),
-        (["--discovery", "30001"], "is not an address"),
-        (["--discovery", "0.0.0.0:30001"], "there is no secret: any process that pings it"),
-        (["--secret-file", "/nonexistent"], "cannot be read"),
-        (["--plain-discovery", "30001"], "is not an address"),
-        (["--dispatch", "random"], "invalid choice"),
-        (["--max-requests", "0"], "'0' is not a whole number of at least 1"),
-        (["--max-waiting", "-1"], "'-1' is not a whole number of at least 0"),
-        (["--max-held-mib", "1.5"], "'1.5' is not a whole number of at least 1"),
-        (["--retries", "x"], "'x' is not a whole number of at least 0"),
-        (["--max-wait", "soon"], "'soon' is no number of seconds"),
-        (["--drain-seconds", "inf"], "'inf' is no number of seconds"),
-        (["--drain-seconds", "nan"], "'nan' is no number of seconds"),
-        (["--polcy", "x"], "unrecognized arguments"),
-    ],
-)
-def test_a_wrong_argument_is_explained(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_router_host_needs_neither_torch_nor_vllm() -> None:
-    script = "import sys, proxy.cli; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"

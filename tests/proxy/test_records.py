@@ -7,16 +7,13 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
 import pytest
-import pytest_asyncio
 from aiohttp import web
-from proxy_behaviours import Seen, answer_error, dies, never, streams
-from proxy_fakes import DEADLINE, Deployment, FakeInstance, deployed, quiet, serve_and_ping
-from proxy_process import running
+from proxy_behaviours import answer_error, dies, never, streams_at_once, with_a_p
+from proxy_fakes import DEADLINE, Deployment, deployed, quiet
+from proxy_process import served
 
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.logs import JsonLines
@@ -28,7 +25,6 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=x"}
 
 
-@pytest.mark.asyncio
 async def test_the_clients_id_reaches_the_instances_beside_the_proxys_own(either: Deployment) -> None:
     answer = await either.post(headers={"X-Request-Id": "mine"})
     assert answer.headers["X-Request-Id"] == "mine"
@@ -38,13 +34,11 @@ async def test_the_clients_id_reaches_the_instances_beside_the_proxys_own(either
         assert "_addr_" in seen.request_id
 
 
-@pytest.mark.asyncio
 async def test_an_id_under_the_other_name_is_left_as_it_is(concurrent: Deployment) -> None:
     await concurrent.post(headers={"X-Request-Id": "mine", "X-Client-Request-Id": "older"})
     assert concurrent.d.requests[0].headers.getall("X-Client-Request-Id") == ["older"]
 
 
-@pytest.mark.asyncio
 async def test_the_clients_trace_reaches_both_as_it_is(either: Deployment) -> None:
     await either.post(headers=TRACEPARENT)
     for instance in (either.p, either.d):
@@ -106,14 +100,13 @@ class Collector:
         return found
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def collector() -> AsyncIterator[Collector]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     async with Collector() as collector:
         yield collector
 
 
-@pytest.mark.asyncio
 async def test_spans_of_a_request_lie_below_the_clients_and_above_the_instances(collector: Collector) -> None:
     async with deployed("concurrent", 1, 1, tracing=Spans(collector.endpoint)) as deployment:
         assert (await deployment.post(headers={**TRACEPARENT, "X-Request-Id": "mine"})).status == 200
@@ -134,7 +127,6 @@ async def test_spans_of_a_request_lie_below_the_clients_and_above_the_instances(
     assert collector.service == "p2pkv-proxy"
 
 
-@pytest.mark.asyncio
 async def test_each_try_has_spans_and_failures_are_marked(collector: Collector) -> None:
     async with deployed("concurrent", 1, 1, tracing=Spans(collector.endpoint)) as deployment:
         deployment.p.behaviour = answer_error(500)
@@ -150,7 +142,6 @@ async def test_each_try_has_spans_and_failures_are_marked(collector: Collector) 
     assert all(span.status.code == 2 for span in calls)
 
 
-@pytest.mark.asyncio
 async def test_a_collector_that_is_gone_holds_up_nobody() -> None:
     spans = Spans(f"http://127.0.0.1:{free_ports()}/v1/traces")
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
@@ -167,41 +158,24 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.Monke
 
 
 # The log.
-
-
-@pytest.mark.asyncio
 async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> None:
-    discovery = f"127.0.0.1:{free_ports()}"
-    options = ("--log-format", "json", "--log-requests", "--discovery", discovery)
-    async with AsyncExitStack() as cleanup:
-        command = cleanup.enter_context(running("--port", "0", *options))
-        url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
-        p, d = FakeInstance("P", behaviour=dies), FakeInstance("D")
-        release = asyncio.Event()
-        release.set()
-
-        async def by_itself_only(request: web.Request, seen: Seen) -> web.StreamResponse:
-            return await (never if "_addr_" in seen.request_id else streams(release))(request, seen)
-
-        d.behaviour = by_itself_only
-        for instance in (p, d):
-            await serve_and_ping(cleanup, discovery, instance)
-            await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
-        client = await cleanup.enter_async_context(aiohttp.ClientSession())
+    async with served("--log-format", "json", "--log-requests") as proxy:
+        proxy.prefills[0].behaviour = dies
+        proxy.d.behaviour = with_a_p(never, streams_at_once)
         headers = {"X-Request-Id": "the client's own", **TRACEPARENT}
-        body = {"model": "tiny", "prompt": "x", "stream": True}
-        async with client.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+        async with await proxy.post(headers, stream=True) as answer:
             assert answer.status == 200
             await answer.read()
-        await asyncio.to_thread(command.says, '"outcome": ')
-        lines = [json.loads(line) for line in command.log.splitlines()]
+        await proxy.says('"outcome": ')
+        lines = [json.loads(line) for line in proxy.command.log.splitlines()]
+        address = proxy.d.http_address
 
     (ended,) = [line for line in lines if line["message"].startswith("request ended")]
     assert ended["client_request_id"] == "the client's own"
     assert ended["trace_id"] == TRACE
     assert (ended["endpoint"], ended["model"], ended["status"]) == ("/v1/completions", "tiny", 200)
     assert (ended["way"], ended["tries"]) == ("alone", 2)
-    assert (ended["outcome"], ended["decode"]) == ("answered", d.http_address)
+    assert (ended["outcome"], ended["decode"]) == ("answered", address)
     assert ended["seconds"] >= ended["first_token"] > 0
     (blamed,) = [line for line in lines if "closed the connection before it answered" in line["message"]]
     assert blamed["level"] == "WARNING" and blamed["client_request_id"] == "the client's own"
@@ -218,7 +192,6 @@ def test_a_traceback_stays_one_line() -> None:
     assert "ValueError" in json.loads(line)["exception"] and json.loads(line)["message"] == "no\nx"
 
 
-@pytest.mark.asyncio
 async def test_in_text_a_strange_id_cannot_pass_for_other_fields(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with deployed("concurrent", 1, 1, log_requests=True) as deployment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from proxy_fakes import join, ping
+from proxy_fakes import fleet, join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
 from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss
@@ -23,12 +23,6 @@ def test_a_ping_alone_does_not_make_an_instance_routable() -> None:
     instance.healthy = True
     assert registry.routable("P", 0.0) == [instance]
     assert registry.unready() == []
-
-
-def test_a_ping_is_news_once() -> None:
-    registry = Registry()
-    assert registry.observe(ping(), 0.0) is not None
-    assert registry.observe(ping(), 3.0) is None
 
 
 def test_life_is_more_than_three_intervals() -> None:
@@ -77,13 +71,6 @@ def test_a_restart_under_the_same_address_is_a_newcomer(change: dict[str, Any]) 
     assert registry.known("P") == [new]
 
 
-def test_goodbye_removes_at_once() -> None:
-    registry = Registry()
-    join(registry, ping(incarnation="first"))
-    assert registry.observe(goodbye(ping(incarnation="first")), 1.0) is None
-    assert registry.known("P") == []
-
-
 def test_a_goodbye_of_the_old_incarnation_leaves_the_new_one() -> None:
     registry = Registry()
     join(registry, ping(incarnation="first"))
@@ -117,12 +104,7 @@ def test_that_it_is_full_is_said_once_a_minute(caplog: pytest.LogCaptureFixture)
 
 
 def test_p_and_d_are_chosen_independently() -> None:
-    registry = Registry()
-    for port in (1, 2):
-        join(registry, ping("P", port))
-    for port in (3, 4):
-        join(registry, ping("D", port))
-    router = Router(registry)
+    router, _ = fleet(*"PPDD")
     choices = [router.choose(RoutingRequest(), 0.0) for _ in range(2)]
     router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE)  # takes D's turn, not P's
     choices += [router.choose(RoutingRequest(), 0.0) for _ in range(2)]
@@ -130,25 +112,11 @@ def test_p_and_d_are_chosen_independently() -> None:
     assert len(pairs) == 4
 
 
-def test_equals_take_turns() -> None:
-    registry = Registry()
-    for port in (1, 2, 3):
-        join(registry, ping("D", port))
-    router = Router(registry)
-    chosen = [
-        router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE).decode.ping.http_address for _ in range(6)
-    ]
-    assert sorted(chosen[:3]) == sorted(chosen[3:]) == ["10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]
-
-
 def test_the_least_busy_comes_first() -> None:
-    registry = Registry()
-    busy, idle = join(registry, ping("D", 1)), join(registry, ping("D", 2))
-    router = Router(registry)
+    router, (busy, idle) = fleet("D", "D")
     with busy.busy(lambda loss: None):
-        assert [router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE).decode for _ in range(3)] == [
-            idle
-        ] * 3
+        chosen = [router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE).decode for _ in range(3)]
+    assert chosen == [idle] * 3
     assert busy.in_flight == 0
 
 
@@ -182,20 +150,14 @@ def pools(*models: str) -> Registry:
     return registry
 
 
-def test_the_requests_model_chooses_the_pool() -> None:
+@pytest.mark.parametrize("models", ["abab", [None] * 4])
+def test_the_requests_model_chooses_the_pool_and_without_one_the_two_still_match(models: Any) -> None:
     router = Router(pools("a", "b"))
-    for model in ("a", "b", "a", "b"):
+    for model in models:
         choice = router.choose(RoutingRequest(model), 0.0)
         assert choice.prefill is not None
-        assert choice.prefill.ping.model == choice.decode.ping.model == model
-
-
-def test_without_a_model_the_two_still_match() -> None:
-    router = Router(pools("a", "b"))
-    for _ in range(4):
-        choice = router.choose(RoutingRequest(), 0.0)
-        assert choice.prefill is not None
         assert choice.prefill.ping.model == choice.decode.ping.model
+        assert model in (None, choice.decode.ping.model)
 
 
 def test_an_unknown_model_among_several_is_an_error_that_lists_them() -> None:
@@ -222,11 +184,9 @@ def test_names_are_those_listed_last_and_the_pings_own() -> None:
 
 
 def test_two_models_that_do_not_match_make_no_pair() -> None:
-    registry = Registry()
-    join(registry, ping("P", 1, model="a"))
-    join(registry, ping("D", 2, model="b"))
+    router, _ = fleet(("P", {"model": "a"}), ("D", {"model": "b"}))
     with pytest.raises(NoInstance, match="same model"):
-        Router(registry).choose(RoutingRequest(), 0.0)
+        router.choose(RoutingRequest(), 0.0)
 
 
 def test_who_is_missing_is_said() -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from request_way import files_passed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
 
 
-@pytest.mark.asyncio
 async def test_a_request_passes_the_ten_files_that_the_page_names() -> None:
     table = PAGE.partition("**A request** passes ten files")[2].partition("\nSome requests pass others")[0]
     named = set(re.findall(r"^\| `([^`]+\.py)`", table, re.MULTILINE))

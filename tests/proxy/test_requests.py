@@ -1,4 +1,4 @@
-"""What P, D and the client each get of a request that goes well."""
+"""What P, D and the client each get of a request that goes well, and what a client gets wrong, and hears."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_json, completion, event, event_stream
-from proxy_fakes import Deployment, deployed, quiet
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from proxy_behaviours import (
+    DONE,
+    Seen,
+    after,
+    answer_json,
+    completion,
+    event,
+    event_stream,
+    never,
+    stream_of,
+    telling,
+)
+from proxy_fakes import Deployment, deployed, error_of, join, quiet
+from test_failures import shows_no_address
 
+from p2pkv.control.discovery import Ping
 from p2pkv.pairing import Address, find_pair
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.relay import Rewriter, Scrubber
+from p2pkv_proxy.routing import Choice
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 HEX = re.compile(r"[0-9a-f]{32}")
-
-
-def addresses(deployment: Deployment) -> list[str]:
-    instances = [*deployment.prefills, *deployment.decodes]
-    return [text for i in instances for text in (i.http_address, i.zmq_address)] + [
-        "___prefill_addr",
-        "___decode",
-    ]
-
-
-def shows_no_address(deployment: Deployment, text: str) -> bool:
-    return not any(address in text for address in addresses(deployment))
 
 
 async def test_both_get_one_fresh_id_that_names_them(either: Deployment) -> None:
@@ -59,14 +63,6 @@ async def test_each_gets_its_body(either: Deployment) -> None:
         "n": 1,
         "stream": False,
     }
-
-
-async def test_chat_goes_to_chat(either: Deployment) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}
-    assert (await either.post(body, "/v1/chat/completions")).status == 200
-    assert [i.requests[0].path for i in (either.p, either.d)] == ["/v1/chat/completions"] * 2
-    assert either.p.requests[0].body["max_completion_tokens"] == 1
-    assert either.d.requests[0].body["max_completion_tokens"] == 9
 
 
 async def test_the_clients_headers_reach_both(either: Deployment) -> None:
@@ -123,11 +119,6 @@ async def test_no_address_in_body_or_headers(either: Deployment) -> None:
     assert response.headers["X-Trace"].startswith("a ")
 
 
-async def test_the_client_cannot_send_kv_transfer_params(either: Deployment) -> None:
-    await either.post({"prompt": "x", "kv_transfer_params": {"remote_host": "6.6.6.6"}})
-    assert all("kv_transfer_params" not in i.requests[0].body for i in (either.p, either.d))
-
-
 async def test_concurrent_calls_both_at_once(concurrent: Deployment) -> None:
     meet = asyncio.Barrier(2)
 
@@ -142,13 +133,11 @@ async def test_concurrent_calls_both_at_once(concurrent: Deployment) -> None:
 async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> None:
     release = asyncio.Event()
 
-    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
+    async def returns(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.json_response(completion(seen, kv_transfer_params={"remote_block_ids": [1, 2]}))
 
-    sequential.p.behaviour = slow
-    asking = asyncio.create_task(sequential.post())
-    await eventually(lambda: len(sequential.p.requests) == 1)
+    sequential.p.behaviour = after(release, returns)
+    asking = await sequential.under_way(sequential.p)
     assert sequential.d.requests == []
     release.set()
     assert (await asking).status == 200
@@ -159,15 +148,7 @@ async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> No
 
 async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
     release = asyncio.Event()
-
-    async def stream(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await release.wait()  # the client sets it when it has the first event
-        await response.write(event(seen, "second") + b"data: [DONE]\n\n")
-        return response
-
-    either.d.behaviour = stream
+    either.d.behaviour = stream_of("first", release, "second", DONE)
     response = await either.post({"prompt": "x", "stream": True})
     assert response.content_type == "text/event-stream"
     first = await response.content.readuntil(b"\n\n")
@@ -175,7 +156,7 @@ async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
     release.set()
     rest = await response.content.read()
     assert b"second" in rest
-    assert rest.endswith(b"data: [DONE]\n\n")
+    assert rest.endswith(DONE)
     assert shows_no_address(either, (first + rest).decode())
     assert either.p.requests[0].body["stream"] is False
 
@@ -212,14 +193,9 @@ async def test_what_is_none_of_ps_business_needs_no_p() -> None:
 
 async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
     release = asyncio.Event()
-
-    async def late(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
-        return await answer_json(request, seen)
-
-    concurrent.p.behaviour = late
+    concurrent.p.behaviour = after(release, answer_json)
     assert (await concurrent.post()).status == 200
-    (instance,) = concurrent.registry.known("P")
+    instance = concurrent.known(concurrent.p)
     assert instance.in_flight == 1
     release.set()
     await eventually(lambda: instance.in_flight == 0)
@@ -230,16 +206,9 @@ async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
 async def test_a_p_that_does_not_end_is_closed_after_a_while(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await eventually(lambda: len(concurrent.p.requests) == 1)
-        return await answer_json(request, seen)
-
+    called = asyncio.Event()
     monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
-    concurrent.p.behaviour, concurrent.d.behaviour = never, answers
+    concurrent.p.behaviour, concurrent.d.behaviour = telling(called, never), after(called, answer_json)
     assert (await concurrent.post()).status == 200
     await eventually(lambda: concurrent.p.requests[0].aborted)
     await quiet(concurrent)
@@ -290,3 +259,113 @@ async def test_an_answer_that_is_no_stream_arrives_whole(
     either.d.behaviour = big
     response = await either.post()
     assert (await response.json())["choices"][0]["text"] == "y" * 300_000
+
+
+# What a client gets wrong.
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b"\xff\xfe", b"[" * 5000])
+async def test_what_is_no_json_object_is_a_400(either: Deployment, raw: bytes) -> None:
+    async with either.client.post(f"{either.url}/v1/completions", data=raw) as response:
+        assert response.status == 400
+        assert "not a JSON object" in (await error_of(response))["message"]
+    assert either.p.requests == either.d.requests == []
+
+
+async def test_too_large_a_body_is_a_413() -> None:
+    async with deployed("concurrent", 1, 1, max_body=1000) as deployment:
+        response = await deployment.post({"prompt": "x" * 2000})
+        assert response.status == 413
+        assert "1000 bytes" in (await error_of(response))["message"]
+        assert deployment.d.requests == []
+        body = {"prompt": ""}
+        assert (await deployment.post(body | {"prompt": "x" * (1000 - len(json.dumps(body)))})).status == 200
+
+
+async def test_a_body_that_could_never_be_held_is_a_413_too() -> None:
+    async with deployed("concurrent", 1, 1, limits=Limits(max_held=1000)) as deployment:
+        response = await deployment.post({"prompt": "x" * 2000})
+        assert response.status == 413
+        assert "1000 bytes" in (await error_of(response))["message"]
+        assert deployment.proxy.counters.refused_full == deployment.proxy.intake.held == 0
+
+
+async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment) -> None:
+    async with lonely.client.get(f"{lonely.url}/v1/rerank") as response:
+        assert response.status == 404
+        message = (await error_of(response))["message"]
+    assert "There is no /v1/rerank here" in message
+    assert "/v1/chat/completions" in message
+
+
+async def test_every_answer_gives_the_clients_id_back(lonely: Deployment) -> None:
+    mine = {"X-Request-Id": "mine"}
+    async with lonely.client.get(f"{lonely.url}/nowhere", headers=mine) as response:
+        assert response.headers["X-Request-Id"] == "mine"
+    assert (await lonely.post(headers=mine)).headers["X-Request-Id"] == "mine"
+
+
+# The streaming replacement of an id equals bytes.replace, however the stream is cut.
+
+
+MINTED = b"___prefill_addr_127.0.0.1:21001___decode_addr_[::1]:21002_" + b"0123456789abcdef" * 2
+CLEAN = b"0123456789abcdef" * 2
+# Small alphabets make overlaps and near misses likely.
+STREAM = st.lists(st.sampled_from([b"_", b"a", b"__a", b"ab"]), max_size=30).map(b"".join)
+
+
+def rewritten(rewriter: Rewriter, chunks: list[bytes]) -> bytes:
+    return b"".join([*(rewriter.feed(chunk) for chunk in chunks), rewriter.flush()])
+
+
+def chunks_of(data: bytes, cuts: list[int]) -> list[bytes]:
+    ends = sorted({min(cut, len(data)) for cut in cuts})
+    return [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)], strict=True)]
+
+
+def test_every_cut_in_two_of_a_stream_with_the_id() -> None:
+    stream = b'data: {"id": "cmpl-' + MINTED + b'"}\n\ndata: {"id": "cmpl-' + MINTED + b'-0"}\n\n'
+    expected = stream.replace(MINTED, CLEAN)
+    for cut in range(len(stream) + 1):
+        assert rewritten(Rewriter(MINTED, CLEAN), [stream[:cut], stream[cut:]]) == expected
+
+
+def test_byte_by_byte() -> None:
+    stream = b"__" + MINTED + MINTED[:-1] + MINTED + b"_"
+    chunks = [bytes([byte]) for byte in stream]
+    assert rewritten(Rewriter(MINTED, CLEAN), chunks) == stream.replace(MINTED, CLEAN)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    STREAM,
+    st.binary(min_size=1, max_size=4).map(lambda b: bytes(b"_ab"[x % 3] for x in b)),
+    st.lists(st.integers(0, 90)),
+)
+@example(b"a_a_a_a", b"a_a", [3])
+def test_any_stream_any_cuts(stream: bytes, old: bytes, cuts: list[int]) -> None:
+    assert rewritten(Rewriter(old, b"NEW"), chunks_of(stream, cuts)) == stream.replace(old, b"NEW")
+
+
+@settings(deadline=None, max_examples=200)
+@given(STREAM, st.integers(0, 90))
+def test_nothing_waits_without_need(stream: bytes, cut: int) -> None:
+    rewriter = Rewriter(b"__ab", b"x")
+    seen = rewriter.feed(stream[:cut])
+    held = rewriter.flush()
+    assert b"__ab".startswith(held)
+    assert held != b"__ab"
+    assert seen + held == stream[:cut].replace(b"__ab", b"x")
+
+
+def test_an_empty_pattern_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to replace"):
+        Rewriter(b"", b"x")
+
+
+@pytest.mark.parametrize("named", ["[::1]:21001", "[0:0:0:0:0:0:0:1]:21001", "[::1]:8100"])
+def test_an_error_names_no_instance_however_it_spells_the_address(named: str) -> None:
+    """A ping may spell it in full, and what vLLM writes is the short form."""
+    message = Ping(type="D", http_address="[::1]:8100", zmq_address="[0:0:0:0:0:0:0:1]:21001")
+    scrubber = Scrubber(Choice(None, join(Registry(), message)), "the id", "mine")
+    assert scrubber.text(f"the id: no KV from {named}") == "mine: no KV from (decode instance)"

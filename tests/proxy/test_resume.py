@@ -11,15 +11,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json, die, event_stream, never_a_token
-from proxy_fakes import Deployment, FakeInstance, deployed, quiet
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet, take_turns
 from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model
 
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
-
-pytestmark = pytest.mark.asyncio
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENGINE = Engine(Model(salt=4, ends=False))
@@ -75,13 +73,7 @@ def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: Loss = dies) -
 
 def the_first_is_lost(instances: list[FakeInstance], lost_after: int = 9, loss: Loss = dies) -> None:
     """Of these the first that is asked loses its answer; the others do not."""
-    for each in instances:
-
-        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-            first = sum(len(each.requests) for each in instances) == 1
-            return await generates(lost_after=lost_after if first else 0, loss=loss)(request, seen)
-
-        each.behaviour = behaviour
+    take_turns(instances, generates(lost_after=lost_after, loss=loss), generates())
 
 
 async def ask(deployment: Deployment, body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
@@ -100,17 +92,13 @@ def same(got: Answer, wanted: Answer) -> bool:
     return vars(got) | {"heads": None} == vars(wanted) | {"heads": None}
 
 
-def by_instance(deployment: Deployment) -> list[int]:
-    return sorted(len(each.requests) for each in deployment.decodes)
-
-
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (CHAT, CHATTED)], ids=["text", "chat"])
 async def test_a_stream_outlives_its_d(dispatch: Dispatch, path: str, body: dict[str, Any]) -> None:
     async with deployed(dispatch, 1, 2) as deployment:
         the_first_is_lost(deployment.decodes)
         assert same(await ask(deployment, body, path), whole(body, path))
-        assert by_instance(deployment) == [1, 1]
+        assert asked(deployment.decodes) == [1, 1]
         first, second = deployment.p.requests
         assert first.path == path and second.path == COMPLETIONS
         assert second.body["max_tokens"] == 1 and len(second.body["prompt"]) > 8
@@ -164,15 +152,9 @@ async def test_ds_that_died_together_are_no_tries() -> None:
 
 async def test_two_ds_are_lost_one_after_the_other() -> None:
     async with deployed("concurrent", 1, 3) as deployment:
-
-        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-            number = sum(len(each.requests) for each in deployment.decodes)
-            return await generates(lost_after=0 if number == 3 else 5)(request, seen)
-
-        for each in deployment.decodes:
-            each.behaviour = behaviour
+        take_turns(deployment.decodes, *[generates(lost_after=5)] * 2, generates())
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
-        assert by_instance(deployment) == [1, 1, 1]
+        assert asked(deployment.decodes) == [1, 1, 1]
         await quiet(deployment)
 
 
@@ -198,8 +180,8 @@ async def test_with_a_limit_of_zero_d_gets_the_clients_own_bytes() -> None:
         the_first_is_lost(deployment.decodes)
         got = await ask(deployment, COMPLETION)
         assert got.error["code"] == 502
-        (asked,) = [seen for each in deployment.decodes for seen in each.requests]
-        assert asked.body == COMPLETION
+        (sent,) = [seen for each in deployment.decodes for seen in each.requests]
+        assert sent.body == COMPLETION
 
 
 async def test_no_more_than_the_limit() -> None:
@@ -208,7 +190,7 @@ async def test_no_more_than_the_limit() -> None:
             each.behaviour = generates(lost_after=3)
         got = await ask(deployment, COMPLETION)
         assert got.error["code"] == 502
-        assert by_instance(deployment) == [0, 1, 1, 1]
+        assert asked(deployment.decodes) == [0, 1, 1, 1]
         counters = deployment.proxy.counters
         assert (counters.resume_tries, counters.resumed, counters.not_resumed) == (2, 0, 1)
         await quiet(deployment)
@@ -226,22 +208,14 @@ async def test_an_answer_that_has_its_last_token_is_ended_by_the_proxy() -> None
     async with deployed("concurrent", 1, 2) as deployment:
         the_first_is_lost(deployment.decodes, lost_after=events - 2)
         assert same(await ask(deployment, body), whole(body))
-        assert by_instance(deployment) == [0, 1]
+        assert asked(deployment.decodes) == [0, 1]
 
 
 async def test_a_client_that_leaves_meanwhile_is_not_served_on() -> None:
     async with deployed("concurrent", 1, 2) as deployment:
-        the_first_is_lost(deployment.decodes)
-        second = never_a_token
-
-        async def then_silent(request: web.Request, seen: Seen) -> web.StreamResponse:
-            first = sum(len(each.requests) for each in deployment.decodes) == 1
-            return await (generates(lost_after=4) if first else second)(request, seen)
-
-        for each in deployment.decodes:
-            each.behaviour = then_silent
+        take_turns(deployment.decodes, generates(lost_after=4), never_a_token)
         response = await deployment.post(COMPLETION)
-        await eventually(lambda: by_instance(deployment) == [1, 1])
+        await eventually(lambda: asked(deployment.decodes) == [1, 1])
         response.close()
         await eventually(lambda: any(seen.aborted for each in deployment.decodes for seen in each.requests))
         await quiet(deployment)
@@ -249,41 +223,23 @@ async def test_a_client_that_leaves_meanwhile_is_not_served_on() -> None:
 
 async def test_a_client_that_leaves_as_its_d_is_lost_is_not_served_on() -> None:
     async with deployed("concurrent", 1, 2) as deployment:
-        asked: asyncio.Future[aiohttp.ClientResponse] = asyncio.get_running_loop().create_future()
+        response: asyncio.Future[aiohttp.ClientResponse] = asyncio.get_running_loop().create_future()
 
         async def both_leave(request: web.Request, response: web.StreamResponse) -> None:
-            (await asked).close()
+            (await response).close()
             die(request)
 
         the_first_is_lost(deployment.decodes, loss=both_leave)
-        asked.set_result(await deployment.post(COMPLETION))
+        response.set_result(await deployment.post(COMPLETION))
         await eventually(lambda: deployment.proxy.counters.admitted == 1)
         await quiet(deployment)
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (CHAT, CHATTED)], ids=["text", "chat"])
-async def test_stop_strings_and_characters_across_the_loss(path: str, body: dict[str, Any]) -> None:
-    stops = {COMPLETIONS: ["befg", "ENDed"], CHAT: [" see..", "fgd"]}[path]
-    body = body | {"stop": stops, "max_tokens": 40}
-    wanted = whole(body, path)
-    assert wanted.finish == [("stop", stops[0])]
-    for lost_after in range(2, len(list(ENGINE.events(path, body, "x"))) - 2):
-        async with deployed("concurrent", 1, 2) as deployment:
-            the_first_is_lost(deployment.decodes, lost_after)
-            assert same(await ask(deployment, body, path), wanted), lost_after
-
-
 async def test_a_proxy_that_stops_meanwhile_says_so() -> None:
     async with deployed("concurrent", 1, 2) as deployment:
-
-        async def then_silent(request: web.Request, seen: Seen) -> web.StreamResponse:
-            first = sum(len(each.requests) for each in deployment.decodes) == 1
-            return await (generates(lost_after=4) if first else never_a_token)(request, seen)
-
-        for each in deployment.decodes:
-            each.behaviour = then_silent
+        take_turns(deployment.decodes, generates(lost_after=4), never_a_token)
         async with await deployment.post(COMPLETION) as response:
-            await eventually(lambda: by_instance(deployment) == [1, 1])
+            await eventually(lambda: asked(deployment.decodes) == [1, 1])
             assert await deployment.proxy.stop(0.0, asyncio.Event()) == 1
             got = Answer.of(await response.read())
         assert got.error["code"] == 503 and "stop" in got.error["message"]
@@ -304,12 +260,12 @@ async def test_all_streams_of_a_lost_d_go_on() -> None:
         lost = deployment.d
         lost.behaviour = generates(lost_after=6, loss=hangs)
         deployment.decodes[1].behaviour = generates()
-        asked = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(40)]
-        await eventually(lambda: by_instance(deployment) == [20, 20])
+        asking = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(40)]
+        await eventually(lambda: asked(deployment.decodes) == [20, 20])
         gauges = deployment.proxy.gauges
         await eventually(lambda: 0 < gauges()["resume_bytes_largest"] < gauges()["resume_bytes"])
         lost.kill()
-        for answer in await asyncio.gather(*asked):
+        for answer in await asyncio.gather(*asking):
             assert same(answer, whole(COMPLETION))
         assert deployment.proxy.counters.resumed == len(lost.requests) >= 20
         await quiet(deployment)
@@ -351,10 +307,10 @@ async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -
 
         leaving.behaviour, other.behaviour = slow, generates()
         streams = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(16)]
-        await eventually(lambda: by_instance(deployment) == [8, 8])
+        await eventually(lambda: asked(deployment.decodes) == [8, 8])
         plain = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
         other_one = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
-        await eventually(lambda: by_instance(deployment) == [9, 9])
+        await eventually(lambda: asked(deployment.decodes) == [9, 9])
         assert (await drain(deployment, leaving, "0.2"))[0] == 200
         for answer in await asyncio.gather(*streams):
             assert same(answer, whole(COMPLETION))
@@ -380,12 +336,12 @@ async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take() -> None:
             return response
 
         deployment.d.behaviour = behaviour
-        asked = asyncio.create_task(ask(deployment, COMPLETION))
-        await eventually(lambda: by_instance(deployment) == [1])
+        asking = asyncio.create_task(ask(deployment, COMPLETION))
+        await eventually(lambda: asked(deployment.decodes) == [1])
         assert (await drain(deployment, deployment.d, "0"))[0] == 200
         await eventually(lambda: any(each.drained for each in deployment.everyone()))
         release.set()
-        assert same(await asked, whole(COMPLETION))
+        assert same(await asking, whole(COMPLETION))
 
 
 async def test_a_drain_with_a_wrong_deadline_is_refused() -> None:

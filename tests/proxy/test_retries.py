@@ -9,18 +9,19 @@ from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
     Seen,
+    after,
     answer_error,
     answer_json,
     die,
     dies,
     dies_before_a_token,
-    event,
-    event_stream,
     never,
     stops,
     stops_before_a_token,
+    stream_of,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet
+from proxy_fakes import Deployment, asked, deployed, quiet, take_turns
+from test_failures import OFF
 
 from p2pkv_proxy.admission import RetryBudget
 from p2pkv_proxy.attempt import Dispatch
@@ -29,26 +30,12 @@ from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.retries import pause
 from support.waiting import eventually
 
-OFF = Limits(alone_share=0)
-"""No D does P's part."""
 
-
-def one_fails(instances: list[FakeInstance], behaviour: Behaviour) -> None:
-    """Whoever of them is asked first fails; the others answer."""
-
-    async def first(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return await (behaviour if sum(asked(instances)) == 1 else answer_json)(request, seen)
-
-    for instance in instances:
-        instance.behaviour = first
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize("failure", [dies, answer_error(500), answer_error(307)])
 async def test_another_p_serves_what_the_first_failed(dispatch: Dispatch, failure: Behaviour) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
-        one_fails(deployment.prefills, failure)
+        take_turns(deployment.prefills, failure, answer_json)
         deployment.d.behaviour = never_first(deployment)
         response = await deployment.post()
         assert response.status == 200
@@ -68,23 +55,20 @@ def never_first(deployment: Deployment) -> Behaviour:
     return behaviour
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize(
-    "failure",
-    [dies, dies_before_a_token, stops, stops_before_a_token, answer_error(500), answer_error(503)],
+    "failure", [dies, dies_before_a_token, stops, stops_before_a_token, answer_error(500), answer_error(503)]
 )
 async def test_another_d_serves_what_the_first_failed_before_its_first_token(
     dispatch: Dispatch, failure: Behaviour
 ) -> None:
     async with deployed(dispatch, prefill=1, decode=2) as deployment:
-        one_fails(deployment.decodes, failure)
+        take_turns(deployment.decodes, failure, answer_json)
         assert (await deployment.post()).status == 200
         assert asked(deployment.decodes) == [1, 1]
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deployment) -> None:
     concurrent.d.behaviour = answer_error(503, "busy")
     response = await concurrent.post()
@@ -96,7 +80,6 @@ async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deploym
     assert concurrent.proxy.counters.retries_refused == 0, "the budget is for those who have somewhere to go"
 
 
-@pytest.mark.asyncio
 async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,11 +99,9 @@ async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
-    async with deployed(
-        "sequential", prefill=3, decode=1, limits=Limits(retries=9, alone_share=0)
-    ) as deployment:
+    limits = Limits(retries=9, alone_share=0)
+    async with deployed("sequential", prefill=3, decode=1, limits=limits) as deployment:
         for instance in deployment.prefills:
             instance.behaviour = answer_error(500)
         assert (await deployment.post()).status == 502
@@ -128,7 +109,6 @@ async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, role: Role) -> None:
@@ -159,40 +139,18 @@ async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, rol
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("role", ["P", "D"])
-async def test_the_clients_mistake_is_not_tried_again(role: str) -> None:
-    async with deployed("sequential", prefill=2, decode=2) as deployment:
-        instances = deployment.prefills if role == "P" else []
-        for instance in (*instances, *deployment.decodes):
-            instance.behaviour = answer_error(400)
-        assert (await deployment.post()).status == 400
-        assert asked(deployment.prefills) == asked(deployment.decodes) == [0, 1]
-
-
-@pytest.mark.asyncio
 async def test_after_the_first_byte_nothing_is_tried_again() -> None:
-    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await relayed.wait()
-        die(request)
-        return response
-
     relayed = asyncio.Event()
     async with deployed("concurrent", prefill=2, decode=2) as deployment:
         for instance in deployment.decodes:
-            instance.behaviour = breaks
-        response = await deployment.post({"prompt": "x", "stream": True})
-        assert b"first" in await response.content.readuntil(b"\n\n")
+            instance.behaviour = stream_of("first", relayed, die)
+        response = await deployment.begin()
         relayed.set()
         assert b'"code":502' in await response.content.read()
-        assert asked(deployment.decodes) == [0, 1]
-        assert asked(deployment.prefills) == [0, 1]
+        assert asked(deployment.decodes) == asked(deployment.prefills) == [0, 1]
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_an_outage_does_not_multiply_the_load() -> None:
     async with deployed("sequential", prefill=3, decode=1, limits=OFF) as deployment:
         for instance in deployment.prefills:
@@ -205,7 +163,6 @@ async def test_an_outage_does_not_multiply_the_load() -> None:
         assert deployment.d.requests == []
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.retries.pause", lambda tries: 1000.0)
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
@@ -222,7 +179,6 @@ async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytes
         assert asked(deployment.prefills) == [0, 1]
 
 
-@pytest.mark.asyncio
 async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pausing = asyncio.Event()
 
@@ -244,17 +200,11 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
     fail = asyncio.Event()
-
-    async def fails(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await fail.wait()
-        return await answer_error(500)(request, seen)
-
     async with deployed("sequential", prefill=2, decode=1) as deployment:
         for instance in deployment.prefills:
-            instance.behaviour = fails
+            instance.behaviour = after(fail, answer_error(500))
         asking = asyncio.create_task(deployment.post())
         await eventually(lambda: asked(deployment.prefills) == [0, 1])
         stopping = asyncio.create_task(deployment.proxy.stop(1000.0, asyncio.Event()))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json
-from proxy_fakes import FakeInstance, deployed, join, ping, prompt_of, quiet
+from proxy_fakes import FakeInstance, deployed, fail, fleet, prompt_of, quiet
 from test_admission import ask, slow
 
 from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
 from p2pkv_proxy.cli import main
 from p2pkv_proxy.membership.instance import REQUEST_TOKENS, Instance
 from p2pkv_proxy.membership.registry import Registry, random_turn
-from p2pkv_proxy.routing import POLICIES, LeastLoaded, NoInstance, PowerOfTwo, PrefillMode, Router
+from p2pkv_proxy.routing import POLICIES, LeastLoaded, NoInstance, PowerOfTwo, PrefillMode
 from p2pkv_proxy.routing_base import Policy, Routing, RoutingRequest
 from p2pkv_proxy.sessions import ConsistentHash
 from support.waiting import eventually
@@ -43,8 +42,7 @@ def asked(tokens: int = 10, first: int = 0, session: str = "") -> RoutingRequest
 
 
 def instances(count: int, role: Any = "P", **more: Any) -> list[Instance]:
-    registry = Registry()
-    return [join(registry, ping(role, 10 + number, **more)) for number in range(count)]
+    return fleet(*[(role, more)] * count)[1]
 
 
 # What there is to do.
@@ -69,20 +67,13 @@ def test_a_ps_work_is_the_same_while_a_prompt_is_on_its_way_and_in_flight() -> N
 
 
 def test_two_proxies_take_idle_instances_in_different_orders() -> None:
-    def order(first_turn: Callable[[], int]) -> list[str]:
-        registry = Registry(first_turn=first_turn)
-        for number in range(20):
-            join(registry, ping("P", number + 1))
-        join(registry, ping("D", 99))
-        router, chosen = Router(registry), []
-        for _ in range(40):
-            prefill = router.choose(asked(), 0.0).prefill
-            assert prefill is not None
-            chosen.append(prefill.name)
+    def order() -> list[Any]:
+        router, _ = fleet(*"P" * 20, "D", registry=Registry(first_turn=random_turn))
+        chosen = [router.choose(asked(), 0.0).prefill for _ in range(40)]
         assert len(set(chosen[:20])) == 20 and chosen[20:] == chosen[:20], "each in its turn"
-        return chosen
+        return [each and each.name for each in chosen]
 
-    assert order(random_turn) != order(random_turn)
+    assert order() != order()
 
 
 def test_ds_work_is_its_requests_and_their_tokens() -> None:
@@ -98,8 +89,7 @@ def test_ds_work_is_its_requests_and_their_tokens() -> None:
 
 
 def test_twice_the_ranks_do_twice_the_work() -> None:
-    registry = Registry()
-    small, large = join(registry, ping("P", 1)), join(registry, ping("P", 2, tp_size=2))
+    _, (small, large) = fleet("P", ("P", {"tp_size": 2}))
     small.expect(100)
     large.expect(150)
     assert least_loaded([small, large], asked()).instance is large
@@ -109,34 +99,25 @@ def test_twice_the_ranks_do_twice_the_work() -> None:
 
 
 def test_least_loaded_takes_turns_among_equals() -> None:
-    registry = Registry()
-    everyone = [join(registry, ping("D", number + 1)) for number in range(3)]
-    router = Router(registry)
-    chosen = [
-        router.choose(RoutingRequest(), 0.0, mode=router.first_mode(RoutingRequest(), paired=False))
-        for _ in range(6)
-    ]
-    assert Counter(each.decode for each in chosen) == dict.fromkeys(everyone, 2)
+    router, everyone = fleet("D", "D", "D")
+    mode = router.first_mode(RoutingRequest(), paired=False)
+    chosen = [router.choose(RoutingRequest(), 0.0, mode=mode).decode for _ in range(6)]
+    assert set(chosen[:3]) == set(chosen[3:]) == set(everyone)
 
 
 def test_round_robin_looks_at_no_load() -> None:
-    registry = Registry()
-    everyone = [join(registry, ping("P", number + 1)) for number in range(3)]
-    join(registry, ping("D", 9))
+    router, (*everyone, _) = fleet("P", "P", "P", "D", routing=Routing(prefill="round_robin"))
     everyone[0].expect(100_000)
-    router = Router(registry, Routing(prefill="round_robin"))
     chosen = [router.choose(asked(), 0.0).prefill for _ in range(9)]
     assert Counter(chosen) == dict.fromkeys(everyone, 3)
 
 
 def test_p_and_d_each_go_by_their_own_policy() -> None:
-    registry = Registry()
-    prefills = [join(registry, ping("P", number + 1)) for number in range(3)]
-    decodes = [join(registry, ping("D", number + 11)) for number in range(3)]
-    router = Router(registry, Routing(prefill="round_robin", decode="consistent_hash"))
+    routing = Routing(prefill="round_robin", decode="consistent_hash")
+    router, pool = fleet(*"PPPDDD", routing=routing)
     chosen = [router.choose(asked(session="s"), 0.0) for _ in range(9)]
-    assert {each.prefill for each in chosen} == set(prefills)
-    assert len({each.decode for each in chosen} & set(decodes)) == 1
+    assert {each.prefill for each in chosen} == set(pool[:3])
+    assert len({each.decode for each in chosen} & set(pool[3:])) == 1
 
 
 def test_power_of_two_takes_the_one_with_less_to_do_and_looks_at_two_only() -> None:
@@ -179,8 +160,7 @@ def test_a_restart_and_a_load_move_no_session() -> None:
 
 
 def test_an_instance_of_twice_the_size_has_twice_the_sessions() -> None:
-    registry = Registry()
-    everyone = [join(registry, ping("P", 1, tp_size=2)), join(registry, ping("P", 2))]
+    _, everyone = fleet(("P", {"tp_size": 2}), "P")
     chosen = Counter(
         consistent_hash(everyone, asked(session=str(number))).instance.ping.tp_size for number in range(3000)
     )
@@ -243,29 +223,22 @@ def test_the_next_turn_of_a_conversation_follows_one_that_is_not_computed_yet() 
 
 
 def test_four_ranks_compute_all_of_it_sooner_than_one_computes_half() -> None:
-    registry, policy = Registry(), make_policy("prefix_aware", 10_000)
-    warm, large = join(registry, ping("P", 1)), join(registry, ping("P", 2, tp_size=4))
+    policy, (_, (warm, large)) = make_policy("prefix_aware", 10_000), fleet("P", ("P", {"tp_size": 4}))
     policy([warm], asked(LONG // 2))
     assert policy([warm, large], asked(LONG)) == (large, 0)
 
 
 def test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt() -> None:
     """It has been tried without one, or that is decided elsewhere."""
-    registry = Registry()
-    p, d = join(registry, ping("P", 1)), join(registry, ping("D", 2))
-    for _ in range(5):
-        p.breaker.failed(0.0)
-    router = Router(registry, alone=1)
+    router, (p, d) = fleet("P", "D", alone=1)
+    fail(p)
     assert router.able(None, 0.1, mode=PrefillMode.WANTED) == ([], [d])
     with pytest.raises(NoInstance):
         router.able(None, 0.1, mode=PrefillMode.NEEDED)
 
 
 def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() -> None:
-    registry = Registry()
-    prefills = [join(registry, ping("P", number + 1)) for number in range(3)]
-    join(registry, ping("D", 9))
-    router = Router(registry, Routing(prefill="prefix_aware"))
+    router, (*prefills, _) = fleet("P", "P", "P", "D", routing=Routing(prefill="prefix_aware"))
     for _ in range(300):  # none of them ends
         choice = router.choose(asked(LONG + 60), 0.0)
         assert choice.prefill is not None
@@ -275,10 +248,7 @@ def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() 
 
 
 def test_what_a_p_has_cached_is_no_work() -> None:
-    registry = Registry()
-    (p,) = [join(registry, ping("P", 1))]
-    join(registry, ping("D", 2))
-    router = Router(registry, Routing(prefill="prefix_aware"))
+    router, (p, _) = fleet("P", "D", routing=Routing(prefill="prefix_aware"))
     tokens = [router.choose(asked(LONG + 7), 0.0).prefill_tokens for _ in range(2)]
     assert tokens == [LONG + 7, 7]
     assert p.tokens == 0, "nobody has taken a place"
@@ -351,7 +321,6 @@ def requests(chat: bool) -> list[tuple[str, dict[str, Any]]]:
     return made
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 async def test_prefix_aware_hits_more_than_round_robin(chat: bool) -> None:
     hits: dict[str, int] = {}
@@ -368,9 +337,6 @@ async def test_prefix_aware_hits_more_than_round_robin(chat: bool) -> None:
 
 
 # The options, from the command line to the choice.
-
-
-@pytest.mark.asyncio
 async def test_a_session_is_named_by_a_header() -> None:
     routing = Routing(prefill="consistent_hash", decode="consistent_hash", session_header="X-Chat")
     async with deployed("concurrent", 3, 3, routing=routing) as deployment:
@@ -386,7 +352,6 @@ async def test_a_session_is_named_by_a_header() -> None:
                 assert len(homes) == 1
 
 
-@pytest.mark.asyncio
 async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back() -> None:
     async with deployed("concurrent", 1, 1) as deployment:
         (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
@@ -397,23 +362,6 @@ async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back() -> N
         assert [await task for task in tasks] == [200] * 3
         await quiet(deployment)
         assert (p.tokens, d.tokens) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--prefill-policy", "fastest"], "invalid choice: 'fastest'"),
-        (["--session-header", "X Chat"], "'X Chat' is no name of an HTTP header, such as X-Session-Id"),
-        (["--skip-prefill-below", "-1"], "'-1' is not a whole number of at least 0"),
-        (["--prefix-memory", "0"], "'0' is not a whole number of at least 1"),
-    ],
-)
-def test_a_wrong_option_is_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert words in capsys.readouterr().err
 
 
 def test_the_help_describes_every_policy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,18 +10,21 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from proxy_behaviours import (
     Behaviour,
     Seen,
+    after,
     answer_error,
     answer_json,
     die,
     dies,
     event,
     event_stream,
+    flood,
+    never,
+    streams,
 )
 from proxy_fakes import Deployment, deployed, quiet
 
@@ -109,7 +112,6 @@ def moody(dice: random.Random) -> Behaviour:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
-@pytest.mark.asyncio
 async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: int) -> None:
     dice = random.Random(seed)
     limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_seconds=5.0)
@@ -130,7 +132,7 @@ async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: 
         assert len(asyncio.all_tasks()) < 60
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def short() -> AsyncIterator[Deployment]:
     """A proxy that waits half a second for the rest of a body."""
     async with deployed("concurrent", 1, 1, limits=Limits(max_body=1 << 20, body_seconds=0.5)) as deployment:
@@ -144,7 +146,6 @@ def sized(body: bytes, *headers: bytes) -> bytes:
 GZIP = b"Content-Encoding: gzip"
 
 
-@pytest.mark.asyncio
 async def test_connections_on_which_no_request_comes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.app.IDLE_SECONDS", 0.3)
     async with (
@@ -184,7 +185,6 @@ RUDE = {
 
 
 @pytest.mark.parametrize("kind", RUDE)
-@pytest.mark.asyncio
 async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
     short: Deployment, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,7 +222,6 @@ def test_garbage_makes_one_line_in_ten_seconds(caplog: pytest.LogCaptureFixture)
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Deployment) -> None:
     async with Client(short) as client, asyncio.timeout(30):
         client.writer.write(WHOLE * 100)
@@ -233,10 +232,7 @@ async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Dep
     await quiet(short)
 
 
-@pytest.mark.asyncio
-async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(
-    short: Deployment,
-) -> None:
+async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(short: Deployment) -> None:
     async with Client(short) as client:
         client.writer.write(WHOLE * 100)
         await client.reader.read(100)
@@ -250,17 +246,11 @@ def cut_off(writer: asyncio.StreamWriter) -> bool:
     return writer.transport.is_closing()
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_stays_and_does_not_read_loses_its_place(
     short: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def flood(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        while True:
-            await response.write(event(seen, "x" * 100_000))
-
     monkeypatch.setattr("p2pkv_proxy.relay.STALL_SECONDS", 0.3)
-    short.d.behaviour = flood
+    short.d.behaviour = flood(100_000)
     async with Client(short) as deaf:
         deaf.writer.transport.pause_reading()
         deaf.writer.write(WHOLE)
@@ -270,7 +260,6 @@ async def test_a_client_that_stays_and_does_not_read_loses_its_place(
         await eventually(lambda: cut_off(deaf.writer))
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_comes_byte_by_byte_has_one_deadline(short: Deployment) -> None:
     async with Client(short) as client, asyncio.timeout(10):
         client.writer.write(post(b"", b"Content-Length: 100000"))
@@ -286,7 +275,6 @@ async def drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnected(
     short: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +296,7 @@ async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnect
 # More connections than there may be.
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def crowded() -> AsyncIterator[Deployment]:
     """A proxy that takes three connections."""
     limits = Limits(max_connections=3)
@@ -323,7 +311,6 @@ async def closed(client: Client) -> bool:
     return True
 
 
-@pytest.mark.asyncio
 async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: Deployment) -> None:
     async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
         idle = [await all_.enter_async_context(Client(crowded)) for _ in range(10)]
@@ -337,16 +324,11 @@ async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: D
     await quiet(crowded)
 
 
-@pytest.mark.asyncio
 async def test_when_all_have_requests_under_way_another_one_is_turned_away(
     crowded: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await release.wait()
-        return await answer_json(request, seen)
-
     release = asyncio.Event()
-    crowded.d.behaviour = waits
+    crowded.d.behaviour = after(release, answer_json)
     async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
         busy = [await all_.enter_async_context(Client(crowded)) for _ in range(3)]
         for number, client in enumerate(busy):
@@ -363,3 +345,41 @@ async def test_when_all_have_requests_under_way_another_one_is_turned_away(
     lines = [line for line in caplog.records if "takes no more" in line.getMessage()]
     assert len(lines) == 1
     await quiet(crowded)
+
+
+# A client leaves: both instances hear of it.
+
+
+async def test_a_client_that_leaves_while_both_work(concurrent: Deployment) -> None:
+    concurrent.p.behaviour = concurrent.d.behaviour = never
+    asking = await concurrent.under_way(concurrent.p, concurrent.d)
+    asking.cancel()
+    await eventually(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
+    await eventually(lambda: all(instance.in_flight == 0 for instance in concurrent.everyone()))
+
+
+@pytest.mark.parametrize("working", ["P", "D"])
+async def test_a_client_that_leaves_while_one_works(sequential: Deployment, working: str) -> None:
+    works = sequential.p if working == "P" else sequential.d
+    works.behaviour = never
+    asking = await sequential.under_way(works)
+    asking.cancel()
+    await eventually(lambda: works.requests[0].aborted)
+    assert len(sequential.d.requests) == (working == "D")
+
+
+async def test_a_client_that_leaves_in_the_stream(concurrent: Deployment) -> None:
+    concurrent.p.behaviour = never
+    concurrent.d.behaviour = streams(asyncio.Event())
+    response = await concurrent.begin()
+    response.close()
+    await eventually(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
+
+
+async def test_a_client_that_leaves_in_a_flood(either: Deployment) -> None:
+    either.d.behaviour = flood(10_000)
+    response = await either.post({"prompt": "x", "stream": True})
+    await response.content.readuntil(b"\n\n")
+    response.close()
+    instance = either.known(either.d)
+    await eventually(lambda: instance.in_flight == 0)

@@ -6,56 +6,42 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 import pytest
-from proxy_fakes import Deployment, FakeInstance, deployed, quiet
+from proxy_behaviours import never
+from proxy_fakes import Deployment, RawInstance, deployed, quiet
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, Role
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 OK = b"HTTP/1.1 200 OK\r\n"
 JSON = b"Content-Type: application/json\r\n"
 SSE = b"Content-Type: text/event-stream\r\n"
 
 
-class RudeInstance(FakeInstance):
-    """Answers /health and /v1/models as it should, and every POST with `answer`, then closes."""
+class RudeInstance(RawInstance):
+    """Answers /health and /v1/models as it should, and every POST with `said`, then closes."""
 
-    answer: bytes = b""
+    said: bytes = b""
     health_answer: bytes = OK + b"Content-Length: 0\r\n\r\n"
     models_answer: bytes = OK + b"Content-Length: 0\r\n\r\n"
     stalls: bool = False
     posts: int = 0
 
-    async def start(self) -> None:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.http_address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        self.server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            if head.startswith(b"POST"):
-                self.posts += 1
-                await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
-                writer.write(self.answer)
-            else:
-                writer.write(self.health_answer if b"/health" in head else self.models_answer)
-            await writer.drain()
-            if self.stalls:
-                await reader.read()  # until the proxy hangs up
-        except (OSError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"POST"):
+            self.posts += 1
+            await self.body(head, reader)
+            writer.write(self.said)
+        else:
+            writer.write(self.health_answer if b"/health" in head else self.models_answer)
+        await writer.drain()
+        if self.stalls:
+            await reader.read()  # until the proxy hangs up
 
 
 @asynccontextmanager
@@ -67,9 +53,7 @@ async def rude(
     async with deployed(dispatch, limits=limits) as deployment:
         await deployment.add(other)
         instance = RudeInstance(role)
-        await instance.start()
-        deployment.cleanup.push_async_callback(instance.stop)
-        deployment.begin_ping(instance)
+        await deployment.enlist(instance)
         await deployment.ready(prefill=1, decode=1)
         yield deployment, instance
 
@@ -110,7 +94,7 @@ SUCCESSES = ("no body", "204", "comments without end", "a stream of nothing")
 @pytest.mark.parametrize("kind", BAD)
 async def test_a_d_that_answers_wrongly_is_an_error_that_says_so(kind: str, dispatch: Dispatch) -> None:
     async with rude("D", dispatch) as (deployment, d):
-        d.answer = BAD[kind]
+        d.said = BAD[kind]
         response = await deployment.post()
         error = (await response.json())["error"]
         assert response.status == error["code"] == 502
@@ -122,7 +106,7 @@ async def test_a_d_that_answers_wrongly_is_an_error_that_says_so(kind: str, disp
 @pytest.mark.parametrize("kind", [kind for kind in BAD if kind not in SUCCESSES])
 async def test_a_p_that_answers_wrongly_is_an_error_too(kind: str, dispatch: Dispatch) -> None:
     async with rude("P", dispatch, Limits(alone_share=0)) as (deployment, p):
-        p.answer = BAD[kind]
+        p.said = BAD[kind]
         if dispatch == "concurrent":
             deployment.d.behaviour = never
         response = await deployment.post()
@@ -132,16 +116,12 @@ async def test_a_p_that_answers_wrongly_is_an_error_too(kind: str, dispatch: Dis
         await quiet(deployment)
 
 
-async def never(*arguments: Any) -> Any:
-    await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize(
     "before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"]
 )
 async def test_interim_answers_are_passed_over(before: bytes) -> None:
     async with rude("D") as (deployment, d):
-        d.answer = before + OK + JSON + b"Content-Length: 2\r\n\r\n{}"
+        d.said = before + OK + JSON + b"Content-Length: 2\r\n\r\n{}"
         response = await deployment.post()
         assert (response.status, await response.read()) == (200, b"{}")
         assert "Link" not in response.headers
@@ -162,7 +142,7 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 async def test_odd_headers_and_reasons_break_nothing(kind: str, status: bytes) -> None:
     async with rude("D") as (deployment, d):
-        d.answer = b"HTTP/1.1 " + status + b"\r\n" + ODD[kind] + b"Content-Length: 2\r\n\r\n{}"
+        d.said = b"HTTP/1.1 " + status + b"\r\n" + ODD[kind] + b"Content-Length: 2\r\n\r\n{}"
         response = await deployment.post()
         body = await response.read()
         assert response.status in (int(status[:3]), 502)
@@ -186,14 +166,14 @@ CUT = {
 @pytest.mark.parametrize("kind", CUT)
 async def test_an_answer_that_breaks_off_never_looks_whole(kind: str) -> None:
     async with rude("D") as (deployment, d):
-        d.answer = CUT[kind]
+        d.said = CUT[kind]
         try:
             response = await deployment.post()
             await response.read()
             assert response.status == 502
         except aiohttp.ClientError:
             pass
-        d.answer = (
+        d.said = (
             CUT[kind].replace(JSON, SSE).replace(b"{}", b"data: {}\n\n").replace(b"\r\n2\r\n", b"\r\na\r\n")
         )
         text = await (await deployment.post({"prompt": "x", "stream": True})).text()
@@ -205,7 +185,7 @@ async def test_an_answer_that_breaks_off_never_looks_whole(kind: str) -> None:
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nX:", OK + SSE + b"\r\n: waiting\n\n"])
 async def test_an_instance_that_stalls_is_let_go_when_the_client_leaves(role: Role, answer: bytes) -> None:
     async with rude(role) as (deployment, instance):
-        instance.answer, instance.stalls = answer, True
+        instance.said, instance.stalls = answer, True
         if role == "P":
             deployment.d.behaviour = never
         asking = asyncio.create_task(deployment.post())
@@ -219,9 +199,7 @@ async def test_a_rude_health_check_makes_nobody_ready_and_stops_no_probe(kind: s
     async with deployed("concurrent", 1, 1) as deployment:
         instance = RudeInstance("D")
         instance.health_answer = BAD[kind]
-        await instance.start()
-        deployment.cleanup.push_async_callback(instance.stop)
-        deployment.begin_ping(instance)
+        await deployment.enlist(instance)
         await eventually(lambda: len(deployment.registry.known("D")) == 2)
         await deployment.add("D")
         await deployment.ready(prefill=1, decode=2)
@@ -242,7 +220,7 @@ async def test_a_doubt_that_fails_in_an_unforeseen_way_stops_no_probe(
 
         monkeypatch.setattr(deployment.proxy.membership.prober, "_health", health)
         with instance.busy(lambda loss: None):
-            deployment.pingers[deployment.d.http_address]._interval = 1000.0
+            deployment.no_more_pings(deployment.d)
             async with asyncio.timeout(10):
                 await doubted.wait()
             newcomer = await deployment.add("D")

@@ -144,11 +144,46 @@ def test_every_option_is_explained() -> None:
         assert (action.help and len(action.help) > 10) or action.dest == "log_level", action
 
 
-def test_private_pages_need_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--port 70000", "'70000' is not a port"),
+        ("--port http", "'http' is not a port"),
+        ("--discovery 30001", "is not an address"),
+        ("--discovery 0.0.0.0:30001", "there is no secret: any process that pings it"),
+        ("--secret-file /nonexistent", "cannot be read"),
+        ("--plain-discovery 30001", "is not an address"),
+        ("--dispatch random", "invalid choice"),
+        ("--max-requests 0", "'0' is not a whole number of at least 1"),
+        ("--max-waiting -1", "'-1' is not a whole number of at least 0"),
+        ("--max-held-mib 1.5", "'1.5' is not a whole number of at least 1"),
+        ("--retries x", "'x' is not a whole number of at least 0"),
+        ("--max-wait soon", "'soon' is no number of seconds"),
+        ("--drain-seconds inf", "'inf' is no number of seconds"),
+        ("--drain-seconds nan", "'nan' is no number of seconds"),
+        ("--polcy x", "unrecognized arguments"),
+        ("--prefill-policy fastest", "invalid choice: 'fastest'"),
+        ("--session-header X/Chat", "'X/Chat' is no name of an HTTP header, such as X-Session-Id"),
+        ("--skip-prefill-below -1", "'-1' is not a whole number of at least 0"),
+        ("--prefix-memory 0", "'0' is not a whole number of at least 1"),
+        ("--prefill http://10.0.0.7:8100", "names no ZMQ address: expected URL=HOST:PORT"),
+        ("--decode https://a:8100=a:21001", "is HTTPS: the proxy speaks plain HTTP to instances"),
+        ("--prefill http://a=a:21001", "'a' is not an address"),
+        ("--prefill a:1=a:2 --decode b:3=a:2", "a:2 is listed twice"),
+        ("--workers 3 --max-requests 2", "--workers divide --max-requests"),
+        ("--ssl-certfile /a/file", "both --ssl-certfile and --ssl-keyfile"),
+        ("--private", "--private needs an --admin-token"),
+        *(
+            (f"--alone-share {share}", f"{share!r} is no share: expected more than 0 and at most 1")
+            for share in ("0", "1.5", "-1", "nan", "much")
+        ),
+    ],
+)
+def test_a_wrong_argument_is_explained(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(["--private"])
+        cli.main(arguments.split())
     assert end.value.code == 2
-    assert "--private needs an --admin-token" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,10 +205,3 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_the_share_of_d_alone_in_places(arguments: list[str], places: int) -> None:
     assert options.limits(options.make_parser().parse_args(arguments)).alone == places
-
-
-@pytest.mark.parametrize("share", ["0", "1.5", "-1", "nan", "much"])
-def test_what_is_no_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options.make_parser().parse_args(["--alone-share", share])
-    assert f"{share!r} is no share: expected more than 0 and at most 1" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from proxy_behaviours import dies, never, with_a_p
-from proxy_fakes import Deployment, asked, deployed, error_of, quiet
+from proxy_fakes import Deployment, asked, deployed, quiet
 from test_admission import ask, slow
 from test_alone import paired
 
@@ -15,8 +15,6 @@ from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.routing_base import Routing
 from support.waiting import eventually
-
-pytestmark = pytest.mark.asyncio
 
 SKIP = Routing(skip_below=64)
 SHORT, LONG = "x" * 63 * 4, "x" * 64 * 4
@@ -40,12 +38,6 @@ async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch)
         assert [seen.body["prompt"] for seen in deployment.p.requests] == [LONG]
         assert counted(deployment) == (2, 0, 0, 0)
         await quiet(deployment)
-
-
-async def test_by_default_nobody_skips() -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        assert (await deployment.post({"model": "tiny", "prompt": "x"})).status == 200
-        assert paired(deployment.d) == [True]
 
 
 async def test_beyond_the_share_short_prompts_get_a_p() -> None:
@@ -85,19 +77,6 @@ async def test_without_a_p_a_long_prompt_is_missed_and_not_spared() -> None:
         assert counted(deployment) == (1, 1, 0, 0)
 
 
-async def test_where_there_is_no_p_either_beyond_the_share_is_a_503() -> None:
-    limits = Limits(max_requests=8, alone_share=0.25)
-    async with deployed("concurrent", 0, 1, limits=limits, routing=SKIP) as deployment:
-        with slow(deployment.d):
-            tasks = [ask(deployment, SHORT) for _ in range(2)]
-            await eventually(lambda: len(deployment.d.requests) == 2)
-            response = await deployment.post({"model": "tiny", "prompt": SHORT})
-            assert response.status == 503
-            assert "as many prompts by themselves as they may" in (await error_of(response))["message"]
-        assert await asyncio.gather(*tasks) == [200] * 2
-        assert counted(deployment) == (2, 0, 1, 0)
-
-
 async def test_where_d_may_do_nothing_alone_nobody_skips() -> None:
     async with deployed("concurrent", 1, 1, limits=Limits(alone_share=0), routing=SKIP) as deployment:
         assert (await deployment.post({"model": "tiny", "prompt": SHORT})).status == 200
@@ -115,18 +94,6 @@ async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:
         assert not any(paired(deployment.decodes[0]) + paired(deployment.decodes[1]))
         assert counted(deployment) == (2, 0, 0, 1)
         await quiet(deployment)
-
-
-async def test_what_no_p_can_help_with_takes_no_place_of_the_share() -> None:
-    limits = Limits(max_requests=8, alone_share=0.25)
-    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
-        body = {"model": "tiny", "prompt": "x", "echo": True}
-        with slow(deployment.d):
-            tasks = [asyncio.create_task(deployment.post(body)) for _ in range(4)]
-            await eventually(lambda: len(deployment.d.requests) == 4)
-            assert deployment.proxy.gauges()["alone"] == 0
-        assert [(await task).status for task in tasks] == [200] * 4
-        assert counted(deployment) == (0, 0, 0, 0)
 
 
 async def test_a_long_prompt_whose_p_fails_competes_with_short_ones_for_the_share() -> None:

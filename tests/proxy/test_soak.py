@@ -310,7 +310,6 @@ async def soaking(seed: int) -> AsyncIterator[Soak]:
         yield soak
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("first", "requests"),
@@ -342,7 +341,6 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
         assert not re.search("Traceback|destroyed|never retrieved|Unclosed|ERROR", soak.command.log)
 
 
-@pytest.mark.asyncio
 async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +355,6 @@ async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     await eventually(lambda: objects_of_requests() <= before)
 
 
-@pytest.mark.asyncio
 async def test_what_a_request_leaves_waits_for_no_garbage_collector(concurrent: Deployment) -> None:
     """Objects that refer to each other would, and their collection is a fifth of a short request's work."""
     assert (await concurrent.post()).status == 200

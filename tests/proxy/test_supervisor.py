@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from proxy_fakes import DEADLINE, join, ping
+from proxy_fakes import DEADLINE, Line, join, ping
 
 from p2pkv.control.discovery import MAX_PING_BYTES, Ping, Workload, decode_ping, encode_ping, goodbye
 from p2pkv_proxy.access import Access
@@ -29,25 +28,7 @@ from p2pkv_proxy.supervisor import Pings, Supervisor, WorkerFailed
 from p2pkv_proxy.worker import Drains, Update, WorkerConfig, WorkerReport, WorkerState
 from support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio
-
 # Pings.
-
-
-@dataclass(eq=False)
-class Line:
-    """A connection to the discovery address."""
-
-    open: bool = True
-    member: bool = False
-    told: bytes = b""
-
-    def stands(self) -> bool:
-        return self.open
-
-    def answer(self, frame: bytes) -> bool:
-        self.told += frame
-        return True
 
 
 class Repeated:
@@ -126,21 +107,14 @@ async def test_a_closed_connection_takes_its_instance_along() -> None:
     line.open = False
     both.update()
     assert not both.registry.routable("D", 115.0)
-    both.pings.take(ping("D", incarnation="second"), Line())
+    second = Line()
+    both.pings.take(ping("D", incarnation="second"), second)
     both.update()
     assert [each.ping.incarnation for each in both.registry.known("D")] == ["second"]
-    assert both.registry.claims_refused == 0
-
-
-async def test_the_successor_of_an_instance_that_was_killed_is_taken_at_once() -> None:
-    """Both are in one update, and the first one's connection is found closed in time."""
-    both, line = Repeated(), Line()
-    both.pings.take(ping("D", incarnation="first"), line)
+    second.open = False  # and its successor is in the same update
+    both.pings.take(ping("D", incarnation="third"), Line())
     both.update()
-    line.open = False
-    both.pings.take(ping("D", incarnation="second"), Line())
-    both.update()
-    assert [each.ping.incarnation for each in both.registry.known("D")] == ["second"]
+    assert [each.ping.incarnation for each in both.registry.known("D")] == ["third"]
     assert both.registry.claims_refused == 0
 
 
@@ -177,7 +151,7 @@ async def test_what_a_worker_answers_to_a_ping_goes_to_its_sender() -> None:
     both.pings.take(ping("D", 2), other)
     for number, frame in both.update().answers:
         both.pings.answer(number, frame)
-    assert (one.told, other.told) == (b"to 10.0.0.1:1", b"to 10.0.0.1:2")
+    assert (one.told, other.told) == ([b"to 10.0.0.1:1"], [b"to 10.0.0.1:2"])
     assert both.update().answers == []
     both.pings.answer(12345, b"of a connection that is gone")
 
@@ -286,46 +260,46 @@ class Process:
         os.close(self.sentinel)
 
 
-async def work(seat: WorkerConfig, siblings: list[Siblings] | None = None, **parts: Any) -> None:
-    """As a worker that is in order; `siblings` gets its side of all workers."""
+async def work(
+    seat: WorkerConfig,
+    siblings: list[Siblings] | None = None,
+    before: Callable[[], object] = lambda: None,
+    take: Callable[[Ping, Any], object] = lambda *_: None,
+    until: asyncio.Event | None = None,
+    **parts: Any,
+) -> None:
+    """As a worker that is in order; `siblings` gets its side of all workers, `before` is called at each
+    update, and `until` ends it."""
     worker = WorkerState(seat)
     worker.serving = True
     if siblings is not None:
         siblings.append(Siblings(parts, seat.others))
 
     def update(raw: Any) -> WorkerReport:
-        return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
+        before()
+        return worker.update(msgspec.convert(raw, Update), Registry(), take)
 
     async with answering(seat.socket, parts | {"update": update}):
-        await worker.stop.wait()
+        await (until or worker.stop).wait()
 
 
 async def freeze(seat: WorkerConfig) -> None:
     """It has begun to serve, and answers nothing any more."""
-    worker, serving = WorkerState(seat), asyncio.Event()
-    worker.serving = True
+    served = False
 
-    def update(raw: Any) -> WorkerReport:
-        if serving.is_set():
+    def before() -> None:
+        nonlocal served
+        if served:
             raise NoAnswer
-        serving.set()
-        return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
+        served = True
 
-    async with answering(seat.socket, {"update": update}):
-        await asyncio.Event().wait()
+    await work(seat, before=before, until=asyncio.Event())
 
 
 async def serve_and_end(seat: WorkerConfig) -> None:
     """It serves, and ends when it has said so."""
-    worker, said = WorkerState(seat), asyncio.Event()
-    worker.serving = True
-
-    def update(raw: Any) -> WorkerReport:
-        asyncio.get_running_loop().call_later(0.05, said.set)
-        return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
-
-    async with answering(seat.socket, {"update": update}):
-        await said.wait()
+    said = asyncio.Event()
+    await work(seat, before=lambda: asyncio.get_running_loop().call_later(0.05, said.set), until=said)
 
 
 async def end_at_once(seat: WorkerConfig) -> None:
@@ -362,6 +336,15 @@ async def supervised(lives: Lives, workers: int, folder: Path) -> AsyncIterator[
             await supervisor.stop(1000.0, asyncio.Event())
 
 
+@asynccontextmanager
+async def started(folder: Path, *workers: list[Begin]) -> AsyncIterator[Lives]:
+    """Workers that have begun to serve."""
+    lives = Lives(*workers)
+    async with supervised(lives, len(workers), folder) as supervisor:
+        await supervisor.start(asyncio.Event())
+        yield lives
+
+
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(Process=Process)
@@ -391,26 +374,16 @@ async def test_a_frozen_worker_is_restarted_and_a_starting_one_is_not(
     assert lives.begun == [1, 2, 2]
 
 
-async def test_four_missed_answers_kill_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_four_missed_answers_kill_no_worker(tmp_path: Path) -> None:
     asked = 0
 
-    async def misses_some(seat: WorkerConfig) -> None:
-        worker = WorkerState(seat)
-        worker.serving = True
+    def misses_some() -> None:
+        nonlocal asked
+        asked += 1
+        if asked % 5:
+            raise NoAnswer
 
-        def update(raw: Any) -> WorkerReport:
-            nonlocal asked
-            asked += 1
-            if asked % 5:
-                raise NoAnswer
-            return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
-
-        async with answering(seat.socket, {"update": update}):
-            await worker.stop.wait()
-
-    lives = Lives([misses_some])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [partial(work, before=misses_some)]) as lives:
         await eventually(lambda: asked > 30, "questions")
     assert lives.begun == [1]
 
@@ -419,17 +392,13 @@ async def test_the_pause_before_a_restart_doubles_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.supervisor._LONGEST_PAUSE", 0.05)
-    lives = Lives([serve_and_end, *[end_at_once] * 5, work])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end, *[end_at_once] * 5, work]) as lives:
         await eventually(lives.began_again(1, times=6), "the last one")
     pauses = re.findall(r"another starts in (\S+) s", caplog.text)
     assert pauses == ["0.01", "0.02", "0.04", "0.05", "0.05", "0.05"]
     caplog.clear()
     monkeypatch.setattr("p2pkv_proxy.supervisor._LIVED_SECONDS", 0.0)
-    lives = Lives([serve_and_end, *[end_at_once] * 2, work])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end, *[end_at_once] * 2, work]) as lives:
         await eventually(lives.began_again(1, times=3), "the last one")
     assert set(re.findall(r"another starts in (\S+) s", caplog.text)) == {"0.01"}
 
@@ -445,9 +414,7 @@ async def test_a_worker_that_cannot_be_started_for_now_is_started_later(
         starts(process)
 
     monkeypatch.setattr(Process, "start", start)
-    lives = Lives([serve_and_end, work])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end, work]) as lives:
         await eventually(lambda: lives.begun == [1, 1], "the worker's second process")
         assert caplog.text.count("could not be started (OSError('Cannot allocate memory'))") == 2
 
@@ -486,9 +453,7 @@ async def test_the_pause_after_a_death_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.supervisor._FIRST_PAUSE", 1000.0)
-    lives = Lives([serve_and_end])
-    async with supervised(lives, 1, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    async with started(tmp_path, [serve_and_end]) as lives:
         await eventually(lambda: "worker 1 ended with status 0" in caplog.text, "its end")
     assert lives.begun == [1]
 
@@ -517,25 +482,16 @@ async def test_a_new_instance_reaches_all_workers_without_waiting_for_the_next_r
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.supervisor._UPDATE_SECONDS", 1000.0)
-    taken: list[tuple[int, Ping]] = []
+    taken: list[int] = []
 
     async def follows(seat: WorkerConfig) -> None:
-        worker = WorkerState(seat)
-        worker.serving = True
-
-        def update(raw: Any) -> WorkerReport:
-            return worker.update(
-                msgspec.convert(raw, Update), Registry(), lambda ping, _: taken.append((seat.number, ping))
-            )
-
-        async with answering(seat.socket, {"update": update}):
-            await worker.stop.wait()
+        await work(seat, take=lambda *_: taken.append(seat.number))
 
     async with supervised(Lives([follows], [follows]), 2, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
         await eventually(lambda: not supervisor._news.is_set(), "a quiet moment")
         supervisor.pings.take(ping("D"), Line())
-        await eventually(lambda: sorted(number for number, _ in taken) == [1, 2], "both")
+        await eventually(lambda: sorted(taken) == [1, 2], "both")
 
 
 # What all workers say.
@@ -574,9 +530,8 @@ async def test_an_instance_is_not_drained_before_all_workers_have_said_so(tmp_pa
         ]
         return [each["state"] for page in pages for each in msgspec.json.decode(page.body)["instances"]]
 
-    lives = Lives([partial(work, siblings=siblings, instances=says, drain=says)], [other])
-    async with supervised(lives, 2, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    first = partial(work, siblings=siblings, instances=says, drain=says)
+    async with started(tmp_path, [first], [other]):
         assert await states(siblings[0]) == ["drained", "drained"]
         other.busy = True
         assert await states(siblings[0]) == ["draining", "draining"]
@@ -592,9 +547,8 @@ async def test_the_counters_of_a_worker_that_is_late_stay_in_the_sum(tmp_path: P
         text = (await metrics_page(siblings[0], Access(), page)).body.decode()
         return [line for line in text.splitlines() if not line.startswith("#")]
 
-    lives = Lives([partial(work, siblings=siblings, metrics=lambda _: families)], [other])
-    async with supervised(lives, 2, tmp_path) as supervisor:
-        await supervisor.start(asyncio.Event())
+    first = partial(work, siblings=siblings, metrics=lambda _: families)
+    async with started(tmp_path, [first], [other]):
         assert await sums() == ["requests_total 6.0", "running 2.0"]
         other.busy = True
         assert await sums() == ["requests_total 6.0", "running 1.0"]

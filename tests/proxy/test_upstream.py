@@ -6,8 +6,9 @@ import asyncio
 import errno
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -15,12 +16,13 @@ import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
-from proxy_behaviours import Seen, answer_error, answer_json, dies, event, event_stream
-from proxy_fakes import Deployment, FakeInstance, deployed, join, ping, quiet
+from proxy_behaviours import Seen, answer_error, answer_json, dies, forever, stream_of
+from proxy_fakes import Deployment, FakeInstance, RawInstance, deployed, join, outcomes, ping, quiet
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import Content
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.upstream import Call, CallFailed, Client
 
@@ -36,18 +38,30 @@ class Answer:
         self.closed = True
 
 
-@pytest.mark.asyncio
+class Session:
+    """A client whose requests end as `post` does."""
+
+    def __init__(self, post: Callable[[], Awaitable[Answer]]) -> None:
+        self._post = post
+
+    async def post(self, *arguments: Any, **options: Any) -> Answer:
+        return await self._post()
+
+
+def call_of(post: Callable[[], Awaitable[Answer]]) -> tuple[Instance, Call]:
+    instance = join(Registry(), ping("D"))
+    return instance, Call(Session(post), instance, "/v1/completions")  # type: ignore[arg-type]
+
+
 async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None:
     answer = Answer()
 
-    class Session:
-        async def post(self, *arguments: Any, **options: Any) -> Answer:
-            # Runs before the caller is told of the answer.
-            asyncio.get_running_loop().call_soon(asking.cancel)
-            return answer
+    async def post() -> Answer:
+        # Runs before the caller is told of the answer.
+        asyncio.get_running_loop().call_soon(asking.cancel)
+        return answer
 
-    instance = join(Registry(), ping("D"))
-    call = Call(Session(), instance, "/v1/completions")
+    instance, call = call_of(post)
 
     async def ask() -> None:
         try:
@@ -63,53 +77,46 @@ async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None
     assert instance.in_flight == 0
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("error", [aiohttp.ConnectionTimeoutError, aiohttp.ServerDisconnectedError])
-async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_not(
-    error: type[aiohttp.ClientError],
+def no_socket(number: int) -> aiohttp.ClientError:
+    key = ConnectionKey("10.0.0.1", 8100, False, True, None, None, None)
+    return aiohttp.ClientConnectorError(key, OSError(number, "no"))
+
+
+@pytest.mark.parametrize(
+    ("error", "healthy"),
+    [
+        (aiohttp.ConnectionTimeoutError(), False),
+        (aiohttp.ServerDisconnectedError(), True),
+        (no_socket(errno.ECONNREFUSED), False),
+        (no_socket(errno.EMFILE), True),
+    ],
+    ids=["no answer", "hangs up", "refused", "no descriptors left"],
+)
+async def test_only_who_cannot_be_reached_waits_for_its_health(
+    error: aiohttp.ClientError, healthy: bool
 ) -> None:
-    class Session:
-        async def post(self, *arguments: Any, **options: Any) -> Answer:
-            raise error
+    async def post() -> Answer:
+        raise error
 
-    instance = join(Registry(), ping("D"))
-    call = Call(Session(), instance, "/v1/completions")
-    with pytest.raises(CallFailed):
-        await call.open(NOTHING, CIMultiDict())
-    call.close()
-    assert instance.healthy is (error is aiohttp.ServerDisconnectedError)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(("number", "healthy"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
-async def test_when_the_proxy_has_no_descriptors_left_nobody_is_to_blame(number: int, healthy: bool) -> None:
-    class Session:
-        async def post(self, *arguments: Any, **options: Any) -> Answer:
-            key = ConnectionKey("10.0.0.1", 8100, False, True, None, None, None)
-            raise aiohttp.ClientConnectorError(key, OSError(number, "no"))
-
-    instance = join(Registry(), ping("D"))
-    call = Call(Session(), instance, "/v1/completions")
+    instance, call = call_of(post)
     with pytest.raises(CallFailed):
         await call.open(NOTHING, CIMultiDict())
     call.close()
     assert instance.healthy is healthy
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dead_first", [True, False])
 async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> None:
     """Else its request would be tried at another instance, for nobody."""
 
-    class Session:
-        async def post(self, *arguments: Any, **options: Any) -> Answer:
-            asked.set()
-            await asyncio.Event().wait()
-            return Answer()
-
     asked = asyncio.Event()
-    instance = join(Registry(), ping("D"))
-    call = Call(Session(), instance, "/v1/completions")
+
+    async def post() -> Answer:
+        asked.set()
+        await asyncio.Event().wait()
+        return Answer()
+
+    instance, call = call_of(post)
     asking = asyncio.create_task(call.open(NOTHING, CIMultiDict()))
     await asked.wait()
     ends: list[Callable[[], object]] = [lambda: instance.lost("gone"), asking.cancel]
@@ -121,7 +128,6 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
     assert instance.in_flight == 0
 
 
-@pytest.mark.asyncio
 async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> None:
     """Its server does so after five idle seconds."""
     async with Client() as client:
@@ -129,17 +135,10 @@ async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> N
         assert 1.0 <= client.kept.connector._keepalive_timeout <= 4.0
 
 
-@pytest.mark.asyncio
 async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() -> None:
     """After a goodbye no ping is missed; the kernel asks whether its host is still there."""
 
-    async def streams(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await asyncio.Event().wait()
-        return response
-
-    instance = FakeInstance("D", behaviour=streams)
+    instance = FakeInstance("D", behaviour=stream_of("first", forever))
     await instance.start()
     try:
         async with Client() as client:
@@ -157,52 +156,41 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() 
         await instance.stop()
 
 
-class Forgetful(FakeInstance):
+class Forgetful(RawInstance):
     """Keeps an idle connection for 5 s of the test's own clock, and closes it in the moment of its next use:
     by turns before the request is read, which resets it, and after.
 
     Attributes:
         now: the clock.
         closed: how many requests met a connection that was just closed.
-        answers: what it answers, once it does.
+        half: what comes before the end then.
     """
 
     now: float = 0.0
     closed: int = 0
-    answers: bytes = b'{"id": "x", "choices": [{"text": "hello"}]}'
     half: bytes = b""
 
-    async def start(self) -> None:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.http_address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        self.server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         used: float | None = None
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                if head.startswith(b"POST") and used is not None and self.now - used > 5.0:
-                    self.closed += 1
-                    if self.closed % 2:
-                        await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
-                        writer.write(self.half)
-                        await writer.drain()
-                        writer.close()
-                    else:
-                        writer.transport.abort()
-                    return
-                if head.startswith(b"POST"):
-                    await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
-                body = self.answers if head.startswith(b"POST") else b'{"data": []}'
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
-                writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            posted = head.startswith(b"POST")
+            idle = posted and used is not None and self.now - used > 5.0
+            self.closed += idle
+            if idle and self.closed % 2 == 0:
+                writer.transport.abort()
+                return
+            if posted:
+                await self.body(head, reader)
+            if idle:
+                writer.write(self.half)
                 await writer.drain()
-                used = self.now
-        except (OSError, asyncio.IncompleteReadError):
-            writer.close()
+                return
+            body = b'{"id": "x", "choices": [{"text": "hello"}]}' if posted else b'{"data": []}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+            writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            await writer.drain()
+            used = self.now
 
 
 @asynccontextmanager
@@ -211,14 +199,11 @@ async def forgetful(dispatch: Dispatch) -> AsyncIterator[tuple[Deployment, list[
     async with deployed(dispatch, limits=Limits(retries=0, alone_share=0)) as deployment:
         instances = [Forgetful("P"), Forgetful("D")]
         for each in instances:
-            await each.start()
-            deployment.cleanup.push_async_callback(each.stop)
-            deployment.begin_ping(each)
+            await deployment.enlist(each)
         await deployment.ready(1, 1)
         yield deployment, instances
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
@@ -235,12 +220,11 @@ async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
         closed = sum(each.closed for each in instances)
         assert 50 < closed < 150, "about a twentieth of 2,000"
         assert deployment.proxy.session.reconnected == closed
-        assert not any(good is False for each in deployment.everyone() for _, good in each.breaker._outcomes)
+        assert all(all(outcomes(each)) for each in deployment.everyone())
         assert deployment.proxy.counters.retried == deployment.proxy.counters.retries_refused == 0
         await quiet(deployment)
 
 
-@pytest.mark.asyncio
 async def test_what_had_begun_to_answer_is_not_asked_again() -> None:
     async with forgetful("sequential") as (deployment, (p, d)):
         assert (await deployment.post()).status == 200
@@ -250,7 +234,6 @@ async def test_what_had_begun_to_answer_is_not_asked_again() -> None:
         assert (p.closed, d.closed, deployment.proxy.session.reconnected) == (0, 1, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_is_new_is_not_made_again() -> None:
     """Nor a second time the one that was made anew."""
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
@@ -266,44 +249,31 @@ async def test_a_connection_that_is_new_is_not_made_again() -> None:
         assert (await deployment.post()).status == 502
         assert len(deployment.p.requests) == 4, "over the kept connection, and over a new one"
         assert deployment.p.requests[2].request_id == deployment.p.requests[3].request_id
-        assert [good for _, good in p.breaker._outcomes] == [False, True, False]
+        assert outcomes(p) == [False, True, False]
         assert deployment.proxy.session.reconnected == 1
 
 
-@pytest.mark.asyncio
 async def test_a_d_that_fails_what_was_sent_twice_is_asked_anew() -> None:
     """The first one had arrived after all, was aborted, and took the KV of both with it."""
     async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+        broken = iter((dies, answer_error(500), answer_json))
 
         async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
-            number = len(deployment.d.requests)
-            return await (dies, answer_error(500), answer_json)[number - 1](request, seen)
+            return await next(broken)(request, seen)
 
         deployment.d.behaviour = breaks
         assert (await deployment.post()).status == 200
         ids = [seen.request_id for seen in deployment.d.requests]
         assert ids[0] == ids[1] != ids[2]
-        (d,) = deployment.registry.known("D")
-        assert all(good for _, good in d.breaker._outcomes)
+        assert all(outcomes(deployment.known(deployment.d)))
 
 
-class Clock:
-    """In place of `time`, for the client."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("after", "again"), [(0.0, True), (0.9, True), (1.1, False)])
 async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
     after: float, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that ends later had the request: it may have been worked on, and its D knows of it."""
-    clock = Clock()
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("p2pkv_proxy.upstream.time", clock)
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
         assert (await deployment.post()).status == 200
@@ -318,7 +288,6 @@ async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
         assert deployment.proxy.session.reconnected == again
 
 
-@pytest.mark.asyncio
 async def test_what_is_sent_once_more_is_within_the_budget_of_retries() -> None:
     """Ten, or a fifth of the requests."""
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:

@@ -14,30 +14,10 @@ from fastapi.responses import JSONResponse
 from multidict import CIMultiDict, CIMultiDictProxy
 from proxy_fakes import join, ping
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatCompletionResponseStreamChoice,
-    ChatCompletionStreamResponse,
-    ChatMessage,
-    DeltaMessage,
-    UsageInfo,
-)
-from vllm.entrypoints.openai.completion.protocol import (
-    CompletionResponse,
-    CompletionResponseChoice,
-    CompletionResponseStreamChoice,
-    CompletionStreamResponse,
-)
+from vllm.entrypoints.openai.chat_completion import protocol as chats
+from vllm.entrypoints.openai.completion import protocol as completions
+from vllm.entrypoints.openai.responses import protocol as responses
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
-from vllm.entrypoints.openai.responses.protocol import (
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseCompletedEvent,
-    ResponsesRequest,
-    ResponsesResponse,
-    ResponseUsage,
-)
 from vllm.sampling_params import SamplingParams
 
 from p2pkv_proxy.membership.registry import Registry
@@ -50,8 +30,8 @@ each_reason = pytest.mark.parametrize("reason", TOKENS)
 ECHO = {"finish_reason": "abort", "status": "cancelled"}
 
 
-def usage(reason: str) -> UsageInfo:
-    return UsageInfo(prompt_tokens=5, completion_tokens=TOKENS[reason], total_tokens=5 + TOKENS[reason])
+def usage(reason: str) -> chats.UsageInfo:
+    return chats.UsageInfo(prompt_tokens=5, completion_tokens=TOKENS[reason], total_tokens=5 + TOKENS[reason])
 
 
 def whole(answer: Any, **options: Any) -> bytes:
@@ -71,31 +51,35 @@ def given_up_in(path: str, events: bytes) -> bool:
 
 @each_reason
 def test_completions(reason: str) -> None:
-    choice = CompletionResponseChoice(index=0, text="x", finish_reason=reason)
-    answer = CompletionResponse(model="m", choices=[choice], usage=usage(reason))
+    choice = completions.CompletionResponseChoice(index=0, text="x", finish_reason=reason)
+    answer = completions.CompletionResponse(model="m", choices=[choice], usage=usage(reason))
     assert gave_up("/v1/completions", whole(answer)) is (reason == "abort")
-    last = CompletionResponseStreamChoice(index=0, text="", finish_reason=reason)
-    events = event(CompletionStreamResponse(model="m", choices=[last]))
+    last = completions.CompletionResponseStreamChoice(index=0, text="", finish_reason=reason)
+    events = event(completions.CompletionStreamResponse(model="m", choices=[last]))
     assert given_up_in("/v1/completions", events) is (reason == "abort")
 
 
-def chat(reason: str) -> ChatCompletionResponse:
-    message = ChatMessage(role="assistant", content="x")
-    choice = ChatCompletionResponseChoice(index=0, message=message, finish_reason=reason)
-    return ChatCompletionResponse(model="m", choices=[choice], usage=usage(reason))
+def chat(reason: str) -> chats.ChatCompletionResponse:
+    message = chats.ChatMessage(role="assistant", content="x")
+    choice = chats.ChatCompletionResponseChoice(index=0, message=message, finish_reason=reason)
+    return chats.ChatCompletionResponse(model="m", choices=[choice], usage=usage(reason))
 
 
 def chat_events(reason: str) -> list[bytes]:
     """With a usage at the end, as /v1/messages has it."""
     choices = [
-        ChatCompletionResponseStreamChoice(index=0, delta=DeltaMessage(role="assistant", content="")),
-        ChatCompletionResponseStreamChoice(index=0, delta=DeltaMessage(content="x")),
-        ChatCompletionResponseStreamChoice(index=0, delta=DeltaMessage(content=""), finish_reason=reason),
+        chats.ChatCompletionResponseStreamChoice(
+            index=0, delta=chats.DeltaMessage(role="assistant", content="")
+        ),
+        chats.ChatCompletionResponseStreamChoice(index=0, delta=chats.DeltaMessage(content="x")),
+        chats.ChatCompletionResponseStreamChoice(
+            index=0, delta=chats.DeltaMessage(content=""), finish_reason=reason
+        ),
     ]
-    chunks = [ChatCompletionStreamResponse(model="m", choices=[each]) for each in choices]
+    chunks = [chats.ChatCompletionStreamResponse(model="m", choices=[each]) for each in choices]
     chunks[0].usage = usage(reason)
     return [event(each) for each in chunks] + [
-        event(ChatCompletionStreamResponse(model="m", choices=[], usage=usage(reason))),
+        event(chats.ChatCompletionStreamResponse(model="m", choices=[], usage=usage(reason))),
         b"data: [DONE]\n\n",
     ]
 
@@ -106,7 +90,6 @@ def test_chat_completions(reason: str) -> None:
     assert given_up_in("/v1/chat/completions", b"".join(chat_events(reason))) is (reason == "abort")
 
 
-@pytest.mark.asyncio
 @each_reason
 async def test_messages(reason: str) -> None:
     server = object.__new__(AnthropicServingMessages)
@@ -122,26 +105,25 @@ async def test_messages(reason: str) -> None:
     assert given_up_in("/v1/messages", "".join(events).encode()) is (reason == "abort")
 
 
-def response(status: Any, tokens: int) -> ResponsesResponse:
-    request = ResponsesRequest(model="m", input="x", metadata=ECHO)
-    return ResponsesResponse.from_request(
+def response(status: Any, tokens: int) -> responses.ResponsesResponse:
+    request = responses.ResponsesRequest(model="m", input="x", metadata=ECHO)
+    return responses.ResponsesResponse.from_request(
         request,
         SamplingParams(max_tokens=5),
         model_name="m",
         created_time=1,
         output=[],
         status=status,
-        usage=ResponseUsage(
+        usage=responses.ResponseUsage(
             input_tokens=5,
             output_tokens=tokens,
             total_tokens=5 + tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            input_tokens_details=responses.InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
+            output_tokens_details=responses.OutputTokensDetails(reasoning_tokens=0),
         ),
     )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("status", "tokens", "given_up"),
     [
@@ -159,7 +141,7 @@ async def test_responses(status: str, tokens: int, given_up: bool) -> None:
     assert gave_up("/v1/responses", raw) is given_up
 
     async def ends() -> AsyncIterator[Any]:
-        yield ResponseCompletedEvent(type="response.completed", sequence_number=1, response=answer)
+        yield responses.ResponseCompletedEvent(type="response.completed", sequence_number=1, response=answer)
 
     events = [each async for each in _convert_stream_to_sse_events(ends())]
     assert given_up_in("/v1/responses", "".join(events).encode()) is given_up

@@ -5,146 +5,75 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import re
 import shutil
 import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_behaviours import Seen, event, event_stream
-from proxy_fakes import FakeInstance, serve_and_ping
-from proxy_process import Command, running
+from proxy_behaviours import streams
+from proxy_process import DEADLINE, Command, Served, running, served
 
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.admin import merged
-from p2pkv_proxy.cli import main
 from p2pkv_proxy.exposition import Family, page
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.membership.instance import WORST_FIRST, Role
+from p2pkv_proxy.membership.instance import WORST_FIRST
 from p2pkv_proxy.supervisor import _addresses, bound, reserved, share_of
 from p2pkv_proxy.worker import WorkerConfig
 from support.waiting import eventually
 
-TOKEN = "a-token-of-the-tests"
-DEADLINE = 30.0
+
+async def answers(proxy: Served, count: int) -> list[int]:
+    """The statuses of so many requests, one after the other, each over a connection of its own, which the
+    kernel gives to one of the workers."""
+    statuses = []
+    for _ in range(count):
+        async with await proxy.post() as response:
+            await response.read()
+            statuses.append(response.status)
+    return statuses
 
 
-@dataclass
-class Running:
-    """A proxy of two workers, and its instances."""
+async def both_have_worked(proxy: Served) -> None:
+    """Requests until each worker has had one."""
 
-    command: Command
-    url: str
-    discovery: str
-    client: aiohttp.ClientSession
-    cleanup: AsyncExitStack
-    instances: dict[str, FakeInstance] = field(default_factory=dict)
+    async def seen() -> bool:
+        assert await answers(proxy, 1) == [200]
+        said = (f"worker {number}: p2pkv_proxy.service: request ended" for number in (1, 2))
+        return all(each in proxy.command.log for each in said)
 
-    async def add(self, role: Role) -> FakeInstance:
-        instance = FakeInstance(role)
-        await serve_and_ping(self.cleanup, self.discovery, instance)
-        self.instances[instance.http_address] = instance
-        return instance
+    await eventually(seen, "a request for each worker", DEADLINE)
 
-    async def post(self, **body: Any) -> aiohttp.ClientResponse:
-        """Over a connection of its own, which the kernel gives to one of the workers."""
-        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5, **body}
-        return await self.client.post(f"{self.url}/v1/completions", json=body)
 
-    async def answers(self, count: int) -> list[int]:
-        """The statuses of so many requests, one after the other."""
-        statuses = []
-        for _ in range(count):
-            async with await self.post() as response:
-                await response.read()
-                statuses.append(response.status)
-        return statuses
-
-    async def page(self, path: str) -> Any:
-        async with self.client.get(self.url + path) as response:
-            return await response.json()
-
-    async def tell(self, instance: FakeInstance, what: str) -> Any:
-        url = f"{self.url}/instances/{instance.http_address}/{what}"
-        async with self.client.post(url, headers={"Authorization": f"Bearer {TOKEN}"}) as response:
-            assert response.status == 200
-            return await response.json()
-
-    async def says(self, pattern: str) -> re.Match[str]:
-        return await asyncio.to_thread(self.command.says, pattern)
-
-    async def both_have_worked(self) -> None:
-        """Requests until each worker has had one."""
-
-        async def seen() -> bool:
-            assert await self.answers(1) == [200]
-            return all(
-                f"worker {number}: p2pkv_proxy.service: request ended" in self.command.log
-                for number in (1, 2)
-            )
-
-        await eventually(seen, "a request for each worker", DEADLINE)
-
-    async def ready(self, prefill: int, decode: int) -> None:
-        async def there() -> bool:
-            page = await self.page("/status")
-            return (page["workers"], page["prefill"], page["decode"]) == (2, prefill, decode)
-
-        await eventually(there, "instances that both workers know", DEADLINE)
-
-    def workers(self) -> dict[int, psutil.Process]:
-        """By their numbers."""
-        children = psutil.Process(self.command.process.pid).children()
-        found = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        return dict(enumerate(sorted(found, key=lambda each: each.create_time()), 1))
+def processes(proxy: Served) -> dict[int, psutil.Process]:
+    """Of the workers, by their numbers."""
+    children = psutil.Process(proxy.command.process.pid).children()
+    found = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return dict(enumerate(sorted(found, key=lambda each: each.create_time()), 1))
 
 
 @asynccontextmanager
-async def two(
-    *arguments: str, prefill: int = 1, decode: int = 1, tls: ssl.SSLContext | bool = True
-) -> AsyncIterator[Running]:
-    async with AsyncExitStack() as cleanup:
-        discovery = f"127.0.0.1:{free_ports()}"
-        command = cleanup.enter_context(
-            running(
-                *("--port", "0", "--discovery", discovery, "--workers", "2", "--log-requests"),
-                *("--admin-token", TOKEN, *arguments),
-            )
-        )
-        serving = await asyncio.to_thread(
-            command.says, r"serving on (https?://[^ ,]+), discovery on tcp://(\S+),"
-        )
-        client = await cleanup.enter_async_context(
-            aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True, ssl=tls),
-                timeout=aiohttp.ClientTimeout(total=DEADLINE),
-            )
-        )
-        deployment = Running(command, serving[1], discovery, client, cleanup)
-        for role, count in (("P", prefill), ("D", decode)):
-            for _ in range(count):
-                await deployment.add("P" if role == "P" else "D")
-        await deployment.ready(prefill, decode)
-        yield deployment
+async def two(*arguments: str, decode: int = 1, tls: ssl.SSLContext | bool = True) -> AsyncIterator[Served]:
+    """A proxy of two workers, which both know a P and so many D's."""
+    async with served("--log-requests", *arguments, decode=decode, workers=2, tls=tls, keep=False) as proxy:
+        await proxy.ready(1, decode, 2)
+        yield proxy
 
 
-@pytest.mark.asyncio
 async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
     async with two(decode=2) as deployment:
-        await deployment.both_have_worked()
-        assert set(await deployment.answers(20)) == {200}
-        sent = sum(len(each.requests) for each in deployment.instances.values()) // 2
+        await both_have_worked(deployment)
+        assert set(await answers(deployment, 20)) == {200}
+        sent = sum(len(each.requests) for each in deployment.instances) // 2
         for _ in range(4):  # whichever worker is asked
             page = await deployment.page("/status")
             assert page["outcomes"]["answered"] == page["counters"]["admitted"] == sent
@@ -156,24 +85,21 @@ async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
             assert (answered.labels["outcome"], answered.value) == ("answered", sent)
             states = {tuple(s.labels.values()): s.value for s in metrics["p2pkv_proxy_instances"].samples}
             assert (states["P", "ready"], states["D", "ready"]) == (1, 2)
-        deployment.command.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(deployment.command.end) == 0
-        assert deployment.command.clean(), deployment.command.log
+        deployment.terminate()
+        await deployment.ended()
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> None:
     async with two() as deployment:
-        await deployment.both_have_worked()
-        victim = deployment.workers()[1]
+        await both_have_worked(deployment)
+        victim = processes(deployment)[1]
         victim.kill()
         await deployment.says(r"ERROR .*worker 1 was ended by SIGKILL: its requests are lost; another starts")
-        assert set(await deployment.answers(20)) == {200}, "what connects meanwhile goes to the other one"
-        await deployment.ready(1, 1)
-        assert victim.pid not in {each.pid for each in deployment.workers().values()}
+        assert set(await answers(deployment, 20)) == {200}, "what connects meanwhile goes to the other one"
+        await deployment.ready(1, 1, 2)
+        assert victim.pid not in {each.pid for each in processes(deployment).values()}
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_cannot_come_up_takes_no_share_of_the_connections(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -183,54 +109,43 @@ async def test_a_worker_that_cannot_come_up_takes_no_share_of_the_connections(
     arguments = [f"--ssl-{name}file={file}" for name, file in zip(("cert", "key"), files, strict=True)]
     trusted = ssl.create_default_context(cafile=certificate[0])
     async with two(*arguments, tls=trusted) as deployment:
-        await deployment.both_have_worked()
+        await both_have_worked(deployment)
         for file in files:
             file.unlink()
-        deployment.workers()[1].kill()
+        processes(deployment)[1].kill()
         await deployment.says(r"(worker 1 ended with status 1: (.|\n)*){2}")
-        assert set(await deployment.answers(40)) == {200}
+        assert set(await answers(deployment, 40)) == {200}
         assert "have to be a certificate and its key" in deployment.command.log
         for file, original in zip(files, certificate, strict=True):
             shutil.copy(original, file)
         await deployment.says(r"ended with status 1: (.|\n)*worker 1 serves")
-        await deployment.ready(1, 1)
+        await deployment.ready(1, 1, 2)
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_begins_turns_no_request_away_for_want_of_instances() -> None:
     """It takes no connection before it knows them, and has asked for their health."""
     async with two(decode=2) as deployment:
-        await deployment.both_have_worked()
+        await both_have_worked(deployment)
         statuses: list[int] = []
         for times in (1, 2):
-            deployment.workers()[1].kill()
+            processes(deployment)[1].kill()
             serving = asyncio.create_task(
                 deployment.says(rf"(worker \d was ended by SIGKILL: (.|\n)*){{{times}}}worker \d serves")
             )
             while not serving.done():
                 with contextlib.suppress(aiohttp.ClientConnectionError):  # what the dead one had
-                    statuses += await deployment.answers(1)
+                    statuses += await answers(deployment, 1)
         assert set(statuses) == {200} and len(statuses) > 20
 
 
 @pytest.mark.long
-@pytest.mark.asyncio
 async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
     finish = asyncio.Event()
-
-    async def streams(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await finish.wait()
-        await response.write(event(seen, "last") + b"data: [DONE]\n\n")
-        return response
-
     async with two() as deployment:
-        await deployment.both_have_worked()
-        (decode,) = [each for each in deployment.instances.values() if each.role == "D"]
-        decode.behaviour = streams
+        await both_have_worked(deployment)
+        deployment.d.behaviour = streams(finish)
         responses = [await deployment.post(stream=True) for _ in range(12)]
-        deployment.command.process.send_signal(signal.SIGTERM)
+        deployment.terminate()
         for number in (1, 2):
             stopping = await deployment.says(
                 rf"worker {number}: p2pkv_proxy.cli: stopping: (\d+) requests have 25 s"
@@ -240,30 +155,35 @@ async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
             await deployment.post()
         finish.set()
         for response in responses:
-            assert "last" in await response.text()
-        assert await asyncio.to_thread(deployment.command.end) == 0
-        assert deployment.command.clean(), deployment.command.log
+            assert "second" in await response.text()
+        await deployment.ended()
 
 
-def test_ctrl_c_before_all_workers_serve_is_no_failure() -> None:
-    """It goes to all processes of a terminal, and those that start could not ignore it yet."""
+@contextlib.contextmanager
+def two_that_start() -> Iterator[tuple[Command, psutil.Process]]:
+    """A command whose two workers have begun, and do not serve yet."""
     discovery = f"127.0.0.1:{free_ports()}"
     with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
         parent = psutil.Process(command.process.pid)
         end = time.monotonic() + DEADLINE
         while len(parent.children()) < 3:  # of which one is Python's own
             assert time.monotonic() < end and command.process.poll() is None, command.log
+        yield command, parent
+
+
+def test_ctrl_c_before_all_workers_serve_is_no_failure() -> None:
+    """It goes to all processes of a terminal, and those that start could not ignore it yet."""
+    with two_that_start() as (command, parent):
         for process in (*parent.children(), parent):
             process.send_signal(signal.SIGINT)
-        assert command.end() == 0
-        assert command.clean() and "serving on" not in command.log, command.log
+        command.stopped()
+        assert "serving on" not in command.log, command.log
 
 
 @pytest.mark.long
-@pytest.mark.asyncio
 async def test_without_the_process_that_started_them_workers_end() -> None:
     async with two() as deployment:
-        workers = list(deployment.workers().values())
+        workers = list(processes(deployment).values())
         deployment.command.process.kill()
         gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, DEADLINE)
         assert (len(gone), alive) == (2, [])
@@ -271,28 +191,15 @@ async def test_without_the_process_that_started_them_workers_end() -> None:
 
 
 def test_starting_workers_end_with_their_parent() -> None:
-    discovery = f"127.0.0.1:{free_ports()}"
-    with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
-        parent = psutil.Process(command.process.pid)
-        end = time.monotonic() + DEADLINE
-        while len(parent.children()) < 3:  # of which one is Python's own
-            assert time.monotonic() < end and command.process.poll() is None, command.log
+    with two_that_start() as (command, parent):
         children = parent.children()
         command.process.kill()
         gone, alive = psutil.wait_procs(children, DEADLINE)
         assert (len(gone), alive) == (3, [])
 
 
-def test_a_port_that_is_taken_is_said_in_a_sentence() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{port}: Address already in use"):
-            reserved("127.0.0.1", port)
-
-
-def listening(host: str, workers: int = 2) -> tuple[int, list[list[socket.socket]]]:
+@contextlib.contextmanager
+def listening(host: str, workers: int = 2) -> Iterator[tuple[int, list[list[socket.socket]]]]:
     """The port, and the sockets at which so many workers listen; the ones that keep the port are the
     first."""
     kept = reserved(host, 0)
@@ -300,7 +207,10 @@ def listening(host: str, workers: int = 2) -> tuple[int, list[list[socket.socket
     made = [bound(seat) for _ in range(workers)]
     for each in itertools.chain(*made):
         each.listen()
-    return kept[0].getsockname()[1], [kept, *made]
+    try:
+        yield kept[0].getsockname()[1], [kept, *made]
+    finally:
+        close([kept, *made])
 
 
 def close(sockets: list[list[socket.socket]]) -> None:
@@ -309,18 +219,14 @@ def close(sockets: list[list[socket.socket]]) -> None:
 
 
 def test_another_proxy_of_the_same_user_does_not_take_half_of_the_connections() -> None:
-    port, sockets = listening("127.0.0.1")
-    try:
+    with listening("127.0.0.1") as (port, sockets):
         assert {each.getsockname()[1] for each in itertools.chain(*sockets)} == {port}
-        with pytest.raises(OSError, match="Address already in use"):
+        with pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{port}: Address already in use"):
             reserved("127.0.0.1", port)
-    finally:
-        close(sockets)
 
 
 def test_what_keeps_the_port_gets_no_connections() -> None:
-    port, (kept, one, other) = listening("127.0.0.1")
-    try:
+    with listening("127.0.0.1") as (port, (_, one, other)):
         close([other])
         for _ in range(20):
             assert _answers(socket.AF_INET, "127.0.0.1", port)
@@ -328,8 +234,6 @@ def test_what_keeps_the_port_gets_no_connections() -> None:
         assert not _answers(socket.AF_INET, "127.0.0.1", port)
         (again,) = bound(WorkerConfig(1, 1, ((socket.AF_INET, ("127.0.0.1", port)),), Path()))
         again.close()
-    finally:
-        close([kept, one, other])
 
 
 def _answers(family: socket.AddressFamily, address: str, port: int) -> bool:
@@ -351,8 +255,7 @@ def _has_ipv6() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("host", "ipv4", "ipv6"),
-    [("127.0.0.1", True, False), ("localhost", True, True), ("::1", False, True)],
+    ("host", "ipv4", "ipv6"), [("127.0.0.1", True, False), ("localhost", True, True), ("::1", False, True)]
 )
 def test_each_worker_listens_at_each_address_of_a_name(
     host: str, ipv4: bool, ipv6: bool, monkeypatch: pytest.MonkeyPatch
@@ -365,24 +268,19 @@ def test_each_worker_listens_at_each_address_of_a_name(
     ]
     if host == "localhost":  # which has one address only in some /etc/hosts
         monkeypatch.setattr("p2pkv_proxy.supervisor.socket.getaddrinfo", lambda *_, **__: found)
-    port, sockets = listening(host)
-    try:
+    with listening(host) as (port, sockets):
         assert [len(each) for each in sockets] == [ipv4 + ipv6] * 3
         assert _answers(socket.AF_INET, "127.0.0.1", port) == ipv4
         assert _answers(socket.AF_INET6, "::1", port) == ipv6
         of_ipv6 = [each for each in itertools.chain(*sockets) if each.family == socket.AF_INET6]
         assert all(each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for each in of_ipv6)
-    finally:
-        close(sockets)
 
 
 def test_an_empty_host_means_all_interfaces() -> None:
     assert "0.0.0.0" in {address[0] for _, address in _addresses("")}
 
 
-def test_an_address_of_another_machine_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_address_of_another_machine_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
     here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
     for found in ([elsewhere, here], [elsewhere]):
@@ -476,10 +374,3 @@ def test_status_of_two_workers_is_added_and_the_worst_counts() -> None:
     (instance,) = page["instances"]
     assert (instance["state"], instance["load"], instance["alone"]) == ("draining", 4, 1)
     assert page["history"] == [[-3.0, 1, 0, 5, 1, 0, 0.2], [-1.0, 6, 1, 8, 3, 3, 0.5]]
-
-
-def test_more_workers_than_requests_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--workers", "3", "--max-requests", "2"])
-    assert end.value.code == 2
-    assert "--workers divide --max-requests" in capsys.readouterr().err

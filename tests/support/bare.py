@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import subprocess
 import venv
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -38,3 +40,14 @@ def with_only(folder: Path, *requirements: str) -> Path:
     for top in tops.keys() - {"..", "__pycache__"}:
         (site / top).symlink_to(Path(str(tops[top].locate_file(top))))
     return folder / "bin" / "python"
+
+
+def run_clean(
+    *command: str | Path, cwd: Path, seconds: float = 500.0, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """With nothing of this process's Python, pytest or make in the environment."""
+    ours = ("PYTHON", "PYTEST", "MAKE", "MFLAGS", "ARGS", "GPU_PYTHON", "DIST", "P2PKV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | environ
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds, check=False
+    )

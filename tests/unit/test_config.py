@@ -82,10 +82,6 @@ class TestDefaults:
     def test_null_and_empty_mean_not_set(self) -> None:
         assert options({"proxy_ip": "", "proxy_port": "", "http_port": None, "host": None}) == options()
 
-    def test_frozen(self) -> None:
-        with pytest.raises(AttributeError):
-            options().kv_port = 5  # type: ignore[misc]
-
 
 class TestReading:
     def test_numbers_may_be_strings(self) -> None:
@@ -228,10 +224,7 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="moves KV that is in CPU memory"):
             options({"link": "host"}, has_gpu=True)
 
-    @pytest.mark.parametrize(
-        ("role", "told"),
-        [("", "expected kv_producer"), ("P", "kv_role is 'P'")],
-    )
+    @pytest.mark.parametrize(("role", "told"), [("", "expected kv_producer"), ("P", "kv_role is 'P'")])
     def test_roles(self, role: str, told: str) -> None:
         assert told in refused(role=role)
 

@@ -1,7 +1,4 @@
-"""Who may write what: a field is written in the file of its class, and a module keeps no state.
-
-A script, not a style guide: it reads the source, and prints each place that breaks a rule.
-"""
+"""Who may write what, what a change may touch: scripts, no style guide, that print what breaks a rule."""
 
 from __future__ import annotations
 
@@ -10,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from crossings import crossings
+
+import p2pkv
+from p2pkv.protocol import messages
 
 ROOT = Path(__file__).parents[2]
 ENGINE = sorted((ROOT / "p2pkv" / "engine").glob("*.py"))
@@ -191,3 +192,56 @@ def fill():
         "10: peer.flights",
     ]
     assert state_of_module(source) == ["TABLE", "global GONE"]
+
+
+# A new field of a message is at most three files: where it is declared, set, and read.
+
+
+FOLDER = Path(p2pkv.__file__).parent
+TRANSFER = {
+    name
+    for name, kind in vars(messages).items()
+    if isinstance(kind, type) and messages.TransferMessage in kind.__bases__
+}
+"""Messages of a transfer."""
+SEVERAL = {
+    "Failed": {"engine", "protocol/sender.py"},  # P may know of no transfer at all
+    "Grant": {"engine", "protocol/receiver.py"},  # for bytes that D discards
+    "Sent": {"engine", "protocol/sender.py"},  # a chunk of filler, for a transfer that has ended
+}
+"""Messages that are made in several places, without fields of their own there."""
+
+
+def made_in(name: str) -> set[str]:
+    """The files, or the engine, that make this message."""
+    return {
+        "engine" if path.parent.name == "engine" else str(path.relative_to(FOLDER))
+        for path in FOLDER.rglob("*.py")
+        if path.name != "messages.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
+    }
+
+
+@pytest.mark.parametrize("name", sorted(TRANSFER))
+def test_each_message_of_a_transfer_is_made_in_one_file(name: str) -> None:
+    made = made_in(name)
+    assert made and (len(made) == 1 or made == SEVERAL.get(name)), f"{name} is made in {sorted(made)}"
+
+
+# The way of one layer's bytes stays short.
+
+
+MOST = 64
+"""Calls from one file of p2pkv to another in the engines; three more on either forward thread make 70."""
+
+MOST_FILES = 14
+"""Of one phase."""
+
+
+def test_one_layers_bytes_cross_few_files() -> None:
+    found = crossings()
+    assert sum(way.total() for way, _ in found.values()) <= MOST, found
+    assert all(
+        len({file for came, to, _ in way for file in (came, to)}) <= MOST_FILES for way, _ in found.values()
+    )

@@ -1,4 +1,4 @@
-"""A skip that nobody has allowed fails the run."""
+"""A skip that nobody has allowed fails the run; a mutant whose place is gone shows nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutants import FAULTS, PRODUCT, ROOT, Mutant, Stale
 from skips import ALLOWED
 
 TESTS = Path(__file__).parents[1]
@@ -65,3 +66,42 @@ def test_a_failed_test_stays_a_failed_test(tmp_path: Path) -> None:
 
 def test_each_place_of_the_table_is_there() -> None:
     assert [each.where for each in ALLOWED if not (TESTS.parent / each.where).exists()] == []
+
+
+# The tables of `make mutants` against the tree.
+
+
+TEXT = """
+class One:
+    @property
+    def size(self):
+        return 1
+
+    def other(self):
+        return 1
+
+
+def size():
+    return 1
+"""
+
+
+@pytest.mark.parametrize("mutant", [*PRODUCT, *FAULTS], ids=lambda each: each.what)
+def test_the_place_of_each_is_in_the_tree_once(mutant: Mutant) -> None:
+    text = (ROOT / mutant.file).read_text()
+    assert mutant.applied(text) != text
+    for test in mutant.tests:
+        assert (ROOT / test.partition("::")[0]).exists()
+
+
+@pytest.mark.parametrize(("name", "line"), [("One.size", 4), ("One.other", 7), ("size", 11)])
+def test_it_is_looked_for_in_its_function_only(name: str, line: int) -> None:
+    changed = Mutant("", f"file.py:{name}", "return 1", "return 2", ()).applied(TEXT)
+    pairs = enumerate(zip(TEXT.splitlines(), changed.splitlines(), strict=True))
+    assert [number for number, (old, new) in pairs if old != new] == [line]
+
+
+@pytest.mark.parametrize("where", ["file.py", "file.py:One", "file.py:Two", "file.py:One.size.inner"])
+def test_a_place_that_is_not_there_once_is_stale(where: str) -> None:
+    with pytest.raises(Stale):
+        Mutant("", where, "return 1", "return 2", ()).applied(TEXT)

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.trust import (
-    MIN_SECRET_BYTES,
-    SECRET_VARIABLE,
-    Networks,
-    TrustError,
-    is_loopback,
-    read_secret,
-)
+from p2pkv.trust import MIN_SECRET_BYTES, SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
 LONG = "0123456789abcdef"
 
