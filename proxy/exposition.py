@@ -83,7 +83,8 @@ class Exposition:
         )
         queued = _by_instance(
             "p2pkv_proxy_instance_queued_prefill_seconds",
-            "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted.",
+            "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted; "
+            "with --workers, and an instance that does not report its queue, those that one worker gave it.",
         )
         reported = [
             _by_instance(f"p2pkv_proxy_instance_reported_{name}", f"{what}, by an instance's own report.")

@@ -205,8 +205,15 @@ class EngineCosts:
 
     def prefill_share(self, now: float) -> float:
         """Of its time that prompts take, lately and next."""
+        return self._share_with(self.queued_seconds(now), now)
+
+    def own_prefill_share(self, now: float) -> float:
+        """The same without other proxies' prompts, so that the shares of all proxies add up."""
+        return self._share_with(self.prompt_seconds(self.tokens, self.prompts), now)
+
+    def _share_with(self, queued: float, now: float) -> float:
         past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
-        return min(1.0, past + self.queued_seconds(now) / _SHARE_SECONDS)
+        return min(1.0, past + queued / _SHARE_SECONDS)
 
     def prompt_placed(self, tokens: int, now: float) -> QueuedPrompt:
         if not self._queue:

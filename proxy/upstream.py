@@ -484,7 +484,7 @@ STOPPED = "was stopped before its answer was complete"
 
 class _Part(msgspec.Struct):
     finish_reason: str | None = None
-    stop_reason: str | None = None
+    stop_reason: int | str | None = None
     output_tokens: int | None = None
 
 

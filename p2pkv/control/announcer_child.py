@@ -27,6 +27,8 @@ from p2pkv.control.warm_up import warm_up
 log = logging.getLogger("p2pkv.control.announcer")
 
 _ORDERS_BYTES = 1 << 17
+_WORKLOAD_SECONDS = 0.9
+"""Between two pings for nothing but a changed workload, at least. Beats come every half a second."""
 
 _FORMAT = "(p2pkv-announcer pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
@@ -41,7 +43,9 @@ class _Worker:
         self._stall = stall
         self._beaten = time.monotonic()
         self._silent = False
-        self._last = Standing()
+        self._last = self._shown = Standing()
+        """The last beat, and the last that was worth a ping of its own."""
+        self._shown_at = 0.0
         self.announced = False
         self.stopping = threading.Event()
 
@@ -68,8 +72,12 @@ class _Worker:
                 os._exit(0)
             changed()
             return
-        last, self._last = self._last, msgspec.json.decode(beat, type=Standing)
-        if msgspec.structs.replace(self._last, at=last.at) != last:
+        now = self._last = msgspec.json.decode(beat, type=Standing)
+        due = self._beaten - self._shown_at >= _WORKLOAD_SECONDS
+        if (now.trouble, now.paused) != (self._shown.trouble, self._shown.paused) or (
+            due and now.workload != self._shown.workload
+        ):
+            self._shown, self._shown_at = now, self._beaten
             changed()
 
     def paused(self) -> bool:

@@ -231,6 +231,8 @@ class Endpoint:
         if self._dials == "proxy":
             # "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
             socket.setsockopt(zmq.IPV6, ":" in address.host)
+            # A host that was away and drops packets would be tried again up to two minutes after it is back.
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, 30_000)
         connection._watch = Watch(socket, dials=True)
         self._watched[connection._watch.socket] = connection
         self._poller.register(connection._watch.socket, zmq.POLLIN)

@@ -40,7 +40,7 @@ _LOOK_SECONDS = 0.25
 """Between two looks whether a proxy that was away takes the ping that is due."""
 
 _REDIAL_SECONDS = 2.0
-"""Between two tries after a handshake that failed: the proxy may be another one by now."""
+"""Between two tries: the proxy may be another one by now, or a forwarder before it closes connections."""
 
 _LOG_SECONDS = 60.0  # between two lines about one proxy
 
@@ -137,6 +137,7 @@ class Pinger:
             self._hurried.clear()  # before the look at the state: what changes later hurries again
         for connection, proxy in self._proxies.items():
             if connection.shut and now >= proxy.redial:
+                proxy.redial = now + _REDIAL_SECONDS
                 self._endpoint.redial(connection)
             if hurried or now >= proxy.due:
                 frame = self._frame()

@@ -23,6 +23,7 @@ from p2pkv.links.base import (
     Invitation,
     LinkError,
     LinkSettings,
+    Nonce,
 )
 from p2pkv.links.gpu import CudaDevice, DevicePool
 from p2pkv.links.nccl_bindings import (
@@ -62,6 +63,7 @@ Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
 class NcclInvitation(Invitation, frozen=True, tag="nccl", rename={"nonce": "tag"}):
     """P's invitation: P's NCCL, and the communicator's name."""
 
+    nonce: Nonce  # again, since `rename` is for the class's own fields
     nccl: Version
     unique_id: UniqueId
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 import torch
 from links_support import KINDS, connect, make_factories
 
-from p2pkv.links.base import LinkError, LinkFactory
+from p2pkv.links import host, ipc, nccl
+from p2pkv.links.base import LinkError, LinkFactory, SetupBlob
 from support.waiting import wait_for
 
 Factories = tuple[LinkFactory, LinkFactory]
@@ -334,3 +336,21 @@ def test_ends_whose_owner_announces_each_send(factories: Factories) -> None:
         receive.release()
     pair.until(lambda: all(send.done() for send in sends))
     assert pair.inbound.used == pair.outbound.used == 0
+
+
+# What versions promise: a link between a rank of this version and one of 0.1.0 comes up.
+
+
+@pytest.mark.parametrize(
+    ("blob", "names"),
+    [
+        (host.HostInvitation, "version nonce place"),
+        (host.HostAcceptance, "version answers nonce window place shared host port"),
+        (ipc.IpcInvitation, "version nonce boot network"),
+        (ipc.IpcAcceptance, "version answers door memory nbytes device"),
+        (nccl.NcclInvitation, "version tag nccl unique_id"),
+        (nccl.NcclAcceptance, "version answers nccl"),
+    ],
+)
+def test_fields_have_the_names_of_the_first_version(blob: type[SetupBlob], names: str) -> None:
+    assert [field.encode_name for field in msgspec.structs.fields(blob)] == names.split()

@@ -200,6 +200,7 @@ def tool_use(**inputs: Any) -> dict[str, Any]:
 GIVEN_UP: list[tuple[str, Any]] = [
     (COMPLETIONS, choice("abort", text="hel")),
     (COMPLETIONS, {"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}]}),
+    (CHAT, {"choices": [{"finish_reason": "stop", "stop_reason": 128009}, {"finish_reason": "abort"}]}),
     (CHAT, choice("abort", message={"content": "hel"})),
     (MESSAGES, message(None)),
     (RESPONSES, answer("cancelled")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket as socket_module
 import threading
 import time
 from collections.abc import Iterator
@@ -69,6 +70,28 @@ def test_a_proxy_that_comes_late_and_comes_back() -> None:
         for _ in range(2):
             with router(f"tcp://{address}") as (socket, _):
                 assert decode_ping(socket.recv_multipart()[1]) == PING
+
+
+def test_what_closes_connections_before_a_proxy_that_was_there_is_not_dialed_without_pause() -> None:
+    """As a forwarder does whose proxy is away. Nothing shows that none will come: a second's look."""
+    with router() as (socket, address):
+        pinger = Pinger(address, PING, 0.05)
+        pinger.start()
+        assert decode_ping(socket.recv_multipart()[1]) == PING
+    host, port = address.split(":")
+    try:
+        with socket_module.create_server((host, int(port))) as forwarder:
+            forwarder.settimeout(5.0)
+            forwarder.accept()[0].close()
+            came, end = 1, time.monotonic() + 1.0
+            while (left := end - time.monotonic()) > 0:
+                forwarder.settimeout(left)
+                with contextlib.suppress(TimeoutError):
+                    forwarder.accept()[0].close()
+                    came += 1
+    finally:
+        pinger.stop()
+    assert came < 5
 
 
 @pytest.mark.parametrize("there", [False, True])
