@@ -51,6 +51,8 @@ ALLOWED = (
     Allowed("tests/links/test_nccl_bindings.py", "there is a CUDA device", "the same"),
     Allowed("tests/kv/test_codecs.py", "has no AMX", "vLLM's kernel is the reference", on_ci=True),
     Allowed("tests/vllm/test_shapes.py", "has no AMX", "vLLM packs so only there", on_ci=True),
+    Allowed("tests/vllm/test_deepseek_v4.py", "has no AVX-512", "vLLM serves it only there", on_ci=True),
+    Allowed("tests/vllm/test_hybrid_faults.py", "has no AVX-512", "the same", on_ci=True),
     Allowed("tests/links/test_host.py", "no IPv6", "an address of each kind is needed"),
     Allowed("tests/proxy/test_workers.py", "no IPv6", "the same"),
     # Programs that are no Python packages.

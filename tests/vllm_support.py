@@ -144,6 +144,15 @@ def needs_cpu_build() -> None:
         pytest.skip("this vLLM was not built for a CPU")
 
 
+def needs_deepseek_v4() -> None:
+    """Skips what serves that model."""
+    import torch
+
+    needs_cpu_build()
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("this CPU has no AVX-512, and vLLM no other kernels of DeepSeek V4 for a CPU")
+
+
 def probing_server(
     model: Path, role: Role, probes: Path, *, plugins: Sequence[str] = (), **options: Any
 ) -> VllmServer:

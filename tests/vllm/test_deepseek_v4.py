@@ -24,7 +24,7 @@ from vllm_support import (
     assert_same,
     at_rest,
     complete,
-    needs_cpu_build,
+    needs_deepseek_v4,
     plugin_environment,
     probing_server,
     tokens,
@@ -68,7 +68,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    needs_cpu_build()
+    needs_deepseek_v4()
     return tmp_path_factory.mktemp("deepseek_v4")
 
 

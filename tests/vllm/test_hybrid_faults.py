@@ -25,7 +25,7 @@ from vllm_support import (
     assert_same,
     complete,
     metric,
-    needs_cpu_build,
+    needs_deepseek_v4,
     probing_server,
     tokens,
 )
@@ -109,7 +109,7 @@ def pair(
     fleet_keeper.stop()
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp("hybrid-faults")
     if kind.plugins:
-        needs_cpu_build()
+        needs_deepseek_v4()
     model = ensure_model(kind.model, folder)
     proxy = ProxyServer(log_path=folder / "proxy.log", extra_args=PROXYS)
     settings = [
