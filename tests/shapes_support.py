@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.packings import packing_of
-from p2pkv.protocol.messages import KvGroup
+from p2pkv.protocol.messages import KvGroup, Piece
+from p2pkv.protocol.pieces import Computed, Cutter
 from p2pkv.sharding import Shape
 
 BITS = {
@@ -28,6 +29,11 @@ BITS = {
 }
 
 Elements = NDArray[Any]
+
+
+def cut(cutter: Cutter, computed: Computed, limit: int) -> tuple[Piece, ...]:
+    """The next chunk; () if nothing is ready."""
+    return next(cutter.chunks(computed, limit, flush=True, most=1), (0, ()))[1]
 
 
 @dataclass(frozen=True)

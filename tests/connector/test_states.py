@@ -17,6 +17,7 @@ import torch
 from engine_support import DEFAULTS, READY, Engine, plain_links
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shapes_support import cut
 from states_support import (
     LAYERS,
     MODELS,
@@ -70,8 +71,8 @@ def move(sources: list[Held], targets: list[Held], chunk: int, seed: int) -> int
         debt = GroupAssignment(edge, wires[edge.group])
         extents = Extents({edge.group: debt.extent(0, TOKENS)})
         cutter, coverage = Cutter(extents), Coverage(extents)
-        assert cutter.cut({edge.group: [TOKENS - 1] * len(edge.layers)}, chunk) == ()
-        while pieces := cutter.cut({edge.group: [TOKENS] * len(edge.layers)}, chunk):
+        assert cut(cutter, {edge.group: [TOKENS - 1] * len(edge.layers)}, chunk) == ()
+        while pieces := cut(cutter, {edge.group: [TOKENS] * len(edge.layers)}, chunk):
             coverage.filled(coverage.reserve(pieces))
             for piece in pieces:
                 data = torch.empty(extents.size(piece), dtype=torch.uint8)

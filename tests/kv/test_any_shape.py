@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_support import LAYOUTS, TOKENS_TOGETHER
-from shapes_support import BITS, Elements, Held, Side
+from shapes_support import BITS, Elements, Held, Side, cut
 
 from p2pkv.kv import DENSE
 from p2pkv.kv.cache import seen_as
@@ -112,7 +112,7 @@ def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[li
         done[:layers] = [stop] * layers
         for debt, cutter, coverage in zip(debts, cutters, coverages, strict=True):
             ready = done[debt.edge.layers.start : debt.edge.layers.stop]
-            while pieces := cutter.cut({0: ready}, case.chunk):
+            while pieces := cut(cutter, {0: ready}, case.chunk):
                 coverage.filled(coverage.reserve(pieces))
                 out += [Sent(debt, piece, gathered(ranks, debt, piece, cutter.extents)) for piece in pieces]
     assert not any(cutter.left for cutter in cutters) and not any(coverage.left for coverage in coverages)

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from shapes_support import cut
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.layouts import plane_of
@@ -166,7 +167,7 @@ def test_d_holds_each_whole_row_and_nothing_else_has_changed(case: Case) -> None
             held.put(held.memory, truth, range(past, min(stop // case.tokens, whole)))
         for held, target, edges, cutter, coverage in sent:
             computed = {edge.group: [stop] * len(edge.layers) for edge in edges}
-            while pieces := cutter.cut(computed, case.chunk):
+            while pieces := cut(cutter, computed, case.chunk):
                 coverage.filled(coverage.reserve(pieces))
                 for piece in pieces:
                     (edge,) = (edge for edge in edges if edge.group == piece.group)

@@ -9,11 +9,12 @@ from math import gcd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes_support import cut
 
 from p2pkv.kv.copiers import WIDTHS
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
-from p2pkv.protocol.pieces import WIDEST, Computed, Coverage, Cutter, Extent, Extents
+from p2pkv.protocol.pieces import WIDEST, Coverage, Cutter, Extent, Extents
 
 Row = tuple[int, int, int]
 """A (group, layer, first token) of the wire."""
@@ -46,11 +47,6 @@ def rows_of(extent: Extent, piece: Piece) -> list[Row]:
 def all_rows(extent: Extent) -> set[Row]:
     whole = Piece(extent.group, extent.layer, extent.layer_stop, extent.start, extent.ceiling)
     return set(rows_of(extent, whole))
-
-
-def cut(cutter: Cutter, computed: Computed, limit: int) -> tuple[Piece, ...]:
-    """The next chunk; () if nothing is ready."""
-    return next(cutter.chunks(computed, limit, flush=True, most=1), (0, ()))[1]
 
 
 class Pair:
