@@ -49,6 +49,8 @@ class RequestEntry:
             for it.
         buffer: the memory of KV that came before the request; None: there is none.
         release_only: the request has ended; this only sends P's engine that nothing is wanted.
+        release_at: the engine of P that has the request, and is to be released once the forward thread has
+            forgotten it here.
     """
 
     expect: do.Expect
@@ -61,6 +63,7 @@ class RequestEntry:
     lost: float | None = None
     buffer: PrefetchBuffer | None = None
     release_only: bool = False
+    release_at: Address | None = None
     _extents: dict[int, Extents] = field(default_factory=dict)
 
     @property
@@ -144,7 +147,7 @@ class Decode:
         if entry is None:
             reason = "this request was not announced to the engine"
             self._ctx.effects.append(Emit(do.LoadFailed(command.key, reason)))
-        elif not (entry.receiver.load.ended or entry.release_only):
+        elif not entry.receiver.load.ended:
             start, stop = command.start, command.stop
             entry.blocks, entry.wanted = KeptTables(command.blocks), (start, stop)
             entry.fence = command.fence
@@ -166,7 +169,9 @@ class Decode:
         if command.role != "P" and entry is not None and not entry.release_only:
             self._forget(entry)
             if entry.tries and not entry.peers:  # it ended before it was connected to the engine that has it
-                self._release_elsewhere(command.key, entry.expect.prefill, now)
+                entry.release_at = entry.expect.prefill
+            if entry.release_at is not None:
+                self._release_elsewhere(command.key, entry.release_at, now)
 
     def _forget(self, entry: RequestEntry) -> None:
         if self.entries.pop(entry.expect.key, None):
@@ -333,9 +338,7 @@ class Decode:
         elif entry.receiver.attempt != message.attempt:
             return
         elif entry.receiver.load.ended:
-            # Nothing has come from this engine, so nothing is written. An idle D orders no Forget.
-            self._forget(entry)
-            self._release_elsewhere(message.key, engine, now)
+            entry.release_at = engine
         elif entry.receiver.load.state is LoadPhase.WAITING:
             entry.tries += 1
             if entry.tries > MAX_TRIES:
