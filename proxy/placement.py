@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 
 from p2pkv.control.discovery import Workload
 
-from .membership.instance import Instance, Report
+from .membership.instance import Instance, WorkloadReport
 
 Placement = Literal["pair", "auto"]
 Way = Literal["pair", "whole"]
@@ -108,7 +108,7 @@ class LeastSquares:
         return [found.get(column, 0.0) for column in self._columns]
 
 
-_NOTHING = Report(Workload(), float("-inf"))
+_NOTHING = WorkloadReport(Workload(), float("-inf"))
 
 
 class EngineCosts:
@@ -196,7 +196,7 @@ class EngineCosts:
             prompts, tokens = prompts + share * count, tokens + share * size
         return prompts, tokens
 
-    def follow(self, report: Report) -> None:
+    def follow(self, report: WorkloadReport) -> None:
         """Its scheduler has reported."""
         self.report, self._reported, self._asked = report, report, None
         sent = report.at - _ON_ITS_WAY

@@ -482,7 +482,7 @@ STOPPED = "was stopped before its answer was complete"
 """The words of an error about an instance that gave an answer up."""
 
 
-class _Part(msgspec.Struct):
+class _AnswerPart(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     output_tokens: int | None = None
@@ -495,9 +495,9 @@ class _Answer(msgspec.Struct):
     object: str = ""
     status: str | None = None
     stop_reason: str | None = None
-    choices: list[_Part] = []
-    delta: _Part | None = None
-    usage: _Part | None = None
+    choices: list[_AnswerPart] = []
+    delta: _AnswerPart | None = None
+    usage: _AnswerPart | None = None
     response: _Answer | None = None
 
     @property

@@ -143,45 +143,45 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
         return cls(p2pkv.__version__, PROTOCOL_VERSION, plugin.vllm_version() or "none", link, way, network)
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class DoctorMessage(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """From one doctor to the other."""
 
 
-class Ask(Message, frozen=True):
+class Ask(DoctorMessage, frozen=True):
     """D to P: the first message. `host`: D's address."""
 
     about: About
     host: str
 
 
-class Invite(Message, frozen=True):
+class Invite(DoctorMessage, frozen=True):
     """P to D: the answer. `blob` is the factory's, empty if the kinds differ."""
 
     about: About
     blob: bytes
 
 
-class Accept(Message, frozen=True):
+class Accept(DoctorMessage, frozen=True):
     """D to P: D's end is there."""
 
     blob: bytes
 
 
-class Granted(Message, frozen=True, tag="Grant"):
+class Granted(DoctorMessage, frozen=True, tag="Grant"):
     """D to P: the receive of message `number` is posted."""
 
     number: int
     remote_slot: int
 
 
-class Over(Message, frozen=True):
+class Over(DoctorMessage, frozen=True):
     """Either way: that was all. `rate` is in bytes per second; `failure` is a sentence, if it went wrong."""
 
     rate: float = 0.0
     failure: str = ""
 
 
-AnyOfThem = TypeVar("AnyOfThem", bound=Message)
+AnyOfThem = TypeVar("AnyOfThem", bound=DoctorMessage)
 
 _decoder = msgspec.msgpack.Decoder(Ask | Invite | Accept | Granted | Over)
 
@@ -209,11 +209,11 @@ class Conversation:
         """`connection`: the dialed one; None: that of the first doctor that asks."""
         self._endpoint = endpoint
         self._connection = connection
-        self._received: deque[Message] = deque()
+        self._received: deque[DoctorMessage] = deque()
         self._known = False
         """Whether the check has failed, and both sides know."""
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: DoctorMessage) -> bool:
         """False if there is no connection, or not yet."""
         return self._connection is not None and self._connection.send(msgspec.msgpack.encode(message))
 
@@ -235,7 +235,7 @@ class Conversation:
             if not failure.quiet:
                 print(f"[--] {failure.reason}", flush=True)
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[DoctorMessage]:
         """What has come and was not read. Raises CheckFailed if the check has failed there."""
         while self._received:
             message = self._received.popleft()
@@ -278,7 +278,7 @@ class Conversation:
                 raise CheckFailed(f"no doctor has sent anything for {seconds:g} s")
             self.poll(0.1)
 
-    def reach(self, address: Address, message: Message) -> None:
+    def reach(self, address: Address, message: DoctorMessage) -> None:
         """Send the first message once the other side can be reached. Raises CheckFailed."""
         end = time.monotonic() + ANSWER_SECONDS
         while not self.send(message):

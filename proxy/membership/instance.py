@@ -58,7 +58,7 @@ STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", 
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Report:
+class WorkloadReport:
     """What an instance's scheduler had to do `at` this time."""
 
     work: Workload
@@ -270,7 +270,7 @@ class Instance:
     order: tuple[float, int, int] = (0.0, 0, 0)
     left: float | None = None
     last_answer: float = -math.inf
-    report: Report | None = None
+    report: WorkloadReport | None = None
     kind: Kind = field(init=False)
     changed: Callable[[], None] = field(default=lambda: None)
     neighbours: Callable[[], Iterable[Instance]] = field(default=tuple)
@@ -375,7 +375,7 @@ class Instance:
         """Takes in when this ping of its came, and what its scheduler has to do."""
         self.last_seen = max(self.last_seen, now)
         if ping.workload is not None:
-            self.report = Report(ping.workload, now - ping.workload.age)
+            self.report = WorkloadReport(ping.workload, now - ping.workload.age)
 
     def silent(self, now: float) -> bool:
         """Whether its pings have stopped, and it answers nothing."""

@@ -34,7 +34,7 @@ from p2pkv.control.discovery import Workload
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
-from p2pkv_proxy.membership.instance import Instance, Report
+from p2pkv_proxy.membership.instance import Instance, WorkloadReport
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.placement import MOST_COMPARED, EngineCosts, LeastSquares, PlacedRequest, PlacementCosts
 from p2pkv_proxy.routing import PrefillMode, Router
@@ -344,7 +344,7 @@ def test_no_prompt_counts_twice_and_none_is_missing(
         elif now <= at:
             there += tokens
     now = max(now, at + age)
-    engine.follow(Report(Workload(prompts=there > 0, tokens=there), at))
+    engine.follow(WorkloadReport(Workload(prompts=there > 0, tokens=there), at))
     counted = engine._waiting(at)[1]
     assert there + mine <= counted + 1e-6 and counted <= there + mine + between + 1e-6
 
@@ -352,7 +352,7 @@ def test_no_prompt_counts_twice_and_none_is_missing(
 def test_what_has_been_computed_since_a_report_counts_no_more() -> None:
     engine = EngineCosts()
     engine.prompt.weights = [0.0, 0.256, 0.0]
-    engine.follow(Report(Workload(prompts=2, tokens=1000), 0.0))
+    engine.follow(WorkloadReport(Workload(prompts=2, tokens=1000), 0.0))
     assert engine.queued_seconds(0.4) == pytest.approx(0.6)
     mine = engine.prompt_placed(500, 0.4)
     assert engine.queued_seconds(0.4) == pytest.approx(1.1)
@@ -364,9 +364,9 @@ def test_what_has_been_computed_since_a_report_counts_no_more() -> None:
 def test_an_old_report_counts_no_more() -> None:
     engine = EngineCosts()
     engine.prompt.weights = [0.0, 25.6, 0.0]
-    engine.follow(Report(Workload(prompts=2, tokens=1000), 0.0))
+    engine.follow(WorkloadReport(Workload(prompts=2, tokens=1000), 0.0))
     assert engine.queued_seconds(5.0) > 90.0 and engine.queued_seconds(7.0) == 0.0
-    engine.follow(Report(Workload(), 10.0))
+    engine.follow(WorkloadReport(Workload(), 10.0))
     engine.prompt_placed(10, 10.0)
     assert engine.queued_seconds(20.0) >= 9.0, "it hangs"
 
