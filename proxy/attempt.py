@@ -437,7 +437,6 @@ class Attempt:
             answered,
             head,
             self._scrubber,
-            self.body.path,
             pace,
             self.means.limits.event_seconds if streamed else 0.0,
             self.transcript if streamed else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 
 import aiohttp
@@ -24,8 +24,8 @@ from .upstream import ABORT, ABORTED, EVENT_END, EVENT_STREAM, NO_SIGNS, SIGNS, 
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_EVENT = 256 << 10
-"""Bytes up to which an event is looked at; vLLM ends each with the write in which it begins."""
+_LONGEST_EVENT = 2 << 20
+"""Bytes of an event that are held until it is whole, at most: the first one may have a prompt's tokens."""
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
 
@@ -34,106 +34,93 @@ class ClientGone(Exception):
     """The client's connection broke while we wrote to it."""
 
 
+@dataclass(eq=False)
 class Relay:
     """One successful answer on its way to the client; `run` it once.
 
-    Args:
+    Attributes:
         head: the part of the answer's body that has been read already.
-        path: the endpoint that answers.
         pace: measures a stream.
         most_silence: seconds from one piece of the answer to the next, at most; 0: no deadline.
         transcript: what the client has of a stream that others could go on with; None if none could.
         continuation: how this instance goes on with it; None if it is the first.
         former: what relayed what was sent before that.
-
-    Attributes:
         response: to the client.
+        why: what the error is that ends an answer too early.
         complete: the client has got all of it.
         resumable: the instance ended it too early, and another one can go on. The client has got no error,
             and the response is still open.
         broken: how the instance ended it too early, by itself; None if it did not.
-        why: what the error is that ends an answer too early.
         client_left: the client has not got all of it, because its connection broke.
     """
 
-    def __init__(
-        self,
-        request: web.Request,
-        answer: aiohttp.ClientResponse,
-        head: bytes,
-        scrubber: Scrubber,
-        path: str,
-        pace: Pace | None = None,
-        most_silence: float = 0.0,
-        transcript: Transcript | None = None,
-        continuation: Continuation | None = None,
-        former: Relay | None = None,
-    ) -> None:
-        self._request = request
-        self._answer = answer
-        self._head = head
-        self._pace = pace
-        self._filter = GivenUpFilter(path, streamed=pace is not None)
-        self._rewriter = scrubber.rewriter()
-        self._transcript = transcript
-        self._stream = continuation or transcript
-        self._alike = transcript if continuation is None else None
-        """What has a shorter way for events like those before."""
-        self._request_id = scrubber.request_id.encode()
-        self.response: web.StreamResponse
+    request: web.Request
+    answer: aiohttp.ClientResponse
+    head: bytes
+    scrubber: Scrubber
+    pace: Pace | None = None
+    most_silence: float = 0.0
+    transcript: Transcript | None = None
+    continuation: Continuation | None = None
+    former: InitVar[Relay | None] = None
+    response: web.StreamResponse = field(init=False)
+    why: str = field(init=False, default="The decode instance died in the middle of its answer.")
+    complete: bool = field(init=False, default=False)
+    resumable: bool = field(init=False, default=False)
+    broken: CallEnd | None = field(init=False, default=None)
+    client_left: bool = field(init=False, default=False)
+
+    def __post_init__(self, former: Relay | None) -> None:
+        self._filter = AnswerFilter(self.request.path, self.scrubber, streamed=self.pace is not None)
+        self._stream = self.continuation or self.transcript
         if former is None:
-            headers = scrubber.headers(to_client(answer.headers))
-            self.response = web.StreamResponse(status=answer.status, headers=headers)
+            headers = self.scrubber.headers(to_client(self.answer.headers))
+            self.response = web.StreamResponse(status=self.answer.status, headers=headers)
         else:
             self.response = former.response
-        self._loop = asyncio.get_running_loop()
-        self._writing: float | None = None
-        """Since when a piece waits for the client to take it; None if none does."""
-        self._most_silence = most_silence
-        self._waiting_since = self._loop.time()
-        """For the instance's next piece, unless one waits for the client."""
+        self._sent: bytes = b"" if former is None else former._sent
+        """The last bytes that the client has got."""
+        self._clock = asyncio.get_running_loop().time
+        self._writing = False
+        self._since = self._clock()
+        """For so long a piece waits for the client to take it, or else the instance's next piece has not
+        come."""
         self._timers: list[asyncio.TimerHandle] = []
-        self._last_bytes: bytes = b"" if former is None else former._last_bytes
         self._status = 502
-        self._end = CallEnd.BROKEN
+        self._end: CallEnd | None = CallEnd.BROKEN
+        """How the instance ends it, if it is too early."""
         self._error = b""
         """The instance's own, as an event; b"" if it sent none."""
-        self._interrupted = False
-        self.why = "The decode instance died in the middle of its answer."
-        self.complete = self.resumable = False
-        self.broken: CallEnd | None = None
-        self.client_left = False
 
     def interrupt(self, why: str, status: int = 502) -> None:
         """Breaks the answer off with an error, for a reason that lies elsewhere."""
-        self._interrupted = True
-        self._status, self.why = status, why
-        self._answer.close()
+        self._close(None, why, status)
 
     def move(self) -> None:
         """Ends the instance's part, so that another one goes on, if one can: the instance is to be free."""
-        if self._transcript is not None and self._transcript.movable:
-            self._end, self.why = (
-                CallEnd.STOPPED,
-                "The decode instance was drained, and no other could go on.",
-            )
-            self._answer.close()
+        if self.transcript is not None and self.transcript.movable:
+            self._close(CallEnd.STOPPED, "The decode instance was drained, and no other could go on.")
+
+    def _close(self, end: CallEnd | None, why: str, status: int = 502) -> None:
+        self._end, self.why, self._status = end, why, status
+        self.answer.close()
 
     async def run(self) -> web.StreamResponse:
         """Relays the answer to its end, or until either side breaks."""
         self._watch_client()
-        if self._most_silence:
+        if self.most_silence:
             self._watch_instance()
         try:
-            if self._pace is None and self._answer.content.at_eof():
-                await self._send_whole()
+            if self.pace is None and self.answer.content.at_eof():
+                body = self._filter.rewritten(self.head)
+                headers = self.response.headers
+                self.response = web.Response(status=self.answer.status, headers=headers, body=body)
+                await self._send(b"", last=True)
                 self.complete = True
-                return self.response
-            if await self._relay_stream():
-                rest = self._rewriter.feed(self._filter.flush()) + self._rewriter.flush()
-                await self._send(self._noted(rest) + self._flushed(), last=True)
+            elif await self._relay_stream():
+                await self._send(self._filter.flush(), last=True)
                 self.complete = True
-            elif self.broken is not None and self._transcript is not None and self._transcript.possible:
+            elif self.broken is not None and self.transcript is not None and self.transcript.possible:
                 self.resumable = True
             else:
                 await self._break_off()
@@ -148,74 +135,53 @@ class Relay:
     def _watch_client(self) -> None:
         """Hangs up on a client that has taken nothing for long: it would keep its place, and D's answer, for
         ever."""
-        now = self._loop.time()
-        since = now if self._writing is None else self._writing
-        if now - since < STALL_SECONDS:
+        since = self._since if self._writing else self._clock()
+        if self._clock() - since < STALL_SECONDS:
             # One timer for the whole answer: one for each piece of it costs more than the piece.
-            self._timers[:1] = [self._loop.call_at(since + STALL_SECONDS, self._watch_client)]
+            loop = asyncio.get_running_loop()
+            self._timers[:1] = [loop.call_at(since + STALL_SECONDS, self._watch_client)]
             return
         logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
         self._abort()
 
     def _watch_instance(self) -> None:
         """Ends an answer of which nothing has come for long."""
-        now = self._loop.time()
-        since = self._waiting_since if self._writing is None else now
-        if now - since < self._most_silence:
-            self._timers[1:] = [self._loop.call_at(since + self._most_silence, self._watch_instance)]
+        since = self._clock() if self._writing else self._since
+        if self._clock() - since < self.most_silence:
+            loop = asyncio.get_running_loop()
+            self._timers[1:] = [loop.call_at(since + self.most_silence, self._watch_instance)]
             return
-        self._end, self._status = CallEnd.LATE, 504
-        self.why = f"The decode instance has sent nothing for {self._most_silence:g} s."
-        self._answer.close()
-
-    async def _send_whole(self) -> None:
-        """All of an answer that is here already, with its head, in one piece. Raises ClientGone."""
-        body = self._rewriter.feed(self._head) + self._rewriter.flush()
-        self.response = web.Response(status=self._answer.status, headers=self.response.headers, body=body)
-        await self._send(b"")
+        why = f"The decode instance has sent nothing for {self.most_silence:g} s."
+        self._close(CallEnd.LATE, why, 504)
 
     async def _relay_stream(self) -> bool:
         """Whether D's answer came to its end. Raises ClientGone."""
+        chunk, pace, stream, pass_on = self.head, self.pace, self._stream, self._filter.feed
         try:
-            await self._pass_on(self._head)
-            while chunk := await self._answer.content.readany():
-                if self._pace is not None:
-                    self._pace.beat(chunk)
-                await self._pass_on(chunk)
+            while chunk:
+                data = pass_on(chunk)
+                await self._send(data if stream is None else stream.feed(data))
                 if self._filter.given_up:
                     self._end, self.why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
                     return self._broke_off(None)
-                if self._transcript is not None and self._transcript.failed:
-                    self._end, self._error = CallEnd.ERROR, self._transcript.failed
+                if self.transcript is not None and self.transcript.failed:
+                    self._end, self._error = CallEnd.ERROR, self.transcript.failed
                     return self._broke_off(None)
-                self._waiting_since = self._loop.time()
+                chunk = await self.answer.content.readany()
+                if pace is not None and chunk:
+                    pace.beat(chunk)
         except Diverged as error:
             self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")
             return self._broke_off(error)
         except (aiohttp.ClientError, OSError) as error:
-            done = self._transcript is not None and self._transcript.done
+            done = self.transcript is not None and self.transcript.done
             return done or self._broke_off(error)
         return True
 
     def _broke_off(self, error: Exception | None) -> bool:
         logger.warning("an answer broke off: %s (%r)", self.why, error)
-        self.broken = None if self._interrupted else self._end
+        self.broken = self._end
         return False
-
-    async def _pass_on(self, chunk: bytes) -> None:
-        data = None if self._alike is None else self._alike.feed_alike(chunk)
-        if data is None:
-            data = self._noted(self._rewriter.feed(self._filter.feed(chunk)))
-            if self._alike is not None:
-                self._alike.learn(chunk, data, self._request_id)
-        await self._send(data)
-
-    def _noted(self, data: bytes) -> bytes:
-        """As the client gets it. Raises Diverged."""
-        return data if self._stream is None else self._stream.feed(data)
-
-    def _flushed(self) -> bytes:
-        return b"" if self._transcript is None else self._transcript.flush()
 
     async def finish(self, data: bytes) -> None:
         """Ends a resumable answer with what is missing of it."""
@@ -238,36 +204,34 @@ class Relay:
     async def _send(self, data: bytes, *, last: bool = False) -> None:
         """The next bytes; with the `last` ones the answer ends here, where a client that does not read is
         watched for. Raises ClientGone."""
-        self._writing = self._loop.time()
+        self._since, self._writing = self._clock(), True
         try:
             if not self.response.prepared:
-                await self.response.prepare(self._request)
-            if isinstance(self.response, web.Response):
-                await self.response.write_eof()
-            elif data:
+                await self.response.prepare(self.request)
+            if data:
                 await self.response.write(data)
+                self._sent = data
             if last:
                 await self.response.write_eof()
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
         finally:
-            self._writing = None
-        self._last_bytes = data[-4:] if len(data) >= 4 else (self._last_bytes + data)[-4:]
+            self._since, self._writing = self._clock(), False
 
     def _abort(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        if self.request.transport is not None:
+            self.request.transport.abort()
 
     async def _break_off(self) -> None:
         """An event stream ends with an error event. Any other body is left visibly unfinished."""
-        if self._answer.content_type != EVENT_STREAM:
+        if self.answer.content_type != EVENT_STREAM:
             self._abort()
             return
-        if self._transcript is None or not self._transcript.possible:
-            await self._send(self._noted(self._rewriter.flush()) + self._flushed())
-        between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        error = self._error or error_event(self._status, self.why, named=self._request.path in NAMED_EVENTS)
-        await self._send((b"" if between_events else b"\n\n") + error, last=True)
+        if self.transcript is None or not self.transcript.possible:
+            await self._send(self._filter.flush())
+        between_events = self._sent.endswith((EVENT_END, b"\r\n\r\n"))
+        error = self._error or error_event(self._status, self.why, named=self.request.path in NAMED_EVENTS)
+        await self._send((b"" if between_events else EVENT_END) + error, last=True)
 
 
 # The headers of requests and answers.
@@ -337,10 +301,6 @@ class Scrubber:
     request_id: str
     unique: str
 
-    def rewriter(self) -> Rewriter:
-        """For the body of a success, which is the model's: nothing but the id is replaced."""
-        return Rewriter(self.request_id.encode(), self.unique.encode())
-
     def text(self, text: str) -> str:
         """For headers and errors: the id and the addresses are replaced."""
         for name, instead in self._names:
@@ -369,103 +329,57 @@ def refusal(reply: Reply, scrubber: Scrubber) -> web.Response:
     return web.Response(status=reply.status, headers=headers, body=body)
 
 
-class GivenUpFilter:
-    """Finds out, from the bytes of one answer, whether its instance has given it up. The bytes may be cut
-    anywhere.
+class AnswerFilter:
+    """One answer's bytes as the client may get them: with another id, and without what shows that the
+    instance has given it up. The bytes may be cut anywhere.
+
+    Of a stream whole events go on. Of a JSON that is too long to be held until it is whole, and of an event
+    that is, all goes on but what may be the beginning of the id.
 
     Args:
         path: the endpoint that answers.
-        streamed: the answer is an event stream; else a JSON that is too long to be held until it is whole.
 
     Attributes:
         given_up: the instance has given it up.
     """
 
-    def __init__(self, path: str, *, streamed: bool) -> None:
+    def __init__(self, path: str, scrubber: Scrubber, *, streamed: bool) -> None:
         self.given_up = False
         self._streamed = streamed
-        self._sign: bytes | None
-        _, self._sign = SIGNS.get(path, NO_SIGNS)
+        self._sign: bytes | None = SIGNS.get(path, NO_SIGNS)[1]
+        self._old, self._new = scrubber.request_id.encode(), scrubber.unique.encode()
         self._rest = b""
-        """The event whose end has not come yet, or the end of a long JSON."""
-        self._passed = 0
-        """How many of its bytes have been passed on."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The next bytes, without the event that gives up and what follows it. An event that may be that one
-        is held back until it is complete."""
+        """The next bytes that are certain, before the event that gives up."""
         if self.given_up:
             return b""
-        sign = self._sign
-        if sign is None:
-            return chunk
-        if not self._streamed:
-            return self._feed_json(chunk) if sign is ABORT else chunk
-        if not self._rest and sign not in chunk and chunk.endswith(EVENT_END):
-            return chunk  # as nearly all are
-        text, passed = self._rest + chunk, self._passed
-        end = text.rfind(EVENT_END)
-        whole = end + len(EVENT_END) if end >= 0 else 0
-        stop = len(text)
-        if sign in text:
-            at = first_given_up(text[:whole], sign)
+        text = self._rest + chunk
+        found = text.rfind(EVENT_END) if self._streamed else -1
+        end = found + len(EVENT_END) if found >= 0 else 0
+        if not self._streamed or len(text) - end > _LONGEST_EVENT:
+            *_, tail = text.split(self._old)
+            end = len(text) - min(len(tail), max(len(self._old), len(ABORTED)) - 1)
+        if self._sign is not None and self._sign in text:
+            at = self._given_up_at(text, end)
             if at is not None:
                 self.given_up, self._rest = True, b""
-                return text[passed:at]
-            if sign in text[whole:] and stop - whole <= _LONGEST_EVENT:
-                stop = max(whole, passed)
-        self._rest = text[whole:] if len(text) - whole <= _LONGEST_EVENT else b""
-        self._passed = stop - whole if self._rest else 0
-        return text[passed:stop]
+                return self.rewritten(text[:at])
+        self._rest = text[end:]
+        return self.rewritten(text[:end])
 
     def flush(self) -> bytes:
         """What was held back, at the end of the answer."""
-        held = self._rest[self._passed :] if self._streamed else b""
-        self._rest = b""
-        return held
+        rest, self._rest = self._rest, b""
+        return rest
 
-    def _feed_json(self, chunk: bytes) -> bytes:
-        """Looks at bytes, which is exact where nothing that a client chose stands outside of a string."""
-        text, passed = self._rest + chunk, len(self._rest)
-        at = text.find(ABORTED)
-        self.given_up = at >= 0
-        self._rest = text[1 - len(ABORTED) :]
-        return text[passed:at] if self.given_up else chunk
+    def rewritten(self, data: bytes) -> bytes:
+        """Nothing but the id is replaced in a success, whose body is the model's."""
+        return data.replace(self._old, self._new)
 
-
-class Rewriter:
-    """Replaces every `old` by `new`, as `bytes.replace` would over the whole stream.
-
-    What may turn out to be the start of `old` is held back until the next bytes decide it; nothing
-    else waits. Raises ValueError if `old` is empty.
-    """
-
-    def __init__(self, old: bytes, new: bytes) -> None:
-        if not old:
-            raise ValueError("there is nothing to replace: `old` is empty")
-        self._old = old
-        self._new = new
-        self._held = b""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """The bytes that are certain now that `chunk` has come; may be empty."""
-        if self._old == self._new:
-            return chunk
-        *whole, tail = (self._held + chunk).split(self._old)
-        cut = self._undecided(tail)
-        self._held = tail[cut:]
-        return self._new.join([*whole, tail[:cut]])
-
-    def flush(self) -> bytes:
-        """What was held back, at the end of the stream."""
-        held, self._held = self._held, b""
-        return held
-
-    def _undecided(self, tail: bytes) -> int:
-        """Where the longest suffix of `tail` that begins `old` starts; len(tail) if none does."""
-        at = tail.find(self._old[:1], max(0, len(tail) - len(self._old) + 1))
-        while at >= 0:
-            if self._old.startswith(tail[at:]):
-                return at
-            at = tail.find(self._old[:1], at + 1)
-        return len(tail)
+    def _given_up_at(self, text: bytes, end: int) -> int | None:
+        if self._streamed:
+            return None if self._sign is None else first_given_up(text[:end], self._sign)
+        # Of a JSON this is exact where nothing that a client chose stands outside of a string.
+        at = text.find(ABORTED) if self._sign is ABORT else -1
+        return at if at >= 0 else None

@@ -13,11 +13,10 @@ import msgspec
 from msgspec import Raw
 
 from .bodies import Body, Fields
-from .upstream import is_servers_error
+from .upstream import EVENT_END, is_servers_error
 
 _decoder = msgspec.json.Decoder(Fields)
 _DATA = b"data:"
-_EVENT_END = b"\n\n"
 
 # Streams that another decode instance can go on with. D is asked for the token ids beside the text
 # (`return_token_ids`), which are taken out again where the client did not ask for them. If D is lost, another
@@ -166,7 +165,6 @@ _NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
 _ERROR = b'data: {"error"'
 _GOES_ON = b'"finish_reason":null'
-_STRING = re.compile(rb'(?:[^"\\]|\\.)*+')
 _MEMORY_STEP = 4096
 
 
@@ -215,25 +213,6 @@ class ResumePoint(NamedTuple):
     offset: int
 
 
-class EventPattern(NamedTuple):
-    """What is around the text and the token id in nearly all events of one answer.
-
-    Attributes:
-        before, between, after: both, as the instance sends it.
-        client_before, client_after: the text, as the client gets it.
-        start: of the text.
-        end: before which the text ends: a longer one could hold the request's id, which is to be replaced.
-    """
-
-    before: bytes
-    between: bytes
-    after: bytes
-    client_before: bytes
-    client_after: bytes
-    start: int
-    end: int
-
-
 @dataclass(eq=False)
 class Transcript:
     """What the client has of one streamed answer, over all instances that have sent parts of it.
@@ -256,7 +235,6 @@ class Transcript:
     finished: bool = False
     done: bool = False
     prompt_tokens: int = 0
-    _rest: bytes = b""
     _prompt: bytes = b""
     _ids: bytearray = field(default_factory=bytearray)
     _chars: int = 0
@@ -268,9 +246,6 @@ class Transcript:
     _coming: deque[ResumePoint] = field(default_factory=deque)
     """Points whose text has not been sent to its end."""
     _counted: int = 0
-    _plain: bool = False
-    """An event with one token and some text is all that need be known of it."""
-    _pattern: EventPattern | None = None
 
     @classmethod
     def of(cls, body: Body, memory: TranscriptMemory) -> Transcript | None:
@@ -282,6 +257,8 @@ class Transcript:
         chat = self.wanted.chat
         self._text = b'"delta":{"content":"' if chat else b'"text":"'
         self._counts_chars = bool(self.wanted.kept_back or self.wanted.overlap)
+        self._plain = not (self.wanted.shows_tokens or self._counts_chars)
+        """That an event has one token and some text is all that need be known of it."""
 
     @property
     def tokens(self) -> int:
@@ -296,62 +273,23 @@ class Transcript:
         same = self.wanted.fields.get("temperature") == 0
         return self.possible and self.prompt_tokens > 0 and not self.finished and (not beyond or same)
 
-    def feed(self, chunk: bytes) -> bytes:
-        """The instance's next bytes, as the client gets them: whole events only. After an error of the
-        instance nothing more comes."""
-        return b"".join(self._passed(event) for event in self.events(chunk))
+    def feed(self, data: bytes) -> bytes:
+        """The instance's next events, as the client gets them. After an error of the instance nothing more
+        comes."""
+        if data.find(EVENT_END) == len(data) - len(EVENT_END):
+            return self._passed(data)  # one, as nearly always
+        return b"".join(self._passed(event) for event in self.events(data))
 
-    def learn(self, chunk: bytes, passed: bytes, request_id: bytes) -> None:
-        """`passed` is what the client got for these bytes. If they are one event with a token and text,
-        `feed_alike` takes those like it. Instances know the request by this id, and clients do not."""
-        self._pattern = None
-        text, at = chunk.find(self._text), chunk.find(_IDS)
-        if not self._plain or not 0 <= text < at or chunk.find(_EVENT_END) != len(chunk) - len(_EVENT_END):
-            return
-        start, ids = text + len(self._text), at + len(_IDS)
-        last, end = chunk.find(b"]", ids), _text_end(chunk, start)
-        between, shown = chunk[end:ids], chunk[start:end]
-        if not (shown and chunk[ids:last].isdigit() and _GOES_ON in between):
-            return
-        client_after = between[:-1] + b"null" + chunk[last + 1 :]
-        client_before = passed[: len(passed) - len(shown + client_after)]
-        if client_before.endswith(self._text) and passed == client_before + shown + client_after:
-            longest = start + len(request_id)
-            self._pattern = EventPattern(
-                chunk[:start], between, chunk[last:], client_before, client_after, start, longest
-            )
-
-    def feed_alike(self, chunk: bytes) -> bytes | None:
-        """The instance's next bytes, as the client gets them, if they are one event like the last one; else
-        None, and `feed` has to take them. Each token of each answer comes by here."""
-        if self._pattern is None:
-            return None
-        before, between, after, client_before, client_after, start, end = self._pattern
-        at = chunk.find(between, start)
-        ids = chunk[at + len(between) : -len(after)]
-        if not (start < at < end and ids.isdigit() and chunk.startswith(before) and chunk.endswith(after)):
-            return None
-        self._ids += ids + b","
-        self._safe, self._chars = len(self._ids), 0
-        if self._safe > self._counted:
-            self._count()
-        return client_before + chunk[start:at] + client_after
-
-    def events(self, chunk: bytes) -> Iterator[bytes]:
-        """The events that are complete now, up to an error of the instance."""
-        *events, self._rest = (self._rest + chunk).split(_EVENT_END)
+    def events(self, data: bytes) -> Iterator[bytes]:
+        """One by one, up to an error of the instance."""
+        *events, rest = data.split(EVENT_END)
         for event in events:
-            yield event + _EVENT_END
+            yield event + EVENT_END
             if self.failed:
                 return
-        if len(self._rest) > self.memory.most_each:
+        if rest:  # of an event that was too long to be held
             self.drop()
-            yield self.flush()
-
-    def flush(self) -> bytes:
-        """What is left at the end of a stream that is complete."""
-        rest, self._rest = self._rest, b""
-        return rest
+            yield rest
 
     @property
     def bytes_held(self) -> int:
@@ -360,8 +298,7 @@ class Transcript:
 
     def drop(self) -> None:
         """No other instance can go on with it. What it holds is let go. Idempotent."""
-        self.possible = self._plain = False
-        self._pattern = None
+        self.possible = False
         self.memory.held -= self.bytes_held
         self._counted = 0
         self._ids, self._prompt = bytearray(), b""
@@ -376,8 +313,6 @@ class Transcript:
             self._begin(event)
         end = event.find(b"]", at)
         self.finished = _GOES_ON not in event
-        if self._text not in event:
-            self.drop()  # reasoning, or a call of a tool
         if self.possible:
             self._note(event, event[at + len(_IDS) : end])
         if self.wanted.shows_ids:
@@ -386,6 +321,17 @@ class Transcript:
         return _without_prompt(event) if first else event
 
     def _note(self, event: bytes, ids: bytes) -> None:
+        start = event.find(self._text)
+        if start < 0:
+            self.drop()  # reasoning, or a call of a tool
+            return
+        if self._plain and ids.isdigit() and not event.startswith(b'"', start + len(self._text)):
+            # Without a look at the text: each token of nearly each answer comes by here.
+            self._ids += ids + b","
+            self._safe, self._chars = len(self._ids), 0
+            if self._safe > self._counted:
+                self._count()
+            return
         choice = _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
         offset = 0
         if self.wanted.shows_tokens and not self.wanted.chat:
@@ -436,7 +382,6 @@ class Transcript:
         if at < 0:
             self.drop()
             return
-        self._plain = not (self.wanted.shows_tokens or self._counts_chars)
         self._prompt = event[at + len(_PROMPT_IDS) : event.find(b"]", at)]
         self.prompt_tokens = self._prompt.count(b",") + 1
         self.memory.held += len(self._prompt)
@@ -459,8 +404,7 @@ class Transcript:
         ids = [int(each) for each in bytes(self._ids[self._safe : -1]).split(b",") if each]
         chars = self._chars - self._safe_chars
         del self._ids[self._safe :]
-        self._chars, self._rest, self.failed, self._plain = self._safe_chars, b"", b"", False
-        self._pattern = None
+        self._chars, self.failed = self._safe_chars, b""
         self._coming.clear()
         return self.tokens, self._safe_offset, ids, chars
 
@@ -468,12 +412,6 @@ class Transcript:
     def all_ids(self) -> bytes:
         """Of the prompt and the answer, with commas."""
         return b",".join(filter(None, (self._prompt, bytes(self._ids[:-1]))))
-
-
-def _text_end(event: bytes, start: int) -> int:
-    """Where the JSON string ends that begins before `start`."""
-    matched = _STRING.match(event, start)
-    return matched.end() if matched else start
 
 
 def _without_prompt(event: bytes) -> bytes:

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proxy_fakes import join, ping
 from streaming_engine import FIRST_HALF, Answer, Engine, Model
 
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, ending
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.relay import AnswerFilter, Scrubber
+from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.transcript import Transcript, TranscriptMemory
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 512
-REQUEST_ID = b"as-long-as-the-ids-of-real-requests-are"
+SCRUBBER = Scrubber(Choice(None, join(Registry(), ping("D"))), "the request's id", "the client's id")
 
 
 def memory() -> TranscriptMemory:
@@ -46,16 +50,6 @@ def pieces(data: bytes, sizes: list[int]) -> Iterator[bytes]:
         at, number = at + size, number + 1
 
 
-def relayed(stream: Transcript | Continuation, piece: bytes) -> bytes:
-    """As the relay does it."""
-    passed = stream.feed_alike(piece) if isinstance(stream, Transcript) else None
-    if passed is None:
-        passed = stream.feed(piece)
-        if isinstance(stream, Transcript):
-            stream.learn(piece, passed, REQUEST_ID)
-    return passed
-
-
 def cut_answer(
     path: str, body: dict[str, Any], engines: list[Engine], cuts: list[int], sizes: list[int]
 ) -> bytes:
@@ -71,8 +65,9 @@ def cut_answer(
         begun = data.index(b'"token_ids":[')
         begun = data.index(b"\n\n", begun) + 2
         data = data if last else data[: max(begun, cuts[number])]
+        relay = AnswerFilter(at_path, SCRUBBER, streamed=True)
         for piece in pieces(data, sizes):
-            got += relayed(stream, piece)
+            got += stream.feed(relay.feed(piece))
         if transcript.done:
             break
         if transcript.finished:
@@ -81,7 +76,7 @@ def cut_answer(
         former = stream if isinstance(stream, Continuation) else None
         stream = Continuation(transcript, CONTEXT, former)
         asked, at_path = json.loads(bytes(stream.body.for_decode("x"))), COMPLETIONS
-    return got + transcript.flush()
+    return got
 
 
 def whole_answer(path: str, body: dict[str, Any], engine: Engine) -> Answer:
@@ -154,41 +149,11 @@ def test_half_a_character_is_generated_anew() -> None:
     half = ids.index(FIRST_HALF, 1) + 1
     transcript = transcript_of(COMPLETIONS, body)
     assert transcript is not None
-    for event in data[: lost_after(data, half)].split(b"\n\n")[:-1]:
-        relayed(transcript, event + b"\n\n")
+    for event in pieces(data[: lost_after(data, half)], []):
+        transcript.feed(event)
     asked = json.loads(bytes(Continuation(transcript, 0, None).body.for_decode("x")))
     assert asked["prompt"][-1] == ids[half - 2]
     assert asked["max_tokens"] == 60 - (half - 1)
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_nearly_all_events_take_the_short_way(path: str) -> None:
-    body = body_of(path, max_tokens=100)
-    data = b"".join(Engine(Model(salt=4, ends=False)).events(path, asked_of_d(body), "id-0"))
-    short, transcript = transcript_of(path, body), transcript_of(path, body)
-    assert short is not None and transcript is not None
-    took = 0
-    for event in pieces(data, []):
-        alike = short.feed_alike(event)
-        passed = transcript.feed(event)
-        if alike is None:
-            short.learn(event, short.feed(event), REQUEST_ID)
-        took += alike == passed
-        assert alike in (None, passed) and short.all_ids == transcript.all_ids
-    assert took > 50
-
-
-def test_a_text_that_may_hold_the_requests_id_takes_the_long_way() -> None:
-    body = body_of(COMPLETIONS)
-    transcript = transcript_of(COMPLETIONS, body)
-    assert transcript is not None
-    event = next(iter(pieces(_answer(Engine(Model(salt=4, ends=False)), body), [])))
-    for text, alike in ((b"short", True), (REQUEST_ID, False), (b"short", True)):
-        start = event.index(b'"text":"') + 8
-        event = event[:start] + text + event[event.index(b'"', start) :]
-        assert (transcript.feed_alike(event) is not None) is alike or text == b"short"
-        transcript.learn(event, transcript.feed(event), REQUEST_ID)
-    assert transcript.feed_alike(event) is not None
 
 
 def test_a_sampler_that_chooses_otherwise_goes_on_if_the_client_has_nothing_of_it() -> None:
