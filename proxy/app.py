@@ -25,7 +25,7 @@ from .membership.listener import Listener
 from .membership.registry import Registry, random_turn
 from .metrics import Metrics
 from .routing_base import Routing
-from .service import PROXY, Handler, Proxy, errors_as_json, generate, note_begin, recording, written_in_time
+from .service import PROXY, Handler, Proxy, by_proxy, errors_as_json, note_begin, recording, written_in_time
 from .siblings import Siblings, answering
 from .tracing import Spans
 from .upstream import Client
@@ -155,17 +155,11 @@ def _routes(guard: Access) -> list[web.RouteDef]:
 
         return handler
 
-    def of_this_one(serve: Callable[[Proxy, web.Request], Awaitable[web.StreamResponse]]) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            return await serve(request.app[PROXY], request)
-
-        return handler
-
     return [
-        *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
-        web.get("/v1/models", of_this_one(Proxy.models)),
-        web.get("/health", of_this_one(admin.health_page)),
-        web.get("/ready", of_this_one(admin.ready_page)),
+        *(web.post(path, by_proxy(Proxy.generate)) for path in sorted(PAIRED | SINGLE)),
+        web.get("/v1/models", by_proxy(Proxy.models)),
+        web.get("/health", by_proxy(admin.health_page)),
+        web.get("/ready", by_proxy(admin.ready_page)),
         web.get("/instances", of_all_workers(admin.listed)),
         web.post("/instances/{address}/drain", of_all_workers(partial(admin.changed, what="drain"))),
         web.post("/instances/{address}/resume", of_all_workers(partial(admin.changed, what="resume"))),

@@ -17,10 +17,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 from uuid import uuid4
 
-import aiohttp
 from aiohttp import web
 
 from p2pkv.pairing import mint
@@ -30,13 +29,13 @@ from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blam
 from .bodies import Body, Fields
 from .continuation import Continuation
 from .errors import error_response
-from .http import REQUEST_ID, Headers
+from .http import REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
-from .metrics import RECORD, CallSpan, Ended
+from .metrics import RECORD, Ended
 from .relay import Relay, Scrubber, refusal, to_instance
 from .transcript import Transcript
-from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply
+from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +76,12 @@ class Outcome:
     ended: Ended | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Means:
+class Means(Protocol):
     """What all attempts share.
 
     Attributes:
         clock: monotonic seconds.
         lingering: P's calls that may outlive their attempt.
-        may_repeat: whether a call may be sent once more, over another connection.
         dispatch: whether P and D get a request at once or one after the other.
     """
 
@@ -93,15 +90,14 @@ class Means:
     limits: Limits
     counters: RequestCounters
     dispatch: Dispatch
-    lingering: set[asyncio.Task[_Prefilled]]
-    may_repeat: Callable[[], bool]
+    lingering: set[asyncio.Task[Any]]
+
+    def may_repeat(self) -> bool:
+        """Whether a call may be sent once more, over another connection."""
 
 
 _Prefilled = tuple[Verdict, Reply | CallFailed]
 """P's part, ended: its answer, or how it failed."""
-
-_DecodeAnswer = tuple[aiohttp.ClientResponse, bytes]
-"""D's answer, begun: a success, and the start of its body, which holds the first token."""
 
 
 @dataclass(eq=False)
@@ -132,12 +128,9 @@ class Attempt:
     former: Relay | None = None
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
+    _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
-    _spans: dict[Role, CallSpan] = field(init=False, default_factory=dict)
-    _prefill_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
-    _prefill_why: str = field(init=False, default="has not answered")
-    _decode_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
 
     def __post_init__(self) -> None:
         self.choice, self.record = self.place.choice, self.request[RECORD]
@@ -149,14 +142,13 @@ class Attempt:
         )
         self._scrubber = Scrubber(self.choice, self.request_id, self.unique)
         self._began = asyncio.get_running_loop().time()
-        self._decode_known = asyncio.Event()
-        """Set once D has accepted or refused the request, or failed."""
         self.record.begins(self.choice, self.unique)
 
     async def run(self) -> Outcome:
         """Serves the request, as far as this attempt can."""
         if self.choice.prefill is None:
-            return await self._alone()
+            with self._computed_as_predicted():
+                return await self._by_decode()
         return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
 
     def going_on(self, continuation: Continuation) -> Attempt:
@@ -183,11 +175,6 @@ class Attempt:
         """Whether D may still wait for KV of this P: until its first token, or to the end where one token
         does not prove that all is there."""
         return self.choice.prefill is prefill and (self.relay is None or not self.body.one_prompt)
-
-    async def _alone(self) -> Outcome:
-        """D serves the request as if it were an ordinary instance."""
-        with self._computed_as_predicted():
-            return await self._by_decode()
 
     async def _by_decode(self, kv_transfer_params: Fields | None = None) -> Outcome:
         """D's part where P has none, or has done it."""
@@ -223,14 +210,13 @@ class Attempt:
     async def _concurrent(self) -> Outcome:
         """P and D at once; D waits for P's KV by itself."""
         with self._decode_call() as call, ExitStack() as cleanup:
-            self._decode_end = CallEnd.PENDING
             # If P hangs, D's own lease for it ends D's wait.
             prefilling = _task(self._prefill(may_leave=False))
             cleanup.callback(self._see_off, prefilling)
             decoding = _task(self._decode(call))
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
-            if prefilling.done() and self._decode_end not in _DECIDED_BY_D:
+            if prefilling.done() and call.end not in _DECIDED_BY_D:
                 verdict, ended = prefilling.result()
                 if isinstance(ended, CallFailed) and verdict.again is not Again.GOES_ON:
                     return self._prefill_failed(verdict, ended)
@@ -242,11 +228,14 @@ class Attempt:
                 return self._decode_failed(error)
             return await self._pass_on(answer, prefilling)
 
-    def _call(self, instance: Instance, tokens: int = 0, *, may_leave: bool) -> Call:
+    def _call(self, role: Role, instance: Instance, tokens: int = 0, *, may_leave: bool) -> Call:
+        headers = to_instance(self.request.headers, instance, self.request_id)
         return Call(
             self.means.session,
             instance,
             self.body.path,
+            headers,
+            self.record.span.call(instance, role, headers),
             tokens,
             may_repeat=self._may_repeat,
             may_leave=lambda: may_leave and self.may_leave(instance),
@@ -264,12 +253,12 @@ class Attempt:
         """P's whole part; `may_leave`: it may be left, should P hang."""
         instance, means = self.choice.prefill, self.means
         assert instance is not None
-        call = self._call(instance, self.choice.prefill_tokens, may_leave=may_leave)
+        tokens = self.choice.prefill_tokens
+        self._prefilling = call = self._call("P", instance, tokens, may_leave=may_leave)
         self.place.sent()
-        self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
+        asked = means.clock()
         try:
-            reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
-            self._prefill_end, why = CallEnd.ANSWERED, ""
+            reply = await call.whole(self.body.for_prefill(self.request_id))
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
             self.record.metrics.prefilled(instance, means.clock() - asked)
@@ -277,23 +266,17 @@ class Attempt:
             self._charge_doubted(Charge.IF_P_ACCEPTS)
             return _PREFILLED, reply
         except CallFailed as error:
-            self._prefill_end, self._prefill_why = error.end, str(error)
-            failed, why = error, str(error)
+            failed = error
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
         finally:
-            call.close()
-            self._end_span("P", why)
-        if failed.end in REFUSALS and self._decode_end is CallEnd.PENDING:
+            call.close(call.why)
+        if failed.end in REFUSALS and self._decoding is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
-                    await self._decode_known.wait()
-        verdict = assign_blame(
-            "P",
-            failed.end,
-            self._decode_end,
-            begun=self._decode_end is CallEnd.ANSWERED,
-            one_prompt=self.body.one_prompt,
-        )
+                    await self._decoding.known.wait()
+        decode = CallEnd.NOT_MADE if self._decoding is None else self._decoding.end
+        begun = decode is CallEnd.ANSWERED
+        verdict = assign_blame("P", failed.end, decode, begun=begun, one_prompt=self.body.one_prompt)
         self._charge(instance, verdict)
         return verdict, failed
 
@@ -327,40 +310,22 @@ class Attempt:
     @contextmanager
     def _decode_call(self) -> Iterator[Call]:
         """The call to D, closed at the end whatever happens."""
-        self._decoding = call = self._call(self.choice.decode, may_leave=True)
+        self._decoding = call = self._call("D", self.choice.decode, may_leave=True)
         try:
             yield call
         finally:
-            self._decoding = None
-            call.close()
             complete = self.relay is not None and self.relay.complete
-            self._end_span("D", "" if complete else "the answer is not complete")
+            call.close("" if complete else "the answer is not complete")
 
-    async def _decode(self, call: Call, kv_transfer_params: Fields | None = None) -> _DecodeAnswer:
+    async def _decode(self, call: Call, kv_transfer_params: Fields | None = None) -> Begun:
         """D's answer from its first token on. Raises CallFailed."""
         token_ids = self.transcript is not None
         body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids)
-        seconds, self._decode_end = self.means.limits.first_token_seconds, CallEnd.PENDING
-        late: asyncio.TimerHandle | None = None
-        try:
-            response = await call.open(body, self._headers(call.instance))
-            self._decode_end = CallEnd.ACCEPTED
-            self._decode_known.set()
-            if seconds and response.content_type == EVENT_STREAM:
-                loop = asyncio.get_running_loop()
-                late = loop.call_at(self._began + seconds, call.lose, "late")
-            head = await call.first_event(response)
-        except CallFailed as error:
-            self._decode_end = error.end
-            raise
-        finally:
-            if late is not None:
-                late.cancel()
-            self._decode_known.set()
-        self._decode_end = CallEnd.ANSWERED
+        seconds = self.means.limits.first_token_seconds
+        answer = await call.begin(body, self._began + seconds if seconds else None)
         self._count(call.instance, success=True)
         self._charge_doubted(Charge.IF_D_ACCEPTS)
-        return response, head
+        return answer
 
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
@@ -374,13 +339,15 @@ class Attempt:
 
     def _state_of_prefill(self) -> CallEnd:
         """As `assign_blame` wants it."""
-        prefill = self.choice.prefill
-        if prefill is not None and self._prefill_end is CallEnd.PENDING:
-            if prefill.left is not None:
+        call = self._prefilling
+        if call is None:
+            return CallEnd.NOT_MADE
+        if call.end is CallEnd.PENDING:
+            if call.instance.left is not None:
                 return CallEnd.STOPPED
-            if prefill.silent(self.means.clock()):
+            if call.instance.silent(self.means.clock()):
                 return CallEnd.SILENT
-        return self._prefill_end
+        return call.end
 
     def _to_ds_failure(self, error: CallFailed, verdict: Verdict) -> web.Response:
         if error.end is CallEnd.NO_SOCKET:
@@ -403,17 +370,16 @@ class Attempt:
 
     def _why_decode_failed(self, verdict: Verdict) -> str:
         """In place of D's own message, which names no reason."""
-        prefill, now = self.choice.prefill, self.means.clock()
-        if prefill is None:
+        call, now = self._prefilling, self.means.clock()
+        if call is None:
             return "The decode instance failed with an internal error; see its log."
         if verdict.blame is Blame.P:
-            silence = now - prefill.last_seen
-            more = f" and has not pinged for {silence:.0f} s" if prefill.silent(now) else ""
-            if prefill.left is not None and self._prefill_end is CallEnd.PENDING:
+            silence = now - call.instance.last_seen
+            more = f" and has not pinged for {silence:.0f} s" if call.instance.silent(now) else ""
+            if call.instance.left is not None and call.end is CallEnd.PENDING:
                 more = " and has stopped"
             return (
-                f"The prefill instance {self._prefill_why}{more}, "
-                "and the decode instance could not go on without it."
+                f"The prefill instance {call.why}{more}, and the decode instance could not go on without it."
             )
         return (
             "The decode instance failed with an internal error; see its log. With "
@@ -422,9 +388,7 @@ class Attempt:
 
     # The answer.
 
-    async def _pass_on(
-        self, answer: _DecodeAnswer, prefilling: asyncio.Task[_Prefilled] | None = None
-    ) -> Outcome:
+    async def _pass_on(self, answer: Begun, prefilling: asyncio.Task[_Prefilled] | None = None) -> Outcome:
         self.body.let_go()  # from here on nothing is tried again
         answered, head = answer
         streamed = answered.content_type == EVENT_STREAM
@@ -490,17 +454,6 @@ class Attempt:
         response = error_response(status, why)
         response.headers[REQUEST_ID] = self.unique
         return response
-
-    def _headers(self, instance: Instance) -> Headers:
-        headers = to_instance(self.request.headers, instance, self.request_id)
-        role: Role = "P" if instance is self.choice.prefill else "D"
-        self._spans[role] = self.record.span.call(instance, role, headers)
-        return headers
-
-    def _end_span(self, role: Role, failed: str) -> None:
-        """The call to P or D has ended, if there has been one."""
-        if role in self._spans:
-            self._spans[role].end(failed)
 
 
 def _interrupt(relay: Relay, prefilling: asyncio.Task[_Prefilled]) -> None:

@@ -14,7 +14,7 @@ import itertools
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from .values import WITH_TOKEN_IDS, check_values
 Fields = dict[str, Any]
 Views = dict[str, Raw]
 """The fields of a JSON object, each a view of its bytes."""
+Piece = bytes | bytearray | memoryview | Raw
 
 # They carry addresses, or ids in the proxy's place, so a client may not set them.
 _NOT_THE_CLIENTS = frozenset({"kv_transfer_params", "ec_transfer_params", "request_id"})
@@ -55,6 +56,7 @@ _OFF = (None, False, 0)
 _ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
+_any = msgspec.json.Decoder(Any)
 _name = msgspec.json.Decoder(str)
 _entries = msgspec.json.Decoder(list[Raw])
 
@@ -72,10 +74,6 @@ _tools = msgspec.json.Decoder(list[_Tool] | None)
 _first_two = msgspec.json.Decoder(_FirstTwo)
 
 
-class BadBody(ValueError):
-    """The client's body is not a JSON object, or its model's name is too long to be one."""
-
-
 class Content:
     """A body to send.
 
@@ -84,7 +82,7 @@ class Content:
         size: of all pieces.
     """
 
-    def __init__(self, pieces: tuple[bytes | bytearray | memoryview | Raw, ...]) -> None:
+    def __init__(self, pieces: tuple[Piece, ...]) -> None:
         self.pieces = pieces
         self.size = sum(map(len, pieces))
 
@@ -117,16 +115,16 @@ class Body:
     ) -> None:
         self.path = path
         self._size = len(raw)
-        self._held = True
         self.fields = _without_the_forbidden(fields)
         self._raw: bytes | bytearray | None = raw if self.fields is fields else None
         self.model = _model(fields)
-        self.wants_pair = self._wants_pair()
+        self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
         self.streams = bytes(memoryview(fields.get("stream", b""))[:4]) == b"true"
         self._released = released
-        self._made: list[Content] = []
+        self._made: list[Content] | None = []
+        """What may still be sent; None once the bytes are let go."""
 
     def messages(self, most: int) -> int:
         """How many messages it has, or items of its input; they are not counted if there cannot be more than
@@ -136,12 +134,11 @@ class Body:
             return 0
         return len(_entries.decode(entries))
 
-    def _wants_pair(self) -> bool:
+    def _computes_no_more_than_its_prompt(self) -> bool:
         fields = self.fields
-        if self.path not in PAIRED:
-            return False
         if self.path == "/v1/responses":
-            return _only_functions(fields.get("tools"))
+            tools = _decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
+            return all(tool.type == "function" for tool in tools or ())  # vLLM itself calls no function
         local = _small(fields, "use_beam_search") in _OFF and _small(fields, "echo") in _OFF
         return local and _small(fields, "prompt_logprobs") is None
 
@@ -170,21 +167,20 @@ class Body:
             more["kv_transfer_params"] = kv_transfer_params
         if token_ids:
             if not more and self._raw is not None and "return_token_ids" not in self.fields:
-                made = Content((memoryview(self._raw)[: self._raw.rindex(b"}")], _WITH_TOKEN_IDS))
-                return self._kept(made if self._size > _SMALL_BODY else Content((bytes(made),)))
+                return self._kept(memoryview(self._raw)[: self._raw.rindex(b"}")], _WITH_TOKEN_IDS)
             more["return_token_ids"] = True
         if more or self._raw is None:
             return self._changed(more)
-        return self._kept(Content((self._raw,)))
+        return self._kept(self._raw)
 
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
-        self._raw, self.fields, self._held = None, {}, False
+        self._raw, self.fields = None, {}
         self.prompt.let_go()
         # Tracebacks of tries that failed may keep these until Python's garbage collector comes by.
-        for content in self._made:
+        for content in self._made or ():
             content.pieces = ()
-        self._made.clear()
+        self._made = None
         self._released()
 
     def _id(self, request_id: str) -> Fields:
@@ -193,13 +189,14 @@ class Body:
 
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
         """The client's fields, without some, and with others or other values."""
-        assert self._held, "a body that was let go cannot be sent"
         kept = {name: value for name, value in self.fields.items() if name not in left_out}
         made = _object(kept | {name: msgspec.json.encode(value) for name, value in changes.items()})
-        # A small one is joined here, once, for all that follows.
-        return self._kept(made if self._size > _SMALL_BODY else Content((bytes(made),)))
+        return self._kept(*made)
 
-    def _kept(self, made: Content) -> Content:
+    def _kept(self, *pieces: Piece) -> Content:
+        assert self._made is not None, "a body that was let go cannot be sent"
+        # A small one is joined here, once, for all that follows.
+        made = Content(pieces if self._size > _SMALL_BODY else (b"".join(pieces),))
         self._made.append(made)
         return made
 
@@ -207,21 +204,20 @@ class Body:
 def parse(
     raw: bytes | bytearray, path: str = "/v1/completions", released: Callable[[], None] = lambda: None
 ) -> Body:
-    """The client's request. `raw` must not change any more. Raises BadBody, with a sentence, if it is
-    none."""
+    """The client's request. `raw` must not change any more. Raises ProxyError if it is none, or if its
+    model's name is too long to be one."""
     try:
         return Body(raw, _views.decode(raw), path, released)
-    except BadBody:
-        raise
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise BadBody(f"The request body is not a JSON object: {error}.") from None
+        raise ProxyError(400, f"The request body is not a JSON object: {error}.") from None
 
 
-def _object(fields: Mapping[str, bytes | Raw]) -> Content:
-    pieces: list[bytes | Raw] = []
+def _object(fields: Mapping[str, bytes | Raw]) -> list[Piece]:
+    """Its JSON."""
+    pieces: list[Piece] = []
     for name, value in fields.items():
         pieces += (b"," if pieces else b"{", msgspec.json.encode(name), b":", value)
-    return Content((*pieces, b"}" if pieces else b"{}"))
+    return [*pieces, b"}" if pieces else b"{}"]
 
 
 def _without_the_forbidden(fields: Views) -> Views:
@@ -231,7 +227,7 @@ def _without_the_forbidden(fields: Views) -> Views:
         return kept
     given = _views.decode(extra)
     allowed = _allowed(given)
-    return kept if allowed is given else kept | {_XARGS: Raw(bytes(_object(allowed)))}
+    return kept if allowed is given else kept | {_XARGS: Raw(b"".join(_object(allowed)))}
 
 
 def _allowed(fields: Views) -> Views:
@@ -240,33 +236,26 @@ def _allowed(fields: Views) -> Views:
     return {name: value for name, value in fields.items() if name not in _NOT_THE_CLIENTS}
 
 
+def _decoded(decoder: msgspec.json.Decoder[Any], raw: Raw, otherwise: Any) -> Any:
+    """`otherwise` if it is nothing that the decoder takes."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return otherwise
+
+
 def _small(fields: Views, name: str) -> Any:
     """A field's value: None if it is absent, and its bytes if it can be none that matters here."""
     raw = fields.get(name)
-    if raw is None or len(raw) > _SMALL:
-        return raw
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, ValueError):
-        return raw
+    return raw if raw is None or len(raw) > _SMALL else _decoded(_any, raw, raw)
 
 
 def _model(fields: Views) -> str | None:
     raw = fields.get("model", _ABSENT)
     if len(raw) > _LONGEST_NAME:
-        raise BadBody(f"`model` in the request body is longer than {_LONGEST_NAME} bytes, so it names none.")
-    try:
-        return _name.decode(raw) or None
-    except (msgspec.MsgspecError, ValueError):
-        return None
-
-
-def _only_functions(tools: Raw | None) -> bool:
-    """Whether vLLM calls none of these tools itself."""
-    try:
-        return tools is None or all(tool.type == "function" for tool in _tools.decode(tools) or ())
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        return False
+        why = f"`model` in the request body is longer than {_LONGEST_NAME} bytes, so it names none."
+        raise ProxyError(400, why)
+    return _decoded(_name, raw, "") or None
 
 
 def _one_prompt(prompt: Raw | None) -> bool:
@@ -336,23 +325,20 @@ class _PromptField(NamedTuple):
         beginning = bytes(view[:_LOOK_BYTES])
         if beginning == b"null":
             return cls(view[:0], ids=False)
-        inner = view[1:-1] if beginning[:1] in b'"[' else view
         ids = beginning.startswith(b"[") and beginning.lstrip(b"[ \t\r\n")[:1].isdigit()
-        return cls(inner, ids)
+        return cls(view[1:-1] if beginning[:1] in b'"[' else view, ids)
 
     @property
     def tokens(self) -> int:
+        view = self.view
         if self.ids:
-            counted = bytes(self.view[:_COUNTED_BYTES])
-            return (counted.count(b",") + 1) * len(self.view) // len(counted)
-        data = int(len(self.view) * self._share_of_data())
-        return data // DATA_BYTES_PER_TOKEN + -(-(len(self.view) - data) // BYTES_PER_TOKEN)
-
-    def _share_of_data(self) -> float:
-        step = max(_LOOK_EVERY, len(self.view) // _MOST_LOOKS)
-        looks = range(step, len(self.view), step)
-        found = sum(_is_data(bytes(self.view[at : at + _LOOK_BYTES])) for at in looks)
-        return found / len(looks) if looks else 0.0
+            counted = bytes(view[:_COUNTED_BYTES])
+            return (counted.count(b",") + 1) * len(view) // len(counted)
+        step = max(_LOOK_EVERY, len(view) // _MOST_LOOKS)
+        looks = range(step, len(view), step)
+        found = sum(_is_data(bytes(view[at : at + _LOOK_BYTES])) for at in looks)
+        data = len(view) * found // len(looks) if looks else 0
+        return data // DATA_BYTES_PER_TOKEN + -(-(len(view) - data) // BYTES_PER_TOKEN)
 
     def append_to(self, text: bytearray) -> None:
         """Appends its beginning. Of data, such as a picture, only the beginning of each piece is taken."""
@@ -426,6 +412,7 @@ class Prompt:
 # Its arrival.
 
 
+@dataclass
 class Intake:
     """Counts the bytes of all bodies, from their arrival until they are let go.
 
@@ -433,63 +420,50 @@ class Intake:
         held: bytes now.
     """
 
-    def __init__(self, limits: Limits, counters: RequestCounters) -> None:
-        self.limits = limits
-        self._counters = counters
-        self.held = 0
-
-    @contextmanager
-    def reader(self) -> Iterator[BodyReader]:
-        """For one request's body; at the end its bytes are no longer held."""
-        reader = BodyReader(self)
-        try:
-            yield reader
-        finally:
-            reader.release()
+    limits: Limits
+    counters: RequestCounters
+    held: int = 0
 
     def take(self, size: int) -> None:
         """`size` bytes more. Raises ProxyError if they are too many."""
         if self.held + size > self.limits.max_held:
-            self._counters.refused_full += 1
+            self.counters.refused_full += 1
             raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
         self.held += size
 
 
+@dataclass
 class BodyReader:
     """Reads one request's body, within the bounds for it and for all of them."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
-        self._size = 0
+    _intake: Intake
+    _size: int = 0
 
     async def read(self, request: web.Request) -> bytearray:
         """The whole body. Raises ProxyError, or HTTPRequestEntityTooLarge."""
-        limits = self._intake.limits
+        limits, content = self._intake.limits, request.content
         body = bytearray()
         _check_size(request, request.content_length or 0)
         try:
-            if request.content.is_eof():  # it came with its head: no need for a timer
-                self._add(request, body, request.content.read_nowait())
+            if content.is_eof():  # it came with its head: no need for a timer
+                self._add(request, body, content.read_nowait())
             else:
                 async with asyncio.timeout(limits.body_seconds):
-                    while chunk := await request.content.readany():
+                    while chunk := await content.readany():
                         self._add(request, body, chunk)
         except web.RequestPayloadError as error:
             # What is left of it cannot be read either, and aiohttp would try.
-            request.content.feed_eof()
+            content.feed_eof()
             why = " ".join(str(error).split())
             raise ProxyError(400, f"The request's body cannot be read: {why}.", last=True) from None
         except TimeoutError:
-            raise ProxyError(
-                408,
-                f"The request's body did not come within {limits.body_seconds:g} seconds.",
-                last=True,
-            ) from None
+            why = f"The request's body did not come within {limits.body_seconds:g} seconds."
+            raise ProxyError(408, why, last=True) from None
         if len(body) > limits.max_values:  # each value takes a byte
             await check_values(body, limits.max_values, token_ids=request.path in WITH_TOKEN_IDS)
         return body
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Its bytes are no longer held. Idempotent."""
         self._intake.held -= self._size
         self._size = 0

@@ -20,7 +20,7 @@ from .membership.instance import ROLE_NAMES, Instance
 from .metrics import Pace
 from .routing import Choice
 from .transcript import Transcript
-from .upstream import ABORT, ABORTED, EVENT_END, EVENT_STREAM, NO_SIGNS, SIGNS, STOPPED, Reply, first_given_up
+from .upstream import ABORT, ABORTED, EVENT_END, EVENT_STREAM, SIGNS, STOPPED, Reply, first_given_up
 
 logger = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ class AnswerFilter:
     def __init__(self, path: str, scrubber: Scrubber, *, streamed: bool) -> None:
         self.given_up = False
         self._streamed = streamed
-        self._sign: bytes | None = SIGNS.get(path, NO_SIGNS)[1]
+        self._sign = SIGNS.get(path)
         self._old, self._new = scrubber.request_id.encode(), scrubber.unique.encode()
         self._rest = b""
 

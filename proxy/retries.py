@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from .admission import Admission, RequestPlace
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
-from .routing import PrefillMode
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
@@ -25,9 +24,9 @@ class Retries:
     counters: RequestCounters
     clock: Callable[[], float]
 
-    def spend(self) -> bool:
-        """Whether the budget allows one try more; if so it is counted."""
-        allowed = self.admission.budget.spend(self.clock())
+    def spend(self, *, whatever: bool = False) -> bool:
+        """Whether the budget allows one try more, or allowed `whatever` is left; if so it is counted."""
+        allowed = self.admission.budget.spend(self.clock(), whatever=whatever)
         self.counters.retries_refused += not allowed
         return allowed
 
@@ -59,28 +58,13 @@ class Retries:
                 only once, and nothing was computed.
             free: the budget does not count.
         """
-        if tries > self.limits.retries:
-            return False
         mode = place.mode_after(culprit)
-        if not self.admission.can_move(place, mode, failed):
+        if tries > self.limits.retries or not self.admission.can_move(place, mode, failed):
             return False
         if not free and not self.spend():
             return False
         await asyncio.sleep(pause(tries))
-        if not self._move(place, mode, failed, culprit):
-            return False
-        self.counters.retried += 1
-        return True
-
-    def _move(
-        self, place: RequestPlace, mode: PrefillMode, failed: frozenset[Instance], culprit: Instance
-    ) -> bool:
-        """To another server if any has room: the engines behind one HTTP server may stop together, with
-        experts in lockstep and when the server ends."""
-        elsewhere = failed.union(culprit.neighbours())
-        return self.admission.move(place, mode, elsewhere) or (
-            elsewhere != failed and self.admission.move(place, mode, failed)
-        )
+        return self._move(place, culprit, failed)
 
     async def resume(
         self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool = False
@@ -94,19 +78,25 @@ class Retries:
             tries: how often it has been moved so.
             free: the budget does not count.
         """
-        if not free and not self.admission.budget.spend(self.clock(), whatever=tries == 0):
-            self.counters.retries_refused += 1
+        if not free and not self.spend(whatever=tries == 0):
             return False
         if tries:
             await asyncio.sleep(pause(tries))
-        lost, alone = place.choice.decode, self.limits.alone > 0
-        if not (
-            self._move(place, place.mode_after(lost), failed, lost)
+        return self._move(place, place.choice.decode, failed, alone=self.limits.alone > 0)
+
+    def _move(
+        self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], *, alone: bool = False
+    ) -> bool:
+        """To another server if any has room: the engines behind one HTTP server may stop together, with
+        experts in lockstep and when the server ends. Else it may be left to a D `alone`."""
+        mode, others = place.mode_after(culprit), failed.union(culprit.neighbours())
+        moved = (
+            self.admission.move(place, mode, others)
+            or (others != failed and self.admission.move(place, mode, failed))
             or (alone and self.admission.stay_alone(place, failed))
-        ):
-            return False
-        self.counters.retried += 1
-        return True
+        )
+        self.counters.retried += moved
+        return moved
 
 
 def pause(tries: int, uniform: Callable[[float, float], float] = random.uniform) -> float:

@@ -7,8 +7,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -18,9 +17,9 @@ from aiohttp.typedefs import Middleware
 
 from .access import Access
 from .admission import Admission, RequestPlace
-from .attempt import Attempt, Dispatch, Means, Outcome
+from .attempt import Attempt, Dispatch, Outcome
 from .blame import Again, CallEnd, Charge
-from .bodies import BadBody, Body, Intake, parse
+from .bodies import Body, BodyReader, Intake, parse
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
@@ -77,26 +76,14 @@ class Proxy:
         self.model_lists = ModelLists(self.session)
         self._retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
-        self._means = Means(
-            session=self.session,
-            clock=self.clock,
-            limits=self.limits,
-            counters=self.counters,
-            dispatch=self.dispatch,
-            lingering=self.lingering,
-            may_repeat=self._retries.spend,
-        )
         self.exposition = Exposition(self.metrics, self)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A POST that one D answers, with a P's help or without."""
         if self.guard.keys:
             self.guard.ask(request)
-        with self.active.enter(request) as active, self.intake.reader() as reader:
-            try:
-                body = parse(await reader.read(request), request.path, reader.release)
-            except BadBody as error:
-                raise ProxyError(400, str(error)) from None
+        with self.active.enter(request) as active, closing(BodyReader(self.intake)) as reader:
+            body = parse(await reader.read(request), request.path, reader.close)
             if body.messages(self.limits.max_messages) > self.limits.max_messages:
                 raise ProxyError(
                     413,
@@ -131,7 +118,7 @@ class Proxy:
         while True:
             may_leave = partial(self._retries.may_leave, place, failed=failed, tries=tries)
             active.attempt = attempt = Attempt(
-                self._means, request, body, place, may_leave, may_resend, doubted, active.transcript
+                self, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
             outcome = await attempt.run()
             if attempt.relay is not None and attempt.relay.resumable:
@@ -258,6 +245,9 @@ class Proxy:
             if self.admission.can_move(place, place.mode_after(place.choice.decode), leaving):
                 attempt.move()
 
+    def may_repeat(self) -> bool:
+        return self._retries.spend()
+
     def counted(self) -> dict[str, int]:
         return {
             **asdict(self.counters),
@@ -308,8 +298,16 @@ class Proxy:
 PROXY = web.AppKey("proxy", Proxy)
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
-    return await request.app[PROXY].generate(request)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def by_proxy(serve: Callable[[Proxy, web.Request], Awaitable[web.StreamResponse]]) -> Handler:
+    """A handler of its requests."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await serve(request.app[PROXY], request)
+
+    return handler
 
 
 # Requests that are under way, and how they end when the proxy stops.
@@ -419,16 +417,14 @@ class ActiveRequests:
 
 # Around each request.
 
-_begun: ContextVar[bool] = ContextVar("begun", default=False)
-"""Whether the head of an answer to the request of this task has been sent."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_BEGUN = web.RequestKey("begun", bool)
+"""Whether the head of an answer has been sent."""
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
     """To be called when an answer's head is about to be sent. Returns the client's own X-Request-Id;
     instances get it as X-Client-Request-Id."""
-    _begun.set(True)
+    request[_BEGUN] = True
     if theirs := request.headers.get(REQUEST_ID):
         response.headers[REQUEST_ID] = theirs
 
@@ -436,7 +432,6 @@ async def note_begin(request: web.Request, response: web.StreamResponse) -> None
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turns what a handler raises into a response; an unexpected error becomes a 500 without details."""
-    _begun.set(False)
     try:
         return await handler(request)
     except ProxyError as failure:
@@ -457,7 +452,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         raise  # the client's own connection; no answer would arrive
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
-        if _begun.get() and request.transport is not None:
+        if _BEGUN in request and request.transport is not None:
             if RECORD in request:
                 request[RECORD].ended_with(500)
             # A second head in the middle of an answer would be taken for the rest of it.
@@ -512,9 +507,7 @@ def recording(
 
 
 @web.middleware
-async def written_in_time(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def written_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
     written when it comes here."""
     response = await handler(request)

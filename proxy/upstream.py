@@ -23,6 +23,7 @@ from .bodies import Content, Fields
 from .http import Headers
 from .membership.instance import Instance, Loss
 from .membership.prober import is_ours
+from .metrics import CallSpan
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +36,11 @@ _REACH_SECONDS = 10.0
 _MAX_WHOLE_BYTES = 64 << 20
 # A connection that its server closes as it is used again ends at once. One that ends later had the request.
 _REPEAT_SECONDS = 1.0
-# How much of an event stream is held back until its first event with content.
-_MAX_FIRST_BYTES = 64 << 10
-# An answer that is no stream comes at once when it is complete. Up to this size it is held back until all of
-# it has arrived, so that another instance can be asked if it does not come whole.
-_MAX_HELD_BYTES = 1 << 20
-
+# How much is held back of an event stream until its first event with content; and of an answer that is no
+# stream until all has come, which is at once: so another instance can be asked if it does not come whole.
+_MAX_FIRST_BYTES, _MAX_HELD_BYTES = 64 << 10, 1 << 20
 # An answer that has begun, of an instance whose engine seems to hang, ends after so long without a byte.
 _HUNG_SECONDS = 5.0
-
 # While the proxy waits for an answer it sends nothing, and of an instance that has sent its goodbye it only
 # learns whether its port refuses. If that instance's host went down then, it would wait for ever. So TCP
 # probes the host after 10 s of silence, and gives up after 20. The host's kernel answers, however busy its
@@ -194,24 +191,13 @@ class CallFailed(Exception):
     """A call ended without a success. The message is for the client; the log has the details.
 
     Attributes:
-        end: how it ended.
         reply: the instance's own answer, if it gave a whole one.
         detail: of an error in place of the first token, what the instance wrote.
     """
 
     def __init__(self, end: CallEnd, why: str, reply: Reply | None = None, detail: str = "") -> None:
         super().__init__(why)
-        self.end = end
-        self.reply = reply
-        self.detail = detail
-
-
-def _refused(reply: Reply) -> CallFailed:
-    """For an answer that is no success."""
-    end = CallEnd.ERROR
-    if 400 <= reply.status < 500:
-        end = CallEnd.DENIED if reply.status in (401, 403) else CallEnd.REFUSED
-    return CallFailed(end, f"answered {reply.status}", reply)
+        self.end, self.reply, self.detail = end, reply, detail
 
 
 _LOST: dict[Loss, tuple[CallEnd, str]] = {
@@ -224,25 +210,36 @@ _LOST: dict[Loss, tuple[CallEnd, str]] = {
 }
 
 
+Begun = tuple[aiohttp.ClientResponse, bytes]
+"""An answer that has begun, a success; and the start of its body, which holds the first token."""
+
+
 @dataclass(eq=False)
 class Call:
     """One POST to one instance. `close` aborts it, by closing the connection.
 
     Attributes:
+        span: what traces have of it.
         tokens: of the prompt, that the instance computes while this call is open; 0 if it is no P.
         may_repeat: asked before the request goes once more, over another connection.
         may_leave: asked each second once the instance pings no more although its /health answers: whether the
             request has anywhere else to go.
-        begun: the answer has begun.
+        end: how it has ended, or how far it is.
+        why: why it has failed; "" if it has not.
+        known: set once the instance has accepted or refused the request, or failed.
     """
 
     session: Client
     instance: Instance
     path: str
+    headers: Headers
+    span: CallSpan = field(default_factory=CallSpan)
     tokens: int = 0
     may_repeat: Callable[[], bool] = lambda: True
     may_leave: Callable[[], bool] = lambda: False
-    begun: bool = False
+    end: CallEnd = CallEnd.PENDING
+    why: str = "has not answered"
+    known: asyncio.Event = field(default_factory=asyncio.Event)
     _received: int = -1
     _moved: float = 0.0
     _asking: asyncio.Task[aiohttp.ClientResponse] | None = None
@@ -250,17 +247,49 @@ class Call:
     _lost: Loss | None = None
     _cleanup: ExitStack = field(default_factory=ExitStack)
 
-    async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
+    async def whole(self, body: Content) -> Reply:
+        """The whole answer. Raises CallFailed, also if it is no success."""
+        try:
+            reply = await read_whole(await self._open(body))
+            if gave_up(self.path, reply.body):
+                raise CallFailed(CallEnd.ABORTED, STOPPED)
+        except CallFailed as error:
+            raise self._failed(error) from error.__cause__
+        self.end, self.why = CallEnd.ANSWERED, ""
+        return reply
+
+    async def begin(self, body: Content, deadline: float | None = None) -> Begun:
+        """The answer from its first token on, which a stream has to have by the `deadline`, by the loop's
+        clock. Raises CallFailed."""
+        late: asyncio.TimerHandle | None = None
+        try:
+            response = await self._open(body)
+            self.end = CallEnd.ACCEPTED
+            self.known.set()
+            if deadline is not None and response.content_type == EVENT_STREAM:
+                late = asyncio.get_running_loop().call_at(deadline, self.lose, "late")
+            head = await self._first_event(response)
+        except CallFailed as error:
+            raise self._failed(error) from error.__cause__
+        finally:
+            if late is not None:
+                late.cancel()
+            self.known.set()
+        self.end, self.why = CallEnd.ANSWERED, ""
+        return response, head
+
+    async def _open(self, body: Content) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
         url = self.instance.url + self.path
-        self._asking = asyncio.create_task(self.session.post(url, body, headers, self.may_repeat))
+        self._asking = asyncio.create_task(self.session.post(url, body, self.headers, self.may_repeat))
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
-            if not _cancelled():
-                self._check_lost()
-            raise
+            task = asyncio.current_task()
+            if self._lost is None or task is None or task.cancelling():
+                raise
+            raise CallFailed(*_LOST[self._lost]) from None  # only what it waits for was cancelled
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             if is_ours(error):
                 raise CallFailed(CallEnd.NO_SOCKET, "could not be called") from error
@@ -270,16 +299,21 @@ class Call:
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
         if not 200 <= self._response.status < 300:
-            raise _refused(await self.rest(self._response))
+            reply = await read_whole(self._response)
+            mistake = 400 <= reply.status < 500
+            denied = reply.status in (401, 403)
+            end = CallEnd.DENIED if denied else CallEnd.REFUSED if mistake else CallEnd.ERROR
+            raise CallFailed(end, f"answered {reply.status}", reply)
         return self._response
 
     def lose(self, loss: Loss) -> None:
         """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
         One that hangs may go on, as far as its pings show: then only what has not begun, and has somewhere
         else to go, is taken from it."""
-        if self.begun and loss == "stopped":
+        begun = self.end is CallEnd.ANSWERED
+        if begun and loss == "stopped":
             return
-        if loss == "hung" and not self._stuck():
+        if loss == "hung" and not self._stuck(begun):
             return
         self._lost = loss
         if self._response is not None:
@@ -287,9 +321,9 @@ class Call:
         elif self._asking is not None:
             self._asking.cancel()
 
-    def _stuck(self) -> bool:
+    def _stuck(self, begun: bool) -> bool:
         """Whether an instance that hangs keeps this call waiting for no good."""
-        if not self.begun:
+        if not begun:
             return self.instance.vouches or self.may_leave()
         if not self.instance.vouches:
             return False
@@ -300,22 +334,7 @@ class Call:
             self._received, self._moved = received, now
         return now - self._moved >= _HUNG_SECONDS
 
-    async def whole(self, body: Content, headers: Headers) -> Reply:
-        """The whole answer. Raises CallFailed, also if it is no success."""
-        reply = await self.rest(await self.open(body, headers))
-        if gave_up(self.path, reply.body):
-            raise CallFailed(CallEnd.ABORTED, STOPPED)
-        return reply
-
-    async def rest(self, response: aiohttp.ClientResponse) -> Reply:
-        """The rest of an answer. Raises CallFailed."""
-        try:
-            return await read_whole(response)
-        except CallFailed:
-            self._check_lost()
-            raise
-
-    async def first_event(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _first_event(self, response: aiohttp.ClientResponse) -> bytes:
         """The start of a successful answer, as far as it proves that generation has begun: in an event stream
         everything up to the first event with content, else all of it, or its first MiB. Raises CallFailed if
         there is none."""
@@ -328,23 +347,39 @@ class Call:
                 if (streamed and (event := first_content(head)) is not None) or len(head) > most:
                     break
         except (aiohttp.ClientError, OSError) as error:
-            self._check_lost()
             what = "first token" if streamed else "answer was complete"
             raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
-        failure = _failure(self.path, response, head, event)
-        if failure is not None:
-            self._check_lost()
-            raise failure
-        self.begun = True
+        self._check_begin(response, head, event)
         return head
 
-    def _check_lost(self) -> None:
-        """Raises CallFailed if the call was given up: then that is why it has failed."""
-        if self._lost is not None:
-            raise CallFailed(*_LOST[self._lost]) from None
+    def _check_begin(self, response: aiohttp.ClientResponse, head: bytes, event: Any) -> None:
+        """Raises CallFailed if the start of an answer shows that it is no success, a stream by its first
+        `event` with content, if there is one."""
+        streamed, ended = response.content_type == EVENT_STREAM, response.content.at_eof()
+        if not head or (streamed and ended and event is None):
+            raise CallFailed(CallEnd.BROKEN, "ended its answer without a token")
+        sign = SIGNS.get(self.path)
+        if streamed:
+            whole_events, *_ = head.rpartition(EVENT_END)
+            given_up = _ends(event) or (sign is not None and first_given_up(whole_events, sign) is not None)
+        else:
+            given_up = gave_up(self.path, head) if ended else sign is ABORT and ABORTED in head
+        if given_up:
+            raise CallFailed(CallEnd.ABORTED, STOPPED)
+        if is_servers_error(event):
+            detail = _text(_get(event, "error"), "message")
+            raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
 
-    def close(self) -> None:
-        """Ends the call. A connection whose answer was read to its end is kept for others. Idempotent."""
+    def _failed(self, error: CallFailed) -> CallFailed:
+        """If the call was given up, that is why it has failed."""
+        if self._lost is not None and error.reply is None:
+            error = CallFailed(*_LOST[self._lost])
+        self.end, self.why = error.end, str(error)
+        return error
+
+    def close(self, failed: str = "") -> None:
+        """Ends the call; `failed`: why, for traces. A connection whose answer was read to its end is kept for
+        others. Idempotent."""
         if self._response is None and self._asking is not None:
             # The answer may have come in the very moment in which the wait for it ended.
             self._asking.cancel()
@@ -352,12 +387,7 @@ class Call:
         elif self._response is not None:
             self._response.close()
         self._cleanup.close()
-
-
-def _cancelled() -> bool:
-    """Whether this task itself was cancelled, and not only what it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+        self.span.end(failed)
 
 
 def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
@@ -376,24 +406,6 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         return Reply(response.status, response.headers, bytes(body))
     except (aiohttp.ClientError, OSError) as error:
         raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
-
-
-def _failure(path: str, response: aiohttp.ClientResponse, head: bytes, event: Any) -> CallFailed | None:
-    """What the start of an answer shows that is no success; None if it is one.
-
-    Args:
-        event: the first one of a stream that has content; None if there is none.
-    """
-    streamed, ended = response.content_type == EVENT_STREAM, response.content.at_eof()
-    whole = not streamed and ended
-    if (streamed and ended and event is None) or not head:
-        return CallFailed(CallEnd.BROKEN, "ended its answer without a token")
-    if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed) or _ends(event):
-        return CallFailed(CallEnd.ABORTED, STOPPED)
-    if is_servers_error(event):
-        detail = _text(_get(event, "error"), "message")
-        return CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
-    return None
 
 
 # The first event of a stream: vLLM has sent the head of its answer, a success, before it knows whether it can
@@ -419,8 +431,7 @@ def is_servers_error(event: Any) -> bool:
 
 
 def _ends(event: Any) -> bool:
-    """Whether this is the end, or the usage before it: vLLM sends nothing else of an answer that it gives up
-    before the first token."""
+    """Whether this is the end, or the usage before it, which is all of an answer given up without a token."""
     return _get(event, "choices") == [] or (isinstance(event, bytes) and event.strip() == b"[DONE]")
 
 
@@ -450,15 +461,13 @@ _ANNOUNCEMENTS = {
 
 
 def _announces(event: Any) -> bool:
-    """Whether all that it has is the role of the speaker, as a chat's first event, or it only opens the
-    answer."""
-    if _text(event, "type") in _ANNOUNCEMENTS:
-        return True
+    """Whether it only opens the answer, or has nothing but the role of the speaker, as a chat's first one."""
     choices = _get(event, "choices")
-    return isinstance(choices, list) and bool(choices) and all(_is_empty(each) for each in choices)
+    roles = isinstance(choices, list) and bool(choices) and all(map(_is_role, choices))
+    return roles or _text(event, "type") in _ANNOUNCEMENTS
 
 
-def _is_empty(choice: Any) -> bool:
+def _is_role(choice: Any) -> bool:
     delta = _get(choice, "delta")
     if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") is not None:
         return False
@@ -518,30 +527,21 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 ABORT = b'"abort"'
 ABORTED = b'"finish_reason":"abort"'
-# Bytes without which a whole answer, and an event, was not given up, so that others are not decoded.
-SIGNS: dict[str, tuple[bytes, bytes]] = {
-    "/v1/completions": (ABORT, ABORT),
-    "/v1/chat/completions": (ABORT, ABORT),
-    "/v1/messages": (b"", b'"message_delta"'),
-    "/v1/responses": (b"", b'"response.completed"'),
+SIGNS: dict[str, bytes] = {
+    "/v1/completions": ABORT,
+    "/v1/chat/completions": ABORT,
+    "/v1/messages": b'"message_delta"',
+    "/v1/responses": b'"response.completed"',
 }
-NO_SIGNS: tuple[None, None] = (None, None)
+"""Bytes without which an event does not show that its answer was given up, so that others are not decoded."""
 _DATA = b"data:"
 EVENT_END = b"\n\n"
 
 
 def gave_up(path: str, body: bytes) -> bool:
     """Whether the instance has given a whole answer up that is no stream."""
-    sign, _ = SIGNS.get(path, NO_SIGNS)
-    return sign is not None and sign in body and _given_up(body)
-
-
-def gave_up_early(path: str, head: bytes, *, streamed: bool) -> bool:
-    """Whether the start of an answer, which goes on, shows that."""
-    _, sign = SIGNS.get(path, NO_SIGNS)
-    if streamed and sign is not None:
-        return first_given_up(head.rpartition(EVENT_END)[0], sign) is not None
-    return sign is ABORT and ABORTED in head
+    sign = SIGNS.get(path)
+    return sign is not None and (sign is not ABORT or ABORT in body) and _given_up(body)
 
 
 def _given_up(data: bytes) -> bool:

@@ -130,7 +130,8 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
 
         def d_failed() -> bool:
             (active,) = deployment.proxy.active._open
-            return active.attempt is not None and active.attempt._decode_end is CallEnd.ERROR
+            call = active.attempt and active.attempt._decoding
+            return call is not None and call.end is CallEnd.ERROR
 
         async def fails_later(request: web.Request, seen: Seen) -> web.StreamResponse:
             await eventually(d_failed)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 from proxy_draws import json_values
 
-from p2pkv_proxy.bodies import BadBody, parse
+from p2pkv_proxy.bodies import parse
+from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.upstream import Reply
 
 JSON = json_values()
@@ -123,7 +124,7 @@ def test_how_many_prompts(prompt: Any, one: bool) -> None:
     "raw", [b"", b"{", b"[]", b"3", b'"x"', b"null", b"{}x", b"\xff", b'{"a":NaN}', b"[" * 9999]
 )
 def test_what_is_no_object_is_refused_with_a_sentence(raw: bytes) -> None:
-    with pytest.raises(BadBody, match="not a JSON object"):
+    with pytest.raises(ProxyError, match="not a JSON object"):
         parse(raw)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from proxy_behaviours import answer_error, answer_json
 from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, join, ping, quiet
@@ -184,8 +182,6 @@ async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: p
         bad.behaviour = answer_error(500)
         now = deployment.proxy.clock()
         instance = deployment.known(bad)
-        means = dataclasses.replace(deployment.proxy._means, clock=lambda: now)
-        monkeypatch.setattr(deployment.proxy, "_means", means)
         monkeypatch.setattr(deployment.proxy, "clock", lambda: now)
         monkeypatch.setattr(deployment.registry, "alive", lambda instance, at: True)
         monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)

@@ -50,7 +50,7 @@ class Session:
 
 def call_of(post: Callable[[], Awaitable[Answer]]) -> tuple[Instance, Call]:
     instance = join(Registry(), ping("D"))
-    return instance, Call(Session(post), instance, "/v1/completions")  # type: ignore[arg-type]
+    return instance, Call(Session(post), instance, "/v1/completions", CIMultiDict())  # type: ignore[arg-type]
 
 
 async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None:
@@ -65,7 +65,7 @@ async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None
 
     async def ask() -> None:
         try:
-            await call.open(NOTHING, CIMultiDict())
+            await call.begin(NOTHING)
         finally:
             call.close()
 
@@ -100,7 +100,7 @@ async def test_only_who_cannot_be_reached_waits_for_its_health(
 
     instance, call = call_of(post)
     with pytest.raises(CallFailed):
-        await call.open(NOTHING, CIMultiDict())
+        await call.begin(NOTHING)
     call.close()
     assert instance.healthy is healthy
 
@@ -117,7 +117,7 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
         return Answer()
 
     instance, call = call_of(post)
-    asking = asyncio.create_task(call.open(NOTHING, CIMultiDict()))
+    asking = asyncio.create_task(call.begin(NOTHING))
     await asked.wait()
     ends: list[Callable[[], object]] = [lambda: instance.lost("gone"), asking.cancel]
     for end in ends if dead_first else reversed(ends):
