@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from time import monotonic
 
 import aiohttp
 from aiohttp import web
@@ -80,9 +81,8 @@ class Relay:
             self.response = former.response
         self._sent: bytes = b"" if former is None else former._sent
         """The last bytes that the client has got."""
-        self._clock = asyncio.get_running_loop().time
         self._writing = False
-        self._since = self._clock()
+        self._since = monotonic()
         """For so long a piece waits for the client to take it, or else the instance's next piece has not
         come."""
         self._timers: list[asyncio.TimerHandle] = []
@@ -135,47 +135,45 @@ class Relay:
     def _watch_client(self) -> None:
         """Hangs up on a client that has taken nothing for long: it would keep its place, and D's answer, for
         ever."""
-        since = self._since if self._writing else self._clock()
-        if self._clock() - since < STALL_SECONDS:
+        left = STALL_SECONDS - (monotonic() - self._since if self._writing else 0.0)
+        if left > 0:
             # One timer for the whole answer: one for each piece of it costs more than the piece.
-            loop = asyncio.get_running_loop()
-            self._timers[:1] = [loop.call_at(since + STALL_SECONDS, self._watch_client)]
+            self._timers[:1] = [asyncio.get_running_loop().call_later(left, self._watch_client)]
             return
         logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
         self._abort()
 
     def _watch_instance(self) -> None:
         """Ends an answer of which nothing has come for long."""
-        since = self._clock() if self._writing else self._since
-        if self._clock() - since < self.most_silence:
-            loop = asyncio.get_running_loop()
-            self._timers[1:] = [loop.call_at(since + self.most_silence, self._watch_instance)]
+        left = self.most_silence - (0.0 if self._writing else monotonic() - self._since)
+        if left > 0:
+            self._timers[1:] = [asyncio.get_running_loop().call_later(left, self._watch_instance)]
             return
         why = f"The decode instance has sent nothing for {self.most_silence:g} s."
         self._close(CallEnd.LATE, why, 504)
 
     async def _relay_stream(self) -> bool:
         """Whether D's answer came to its end. Raises ClientGone."""
-        chunk, pace, stream, pass_on = self.head, self.pace, self._stream, self._filter.feed
+        chunk, pace, stream, transcript = self.head, self.pace, self._stream, self.transcript
+        passed_on, content = self._filter, self.answer.content
         try:
             while chunk:
-                data = pass_on(chunk)
+                data = passed_on.feed(chunk)
                 await self._send(data if stream is None else stream.feed(data))
-                if self._filter.given_up:
+                if passed_on.given_up:
                     self._end, self.why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
                     return self._broke_off(None)
-                if self.transcript is not None and self.transcript.failed:
-                    self._end, self._error = CallEnd.ERROR, self.transcript.failed
+                if transcript is not None and transcript.failed:
+                    self._end, self._error = CallEnd.ERROR, transcript.failed
                     return self._broke_off(None)
-                chunk = await self.answer.content.readany()
+                chunk = await content.readany()
                 if pace is not None and chunk:
                     pace.beat(chunk)
         except Diverged as error:
             self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")
             return self._broke_off(error)
         except (aiohttp.ClientError, OSError) as error:
-            done = self.transcript is not None and self.transcript.done
-            return done or self._broke_off(error)
+            return (transcript is not None and transcript.done) or self._broke_off(error)
         return True
 
     def _broke_off(self, error: Exception | None) -> bool:
@@ -204,7 +202,7 @@ class Relay:
     async def _send(self, data: bytes, *, last: bool = False) -> None:
         """The next bytes; with the `last` ones the answer ends here, where a client that does not read is
         watched for. Raises ClientGone."""
-        self._since, self._writing = self._clock(), True
+        self._since, self._writing = monotonic(), True
         try:
             if not self.response.prepared:
                 await self.response.prepare(self.request)
@@ -216,7 +214,7 @@ class Relay:
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
         finally:
-            self._since, self._writing = self._clock(), False
+            self._since, self._writing = monotonic(), False
 
     def _abort(self) -> None:
         if self.request.transport is not None:

@@ -238,7 +238,7 @@ class Transcript:
     _prompt: bytes = b""
     _ids: bytearray = field(default_factory=bytearray)
     _chars: int = 0
-    """Of text; from the resume point where that is the last text that came."""
+    """Of text, without that of events of which no more is known than that they have some."""
     _safe: int = 0
     """The resume point, as ResumePoint has it, and the next two."""
     _safe_chars: int = 0
@@ -256,8 +256,7 @@ class Transcript:
     def __post_init__(self) -> None:
         chat = self.wanted.chat
         self._text = b'"delta":{"content":"' if chat else b'"text":"'
-        self._counts_chars = bool(self.wanted.kept_back or self.wanted.overlap)
-        self._plain = not (self.wanted.shows_tokens or self._counts_chars)
+        self._plain = not (self.wanted.shows_tokens or self.wanted.kept_back or self.wanted.overlap)
         """That an event has one token and some text is all that need be known of it."""
 
     @property
@@ -327,36 +326,35 @@ class Transcript:
             return
         if self._plain and ids.isdigit() and not event.startswith(b'"', start + len(self._text)):
             # Without a look at the text: each token of nearly each answer comes by here.
-            self._ids += ids + b","
-            self._safe, self._chars = len(self._ids), 0
-            if self._safe > self._counted:
-                self._count()
+            self._add(ids)
+            self._safe, self._safe_chars = len(self._ids), self._chars
             return
         choice = _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
         offset = 0
         if self.wanted.shows_tokens and not self.wanted.chat:
             offset = end_of_offsets(_decoder.decode(event[len(DATA_SPACE) :])["choices"][0])
-        self._add(ids, choice.text or choice.delta.content or "", offset)
+        self._note_text(ids, choice.text or choice.delta.content or "", offset)
 
     def note_decoded(self, ids: Sequence[int], text: str, offset: int, finished: bool) -> None:
         """An event that is decoded; `offset`: where its text ends for `text_offset`."""
         self.finished |= finished
         if self.possible:
-            self._add(b",".join(b"%d" % each for each in ids), text, offset)
+            self._note_text(b",".join(b"%d" % each for each in ids), text, offset)
 
-    def _add(self, ids: bytes, text: str, offset: int) -> None:
+    def _note_text(self, ids: bytes, text: str, offset: int) -> None:
         if ids:
-            self._ids += ids + b","
-            if len(self._ids) > self._counted:
-                self._count()
+            self._add(ids)
         self._chars += len(text)
         if text and ids and b"," not in ids:
             end = self._chars + self.wanted.kept_back
             self._coming.append(ResumePoint(len(self._ids), end, offset))
         while self._coming and self._coming[0].chars <= self._chars - self.wanted.overlap:
             self._safe, self._safe_chars, self._safe_offset = self._coming.popleft()
-        if not self._counts_chars and self._safe_chars == self._chars:
-            self._chars = self._safe_chars = 0
+
+    def _add(self, ids: bytes) -> None:
+        self._ids += ids + b","
+        if len(self._ids) > self._counted:
+            self._count()
 
     def without_tokens(self, event: bytes) -> bytes:
         """An event that has no tokens: a chat's first, an error, the usage, or the end."""

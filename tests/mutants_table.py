@@ -192,8 +192,8 @@ to_instance: the proxy sends no X-data-parallel-rank
 + if False:
 > tests/proxy/test_hung.py::test_a_client_that_reads_slowly_is_not_ds_silence
 Relay._watch_instance: a client that reads slowly counts as a silent D
--         since = self._clock() if self._writing else self._since
-+         since = self._since
+- (0.0 if self._writing else monotonic() - self._since)
++ (monotonic() - self._since)
 > tests/proxy/test_failures.py::test_what_was_held_back_when_d_dies_reaches_the_client
 Relay._break_off: bytes that were held back are lost when D dies
 -             await self._send(self._filter.flush())
