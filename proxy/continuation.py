@@ -7,15 +7,11 @@ and is not sent a second time; if it comes otherwise, as it may with sampling, t
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from .bodies import Body, Fields, parse
-from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, Transcript, Wanted, end_of_offsets
-
-_END = b"\n\n"
-_event = msgspec.json.Decoder(dict[str, Any])
+from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, Transcript, Wanted, end_of_offsets, fields_of
+from .upstream import EVENT_END
 
 
 class Diverged(Exception):
@@ -65,8 +61,7 @@ class Continuation:
     def _passed(self, event: bytes) -> bytes:
         if not event.startswith(DATA_SPACE + b'{"id"'):
             return self._transcript.without_tokens(event)
-        fields = _event.decode(event[len(DATA_SPACE) :])
-        fields |= self._head
+        fields = fields_of(event) | self._head
         if fields.get("usage"):
             fields["usage"] = usage_of(self._transcript, fields["usage"], self.before)
         choices = [made for each in fields["choices"] if (made := self._choice(each)) is not None]
@@ -109,12 +104,12 @@ def ending(transcript: Transcript) -> bytes:
     if options.get("include_usage"):
         counted = usage_of(transcript, {}, transcript.tokens)
         usage = written({**head_of(transcript), "choices": [], "usage": counted})
-    return usage + DONE + _END
+    return usage + DONE + EVENT_END
 
 
 def head_of(transcript: Transcript) -> Fields:
     """What is the same in all events of an answer."""
-    head = _event.decode(transcript.head[len(DATA_SPACE) :])
+    head = fields_of(transcript.head)
     return {name: head[name] for name in ("id", "object", "created", "model") if name in head}
 
 
@@ -127,7 +122,7 @@ def usage_of(transcript: Transcript, usage: Fields, before: int) -> Fields:
 
 def written(fields: Fields) -> bytes:
     """As an event."""
-    return DATA_SPACE + msgspec.json.encode(fields) + _END
+    return DATA_SPACE + msgspec.json.encode(fields) + EVENT_END
 
 
 def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:

@@ -31,6 +31,12 @@ STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
 
 
+def hang_up(request: web.Request) -> None:
+    """Closes the client's connection, whatever it has not read yet."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
 class ClientGone(Exception):
     """The client's connection broke while we wrote to it."""
 
@@ -141,7 +147,7 @@ class Relay:
             self._timers[:1] = [asyncio.get_running_loop().call_later(left, self._watch_client)]
             return
         logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
-        self._abort()
+        hang_up(self.request)
 
     def _watch_instance(self) -> None:
         """Ends an answer of which nothing has come for long."""
@@ -216,14 +222,10 @@ class Relay:
         finally:
             self._since, self._writing = monotonic(), False
 
-    def _abort(self) -> None:
-        if self.request.transport is not None:
-            self.request.transport.abort()
-
     async def _break_off(self) -> None:
         """An event stream ends with an error event. Any other body is left visibly unfinished."""
         if self.answer.content_type != EVENT_STREAM:
-            self._abort()
+            hang_up(self.request)
             return
         if self.transcript is None or not self.transcript.possible:
             await self._send(self._filter.flush())

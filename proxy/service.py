@@ -29,7 +29,7 @@ from .membership import Membership
 from .membership.instance import Instance
 from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .models import ModelLists
-from .relay import STALL_SECONDS, Relay
+from .relay import STALL_SECONDS, Relay, hang_up
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .routing_base import Routing, RoutingRequest
@@ -343,11 +343,6 @@ class ActiveRequest:
         else:
             self.task.cancel()
 
-    def hang_up(self) -> None:
-        """Closes the client's connection, whatever it has not read yet."""
-        if self.request.transport is not None:
-            self.request.transport.abort()
-
 
 class ActiveRequests:
     """All requests that are under way.
@@ -411,7 +406,7 @@ class ActiveRequests:
             async with asyncio.timeout(_LAST_ERRORS_SECONDS):
                 await self._empty.wait()
         for each in list(self._open):
-            each.hang_up()
+            hang_up(each.request)
         return len(rest)
 
 
@@ -452,11 +447,11 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         raise  # the client's own connection; no answer would arrive
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
-        if _BEGUN in request and request.transport is not None:
+        if _BEGUN in request:
             if RECORD in request:
                 request[RECORD].ended_with(500)
             # A second head in the middle of an answer would be taken for the rest of it.
-            request.transport.abort()
+            hang_up(request)
             raise ConnectionResetError from None
         return error_response(500, "The proxy itself failed; see its log.")
 
@@ -511,9 +506,9 @@ async def written_in_time(request: web.Request, handler: Handler) -> web.StreamR
     """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
     written when it comes here."""
     response = await handler(request)
-    if response.prepared or request.transport is None:
+    if response.prepared:
         return response
-    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, request.transport.abort)
+    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, hang_up, request)
     try:
         await response.prepare(request)
         await response.write_eof()

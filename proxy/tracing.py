@@ -52,32 +52,18 @@ class Spans:
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("p2pkv_proxy")
-        self._propagator = TraceContextTextMapPropagator()
-        self._trace: Any = trace
+        self.tracer = self._provider.get_tracer("p2pkv_proxy")
+        self.propagator = TraceContextTextMapPropagator()
+        self.trace: Any = trace
 
     def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
         carrier = {name: headers[name] for name in (TRACEPARENT, "tracestate") if name in headers}
-        span = self._tracer.start_span(
+        span = self.tracer.start_span(
             f"POST {endpoint}" if endpoint != "/v1/models" else f"GET {endpoint}",
-            context=self._propagator.extract(carrier),
-            kind=self._trace.SpanKind.SERVER,
+            context=self.propagator.extract(carrier),
+            kind=self.trace.SpanKind.SERVER,
         )
         return _Request(self, span)
-
-    def child(self, parent: Any, instance: Instance, role: Role, headers: Headers) -> CallSpan:
-        """A call below the request `parent`; `role`: the instance's in this request."""
-        context = self._trace.set_span_in_context(parent)
-        span = self._tracer.start_span(
-            ROLE_NAMES[role],
-            context=context,
-            kind=self._trace.SpanKind.CLIENT,
-            attributes={"server.address": instance.ping.http_address},
-        )
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, context=self._trace.set_span_in_context(span))
-        headers.update(carrier)
-        return _Call(self._trace, span)
 
     def close(self) -> None:
         self._provider.shutdown()
@@ -89,7 +75,17 @@ class _Request(RequestSpan):
     _span: Any
 
     def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
-        return self._spans.child(self._span, instance, role, headers)
+        trace = self._spans.trace
+        span = self._spans.tracer.start_span(
+            ROLE_NAMES[role],
+            context=trace.set_span_in_context(self._span),
+            kind=trace.SpanKind.CLIENT,
+            attributes={"server.address": instance.ping.http_address},
+        )
+        carrier: dict[str, str] = {}
+        self._spans.propagator.inject(carrier, context=trace.set_span_in_context(span))
+        headers.update(carrier)
+        return _Call(trace, span)
 
     def end(self, record: RequestRecord) -> None:
         fields = {**record.ids(), **record.as_fields()}
@@ -97,7 +93,7 @@ class _Request(RequestSpan):
             {f"p2pkv.{name}": value for name, value in fields.items() if value not in (None, "")}
         )
         if record.outcome in ("failed", "broken", "shed"):
-            self._span.set_status(self._spans._trace.StatusCode.ERROR, record.outcome)
+            self._span.set_status(self._spans.trace.StatusCode.ERROR, record.outcome)
         self._span.end()
 
 

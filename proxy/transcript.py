@@ -29,29 +29,23 @@ _DATA = b"data:"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 # Fields of a request that the continuation repeats.
-SAME = frozenset(
-    {
-        "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
-        "min_p", "model", "priority", "repetition_penalty", "return_tokens_as_token_ids", "seed",
-        "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids",
-        "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user",
-    }
-)  # fmt: skip
+SAME = {
+    "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
+    "min_p", "model", "priority", "repetition_penalty", "return_tokens_as_token_ids", "seed",
+    "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids",
+    "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user",
+}  # fmt: skip
 # Those that count tokens, or that the two endpoints name otherwise.
-_TRANSLATED = frozenset(
-    {
-        "logprobs", "max_completion_tokens", "max_tokens", "min_tokens", "return_token_ids", "stream",
-        "top_logprobs",
-    }
-)  # fmt: skip
+_TRANSLATED = {
+    "logprobs", "max_completion_tokens", "max_tokens", "min_tokens", "return_token_ids", "stream",
+    "top_logprobs",
+}  # fmt: skip
 # Those that make the prompt's tokens, or change nothing of the answer.
-_OF_THE_PROMPT = frozenset(
-    {
-        "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",
-        "continue_final_message", "messages", "metadata", "prompt", "reasoning_effort", "store",
-        "truncate_prompt_tokens", "truncation_side",
-    }
-)  # fmt: skip
+_OF_THE_PROMPT = {
+    "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",
+    "continue_final_message", "messages", "metadata", "prompt", "reasoning_effort", "store",
+    "truncate_prompt_tokens", "truncation_side",
+}  # fmt: skip
 # Those with which an answer can go on elsewhere only if they have one of these values.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
@@ -332,7 +326,7 @@ class Transcript:
         choice = _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
         offset = 0
         if self.wanted.shows_tokens and not self.wanted.chat:
-            offset = end_of_offsets(_decoder.decode(event[len(DATA_SPACE) :])["choices"][0])
+            offset = end_of_offsets(fields_of(event)["choices"][0])
         self._note_text(ids, choice.text or choice.delta.content or "", offset)
 
     def note_decoded(self, ids: Sequence[int], text: str, offset: int, finished: bool) -> None:
@@ -361,7 +355,7 @@ class Transcript:
         if event.startswith(DONE):
             self.done = True
         elif event.startswith(_ERROR):
-            if self.possible and is_servers_error(_decoder.decode(event[len(DATA_SPACE) :])):
+            if self.possible and is_servers_error(fields_of(event)):
                 self.failed = event
                 return b""
         elif not self.head and _PROMPT_IDS in event:
@@ -410,6 +404,10 @@ class Transcript:
     def all_ids(self) -> bytes:
         """Of the prompt and the answer, with commas."""
         return b",".join(filter(None, (self._prompt, bytes(self._ids[:-1]))))
+
+
+def fields_of(event: bytes) -> Fields:
+    return _decoder.decode(event[len(DATA_SPACE) :])
 
 
 def _without_prompt(event: bytes) -> bytes:

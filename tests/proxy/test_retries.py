@@ -118,7 +118,7 @@ async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, rol
         last = deployment.registry.known(role)[-1].ping.http_address
         # One for the second try, and one if the first one's connection had been idle.
         allowed = iter([True, True])
-        deployment.proxy.admission.budget.spend = lambda now: next(allowed, False)  # type: ignore
+        deployment.proxy.admission.budget.spend = lambda now, **_: next(allowed, False)  # type: ignore
 
         async def fails_first(request: web.Request, seen: Seen) -> web.StreamResponse:
             if sum(asked(some)) > 1:
