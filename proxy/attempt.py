@@ -63,9 +63,7 @@ class Outcome:
 
     Attributes:
         response: what the client gets if there is no other attempt, or has got.
-        verdict: who is to blame, and whether the request may be sent again.
         end: how the call ended that ended the attempt.
-        culprit: the instance to blame; None if none is.
         ended: for the metrics, where that is more than the response's status shows.
     """
 
@@ -77,13 +75,7 @@ class Outcome:
 
 
 class Means(Protocol):
-    """What all attempts share.
-
-    Attributes:
-        clock: monotonic seconds.
-        lingering: P's calls that may outlive their attempt.
-        dispatch: whether P and D get a request at once or one after the other.
-    """
+    """What all attempts share, see `Proxy`; `lingering`: P's calls that may outlive their attempt."""
 
     session: Client
     clock: Callable[[], float]
@@ -134,12 +126,10 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.choice, self.record = self.place.choice, self.request[RECORD]
-        prefill, decode = self.choice.prefill, self.choice.decode
-        if self.choice.whole:
-            prefill = decode  # which its engine takes for a plain request
-        self.request_id = (
-            mint(prefill.zmq_address, decode.zmq_address, self.unique) if prefill else self.unique
-        )
+        decode, self.request_id = self.choice.decode, self.unique
+        # Its engine takes an id that names it twice for a plain request.
+        if prefill := decode if self.choice.whole else self.choice.prefill:
+            self.request_id = mint(prefill.zmq_address, decode.zmq_address, self.unique)
         self._scrubber = Scrubber(self.choice, self.request_id, self.unique)
         self._began = asyncio.get_running_loop().time()
         self.record.begins(self.choice, self.unique)
@@ -329,9 +319,9 @@ class Attempt:
 
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
-        decode, prefill = self.choice.decode, self._state_of_prefill()
-        logger.warning("request %s: %s %s (%r)", self.unique, decode, error, error.__cause__)
-        verdict = assign_blame("D", error.end, prefill, sent_twice=self.may_resend and self._sent_twice)
+        logger.warning("request %s: %s %s (%r)", self.unique, self.choice.decode, error, error.__cause__)
+        twice = self.may_resend and self._sent_twice
+        verdict = assign_blame("D", error.end, self._state_of_prefill(), sent_twice=twice)
         outcome = self._outcome(self._to_ds_failure(error, verdict), verdict, error)
         if outcome.culprit is not None:
             self._charge(outcome.culprit, verdict)
@@ -358,9 +348,8 @@ class Attempt:
                 return self._failed(self._why_decode_failed(verdict), 500)
             if not 400 <= status < 600:
                 # A redirection is no answer: it would send the client to the instance.
-                return self._failed(
-                    f"The decode instance answered {status}, which is no answer to a request."
-                )
+                why = f"The decode instance answered {status}, which is no answer to a request."
+                return self._failed(why)
             return refusal(error.reply, self._scrubber)
         if error.end is CallEnd.ERROR:
             if _names_no_reason(error.detail):
@@ -374,10 +363,11 @@ class Attempt:
         if call is None:
             return "The decode instance failed with an internal error; see its log."
         if verdict.blame is Blame.P:
-            silence = now - call.instance.last_seen
-            more = f" and has not pinged for {silence:.0f} s" if call.instance.silent(now) else ""
-            if call.instance.left is not None and call.end is CallEnd.PENDING:
+            instance, more = call.instance, ""
+            if instance.left is not None and call.end is CallEnd.PENDING:
                 more = " and has stopped"
+            elif instance.silent(now):
+                more = f" and has not pinged for {now - instance.last_seen:.0f} s"
             return (
                 f"The prefill instance {call.why}{more}, and the decode instance could not go on without it."
             )

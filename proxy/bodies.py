@@ -45,9 +45,7 @@ _NOT_FOR_PREFILL_OF_RESPONSES = frozenset({"include", "top_logprobs", "backgroun
 
 _SMALL = 64
 """Bytes of the longest value that is decoded: numbers, true, false and null are shorter."""
-
 _SMALL_BODY = 1 << 16
-
 _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
 
@@ -94,9 +92,7 @@ class Body:
     """A client's request, without what it may not choose.
 
     Args:
-        raw: its bytes.
-        fields: the JSON object that they are.
-        path: where it was sent.
+        raw: its bytes; `fields` is the JSON object that they are.
         released: called when `let_go` drops the bytes; more than once, perhaps.
 
     Attributes:
@@ -105,8 +101,6 @@ class Body:
             that vLLM itself calls, since what they return becomes part of a longer prompt, nor where the
             answer is about the prompt's own tokens, whose logits only the prefill itself yields.
         one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
-        prompt: what routing may know of its prompt.
-        streams: whether it asks for its answer as a stream.
         fields: all that it has; none once its bytes are let go.
     """
 

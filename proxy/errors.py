@@ -41,9 +41,7 @@ class ProxyError(Exception):
 
     def __init__(self, status: int, message: str, *, last: bool = False, ask: str = "") -> None:
         super().__init__(message)
-        self.status = status
-        self.last = last
-        self.ask = ask
+        self.status, self.last, self.ask = status, last, ask
 
 
 def retry_after() -> dict[str, str]:
@@ -75,8 +73,8 @@ def error_response(status: int, message: str) -> web.Response:
 
 def _sentence(request: web.Request, error: web.HTTPException) -> str:
     allowed = ", ".join(sorted(error.allowed_methods)) if isinstance(error, web.HTTPMethodNotAllowed) else ""
-    limit = request.client_max_size
     template = _SENTENCES.get(error.status)
     if template is None:
         return error.text or error.reason
-    return template.format(path=request.path[:200], method=request.method, allowed=allowed, limit=limit)
+    path, limit = request.path[:200], request.client_max_size
+    return template.format(path=path, method=request.method, allowed=allowed, limit=limit)

@@ -85,14 +85,11 @@ class Proxy:
         with self.active.enter(request) as active, closing(BodyReader(self.intake)) as reader:
             body = parse(await reader.read(request), request.path, reader.close)
             if body.messages(self.limits.max_messages) > self.limits.max_messages:
-                raise ProxyError(
-                    413,
-                    f"The request has more than {self.limits.max_messages} messages or items of its input; "
-                    "this proxy takes no more in one request (--max-messages).",
-                )
-            wants = RoutingRequest(
-                body.model, body.prompt, request.headers.get(self.routing.session_header, "")
-            )
+                many = f"more than {self.limits.max_messages} messages or items of its input"
+                why = "this proxy takes no more in one request (--max-messages)."
+                raise ProxyError(413, f"The request has {many}; {why}")
+            session = request.headers.get(self.routing.session_header, "")
+            wants = RoutingRequest(body.model, body.prompt, session)
             request[RECORD].wants(body.model)
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
@@ -288,16 +285,13 @@ class Proxy:
         }
 
     async def stop(self, seconds: float, hurry: asyncio.Event) -> int:
-        """Takes no more requests, turns away those who wait, gives the others `seconds`; see
-        ActiveRequests.clear."""
+        """Takes no more requests, turns away those who wait, gives the others `seconds`; see `clear`."""
         self.active.stopping = True
         self.admission.close(ProxyError(503, STOPPING, last=True))
         return await self.active.clear(seconds, hurry)
 
 
 PROXY = web.AppKey("proxy", Proxy)
-
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -463,11 +457,8 @@ _MAX_ID = 200
 def recording(
     metrics: Metrics, endpoints: frozenset[str], tracing: Spans | None, *, log_requests: bool
 ) -> Middleware:
-    """The middleware that keeps a record of each request to one of `endpoints`, or to none that there is.
-
-    Args:
-        log_requests: write a line for each.
-    """
+    """The middleware that keeps a record of each request to one of `endpoints`, or to none that there is;
+    `log_requests`: and writes a line for each."""
 
     @web.middleware
     async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -475,14 +466,10 @@ def recording(
         path = "other" if resource is None else resource.canonical
         if resource is not None and path not in endpoints:
             return await handler(request)
-        client_id = request.headers.get(REQUEST_ID, "")[:_MAX_ID]
-        record = request[RECORD] = RequestRecord(
-            metrics,
-            path,
-            client_id,
-            trace_id=trace_id_of(request.headers),
-            span=RequestSpan() if tracing is None else tracing.request(path, request.headers),
-        )
+        client_id, trace_id = request.headers.get(REQUEST_ID, "")[:_MAX_ID], trace_id_of(request.headers)
+        span = RequestSpan() if tracing is None else tracing.request(path, request.headers)
+        record = RequestRecord(metrics, path, client_id, trace_id=trace_id, span=span)
+        request[RECORD] = record
         before = CURRENT.set(record)
         try:
             response = await handler(request)

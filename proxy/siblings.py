@@ -70,16 +70,11 @@ async def answering(socket: Path, parts: Parts) -> AsyncIterator[None]:
 
 
 class Siblings:
-    """All workers, or the only one.
-
-    Args:
-        parts: what this worker answers for itself.
-        others: the sockets of the others, by their numbers.
-    """
+    """All workers, or the only one. `parts`: what this one answers for itself; `others`: the sockets of the
+    others, by their numbers."""
 
     def __init__(self, parts: Parts, others: Mapping[int, Path] | None = None) -> None:
-        self._parts = parts
-        self._others = others or {}
+        self._parts, self._others = parts, others or {}
         self._counted: dict[int, list[Family]] = {}
         """What each of them has counted, by its last answer."""
 

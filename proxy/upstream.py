@@ -53,11 +53,8 @@ class Client:
     """A proxy's connections to instances: as many as there are requests, and no deadline on an answer.
 
     Connections are kept for the next request. An instance may close an idle one at the very moment in which
-    it is used again. That is no failure of the instance: the request goes once more, over a new connection.
-
-    Attributes:
-        kept: makes and keeps connections. Its `get` tries once more by itself.
-        reconnected: how many requests went once more.
+    it is used again. That is no failure of the instance: the request goes once more, over a new connection;
+    `reconnected` counts these. The `get` of `kept` tries once more by itself.
     """
 
     def __init__(self) -> None:
