@@ -371,7 +371,7 @@ class AnswerFilter:
     def flush(self) -> bytes:
         """What was held back, at the end of the answer."""
         rest, self._rest = self._rest, b""
-        return rest
+        return self.rewritten(rest)
 
     def rewritten(self, data: bytes) -> bytes:
         """Nothing but the id is replaced in a success, whose body is the model's."""

@@ -893,7 +893,7 @@ Admission.stay_alone: a place that is left for a D alone is not given to the nex
 Transcript.rewind: a stream goes on with a token too many
 - del self._ids[self._safe :]
 + del self._ids[self._safe + 3 :]
-Transcript._add: text that a stop string may begin in counts as sent
+Transcript._note_text: text that a stop string may begin in counts as sent
 - self._chars + self.wanted.kept_back
 + self._chars
 > tests/proxy/test_continuation.py::test_half_a_character_is_generated_anew

@@ -27,7 +27,8 @@ from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, Role
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import Router
+from p2pkv_proxy.relay import AnswerFilter, Scrubber
+from p2pkv_proxy.routing import Choice, Router
 from p2pkv_proxy.routing_base import Routing
 from p2pkv_proxy.service import PROXY, Proxy
 from support.waiting import DEADLINE, eventually
@@ -45,6 +46,14 @@ def ping(role: Role = "P", port: int = 8100, **more: Any) -> Ping:
 def prompt_of(fields: Mapping[str, Any]) -> Prompt:
     """As the proxy has it of a request with these fields."""
     return Prompt({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()})
+
+
+def filter_of(
+    path: str, *, streamed: bool = True, old: str = "the request's id", new: str = "the client's id"
+) -> AnswerFilter:
+    """Of the answer of some D."""
+    scrubber = Scrubber(Choice(None, join(Registry(), ping("D"))), old, new)
+    return AnswerFilter(path, scrubber, streamed=streamed)
 
 
 def join(registry: Registry, message: Ping, now: float = 0.0, line: Any = None) -> Instance:

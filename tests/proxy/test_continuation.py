@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_fakes import join, ping
+from proxy_fakes import filter_of
 from streaming_engine import FIRST_HALF, Answer, Engine, Model
 
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, ending
-from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.relay import AnswerFilter, Scrubber
-from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.transcript import Transcript, TranscriptMemory
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 512
-SCRUBBER = Scrubber(Choice(None, join(Registry(), ping("D"))), "the request's id", "the client's id")
 
 
 def memory() -> TranscriptMemory:
@@ -65,7 +61,7 @@ def cut_answer(
         begun = data.index(b'"token_ids":[')
         begun = data.index(b"\n\n", begun) + 2
         data = data if last else data[: max(begun, cuts[number])]
-        relay = AnswerFilter(at_path, SCRUBBER, streamed=True)
+        relay = filter_of(at_path)
         for piece in pieces(data, sizes):
             got += stream.feed(relay.feed(piece))
         if transcript.done:

@@ -142,7 +142,8 @@ async def test_what_was_held_back_when_d_dies_reaches_the_client(either: Deploym
 
     async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = await event_stream(request)
-        await response.write(event(seen, "first") + b"data: " + seen.request_id[:8].encode())
+        name = seen.request_id.encode()
+        await response.write(event(seen, "first") + b"data: " + name + b" " + name[:8])
         await eventually(relayed.is_set)
         die(request)
         return response
@@ -152,7 +153,8 @@ async def test_what_was_held_back_when_d_dies_reaches_the_client(either: Deploym
     response = await either.begin()
     relayed.set()
     held, last, nothing = (await response.content.read()).split(b"\n\n")
-    assert held == b"data: " + either.d.requests[0].request_id[:8].encode() and nothing == b""
+    known, name = response.headers["X-Request-Id"].encode(), either.d.requests[0].request_id.encode()
+    assert held == b"data: " + known + b" " + name[:8] and nothing == b""
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 502
 
 

@@ -22,15 +22,12 @@ from proxy_behaviours import (
     stops_before_a_token,
     stream_of,
 )
-from proxy_fakes import Deployment, asked, deployed, join, ping, quiet, take_turns
+from proxy_fakes import Deployment, asked, deployed, filter_of, quiet, take_turns
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.http import PAIRED
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.relay import AnswerFilter, Scrubber
-from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.upstream import gave_up
 from support.waiting import eventually
 
@@ -268,11 +265,6 @@ def as_events(path: str, *events: Any) -> bytes:
     )
 
 
-def filter_of(path: str, *, streamed: bool) -> AnswerFilter:
-    scrubber = Scrubber(Choice(None, join(Registry(), ping("D"))), "the request's id", "the client's id")
-    return AnswerFilter(path, scrubber, streamed=streamed)
-
-
 def fed(path: str, chunks: Iterable[bytes], *, streamed: bool = True) -> tuple[bytes, bool]:
     """What is passed on, and whether the answer was given up."""
     watch = filter_of(path, streamed=streamed)
@@ -304,7 +296,7 @@ def test_what_does_not_give_up_passes_as_it_is(path: str) -> None:
 
 
 def test_an_event_waits_for_its_end() -> None:
-    watch = filter_of(COMPLETIONS, streamed=True)
+    watch = filter_of(COMPLETIONS)
     assert watch.feed(b'data: {"choices":[') == b""
     assert watch.feed(b'{"text":"","logprobs":{"tokens":["abort"') == b""
     whole = b'data: {"choices":[{"text":"","logprobs":{"tokens":["abort"]}}]}\n\n'
@@ -314,7 +306,7 @@ def test_an_event_waits_for_its_end() -> None:
 
 
 def test_an_event_without_end_is_not_kept() -> None:
-    watch = filter_of(COMPLETIONS, streamed=True)
+    watch = filter_of(COMPLETIONS)
     sent = [b'data: {"x":["abort"'] + [b"y" * 100_000] * 50
     assert b"".join([watch.feed(chunk) for chunk in sent]) + watch.flush() == b"".join(sent)
     for chunk in sent:

@@ -25,7 +25,7 @@ from proxy_behaviours import (
     stream_of,
     telling,
 )
-from proxy_fakes import Deployment, deployed, error_of, join, ping, quiet
+from proxy_fakes import Deployment, deployed, error_of, filter_of, join, quiet
 from test_failures import shows_no_address
 
 from p2pkv.control.discovery import Ping
@@ -314,15 +314,14 @@ CLEAN = b"0123456789abcdef" * 2
 STREAM = st.lists(st.sampled_from([b"_", b"a", b"__a", b"ab"]), max_size=30).map(b"".join)
 
 
-def filter_of(old: bytes, new: bytes, *, streamed: bool) -> AnswerFilter:
-    choice = Choice(None, join(Registry(), ping("D")))
-    return AnswerFilter("/v1/completions", Scrubber(choice, old.decode(), new.decode()), streamed=streamed)
+def minted(old: bytes = MINTED, new: bytes = CLEAN, *, streamed: bool) -> AnswerFilter:
+    return filter_of("/v1/completions", streamed=streamed, old=old.decode(), new=new.decode())
 
 
 def rewritten(chunks: list[bytes], old: bytes = MINTED, new: bytes = CLEAN) -> set[bytes]:
     """As an event stream, and as a long JSON."""
-    filters = [filter_of(old, new, streamed=streamed) for streamed in (True, False)]
-    return {b"".join([*map(each.feed, chunks), each.rewritten(each.flush())]) for each in filters}
+    filters = [minted(old, new, streamed=streamed) for streamed in (True, False)]
+    return {b"".join([*map(each.feed, chunks), each.flush()]) for each in filters}
 
 
 def chunks_of(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -356,11 +355,11 @@ def test_any_stream_any_cuts(stream: bytes, old: bytes, cuts: list[int]) -> None
 
 def test_no_more_waits_than_may_begin_the_id() -> None:
     whole = b'data: {"id": "' + MINTED + b'"}\n\n'
-    assert filter_of(MINTED, CLEAN, streamed=True).feed(whole) == whole.replace(MINTED, CLEAN)
+    assert minted(streamed=True).feed(whole) == whole.replace(MINTED, CLEAN)
     long = b"x" * 100 + MINTED + b"y" * 200
-    assert len(filter_of(MINTED, CLEAN, streamed=False).feed(long)) > 300 + len(CLEAN) - len(MINTED)
+    assert len(minted(streamed=False).feed(long)) > 300 + len(CLEAN) - len(MINTED)
     event = b"data: " + b"z" * (2 << 20) + long
-    passed = filter_of(MINTED, CLEAN, streamed=True).feed(event)
+    passed = minted(streamed=True).feed(event)
     assert CLEAN in passed and len(event) - len(passed) < 2 * len(MINTED)
 
 

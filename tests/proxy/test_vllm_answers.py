@@ -12,7 +12,7 @@ import pytest
 import vllm
 from fastapi.responses import JSONResponse
 from multidict import CIMultiDict, CIMultiDictProxy
-from proxy_fakes import join, ping
+from proxy_fakes import filter_of, join, ping
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion import protocol as chats
 from vllm.entrypoints.openai.completion import protocol as completions
@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_
 from vllm.sampling_params import SamplingParams
 
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.relay import GivenUpFilter, to_instance
+from p2pkv_proxy.relay import to_instance
 from p2pkv_proxy.upstream import gave_up
 
 TOKENS = {"abort": 0, "stop": 3, "length": 1}
@@ -44,7 +44,7 @@ def event(answer: Any) -> bytes:
 
 
 def given_up_in(path: str, events: bytes) -> bool:
-    watch = GivenUpFilter(path, streamed=True)
+    watch = filter_of(path)
     watch.feed(events)
     return watch.given_up
 
