@@ -73,12 +73,8 @@ _first_two = msgspec.json.Decoder(_FirstTwo)
 
 
 class Content:
-    """A body to send.
-
-    Attributes:
-        pieces: its bytes; some may be views of the client's. None are left once the client's are let go.
-        size: of all pieces.
-    """
+    """A body to send. Some of its pieces may be views of the client's bytes; none are left once those are let
+    go."""
 
     def __init__(self, pieces: tuple[Piece, ...]) -> None:
         self.pieces = pieces
@@ -362,13 +358,8 @@ def _is_data(look: bytes) -> bool:
 
 class Prompt:
     """The prompt in a request's fields, as far as is known without a tokenizer, and without reading all
-    of it: its length comes from the length of its JSON, and its prefixes are the bytes of that.
-
-    Args:
-        fields: the request, a JSON object.
-
-    Attributes:
-        tokens: how many it has: counted if they are token ids, else estimated.
+    of it: its length comes from the length of its JSON, and its prefixes are the bytes of that. `tokens` are
+    counted if it is token ids, else estimated.
     """
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
@@ -408,11 +399,7 @@ class Prompt:
 
 @dataclass
 class Intake:
-    """Counts the bytes of all bodies, from their arrival until they are let go.
-
-    Attributes:
-        held: bytes now.
-    """
+    """Counts the bytes of all bodies, from their arrival until they are let go."""
 
     limits: Limits
     counters: RequestCounters

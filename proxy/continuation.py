@@ -19,7 +19,7 @@ class Diverged(Exception):
 
 
 class Continuation:
-    """What the next instance is asked for, and its answer.
+    """What the next instance is asked for by its `body`, and its answer.
 
     Args:
         context: tokens of the model's context; not needed unless `wanted.needs_context`.
@@ -27,7 +27,6 @@ class Continuation:
 
     Attributes:
         before: tokens of the answer that are part of this instance's prompt.
-        body: the request.
     """
 
     def __init__(self, transcript: Transcript, context: int, former: Continuation | None) -> None:

@@ -290,12 +290,7 @@ def to_client(instance: CIMultiDictProxy[str]) -> Headers:
 
 @dataclass(frozen=True)
 class Scrubber:
-    """Takes out of an answer what names instances.
-
-    Attributes:
-        request_id: the id that the instances know this request by.
-        unique: what the client sees in its place.
-    """
+    """Takes out of an answer what names instances; the client sees `unique` in place of `request_id`."""
 
     choice: Choice
     request_id: str
@@ -335,12 +330,6 @@ class AnswerFilter:
 
     Of a stream whole events go on. Of a JSON that is too long to be held until it is whole, and of an event
     that is, all goes on but what may be the beginning of the id.
-
-    Args:
-        path: the endpoint that answers.
-
-    Attributes:
-        given_up: the instance has given it up.
     """
 
     def __init__(self, path: str, scrubber: Scrubber, *, streamed: bool) -> None:

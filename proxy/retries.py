@@ -51,13 +51,9 @@ class Retries:
         *,
         free: bool = False,
     ) -> bool:
-        """Moves a request away from those that failed it. False if that was its last try.
-
-        Args:
-            tries: how many it has had, without those at instances whose port refused: each of these is asked
-                only once, and nothing was computed.
-            free: the budget does not count.
-        """
+        """Moves a request away from those that failed it. False if that was its last try. `tries`: without
+        those at instances whose port refused: each of these is asked only once, and nothing was computed;
+        `free`: the budget does not count."""
         mode = place.mode_after(culprit)
         if tries > self.limits.retries or not self.admission.can_move(place, mode, failed):
             return False
@@ -71,12 +67,8 @@ class Retries:
     ) -> bool:
         """Moves a request whose answer has begun away from the decode instance that it lost. False if no
         other has room. The budget counts each time, and refuses only the second and later ones: the first
-        are no more than the answers that were under way.
-
-        Args:
-            failed: those that it must not go to; the lost one is among them.
-            tries: how often it has been moved so.
-            free: the budget does not count.
+        are no more than the answers that were under way. `tries`: how often it has been moved so; `free`: the
+        budget does not count.
         """
         if not free and not self.spend(whatever=tries == 0):
             return False

@@ -180,13 +180,7 @@ _text_event = msgspec.json.Decoder(_TextEvent)
 
 @dataclass
 class TranscriptMemory:
-    """What all transcripts hold.
-
-    Attributes:
-        most: bytes, together.
-        most_each: bytes of one.
-        held: bytes now.
-    """
+    """Bytes that all transcripts hold; `most_each`: one of them, at most."""
 
     most: int
     most_each: int
@@ -212,7 +206,6 @@ class Transcript:
     """What the client has of one streamed answer, over all instances that have sent parts of it.
 
     Attributes:
-        wanted: by the client.
         possible: another instance could go on with it.
         head: the first event, without ids.
         failed: the event, an error of the instance's own, that has come in place of the rest.

@@ -58,10 +58,8 @@ class Client:
     """
 
     def __init__(self) -> None:
-        self.kept = _session(
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=_socket)
-        )
-        self._fresh = _session(aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket))
+        self.kept = _session(keepalive_timeout=_KEEPALIVE_SECONDS)
+        self._fresh = _session(force_close=True)
         self.reconnected = 0
 
     async def __aenter__(self) -> Self:
@@ -117,11 +115,11 @@ async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConne
         context.trace_request_ctx.append(True)
 
 
-def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+def _session(**connections: Any) -> aiohttp.ClientSession:
     watch = aiohttp.TraceConfig()
     watch.on_connection_reuseconn.append(_reused)
     return aiohttp.ClientSession(
-        connector=connector,
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket, **connections),
         timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),
