@@ -7,7 +7,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -15,6 +15,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 from aiohttp import AddrInfoType
+from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDictProxy
 
 from .blame import CallEnd
@@ -77,14 +78,16 @@ class Client:
         reused: list[bool] = []  # not empty if its connection was idle until now
         began = time.monotonic()
         try:
-            return await _post(self.kept, url, body, headers, trace_request_ctx=reused)
+            return await self.kept.post(
+                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=reused
+            )
         except (aiohttp.ClientError, OSError) as error:
             at_once = time.monotonic() - began <= _REPEAT_SECONDS
             if not (reused and at_once and _closed_unanswered(error) and may_repeat()):
                 raise
             logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
         self.reconnected += 1
-        return await _post(self._fresh, url, body, headers)
+        return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
 
 
 # Up to this size a body is sent as one piece, together with the request's head.
@@ -92,22 +95,29 @@ _ONE_PIECE_BYTES = 1 << 16
 _SENT_AT_ONCE = 1 << 17
 
 
-async def _in_pieces(body: Content) -> AsyncIterator[memoryview]:
-    """A large body, at the pace of who reads it, and never copied as a whole."""
-    for piece in body.pieces:
-        view = memoryview(piece)
-        for at in range(0, len(view), _SENT_AT_ONCE):
-            yield view[at : at + _SENT_AT_ONCE]
-            if at:
-                await asyncio.sleep(0)  # others get their turn, too, if this one reads very fast
+class _Streamed(aiohttp.Payload):
+    """A large body, sent piece by piece, at the pace of who reads it, and never copied as a whole."""
+
+    _autoclose = True
+
+    def __init__(self, body: Content) -> None:
+        super().__init__(body, content_type="application/json")
+        self._size = body.size
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return bytes(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in self._value.pieces:
+            view = memoryview(piece)
+            for at in range(0, len(view), _SENT_AT_ONCE):
+                await writer.write(view[at : at + _SENT_AT_ONCE])
+                if at:
+                    await asyncio.sleep(0)  # others get their turn, too, if this one reads very fast
 
 
-def _post(
-    session: aiohttp.ClientSession, url: str, body: Content, headers: Headers, **more: Any
-) -> Awaitable[aiohttp.ClientResponse]:
-    data = bytes(body) if body.size <= _ONE_PIECE_BYTES else _in_pieces(body)
-    headers["Content-Length"] = str(body.size)
-    return session.post(url, data=data, headers=headers, allow_redirects=False, **more)
+def _payload(body: Content) -> bytes | _Streamed:
+    return bytes(body) if body.size <= _ONE_PIECE_BYTES else _Streamed(body)
 
 
 async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConnectionReuseconnParams) -> None:
