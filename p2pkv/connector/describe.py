@@ -420,7 +420,7 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if held == max(1, heads // tp):
         return int(heads)
-    # A layer with heads of its own: a rank that holds several has no copies. Slots are not heads (nvfp4).
+    # A layer with heads of its own: a rank that holds several has no copies.
     if held == getattr(spec, "num_kv_heads", 0) and (held > 1 or tp == 1):
         return int(held * tp)
     raise ConfigError(

@@ -3,8 +3,8 @@
 vLLM registers a layer as [blocks, heads, rows, content] and calls a row's content bytes where a kernel gives
 them their meaning. A row mostly lies together, as its view shows it. But some kernels write two *planes*: in
 front the values of all rows of a block, behind them the scales of all rows. Then the view is only right in
-how many bytes a block has. And some have two *slots* in place of heads, one for K and one for V, in which a
-row has all heads.
+how many bytes a block has. And some have two *slots*, one for K and one for V: a row of a slot has all heads,
+or, with NVFP4, each slot has planes of its own.
 
 The planes or slots of a layer become layers of two KV groups with the same block table. What is not certain
 is refused, with the layer's name.
@@ -12,6 +12,7 @@ is refused, with the layer's name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,8 +38,8 @@ class RowForm(NamedTuple):
 
     Attributes:
         tokens: that a row stands for; it is written when the last of them is computed.
-        planes: in the order of memory; () if a row lies together.
-        slot_heads: KV heads in each of two slots; 0: heads are the view's own.
+        planes: in the order of memory, in each slot; () if a row lies together.
+        slot_heads: KV heads in each of two slots; 0: there are none, and heads are the view's own.
     """
 
     tokens: int
@@ -81,7 +82,29 @@ def row_form(name: str, spec: KVCacheSpec) -> RowForm:
             f"this model's layer {name} has a row for each {tokens} tokens, and blocks of {spec.block_size}: "
             "expected whole rows in a block; choose another --block-size"
         )
+    if getattr(spec, "num_head_slots", None) and spec.kv_quant_mode.is_nvfp4:
+        return RowForm(int(tokens), _nvfp4_planes(name, spec), spec.num_kv_heads)
     return RowForm(int(tokens), _planes(name, spec), _slot_heads(name, spec))
+
+
+def _nvfp4_planes(name: str, spec: Any) -> tuple[Plane, ...]:
+    """Of K and of V, as `_nvfp4_kv_views` of vLLM's FlashInfer backend has them. Raises ConfigError."""
+    from vllm.platforms import current_platform
+
+    planes = (Plane("", spec.head_size // 2), Plane(" scales", spec.head_size // 16))
+    if not any(current_platform.is_device_capability_family(family) for family in (80, 90, 120)):
+        raise ConfigError(
+            f"this model's layer {name} has NVFP4 numbers, and vLLM's kernels for this GPU mix the scales of "
+            "four tokens (swizzle_scale_offset in csrc/nvfp4_kv_cache_kernels.cu): p2pkv moves KV token by "
+            "token; use another --kv-cache-dtype, fp8 for example"
+        )
+    if spec.num_head_slots != 2 * spec.num_kv_heads or spec.state_content_size_bytes != sum(
+        plane.width for plane in planes
+    ):
+        raise _unknown(
+            name, spec, f"{spec.num_head_slots} slots of {spec.state_content_size_bytes} bytes in NVFP4"
+        )
+    return planes
 
 
 def _slot_heads(name: str, spec: Any) -> int:
@@ -93,11 +116,8 @@ def _slot_heads(name: str, spec: Any) -> int:
         return 0
     if current_platform.is_rocm():
         raise _unknown(name, spec, "slots for K and V, which ROCm's kernels shuffle")
-    if (
-        spec.kv_quant_mode.is_nvfp4
-        or slots != 2
-        or 2 * spec.state_content_size_bytes
-        != (heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize)
+    if slots != 2 or 2 * spec.state_content_size_bytes != (
+        heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
     ):
         raise _unknown(
             name, spec, f"{slots} slots of {spec.state_content_size_bytes} bytes for {heads} heads"
@@ -147,6 +167,12 @@ def _unknown(name: str, spec: KVCacheSpec, what: str) -> ConfigError:
 
 def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Each plane's name, and the plane as a layer of its own. Raises ConfigError for views of other sizes."""
+    if form.slot_heads and form.planes:
+        return [
+            (f"{slot}{plane}", view)
+            for side, slot in enumerate(("keys", "values"))
+            for plane, view in _slot_planes(name, form, tensor, side)
+        ]
     if form.slot_heads:
         blocks, _, rows, _ = tensor.shape
         halves = (each.view(blocks, rows, form.slot_heads, -1).transpose(1, 2) for each in tensor.unbind(1))
@@ -164,3 +190,23 @@ def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[st
         (plane.name, plane_of(tensor, before, plane.width))
         for plane, before in zip(form.planes, begins, strict=True)
     ]
+
+
+def _slot_planes(
+    name: str, form: RowForm, tensor: torch.Tensor, side: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The planes of K (`side` 0) or V (1), each of all heads: [blocks, heads, rows, width], with the strides
+    of heads and rows in the order of `tensor`'s. Raises ConfigError."""
+    blocks, slots, rows, content = tensor.shape
+    heads_first = tensor.stride()[1:] == (rows * content, content, 1)
+    if not heads_first and tensor.stride()[1:] != (content, slots * content, 1):
+        raise ConfigError(
+            f"{name} is registered as {list(tensor.shape)} with strides {list(tensor.stride())}: p2pkv "
+            "expected blocks whose slots and rows lie together, as vLLM 0.33 registers this layer"
+        )
+    begin = int(tensor.storage_offset()) + side * form.slot_heads * rows * content
+    for plane, width in form.planes:
+        strides = (rows * width, width) if heads_first else (width, form.slot_heads * width)
+        size = (blocks, form.slot_heads, rows, width)
+        yield plane, tensor.as_strided(size, (tensor.stride(0), *strides, 1), begin)
+        begin += form.slot_heads * rows * width

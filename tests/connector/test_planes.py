@@ -141,8 +141,7 @@ def test_each_type_of_cache_is_listed() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
-    """Scales lie in the row of their token and head; or a head has two slots, of which p2pkv does not know
-    whether a token's scales lie together."""
+    """Scales lie in the row of their token and head; or heads have slots, whose scales some kernels mix."""
     backend, how = TYPES[kind]
     latent = kind in CONTENT
     spec: Any = (MLAAttentionSpec if latent else FullAttentionSpec)(
@@ -156,7 +155,7 @@ def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
     )
     spec = backend.customize_spec(spec)
     if how == SLOTS:
-        with pytest.raises(ConfigError, match="has 8 slots of 72 bytes for 4 heads"):
+        with pytest.raises(ConfigError, match="kernels for this GPU mix the scales of four tokens"):
             row_form("layer", spec)
     else:
         assert row_form("layer", spec) == (1, (), 0)
@@ -209,6 +208,50 @@ def test_slots_that_rocm_shuffles_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     with pytest.raises(ConfigError, match="slots for K and V, which ROCm's kernels shuffle"):
         row_form("layer", spec)
+
+
+NVFP4: Any = {"block_size": 16, "num_kv_heads": 4, "head_size": 128, "dtype": torch.uint8}
+
+
+def nvfp4_spec(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """As on a GPU of compute capability 9.0, for which vLLM chooses FlashInfer's kernels of FA2."""
+    monkeypatch.setattr(
+        type(current_platform), "is_device_capability_family", lambda self, family: family == 90
+    )
+    spec = FullAttentionSpec(**NVFP4, kv_quant_mode=get_kv_quant_mode("nvfp4"))
+    return replace(NvFp4.customize_spec(spec), **changes)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_nvfp4_s_numbers_and_scales_are_layers_of_all_heads(
+    heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `_nvfp4_kv_views` reads them, which cannot be imported without a GPU: K, its scales, V, its scales,
+    each a dense [heads, rows, bytes] or [rows, heads, bytes]."""
+    form = row_form("layer", nvfp4_spec(monkeypatch))
+    assert (form.planes, form.slot_heads) == ((("", 64), (" scales", 8)), 4)
+    memory = torch.randint(256, (5, 9_600), dtype=torch.uint8)  # 384 bytes of padding behind each block
+    inner = (16 * 72, 72) if heads_first else (72, 8 * 72)
+    view = memory.as_strided((5, 8, 16, 72), (9_600, *inner, 1))
+    views = dict(plane_views("layer", form, view))
+    begin = 0
+    for name, width in (("keys", 64), ("keys scales", 8), ("values", 64), ("values scales", 8)):
+        dense = memory[:, begin : begin + 4 * 16 * width]
+        expected = dense.view(5, 4, 16, width) if heads_first else dense.view(5, 16, 4, width).transpose(1, 2)
+        assert torch.equal(views[name], expected)
+        cache = PagedCache.from_tensors([views.pop(name)], block_size=16)
+        assert (cache.heads, cache.row_bytes, cache.blocks) == (4, width, 5)
+        begin += 4 * 16 * width
+    assert not views
+
+
+def test_nvfp4_in_other_slots_or_strides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="2 slots of 72 bytes in NVFP4"):
+        row_form("layer", nvfp4_spec(monkeypatch, num_head_slots=2))
+    spec = nvfp4_spec(monkeypatch)
+    apart = torch.zeros(5, 8, 17, 72, dtype=torch.uint8)[:, :, :16]
+    with pytest.raises(ConfigError, match="expected blocks whose slots and rows lie together"):
+        plane_views("layer", row_form("layer", spec), apart)
 
 
 # Views.
