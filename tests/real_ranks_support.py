@@ -245,8 +245,7 @@ class Engine(Instance):
         rank, contents = self.workers.index(worker), {}
         for request_id in scheduled.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
-            # The scheduler has advanced num_computed_tokens already.
-            contents[request_id] = self._contents(request.all_token_ids[: request.num_computed_tokens])
+            contents[request_id] = self._contents(request.all_token_ids)
         for layer, (name, spec) in enumerate(self.specs.items()):
             if name not in self.memory[rank]:
                 continue
@@ -267,8 +266,7 @@ class Engine(Instance):
                     elif write:
                         self._write(rank, layer, made, table, span)
                     else:
-                        prompt = self.scheduler.requests[request_id].num_prompt_tokens
-                        for seen in seen_by(spec, span, prompt):
+                        for seen in seen_by(spec, span, self.scheduler.requests[request_id]):
                             self._read(rank, layer, made, table, seen, about)
             if isinstance(spec, AttentionSpec):
                 worker.layer(name)
@@ -303,21 +301,24 @@ class Engine(Instance):
 
     def _read(self, rank: int, layer: int, made: Contents, table: list[int], span: range, about: str) -> None:
         """All blocks of the tokens that are attended to, whole: what an attention masks it multiplies by 0,
-        and 0 * NaN is NaN."""
+        and 0 * NaN is NaN. But windows that are replayed are read row by row."""
         view, spec = self._layer(rank, layer)
         size, first = spec.block_size * self._dcp, span.start
         begin = first // size * size
         blocks = table[begin // size : -(-span.stop // size)]
         assert 0 not in blocks, f"{about}: a block that is needed is not there"
         lie = Rows(view, spec)
-        rows, ends = lie.get(blocks), lie.complete(range(begin, span.stop))
+        rows = lie.get(blocks)
+        # Behind these tokens there may be cached ones, whose windows are replayed.
+        known = lie.complete(range(begin, min(made.tokens, begin + len(blocks) * size)))
         expected = torch.zeros_like(rows)
-        here, _ = self._slots(rank, ends)
-        expected[: len(here)] = made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)[here]
+        here, _ = self._slots(rank, known)
+        expected[: len(here)] = made.rows(known, layer, heads_of(spec, *self._place(rank)), view)[here]
         right = (rows == expected).flatten(1).all(1)
-        live = slice((first - begin) // lie.tokens, len(here))
+        count = len(self._slots(rank, lie.complete(range(begin, span.stop)))[0])
+        live = slice((first - begin) // lie.tokens, count)
         assert right[live].all(), f"{about}: reads KV that is not its own"
-        if self.scheduler.needs_kv_cache_zeroing:
+        if self.scheduler.needs_kv_cache_zeroing and not getattr(spec, "prefix_replay_tokens", 0):
             clean = right | (rows == 0).flatten(1).all(1)
             wrong = [begin // lie.tokens + place for place, fine in enumerate(clean.tolist()) if not fine]
             assert not wrong, f"{about}: slots {wrong} hold what was in their blocks before"

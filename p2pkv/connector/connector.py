@@ -133,6 +133,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         tables = describe.block_tables(config, cache)
         whole = describe.computes_last_token(cache)
         tail, world = describe.prompt_tail(config), options.engine_ranks
+        windows = [describe.replayed_window(group.kv_cache_spec) for group in cache.kv_cache_groups]
+        self._replayed = tuple(number for number, window in enumerate(windows) if window)
         for_prompts = for_loads = None
         if options.prefills:
             held_blocks = cache.num_blocks
@@ -145,7 +147,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
+            self.consuming = ConsumerScheduler(
+                pairs, world, recompute, tables, whole, tail, for_loads, max(windows, default=0)
+            )
             patches.DEFERRAL.install(options.skip_patches)
             patches.PAUSED_LOADS.install(options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
@@ -242,10 +246,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.consuming.allocated(request, blocks, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """None: vLLM does not zero the blocks of a group that is named here, and a load leaves the slots
-        behind the prompt's end, and those before a window, as they were. Zeroing comes before the load:
-        vLLM's runners zero before they bind a step's metadata, and a load waits for that (`Worker.begin`)."""
-        return ()
+        """Those whose window vLLM would compute again behind what was loaded, although a load brings it.
+
+        vLLM does not zero the blocks of a group that is named here, and a load leaves the slots behind the
+        prompt's end, and those before a window, as they were; the kernels of the groups named read no such
+        slots (the indices that vLLM's sparse_swa.py makes). Zeroing comes before the load: vLLM's runners
+        zero before they bind a step's metadata, and a load waits for that (`Worker.begin`).
+        """
+        return self._replayed
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         self._steps += 1

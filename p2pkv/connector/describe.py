@@ -175,6 +175,12 @@ def prompt_tail(config: VllmConfig) -> int:
     return max(1, int(config.num_prefill_lookahead_tokens))
 
 
+def replayed_window(spec: KVCacheSpec) -> int:
+    """Tokens before a cached prefix's end of which vLLM computes this layer's KV again, as its prefix cache
+    has none (--swa-bounded-replay of vLLM 0.33); 0: its KV is cached."""
+    return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
 def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
     sizes, states = [], {}
     for number, group in enumerate(kv_config.kv_cache_groups):
@@ -351,6 +357,7 @@ def _groups_of(
     rows, parts, transfer = row_form(names[0], spec), token_parts(config, spec), config.kv_transfer_config
     assert transfer is not None
     keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
+    keeps_windows = keeps_windows and not replayed_window(spec)
     views = [plane_views(layers.names[n], rows, layers.tensors[n]) for n in numbers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]

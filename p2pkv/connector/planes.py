@@ -65,12 +65,6 @@ of MXFP4 and a scale for each 32 of them."""
 
 def row_form(name: str, spec: KVCacheSpec) -> RowForm:
     """How the rows of this attention layer lie. Raises ConfigError if that is not known."""
-    if getattr(spec, "bounded_replay", False):
-        raise ConfigError(
-            f"this model's layer {name} keeps no windows in vLLM's prefix cache (--swa-bounded-replay): "
-            "behind a prefix vLLM computes its last window again, and cuts a load to whole blocks; set "
-            "--no-swa-bounded-replay on P and D"
-        )
     tokens: int | Fraction = getattr(spec, "tokens_per_state", 1)
     if tokens < 1 or int(tokens) != tokens:
         raise ConfigError(

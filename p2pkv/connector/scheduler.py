@@ -395,13 +395,15 @@ class ConsumerScheduler(Half):
         whole: bool = True,
         tail: int = 1,
         room: Room | None = None,
+        replayed: int = 0,
     ) -> None:
-        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead. The
-        others: see `Half`."""
+        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead.
+        `replayed`: see `describe.replayed_window`, of any layer. The others: see `Half`."""
         super().__init__(pairs, tables, whole, tail, room)
         self._too_long = RateLimit(seconds=TOO_LONG_SECONDS)
         self._world = world
         self._recompute = recompute
+        self._replayed = replayed
         self.asking: dict[str, Asking] = {}
         """The first request of each key, by request id."""
         self._owners: dict[str, str] = {}
@@ -451,7 +453,9 @@ class ConsumerScheduler(Half):
         if asking is None:
             return self._sibling(request), False
         asking.local, external = local, request.num_prompt_tokens - self._tail - local
-        if asking.state is not LoadState.WAITING or external <= 0 or self._is_too_long(request):
+        # A load begins behind what is cached here, so a shorter one would not bring the whole window.
+        least = max(1, self._replayed if local else 0)
+        if asking.state is not LoadState.WAITING or external < least or self._is_too_long(request):
             return 0, False
         if self._failure(asking):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.

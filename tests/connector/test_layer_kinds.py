@@ -296,9 +296,6 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
     "rows of 100 bytes": lambda: interface.MLAAttentionSpec(
         **LATENT, model_version="deepseek_v4", state_content_bytes=100
     ),
-    "set --no-swa-bounded-replay": lambda: interface.SlidingWindowMLASpec(
-        **LATENT, sliding_window=64, model_version="deepseek_v4", state_content_bytes=528, bounded_replay=True
-    ),
     "keeps 2 rows for each token": lambda: interface.FullAttentionSpec(
         **ATTENTION, tokens_per_state=Fraction(1, 2)
     ),

@@ -42,6 +42,7 @@ TIGHT = {
     "V3.2": 17,
     "V4": 24,
     "V4.1": 20,
+    "V4.1-replay": 20,
     "GLM5-Next": 19,
     "Qwen4-exp": 19,
     "all": 16,
@@ -148,7 +149,8 @@ def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -
     finish(p, d)
     d.ask("cmpl-alone-0-12345678", [*start, 7, 8, 9], max_tokens=5)
     finish(p, d)
-    assert d.computed["cmpl-alone-0-12345678"] == 4 + 4, "D has not found what came as a prefix"
+    alone = d.computed["cmpl-alone-0-12345678"]
+    assert alone == 4 + 4 + kind.replayed, "D has not found what came as a prefix"
     p.ask("cmpl-of-p-0-12345678", tokens(100, "of P"), max_tokens=1)
     d.ask("cmpl-of-d-0-12345678", tokens(100, "of D"), max_tokens=1)
     finish(p, d)
@@ -159,7 +161,8 @@ def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -
     for number, prompt in enumerate(prompts):
         ask_both(p, d, number, prompt)
     finish(p, d)
-    assert computed(d) - before == 5 * len(prompts), "D computed one token of each prompt"
+    more = computed(d) - before - 5 * len(prompts)
+    assert 0 <= more <= 2 * kind.replayed * len(prompts), "D computed more than one token of a prompt"
     assert set(d.ended.values()) == {"length"}
     assert p.passed > 0 or kind.name != "states-in-mid-step"
 
