@@ -201,7 +201,7 @@ Relay._break_off: bytes that were held back are lost when D dies
 == p2pkv/connector/connector.py
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 P2pKvConnector.get_loaded_kv_cache_group_ids: vLLM does not zero the blocks of D's loads
--         return ()
+-         return self._replayed
 +         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 > tests/virtual/test_full_of_each_other.py
 P2pKvConnector._schedule: two instances of both roles may hold all their blocks for each other

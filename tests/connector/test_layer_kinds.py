@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import vllm
 from connector_support import BLOCK, kv_cache_config, vllm_config
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as interface
@@ -279,8 +278,6 @@ def test_vllm_cannot_serve_static_sinks() -> None:
 
     vLLM calls the managers of all kinds with the same arguments.
     """
-    if not vllm.__version__.startswith("0.32."):
-        pytest.skip(f"seen in vLLM 0.32, and not looked for in {vllm.__version__}")
     full, sinks = (
         inspect.signature(kind).parameters
         for kind in (managers.SingleTypeKVCacheManager, managers.SinkFullAttentionManager)
