@@ -309,8 +309,9 @@ class Engine(Instance):
         assert 0 not in blocks, f"{about}: a block that is needed is not there"
         lie = Rows(view, spec)
         rows = lie.get(blocks)
-        # Behind these tokens there may be cached ones, whose windows are replayed.
-        known = lie.complete(range(begin, min(made.tokens, begin + len(blocks) * size)))
+        # Where windows are replayed, cached tokens may lie behind these.
+        until = min(made.tokens, begin + len(blocks) * size) if self.kind.replayed else span.stop
+        known = lie.complete(range(begin, until))
         expected = torch.zeros_like(rows)
         here, _ = self._slots(rank, known)
         expected[: len(here)] = made.rows(known, layer, heads_of(spec, *self._place(rank)), view)[here]

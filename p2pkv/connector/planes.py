@@ -6,7 +6,8 @@ front the values of all rows of a block, behind them the scales of all rows. The
 how many bytes a block has. And some have two *slots*, one for K and one for V: a row of a slot has all heads,
 or, with NVFP4, each slot has planes of its own.
 
-The planes or slots of a layer become layers of two KV groups with the same block table. What is not certain
+Each plane of a layer, or of its slots, and each slot without planes, becomes a layer of a KV group of its
+own; these groups have the same block table. What is not certain
 is refused, with the layer's name.
 """
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Plane(NamedTuple):
-    """A part of each row. `name`: "" where it is the whole row; `width`: bytes of it in a row."""
+    """A part of each row. `name`: "" for a slot's numbers, beside its scales; `width`: bytes in a row."""
 
     name: str
     width: int
@@ -85,12 +86,13 @@ def _nvfp4_planes(name: str, spec: Any) -> tuple[Plane, ...]:
     """Of K and of V, as `_nvfp4_kv_views` of vLLM's FlashInfer backend has them. Raises ConfigError."""
     from vllm.platforms import current_platform
 
-    planes = (Plane("", spec.head_size // 2), Plane(" scales", spec.head_size // 16))
+    planes = (Plane("", spec.head_size // 2), Plane("scales", spec.head_size // 16))
     if not any(current_platform.is_device_capability_family(family) for family in (80, 90, 120)):
         raise ConfigError(
-            f"this model's layer {name} has NVFP4 numbers, and vLLM's kernels for this GPU mix the scales of "
-            "four tokens (swizzle_scale_offset in csrc/nvfp4_kv_cache_kernels.cu): p2pkv moves KV token by "
-            "token; use another --kv-cache-dtype, fp8 for example"
+            f"this model's layer {name} has NVFP4 numbers, and vLLM's kernels for this device mix the "
+            "scales of four tokens (swizzle_scale_offset in csrc/nvfp4_kv_cache_kernels.cu), but p2pkv moves "
+            "KV token by token: use a GPU of compute capability 8, 9 or 12, or another --kv-cache-dtype, "
+            "for example fp8"
         )
     if spec.num_head_slots != 2 * spec.num_kv_heads or spec.state_content_size_bytes != sum(
         plane.width for plane in planes
@@ -163,7 +165,7 @@ def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[st
     """Each plane's name, and the plane as a layer of its own. Raises ConfigError for views of other sizes."""
     if form.slot_heads and form.planes:
         return [
-            (f"{slot}{plane}", view)
+            (f"{slot} {plane}".rstrip(), view)
             for side, slot in enumerate(("keys", "values"))
             for plane, view in _slot_planes(name, form, tensor, side)
         ]

@@ -284,7 +284,8 @@ def _check_windows(prefill: Hello, decode: Hello) -> None:
                 f"blocks of a sliding window{_of_group(number, prefill)} have {on_p.block} tokens at "
                 f"{prefill.address} and {on_d.block} at {decode.address}, which caches prefixes: P gives "
                 "blocks back that have left the window, so their size has to be a multiple of D's; set "
-                "--block-size on both sides, or --no-enable-prefix-caching on D"
+                "--block-size and --swa-bounded-replay alike on both sides, or "
+                "--no-enable-prefix-caching on D"
             )
 
 

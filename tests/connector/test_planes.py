@@ -155,7 +155,7 @@ def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
     )
     spec = backend.customize_spec(spec)
     if how == SLOTS:
-        with pytest.raises(ConfigError, match="kernels for this GPU mix the scales of four tokens"):
+        with pytest.raises(ConfigError, match="use a GPU of compute capability 8, 9 or 12"):
             row_form("layer", spec)
     else:
         assert row_form("layer", spec) == (1, (), 0)
@@ -229,7 +229,7 @@ def test_nvfp4_s_numbers_and_scales_are_layers_of_all_heads(
     """As `_nvfp4_kv_views` reads them, which cannot be imported without a GPU: K, its scales, V, its scales,
     each a dense [heads, rows, bytes] or [rows, heads, bytes]."""
     form = row_form("layer", nvfp4_spec(monkeypatch))
-    assert (form.planes, form.slot_heads) == ((("", 64), (" scales", 8)), 4)
+    assert (form.planes, form.slot_heads) == ((("", 64), ("scales", 8)), 4)
     memory = torch.randint(256, (5, 9_600), dtype=torch.uint8)  # 384 bytes of padding behind each block
     inner = (16 * 72, 72) if heads_first else (72, 8 * 72)
     view = memory.as_strided((5, 8, 16, 72), (9_600, *inner, 1))

@@ -133,10 +133,20 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
     "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
     "heads": (hello("D", cache(heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
     "tp": (hello("D", cache(tp=3)), ["p:21000 and d:22000", "4 KV heads", "tensor-parallel size 3"]),
-    # The P here has no window, and says 1.
+    # As DeepSeek V4.1's rows with vLLM 0.33 and 0.32, where their values and scales are planes.
+    "KV groups": (
+        hello("D", Cache(2, (GROUP, GROUP))),
+        ["numbers of KV groups differ: 1 at p:21000, 2 at d:22000"],
+    ),
+    # The P here has no window, and says 1; so does one whose windows are replayed.
     "blocks of a window": (
         hello("D", cache(block=32)),
-        ["sliding window have 1 tokens at p:21000 and 32 at d:22000", "multiple of D's", "--block-size"],
+        [
+            "sliding window have 1 tokens at p:21000 and 32 at d:22000",
+            "multiple of D's",
+            "--block-size",
+            "--swa-bounded-replay",
+        ],
     ),
     "ranks": (
         hello("D", cache(layers=(1,) * 4, tp=8192), addresses=("d:22000",) * 32768),
