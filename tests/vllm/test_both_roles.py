@@ -42,8 +42,8 @@ ADMIN = "admin"
 PAIR = ("--admin-token", ADMIN)
 BY_COST = ("--placement", "auto", *PAIR)
 """Nearly all requests are served by one instance."""
-APART = (*BY_COST, "--pause-weight", "10")
-"""Nearly all requests are served by a pair."""
+APART = (*BY_COST, "--pause-weight", "100")
+"""Most requests are served by a pair, also where prompts pause answers for milliseconds only."""
 
 
 @pytest.fixture
