@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import prometheus_client as prometheus
 from aiohttp import web
@@ -32,7 +33,7 @@ from .routing import Choice
 Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
 """How a request ended: answered; refused for the client's own mistake (4xx); turned away by the proxy, which
 took on no more (503); failed before its first byte; broken off after it; or its client left."""
-OUTCOMES: tuple[Ended, ...] = ("answered", "refused", "shed", "failed", "broken", "left")
+OUTCOMES: tuple[Ended, ...] = get_args(Ended)
 FAILURES: tuple[Ended, ...] = ("failed", "broken")
 
 # How many models have series of their own; the others share one.
@@ -95,11 +96,7 @@ class Gaps:
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus wants them: each holds all that is smaller, too."""
-        seen, rows = 0, []
-        for bound, count in zip((*_GAP_BUCKETS, float("inf")), self.counts, strict=True):
-            seen += count
-            rows.append(("+Inf" if bound == float("inf") else str(bound), float(seen)))
-        return rows
+        return list(zip((*map(str, _GAP_BUCKETS), "+Inf"), accumulate(self.counts), strict=True))
 
 
 class Pace:
@@ -123,8 +120,7 @@ class Pace:
         self._last = now
 
 
-@dataclass
-class Sample:
+class Sample(NamedTuple):
     """Totals at one moment."""
 
     at: float
@@ -276,10 +272,6 @@ class Metrics:
         now = self.clock()
         return [seconds for at, seconds in self._latest if now - at <= _RECENT_SECONDS]
 
-    def quantiles(self, *shares: float) -> list[float | None]:
-        """Of these; None where there were none."""
-        return quantiles(self.recent(), *shares)
-
     def sample(self) -> None:
         """One point of the history; to be called every SAMPLE_SECONDS."""
         if self.clock() - self._forgot >= _FORGET_SECONDS / 10:
@@ -293,7 +285,7 @@ class Metrics:
                 events=self.events,
                 running=gauges.get("under_way", 0),
                 waiting=gauges.get("waiting", 0),
-                first_token=self.quantiles(0.5)[0],
+                first_token=quantiles(self.recent(), 0.5)[0],
             )
         )
 

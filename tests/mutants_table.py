@@ -853,12 +853,12 @@ ModelLists.merged: the models of a D that does not answer are forgotten
 == proxy/supervisor.py
 > tests/proxy/test_workers.py::test_what_keeps_the_port_gets_no_connections
 reserved: what keeps the port takes connections, too
--                 port = made[-1].getsockname()[1]
-+                 port = made[-1].getsockname()[1]
-+                 made[-1].listen()
+-             port = made[-1].getsockname()[1]
++             port = made[-1].getsockname()[1]
++             made[-1].listen()
 > tests/proxy/test_supervisor.py::test_a_closed_connection_takes_its_instance_along
 Pings.all: the supervisor does not find out which connections are closed
--         for source in [source for source in self._numbers if not source.stands()]:
+-         for source in [source for source in self._latest if not source.stands()]:
 +         for source in list[PingSource]():
 > tests/proxy/test_supervisor.py::test_the_pause_before_a_restart_doubles_up_to_a_bound
 Supervisor._keep: the pause before a worker's restart does not grow

@@ -105,8 +105,15 @@ class Prober:
         one that has said goodbye, or only pings no more, those whose answer has not begun. See Call.lose."""
         try:
             await self._health(instance)
-            if instance.left is None and self._registry.overdue(instance, self._clock()):
-                self._hung(instance)
+            if instance.left is None and self._registry.overdue(instance, now := self._clock()):
+                if self._complaints.admits(instance.name):
+                    logger.warning(
+                        "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so "
+                        "requests that it has not begun to answer go to others, where there are any",
+                        instance,
+                        now - instance.last_seen,
+                    )
+                instance.lost("hung")
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
             now = self._clock()
@@ -126,16 +133,6 @@ class Prober:
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
 
-    def _hung(self, instance: Instance) -> None:
-        if self._complaints.admits(instance.name):
-            logger.warning(
-                "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so requests "
-                "that it has not begun to answer go to others, where there are any",
-                instance,
-                self._clock() - instance.last_seen,
-            )
-        instance.lost("hung")
-
     async def _health(self, instance: Instance) -> bool:
         async with self._session.get(
             f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
@@ -144,16 +141,14 @@ class Prober:
 
     async def _probe(self, instance: Instance) -> None:
         try:
-            ready = await self._health(instance)
-            if ready:
-                await self._learn_models(instance)
+            if not await self._health(instance):
+                return
+            await self._learn_models(instance)
         except (aiohttp.ClientError, OSError) as error:
             logger.debug("%s is not ready: %r", instance, error)
-            return
         except Exception:  # one instance's answer must not end the probing of all
             logger.exception("%s could not be probed", instance)
-            return
-        if ready:
+        else:
             instance.healthy = True
             logger.info("%s is ready", instance)
             self.changed()
@@ -166,20 +161,16 @@ class Prober:
         ) as answer:
             try:
                 if answer.status == 200:
-                    listed = _models.decode(await _read(answer)).data
+                    body = bytearray()
+                    async for chunk in answer.content.iter_any():
+                        body += chunk
+                        if len(body) > _MOST_BYTES:
+                            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+                    listed = _models.decode(body).data
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)
         context = max((model.max_model_len or 0 for model in listed), default=0)
         instance.learn(frozenset(model.id for model in listed), context)
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    return bytes(body)
 
 
 # What this machine may lack for one connection more: descriptors, ports, memory.
