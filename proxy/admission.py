@@ -18,7 +18,7 @@ from .errors import ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .placement import PlacedRequest
-from .routing import AloneFull, Choice, Full, NoInstance, PrefillMode, Router, UnknownModel
+from .routing import AloneFull, Choice, Full, PrefillMode, Router, Unroutable
 from .routing_base import RoutingRequest
 
 # Of the budget of retries.
@@ -87,6 +87,7 @@ class RequestPlace:
         choice: who serves it.
         key: by which breakers know it.
         progress: what placement by cost learns from it; None without it.
+        expecting: the P that has been chosen and has yet to be asked.
     """
 
     request: RoutingRequest
@@ -94,25 +95,13 @@ class RequestPlace:
     choice: Choice
     key: object = field(default_factory=object)
     progress: PlacedRequest | None = None
-    _expecting: Instance | None = None
-
-    def take(self) -> None:
-        """The request is on its way to its instances."""
-        self.choice.decode.take_place(alone=self.choice.in_share, tokens=self.request.prompt.tokens)
-        self._expecting = self.choice.prefill
-        if self._expecting is not None:
-            self._expecting.expect(self.choice.prefill_tokens)
+    expecting: Instance | None = None
 
     def sent(self) -> None:
         """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
-        if self._expecting is not None:
-            self._expecting.expect_no_more(self.choice.prefill_tokens)
-            self._expecting = None
-
-    def give_up(self) -> None:
-        """The request has left its instances."""
-        self.sent()
-        self.choice.decode.leave_place(alone=self.choice.in_share, tokens=self.request.prompt.tokens)
+        if self.expecting is not None:
+            self.expecting.expect_no_more(self.choice.prefill_tokens)
+            self.expecting = None
 
     def mode_after(self, culprit: Instance) -> PrefillMode:
         """What a second try needs of P, after `culprit` has failed. Without a P, D alone is asked, which no
@@ -187,7 +176,7 @@ class Admission:
         """Whether there are other instances with room."""
         try:
             self._router.able(place.request.model, self._clock(), mode=mode, avoid=avoid)
-        except (NoInstance, UnknownModel, Full):
+        except Unroutable:
             return False
         return True
 
@@ -195,7 +184,7 @@ class Admission:
         """Puts a request at other instances, without a wait. False if there are none with room."""
         try:
             other = self._choose(place.request, mode, avoid)
-        except (NoInstance, UnknownModel, Full):
+        except Unroutable:
             return False
         self._give_up(place)
         place.choice = other
@@ -212,7 +201,7 @@ class Admission:
         self._give_up(place)
         try:
             place.choice = self._choose(place.request, PrefillMode.MISSED, avoid)
-        except (NoInstance, UnknownModel, Full):
+        except Unroutable:
             return False
         finally:
             self._take(place)
@@ -228,7 +217,7 @@ class Admission:
             _, waiter = heapq.heappop(firsts)
             try:
                 place = self._new_place(waiter.request, waiter.mode)
-            except (Full, NoInstance, UnknownModel):
+            except Unroutable:
                 # An instance may come, or come back, before the wait is over.
                 continue
             except Exception as error:  # this request's alone: the caller may serve another one
@@ -249,7 +238,7 @@ class Admission:
     async def _wait(self, request: RoutingRequest, paired: bool) -> RequestPlace:
         mode = self._router.first_mode(request, paired=paired)
         if not self._queues:
-            with suppress(Full, NoInstance, UnknownModel):
+            with suppress(Unroutable):
                 return self._new_place(request, mode)
         placed = asyncio.get_running_loop().create_future()
         waiter = _Waiter(next(self._numbers), request, mode, placed)
@@ -261,16 +250,17 @@ class Admission:
             self._check_queue(waiter)
             async with asyncio.timeout(self._limits.max_wait):
                 return await waiter.placed
-        except TimeoutError:
-            self._give_back(waiter)
+        except (TimeoutError, asyncio.CancelledError) as end:
+            # A place may have come in the very moment in which the wait ended.
+            if placed.done() and not placed.cancelled() and placed.exception() is None:
+                self._leave(placed.result())
+            if isinstance(end, asyncio.CancelledError):
+                self._counters.left_waiting += 1
+                raise
             self._counters.refused_late += 1
             raise ProxyError(
                 503, f"No instance had room for this request within {self._limits.max_wait:g} seconds."
             ) from None
-        except asyncio.CancelledError:
-            self._give_back(waiter)
-            self._counters.left_waiting += 1
-            raise
         finally:
             self._remove(waiter)
 
@@ -306,12 +296,6 @@ class Admission:
             "try again in a few seconds.",
         )
 
-    def _give_back(self, waiter: _Waiter) -> None:
-        """A place may have come in the very moment in which the wait ended."""
-        placed = waiter.placed
-        if placed.done() and not placed.cancelled() and placed.exception() is None:
-            self._leave(placed.result())
-
     def _choose(
         self, request: RoutingRequest, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()
     ) -> Choice:
@@ -326,18 +310,26 @@ class Admission:
         self.advance()
 
     def _take(self, place: RequestPlace) -> None:
+        """The request is on its way to its instances."""
         self._places.add(place)
-        place.take()
-        place.progress = self._router.track(place.choice, self._clock())
-        for instance in place.choice.instances:
-            instance.breaker.sent(place.key, self._clock())
+        choice, now = place.choice, self._clock()
+        choice.decode.take_place(alone=choice.in_share, tokens=place.request.prompt.tokens)
+        place.expecting = choice.prefill
+        if choice.prefill is not None:
+            choice.prefill.expect(choice.prefill_tokens)
+        place.progress = self._router.track(choice, now)
+        for instance in choice.instances:
+            instance.breaker.sent(place.key, now)
 
     def _give_up(self, place: RequestPlace) -> None:
+        """The request has left its instances."""
         self._places.discard(place)
-        place.give_up()
+        place.sent()
+        choice = place.choice
+        choice.decode.leave_place(alone=choice.in_share, tokens=place.request.prompt.tokens)
         if place.progress is not None:
             place.progress.leave(self._clock())
-        for instance in place.choice.instances:
+        for instance in choice.instances:
             instance.breaker.given_up(place.key)
 
 

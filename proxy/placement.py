@@ -99,13 +99,9 @@ class LeastSquares:
             known = sum(rows[at][later] * found[used[later]] for later in range(at + 1, len(used)))
             found[used[at]] = (rows[at][-1] - known) / rows[at][at]
         least = min(found, key=found.__getitem__)
-        if found[least] < 0.0:
-            return (
-                self._solved([column for column in used if column != least])
-                if used[1:]
-                else [0.0] * len(self._seen)
-            )
-        return [found.get(column, 0.0) for column in self._columns]
+        if found[least] < 0.0 and used[1:]:
+            return self._solved([column for column in used if column != least])
+        return [max(0.0, found.get(column, 0.0)) for column in self._columns]
 
 
 _NOTHING = WorkloadReport(Workload(), float("-inf"))
@@ -132,7 +128,7 @@ class EngineCosts:
         """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
         self._queue: deque[QueuedPrompt] = deque()
-        """The prompts that are not computed yet, the oldest first."""
+        """The prompts that are not computed yet, the oldest first; `tokens` are theirs."""
         self.report = self._reported = _NOTHING
         """The last report, and what is left of it."""
         self._since_report: deque[QueuedPrompt] = deque()
@@ -146,11 +142,6 @@ class EngineCosts:
         self._share, self._shared = 0.0, 0.0
         self._area, self._counted = 0.0, 0.0
         """Answers under way, summed over time; and up to when."""
-
-    @property
-    def prompts(self) -> int:
-        """Placed here to be computed, and not done; `tokens` are theirs."""
-        return len(self._queue)
 
     def prompt_seconds(self, tokens: float, prompts: float = 1.0) -> float:
         """Of computing `prompts` with so many tokens together."""
@@ -172,7 +163,7 @@ class EngineCosts:
         if not self._queue:
             return 0.0
         first, since = self.prompt_seconds(self._queue[0].tokens), now - self._since
-        return self.prompt_seconds(self.tokens, self.prompts) - first + abs(first - since)
+        return self.prompt_seconds(self.tokens, len(self._queue)) - first + abs(first - since)
 
     def _reports(self, now: float) -> bool:
         """Whether there is a report that counts."""
@@ -203,17 +194,14 @@ class EngineCosts:
         while self._since_report and self._since_report[0].placed <= sent:
             self._since_report.popleft()
 
-    def prefill_share(self, now: float) -> float:
-        """Of its time that prompts take, lately and next."""
-        return self._share_with(self.queued_seconds(now), now)
+    def prefill_share(self, now: float, *, own: bool = False) -> float:
+        """Of its time that prompts take, lately and next; `own`: without other proxies' prompts, so that the
+        shares of all proxies add up."""
+        queued = self.prompt_seconds(self.tokens, len(self._queue)) if own else self.queued_seconds(now)
+        return min(1.0, self._past_share(now) + queued / _SHARE_SECONDS)
 
-    def own_prefill_share(self, now: float) -> float:
-        """The same without other proxies' prompts, so that the shares of all proxies add up."""
-        return self._share_with(self.prompt_seconds(self.tokens, self.prompts), now)
-
-    def _share_with(self, queued: float, now: float) -> float:
-        past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
-        return min(1.0, past + queued / _SHARE_SECONDS)
+    def _past_share(self, now: float) -> float:
+        return self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
 
     def prompt_placed(self, tokens: int, now: float) -> QueuedPrompt:
         if not self._queue:
@@ -249,8 +237,7 @@ class EngineCosts:
             size = tokens / count / _TOKENS
             took = (now - prompt.placed) / count if prompt.among else seconds
             self.prompt.learn(took, 1.0, size, size * self.answers / _STREAMS)
-        past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
-        self._share, self._shared = past + seconds / _SHARE_SECONDS, now
+        self._share, self._shared = self._past_share(now) + seconds / _SHARE_SECONDS, now
         self._computed += seconds
         self._since = now
 
@@ -306,11 +293,7 @@ class Prediction:
         return abs(self.first_token - seen) / max(seen, 1e-3)
 
 
-OnError = Callable[[Prediction, float], None]
-
-
-def ignore_error(prediction: Prediction, seen: float) -> None:
-    """The default: nothing is measured."""
+OnError = Callable[[Prediction, float], object]
 
 
 class PlacedRequest:
@@ -337,15 +320,9 @@ class PlacedRequest:
         self._queued = None if prediction is None else self._prefill.prompt_placed(tokens, now)
         self._decode.count_answers(1, now)
 
-    def computed(self, now: float) -> None:
-        """P has answered."""
-        self._leave_queue(now, learn=True)
-
-    def seems_computed(self, now: float) -> None:
-        """Its prompt should be computed, by the prediction: nothing shows when it is."""
-        self._leave_queue(now, learn=False)
-
-    def _leave_queue(self, now: float, *, learn: bool) -> None:
+    def computed(self, now: float, *, learn: bool = True) -> None:
+        """P has answered; not to `learn`: its prompt should be computed, by the prediction, and nothing shows
+        when it is."""
         if self._queued is not None:
             queued, self._queued, self._computed = self._queued, None, now
             self._prefill.prompt_computed(queued, now, learn=learn)
@@ -360,7 +337,8 @@ class PlacedRequest:
         self.computed(now)  # P's answer may come later
         if self._prefill is not self._decode:
             self._decode.hand_over.learn(now - self._computed, 1.0, self._tokens / _TOKENS)
-        self._costs.compare(self._prediction, now - self._at)
+        self._costs.latest.append((self._prediction, now - self._at))
+        self._costs.on_error(self._prediction, now - self._at)
 
     def ended(self, steps: int, now: float) -> None:
         """The answer is complete, with so many tokens after the first one."""
@@ -395,11 +373,11 @@ class PlacementCosts:
     def __init__(
         self,
         pause_weight: float = 0.1,
-        on_error: OnError = ignore_error,
+        on_error: OnError = lambda *_: None,
         dice: random.Random | None = None,
     ) -> None:
         self.pause_weight = pause_weight
-        self._on_error = on_error
+        self.on_error = on_error
         self.answer_steps = _ANSWER
         self.latest: deque[tuple[Prediction, float]] = deque(maxlen=_RECENT)
         self.ways: Counter[Way] = Counter()
@@ -413,11 +391,6 @@ class PlacementCosts:
         if instance.report is not found.report and instance.report is not None:
             found.follow(instance.report)
         return found
-
-    def compare(self, prediction: Prediction, seen: float) -> None:
-        """The first token that was predicted has come after so many seconds."""
-        self.latest.append((prediction, seen))
-        self._on_error(prediction, seen)
 
     def status(self) -> dict[str, Any]:
         """For /status: how often each way was taken, how far off the latest predictions were, and why the
@@ -470,15 +443,10 @@ class PlacementCosts:
         best = sorted((min(ways, key=_ORDER) for ways in (pairs, whole) if ways), key=_ORDER)
         if not best:
             return None
-        way = best[0]
-        prediction = Prediction(
-            "whole" if way.prefill is way.decode else "pair",
-            way.first_token,
-            way.cost,
-            best[1].cost if best[1:] else None,
-        )
-        self.ways[prediction.way] += 1
-        return way.prefill, way.decode, prediction
+        cost, _, first_token, prefill, decode = best[0]
+        way: Way = "whole" if prefill is decode else "pair"
+        self.ways[way] += 1
+        return prefill, decode, Prediction(way, first_token, cost, best[1].cost if best[1:] else None)
 
     def _prompt_part(self, instance: Instance, new: int, now: float) -> PromptPart:
         """The part of the cost that depends on where the prompt is computed."""

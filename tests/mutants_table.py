@@ -344,11 +344,11 @@ Router._cheapest: with placement by cost a D computes prompts beyond its share
 - each.role == "both" or each.alone < alone
 + True
 Router.choose: with placement by cost a D computes what a P has failed
-- alone=self._alone if mode is PrefillMode.WANTED else 0,
-+ alone=self._alone,
+- self._alone if mode is PrefillMode.WANTED else 0
++ self._alone
 Router.choose: with placement by cost a request comes back to what has failed it
-- fleet = self._fleet(request.model, now, avoid)
-+ fleet = self._fleet(request.model, now, frozenset())
+- self._kept(now).fleet(request.model, avoid)
++ self._kept(now).fleet(request.model, frozenset())
 > tests/proxy/test_kept.py
 _Kept.holds: the router goes on with instances that have changed since
 - self._version == self._registry.version
@@ -410,10 +410,12 @@ LeastSquares.learn: one stall decides what is predicted
 - seen = min(seen, 4.0 * self.predict(*features) + 0.1)
 + pass
 LeastSquares._solved: more work may be predicted to take less time
-- if found[least] < 0.0:
-+ if False:
-PlacedRequest.seems_computed: a guess at when a prompt was computed teaches
-- learn=False
+-         if found[least] < 0.0 and used[1:]:
+-             return self._solved([column for column in used if column != least])
+-         return [max(0.0, found.get(column, 0.0)) for column in self._columns]
++         return [found.get(column, 0.0) for column in self._columns]
+PlacedRequest.computed: a guess at when a prompt was computed teaches
+- learn=learn
 + learn=True
 EngineCosts.answer_ended: what an answer lasted teaches nothing
 - if steps >= _LEAST_STEPS and lasted > 0.0:
