@@ -100,7 +100,7 @@ class RequestPlace:
     def sent(self) -> None:
         """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
         if self.expecting is not None:
-            self.expecting.expect_no_more(self.choice.prefill_tokens)
+            self.expecting.expect(-1, self.choice.prefill_tokens)
             self.expecting = None
 
     def mode_after(self, culprit: Instance) -> PrefillMode:
@@ -313,10 +313,10 @@ class Admission:
         """The request is on its way to its instances."""
         self._places.add(place)
         choice, now = place.choice, self._clock()
-        choice.decode.take_place(alone=choice.in_share, tokens=place.request.prompt.tokens)
+        choice.decode.count_place(1, alone=choice.in_share, tokens=place.request.prompt.tokens)
         place.expecting = choice.prefill
         if choice.prefill is not None:
-            choice.prefill.expect(choice.prefill_tokens)
+            choice.prefill.expect(1, choice.prefill_tokens)
         place.progress = self._router.track(choice, now)
         for instance in choice.instances:
             instance.breaker.sent(place.key, now)
@@ -326,7 +326,7 @@ class Admission:
         self._places.discard(place)
         place.sent()
         choice = place.choice
-        choice.decode.leave_place(alone=choice.in_share, tokens=place.request.prompt.tokens)
+        choice.decode.count_place(-1, alone=choice.in_share, tokens=place.request.prompt.tokens)
         if place.progress is not None:
             place.progress.leave(self._clock())
         for instance in choice.instances:

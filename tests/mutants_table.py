@@ -457,12 +457,12 @@ _Worker.vouched_for: an instance in trouble is announced (K4)
 + return not silent
 == proxy/membership/prober.py
 > tests/proxy/test_paused_engines.py
-Prober._hung: requests stay at a D whose engine hangs behind a server that answers (K4)
+Prober._doubt: requests stay at a D whose engine hangs behind a server that answers (K4)
 - instance.lost("hung")
 + pass
 > tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
 Prober._doubt: requests wait for ever at a D whose engine hangs behind a living server
--             if instance.left is None and self._registry.overdue(instance, self._clock()):
+-             if instance.left is None and self._registry.overdue(instance, now := self._clock()):
 +             if False:
 > tests/proxy/test_membership.py::test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken
 Prober._doubt: an answer has no second of grace after the goodbye
@@ -790,7 +790,7 @@ _is_data: a picture counts by the length of its base64
 + return False
 == proxy/membership/instance.py
 > tests/proxy/test_kept.py tests/proxy/test_places.py tests/proxy/test_fit.py
-Instance.take_place: a D that is full is given more
+Instance.count_place: a D that is full is given more
 - self.full.add(self)
 + pass
 > tests/proxy/test_breaker.py::test_while_there_is_a_trial_what_becomes_of_others_decides_nothing

@@ -171,11 +171,17 @@ class Breaker:
         self._last_failure = now
         if self._resume is None:
             self._outcomes.append((now, False))
-            bad = self._too_many(now)
+            recent = [success for when, success in self._outcomes if now - when <= _BREAKER_WINDOW_SECONDS]
+            failures = recent.count(False)
+            bad = failures >= _BREAKER_FAILURES and failures >= _BREAKER_SHARE * len(recent)
         else:
             bad = self._is_trial(owner)
         if bad:
-            self._open(now)
+            self.opened += 1
+            longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
+            self._resume = now + self._uniform(longest / 2, longest)
+            self._trial = self._left = None
+            self.changed()
         return bad
 
     def clear(self) -> None:
@@ -189,18 +195,6 @@ class Breaker:
     def forgettable(self, now: float) -> bool:
         """Whether it has no past that matters."""
         return now - self._last_failure > _BREAKER_FORGET_SECONDS
-
-    def _too_many(self, now: float) -> bool:
-        recent = [success for when, success in self._outcomes if now - when <= _BREAKER_WINDOW_SECONDS]
-        failures = recent.count(False)
-        return failures >= _BREAKER_FAILURES and failures >= _BREAKER_SHARE * len(recent)
-
-    def _open(self, now: float) -> None:
-        self.opened += 1
-        longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
-        self._resume = now + self._uniform(longest / 2, longest)
-        self._trial = self._left = None
-        self.changed()
 
 
 class _Candidacy:
@@ -221,20 +215,19 @@ class _Candidacy:
 @dataclass(eq=False)
 class Instance:
     """One living engine: an instance, or a data-parallel rank of one, which may share its HTTP server with
-    others. A restart makes a new one.
+    others. A restart makes a new one. It is `drained` for an operator of the proxy's, and `paused` by vLLM's
+    /pause.
 
     Attributes:
         ping: what is equal in all its pings, see `lasting`.
-        last_seen: when that came.
         report: of the last ping that had one.
         last_answer: when it answered last, or began to: a first token of a D, a P's answer.
         life: seconds without either after which it counts as silent.
         source: where from; None if that is not known, and then any other may take its address.
         healthy: its /health has answered 200, and its port has not been found closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
-        context: tokens of its models' context; 0 while unknown.
+        context: tokens; 0 while unknown.
         kind: equal for instances that `matches` treats alike.
-        in_flight: requests that this proxy has open there.
         places: requests that have a place at this D and have not ended.
         alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
         coming: requests that this P has been chosen for, and that are not in flight yet.
@@ -242,13 +235,8 @@ class Instance:
             the requests that have a place at this D.
         turn: the number of the latest choice that fell on it.
         order: the smaller, the less busy: work in tokens, requests, turn.
-        room: places of this D at most.
-        full: the D's whose places are all taken; it is in there, too, while it is one of them.
+        full: the D's whose `room` for places is taken; it is in there, too, while it is one of them.
         changed: called when it may be given requests and could not before, or the other way round.
-        neighbours: the others behind its HTTP server.
-        breaker: whether it is given requests, after what became of the last ones.
-        drained: it gets no new requests, because an operator has asked the proxy for it.
-        paused: it gets none, because vLLM's /pause has been called there.
         left: when it said goodbye; None if it has not.
     """
 
@@ -362,8 +350,8 @@ class Instance:
         return "ready" if self.breaker.closed else "paused"
 
     def answered(self, now: float) -> None:
-        """What it has computed shows that it lives, as a ping does: pings alone may be lost, of half a fleet
-        at once, whose other half must not get all requests then."""
+        """This shows that it lives, as a ping does: pings of half a fleet may be lost at once, and its other
+        half must not get all requests then."""
         self.last_answer = now
 
     @property
@@ -402,31 +390,22 @@ class Instance:
             return mine.fit == theirs.fit
         return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
 
-    def take_place(self, *, alone: bool, tokens: int = 0) -> None:
-        """This D gets one request more; `alone`: it computes the prompt in a P's place."""
-        self.places += 1
-        self.alone += alone
-        self._weigh(tokens)
+    def count_place(self, more: int, *, alone: bool, tokens: int = 0) -> None:
+        """This D gets so many requests `more`, of so many tokens each; -1: one has ended, or goes elsewhere.
+        `alone`: it computes the prompt in a P's place."""
+        self.places += more
+        self.alone += more * alone
+        self._weigh(more * tokens)
         if self.places >= self.room:
             self.full.add(self)
-
-    def leave_place(self, *, alone: bool, tokens: int = 0) -> None:
-        """That request has ended, or goes elsewhere."""
-        self.places -= 1
-        self.alone -= alone
-        self._weigh(-tokens)
-        if self.places < self.room:
+        else:
             self.full.discard(self)
 
-    def expect(self, tokens: int = 0) -> None:
-        """This P has been chosen for one request more."""
-        self.coming += 1
-        self._weigh(tokens)
-
-    def expect_no_more(self, tokens: int = 0) -> None:
-        """That request is in flight now, has ended, or goes elsewhere."""
-        self.coming -= 1
-        self._weigh(-tokens)
+    def expect(self, more: int, tokens: int = 0) -> None:
+        """This P has been chosen for so many requests `more`; -1: one is in flight, has ended, or goes
+        elsewhere."""
+        self.coming += more
+        self._weigh(more * tokens)
 
     @contextmanager
     def busy(self, end: Callable[[Loss], None], tokens: int = 0) -> Iterator[None]:

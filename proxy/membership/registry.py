@@ -78,9 +78,9 @@ class Registry:
         self._first_turn = first_turn
         self._life = life
         self._lease = max(life, lease)
-        self._silent: set[Instance] = set()
         self._leavers: list[Instance] = []
         """Those that have said goodbye since the last `expire`."""
+        self._silent: set[Instance] = set()
         self._misfits: set[Instance] = set()
         """Those that the log has named."""
         self._capacity = capacity
@@ -162,22 +162,20 @@ class Registry:
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
-        others = [
-            each
-            for each in self._instances.values()
-            if (newcomer.role == "both" or each.may_be(newcomer.role))
-            and each.ping.zmq_address == newcomer.ping.zmq_address
-            and each.url != newcomer.url
-        ]
-        candidates = others if known is None else [known, *others]
-        return next((each for each in candidates if self._holds(each, newcomer, now)), None)
+        for each in self._instances.values():
+            same = (
+                (newcomer.role == "both" or each.may_be(newcomer.role))
+                and each.ping.zmq_address == newcomer.ping.zmq_address
+                and each.url != newcomer.url
+            )
+            if (same or each is known) and self._holds(each, newcomer, now):
+                return each
+        return None
 
     def _holds(self, holder: Instance, newcomer: Instance, now: float) -> bool:
         """Whether the holder still is who it was, as far as its own connection shows. A ping of
         a sender without the key does not keep a member out."""
-        if holder.source is None or holder.source == newcomer.source:
-            return False
-        if isinstance(holder.source, ListedSource):
+        if holder.source in (None, newcomer.source) or isinstance(holder.source, ListedSource):
             return False
         if newcomer.source is not None and newcomer.source.member and not holder.source.member:
             return False
@@ -203,7 +201,8 @@ class Registry:
         if self._holds(known, leaver, now):
             self._refuse(leaver, known, now)
         else:
-            self._remove(known)
+            del self._instances[known.key]
+            self._change()
             self._breakers.pop(known.key, None)
             self._drained.pop(known.key, None)
             known.left = now
@@ -236,14 +235,17 @@ class Registry:
         call."""
         dead = [instance for instance in self._instances.values() if not self.alive(instance, now)]
         for instance in dead:
-            self._remove(instance)
+            del self._instances[instance.key]
+            self._change()
             lost = "" if self.overdue(instance, now) else ", and its connection is closed"
             logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
         self._log_silent(now)
         self._log_misfits()
-        for key in [key for key in self._breakers if key not in self._instances]:
-            if self._breakers[key].forgettable(now):
-                del self._breakers[key]
+        self._breakers = {
+            key: each
+            for key, each in self._breakers.items()
+            if key in self._instances or not each.forgettable(now)
+        }
         leavers, self._leavers = self._leavers, []
         return dead + leavers
 
@@ -268,13 +270,12 @@ class Registry:
         kinds: dict[tuple[InstanceRole, Kind], list[Instance]] = {}
         for each in self._instances.values():
             kinds.setdefault((each.role, each.kind), []).append(each)
-        # An instance of both roles fits itself.
         # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
         ones = [alike[0] for alike in kinds.values()]
         found: dict[Instance, Differences] = {}
         for one, alike in zip(ones, kinds.values(), strict=True):
             if one.role == "both":
-                continue
+                continue  # it fits itself
             partners = [other for other in ones if other.role != one.role and one.shares_model(other)]
             if partners and not any(one.fits(other) for other in partners):
                 found |= dict.fromkeys(alike, min((differences(one, each) for each in partners), key=len))
@@ -341,13 +342,8 @@ class Registry:
 
     def candidates(self) -> list[Instance]:
         """Those that are neither drained nor paused, and were healthy when they were last asked."""
-        return [
-            each for each in self._instances.values() if each.healthy and not (each.drained or each.paused)
-        ]
-
-    def _remove(self, instance: Instance) -> None:
-        del self._instances[instance.key]
-        self._change()
+        everyone = self._instances.values()
+        return [each for each in everyone if each.healthy and not (each.drained or each.paused)]
 
     def _change(self) -> None:
         self.version += 1
