@@ -87,7 +87,6 @@ _MOST_NAMES = 32
 
 def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     """One instance, for /instances and the dashboard."""
-    now = proxy.clock()
     names, report = sorted(instance.names), instance.report
     return {
         "role": "both" if instance.role == "both" else ROLE_NAMES[instance.role],
@@ -100,7 +99,7 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
         "load": instance.load,
         "alone": instance.alone,
         "reported": None if report is None else to_builtins(report.work),
-        "last_ping_seconds": round(now - instance.last_seen, 1),
+        "last_ping_seconds": round(proxy.clock() - instance.last_seen, 1),
         "pauses": instance.breaker.opened,
     }
 
@@ -128,10 +127,9 @@ async def changed(siblings: Siblings, guard: Access, request: web.Request, what:
     """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address. With `move_after` what
     still runs there after so many seconds goes on elsewhere."""
     guard.change(request)
-    address = request.match_info["address"]
+    address, seconds = request.match_info["address"], None
     try:
         Address.parse(address)
-        seconds = None
         if what == "drain" and "move_after" in request.query:
             seconds = _seconds(request.query["move_after"])
     except ValueError as error:
@@ -208,8 +206,8 @@ async def metrics_page(siblings: Siblings, guard: Access, request: web.Request) 
 async def status_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     guard.look(request)
-    page = merged(*await siblings.ask("status"))
-    return web.json_response(page, headers={"Cache-Control": "no-store"})
+    answer = merged(*await siblings.ask("status"))
+    return web.json_response(answer, headers={"Cache-Control": "no-store"})
 
 
 def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:

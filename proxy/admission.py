@@ -30,11 +30,8 @@ _TICK_SECONDS = 0.1
 
 
 class RetryBudget:
-    """Counts requests and retries of the last ten seconds.
-
-    What it allows is a share of the requests: in an outage, when everything fails, retries add that share to
-    the load and do not multiply it.
-    """
+    """Of the last ten seconds it allows a share of the requests as retries: in an outage, when everything
+    fails, they add that share to the load and do not multiply it."""
 
     def __init__(self) -> None:
         self._asked = _Recent()
@@ -82,9 +79,7 @@ class RequestPlace:
     alone, and the trial of an instance in doubt.
 
     Attributes:
-        request: what it wants.
         mode: what P was to do for it when it came.
-        choice: who serves it.
         key: by which breakers know it.
         progress: what placement by cost learns from it; None without it.
         expecting: the P that has been chosen and has yet to be asked.
@@ -129,12 +124,8 @@ class _Waiter:
 
 @dataclass(eq=False)
 class Admission:
-    """Gives out places, and keeps a queue of those that wait for one.
-
-    Attributes:
-        clock: the registry's.
-        budget: of second tries; it grows with each request that gets a place.
-    """
+    """Gives out places, and keeps a queue of those that wait for one. The `budget` of second tries grows with
+    each request that gets a place."""
 
     _router: Router
     _limits: Limits
@@ -160,10 +151,8 @@ class Admission:
 
     @asynccontextmanager
     async def place(self, request: RoutingRequest, *, paired: bool) -> AsyncIterator[RequestPlace]:
-        """A place, as soon as there is one; `paired`: P can help.
-
-        Raises NoInstance, UnknownModel, or ProxyError if there is none in time.
-        """
+        """A place, as soon as there is one; `paired`: P can help. Raises NoInstance, UnknownModel, or
+        ProxyError if there is none in time."""
         place = await self._wait(request, paired)
         self._counters.admitted += 1
         self.budget.request(self._clock())
@@ -194,10 +183,8 @@ class Admission:
         return True
 
     def stay_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
-        """Lets a D alone go on with a request that has a place, which may be the last one there is.
-
-        False if no D may: all compute as many prompts alone as they may, or there is no D.
-        """
+        """Lets a D alone go on with a request that has a place, which may be the last one there is. False if
+        no D may: all compute as many prompts alone as they may, or there is none."""
         self._give_up(place)
         try:
             place.choice = self._choose(place.request, PrefillMode.MISSED, avoid)
@@ -287,14 +274,13 @@ class Admission:
             raise ProxyError(503, f"{full}; try again in a few seconds.") from None
         except Full:
             pass
-        if self.waiting <= self._limits.max_waiting:
-            return
-        self._counters.refused_full += 1
-        raise ProxyError(
-            503,
-            "All decode instances have as many requests as they take, and as many as may are waiting; "
-            "try again in a few seconds.",
-        )
+        if self.waiting > self._limits.max_waiting:
+            self._counters.refused_full += 1
+            raise ProxyError(
+                503,
+                "All decode instances have as many requests as they take, and as many as may are waiting; "
+                "try again in a few seconds.",
+            )
 
     def _choose(
         self, request: RoutingRequest, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()

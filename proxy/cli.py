@@ -106,9 +106,8 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     try:
         await runner.setup()
         await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=_tls(arguments)).start()
-        _log_serving(arguments, members, runner.addresses, app[LISTENER].endpoint)
-        if arguments.plain_discovery is not None:
-            logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
+        listeners = [app[each] for each in (LISTENER, PLAIN_LISTENER) if each in app]
+        _log_serving(arguments, members, runner.addresses, listeners)
         await stop.wait()
         await _drain(runner, app, arguments.drain_seconds, hurry)
     finally:
@@ -161,18 +160,23 @@ async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hu
 
 
 def _log_serving(
-    arguments: argparse.Namespace, members: Members | None, addresses: Sequence[Any], discovery: str
+    arguments: argparse.Namespace,
+    members: Members | None,
+    addresses: Sequence[Any],
+    listeners: Sequence[Listener],
 ) -> None:
     scheme = "https" if arguments.ssl_certfile else "http"
     logger.info(
         "serving on %s, discovery on %s, %s dispatch, %s for prefill and %s for decode, %s",
         ", ".join(f"{scheme}://{Address(address[0], address[1])}" for address in addresses),
-        discovery,
+        listeners[0].endpoint,
         arguments.dispatch,
         arguments.prefill_policy,
         arguments.decode_policy,
         "open to all" if members is None else "for members only",
     )
+    for each in listeners[1:]:
+        logger.info("plain discovery on %s", each.endpoint)
 
 
 # Several workers.
@@ -195,10 +199,7 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
         try:
             await supervisor.start(stop)
             if not stop.is_set():
-                addresses = [each.getsockname() for each in port]
-                _log_serving(arguments, members, addresses, listeners[0].endpoint)
-                for each in listeners[1:]:
-                    logger.info("plain discovery on %s", each.endpoint)
+                _log_serving(arguments, members, [each.getsockname() for each in port], listeners)
             await stop.wait()
         finally:
             await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import product
 
-import prometheus_client as prometheus
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,6 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from p2pkv import __version__
 
@@ -118,22 +119,22 @@ _LARGEST = (
 _SMALLEST = (_STATE, "_created", "process_start_time_seconds")
 
 
-class _Merged(prometheus.CollectorRegistry):
+@dataclass(frozen=True)
+class _Merged(Collector):
     """For Prometheus: what several workers have, as if they were one."""
 
-    def __init__(self, parts: Sequence[Sequence[Family]]) -> None:
-        super().__init__()
-        self._parts = parts
+    parts: Sequence[Sequence[Family]]
 
     def collect(self) -> Iterator[Metric]:
         metrics: dict[str, Metric] = {}
         values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-        for name, what, kind, samples in (family for part in self._parts for family in part):
+        for name, what, kind, samples in (family for part in self.parts for family in part):
             metrics.setdefault(name, Metric(name, what, kind))
             mine = values.setdefault(name, {})
             for sample, labelled, value in samples:
                 key = sample, tuple(labelled.items())
-                mine[key] = _together(sample)(mine[key], value) if key in mine else value
+                add = max if sample in _LARGEST else min if sample.endswith(_SMALLEST) else operator.add
+                mine[key] = add(mine[key], value) if key in mine else value
         for name, metric in metrics.items():
             for (sample, labels), value in values[name].items():
                 metric.add_sample(sample, dict(labels), value)
@@ -142,20 +143,11 @@ class _Merged(prometheus.CollectorRegistry):
 
 def _by_state(instances: Metric) -> Metric:
     found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
-    states = GaugeMetricFamily(
-        "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
-    )
-    for role in ("P", "D", "both"):
-        for state in STATES:
-            states.add_metric([role, state], found[role, state])
+    what = "Registered instances, by role and state."
+    states = GaugeMetricFamily("p2pkv_proxy_instances", what, labels=["role", "state"])
+    for labels in product(("P", "D", "both"), STATES):
+        states.add_metric(labels, found[labels])
     return states
-
-
-def _together(sample: str) -> Callable[[float, float], float]:
-    """How the values of two workers make one."""
-    if sample in _LARGEST:
-        return max
-    return min if sample.endswith(_SMALLEST) else operator.add
 
 
 # The name for Prometheus, the holder's own name, and what it is.

@@ -23,7 +23,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,11 +58,7 @@ _ON_ITS_WAY = 0.05
 class LeastSquares:
     """A linear prediction, by least squares: each observation counts 2% less than the next one. No weight is
     below zero, since nothing here gets faster by having more to do; and what the observations do not decide
-    stays near the first weights.
-
-    Args:
-        weights: before the first observation.
-    """
+    stays near the first `weights`."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
@@ -132,7 +128,7 @@ class EngineCosts:
         self.report = self._reported = _NOTHING
         """The last report, and what is left of it."""
         self._since_report: deque[QueuedPrompt] = deque()
-        """Of the queue, the prompts that are not in the report."""
+        """Of the queue, what is not in the report."""
         self._asked: tuple[float, float] | None = None
         """When the queue was asked for last, and its seconds; None if it has changed since."""
         self._since = 0.0
@@ -262,26 +258,18 @@ class EngineCosts:
 
 @dataclass(eq=False, slots=True)
 class QueuedPrompt:
-    """A prompt that this proxy has given to an instance.
-
-    Attributes:
-        placed: when.
-        among: how many prompts were there then, with this one, and their tokens; None if nothing is reported.
-    """
+    """A prompt that this proxy has given to an instance, and when."""
 
     tokens: int
     placed: float
     among: tuple[float, float] | None = None
+    """How many prompts were there then, with this one, and their tokens; None if nothing is reported."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Why a request goes its way.
-
-    Attributes:
-        first_token: seconds until its first token.
-        cost: of this way; other: of the cheapest of the other kind, None if there is none.
-    """
+    """Why a request goes its way: the seconds until its first token, and the costs of this way and of the
+    cheapest of the other kind, if there is one."""
 
     way: Way
     first_token: float
@@ -298,10 +286,7 @@ OnError = Callable[[Prediction, float], object]
 
 class PlacedRequest:
     """One request, from its placement to its end, whose instances learn from it. Without a prediction only
-    its answer counts, since nothing is known of its prompt.
-
-    Each method may be called at any time; what has been reported counts once.
-    """
+    its answer counts, since nothing is known of its prompt. What is reported, at any time, counts once."""
 
     def __init__(
         self,
@@ -357,32 +342,24 @@ class PlacedRequest:
         self._decode.count_answers(-1, now)
 
 
+@dataclass(eq=False)
 class PlacementCosts:
     """What all instances have cost, and the cheapest way for a request.
 
-    Args:
-        pause_weight: what a second for which answers stop counts, beside one of waiting for one.
-        on_error: called with each prediction and the seconds that came.
-
     Attributes:
+        pause_weight: what a second for which answers stop counts, beside one of waiting for one.
+        on_error: called with each prediction and the seconds that came, of which `latest` has the last ones.
         answer_steps: tokens of an answer after its first, on average.
-        latest: the last predictions, each with the seconds that came.
         ways: how often each was taken.
     """
 
-    def __init__(
-        self,
-        pause_weight: float = 0.1,
-        on_error: OnError = lambda *_: None,
-        dice: random.Random | None = None,
-    ) -> None:
-        self.pause_weight = pause_weight
-        self.on_error = on_error
-        self.answer_steps = _ANSWER
-        self.latest: deque[tuple[Prediction, float]] = deque(maxlen=_RECENT)
-        self.ways: Counter[Way] = Counter()
-        self._dice = dice or random.Random()
-        self._engines: WeakKeyDictionary[Instance, EngineCosts] = WeakKeyDictionary()
+    pause_weight: float = 0.1
+    on_error: OnError = lambda *_: None
+    answer_steps: float = _ANSWER
+    latest: deque[tuple[Prediction, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    ways: Counter[Way] = field(default_factory=Counter)
+    dice: random.Random = field(default_factory=random.Random)
+    _engines: WeakKeyDictionary[Instance, EngineCosts] = field(default_factory=WeakKeyDictionary)
 
     def of(self, instance: Instance) -> EngineCosts:
         found = self._engines.get(instance)
@@ -393,15 +370,12 @@ class PlacementCosts:
         return found
 
     def status(self) -> dict[str, Any]:
-        """For /status: how often each way was taken, how far off the latest predictions were, and why the
-        last ones were taken."""
+        """For /status: how far off the latest predictions were, and why the last ways were taken."""
+        shown = list(self.latest)[-_SHOWN:]
         return {
             "ways": dict(self.ways),
             "errors": [round(prediction.error(seen), 4) for prediction, seen in self.latest],
-            "latest": [
-                {**asdict(prediction), "first_token_seen": seen}
-                for prediction, seen in list(self.latest)[-_SHOWN:]
-            ],
+            "latest": [{**asdict(prediction), "first_token_seen": seen} for prediction, seen in shown],
         }
 
     def cheapest(
@@ -415,11 +389,8 @@ class PlacementCosts:
         near: Callable[[Instance], Sequence[Instance]] | None = None,
     ) -> tuple[Instance, Instance, Prediction] | None:
         """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
-        if no two match and none may serve it whole.
-
-        Args:
-            near: the decoders that have a link to this instance; None if all have or may have.
-        """
+        if no two match and none may serve it whole. `near`: the decoders with a link to an instance; None if
+        all have or may have one."""
         drawn = self._some(prefillers)
         prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now) for each in drawn}
 
@@ -467,7 +438,7 @@ class PlacementCosts:
     def _some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         if len(instances) <= MOST_COMPARED:
             return instances
-        count, draw = len(instances), self._dice.random
+        count, draw = len(instances), self.dice.random
         return [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
 
 

@@ -34,8 +34,6 @@ from .sessions import ConsistentHash
 
 
 class LeastLoaded(Policy):
-    """The one with the least to do; among equals, the one whose turn was longest ago."""
-
     help = (
         "the one with the least to do: the fewest prompt tokens to compute (prefill), the fewest requests "
         "and prompt tokens (decode)"
@@ -46,8 +44,6 @@ class LeastLoaded(Policy):
 
 
 class RoundRobin(Policy):
-    """The one whose turn was longest ago, however much it has to do."""
-
     help = "each in turn"
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
@@ -55,8 +51,7 @@ class RoundRobin(Policy):
 
 
 class PowerOfTwo(Policy):
-    """Of two that are drawn at random, the one with less to do. Several proxies that do so do not all send
-    their next requests to the same instance."""
+    """So several proxies do not all send their next requests to the same instance."""
 
     help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
 
@@ -77,8 +72,7 @@ POLICIES: dict[str, type[Policy]] = {
     "prefix_aware": PrefixAware,
     "consistent_hash": ConsistentHash,
 }
-"""Every policy. To add one: a file of its own, as prefixes.py is, and a line here. The command line, its help
-and the tests of all policies take it from here."""
+"""To add one: a file of its own, as prefixes.py is, and a line here."""
 
 
 class Unroutable(Exception):
@@ -241,19 +235,13 @@ class _Kept:
 
 
 class Router:
-    """Chooses among the registry's routable instances.
-
-    P and D have a policy each. P is chosen first, among those that match some D with room; then D, among
-    those that match this P.
+    """Chooses among the registry's routable instances: P first, among those that match some D with room; then
+    D, among those that match this P; by a policy each.
 
     Args:
-        routing: which policies.
         room: requests that one D takes at a time.
         alone: of those, how many whose prompts it computes in a P's place; 0: none.
         on_error: see PlacementCosts.
-
-    Attributes:
-        costs: what placement by cost has learned.
     """
 
     def __init__(
@@ -300,10 +288,7 @@ class Router:
         mode: PrefillMode = PrefillMode.WANTED,
         avoid: frozenset[Instance] = frozenset(),
     ) -> Choice:
-        """A D for a request, and a P as `mode` says; none of those to `avoid`.
-
-        Raises Unroutable.
-        """
+        """A D for a request, and a P as `mode` says; none of those to `avoid`. Raises Unroutable."""
         fleet = self._kept(now).fleet(request.model, avoid)
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SPARED and not prefillers:

@@ -147,11 +147,8 @@ def ignore_signals() -> None:
 
 
 class Pings:
-    """What has come at the discovery address.
-
-    Args:
-        changed: called when there is a new instance, or one that leaves.
-    """
+    """What has come at the discovery address; `changed` is called when there is a new instance, or one that
+    leaves."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -193,7 +190,6 @@ class _Child:
     """One worker, through all the processes that it has been.
 
     Attributes:
-        config: what each of them is given.
         served: one of them has served.
         process: the present one; None while there is none.
         serving: it takes requests.
@@ -211,13 +207,9 @@ class Supervisor:
     """Starts the workers, and keeps them running.
 
     Args:
-        workers: how many.
         port: the sockets that keep it.
         folder: where workers find each other.
         begin: what a process does: takes `arguments`, and a WorkerConfig.
-
-    Attributes:
-        pings: to be given those that come.
     """
 
     def __init__(
@@ -327,10 +319,10 @@ class Supervisor:
         worker.silent = 0
         if report.serving:
             self._drains = report.drains
-        if report.serving and not worker.serving:
+            if not worker.serving:
+                logger.info("worker %d serves", number)
             worker.serving = True
             worker.served.set()
-            logger.info("worker %d serves", number)
         if worker is self.workers[0]:  # the others answer the same
             for connection, frame in report.answers:
                 self.pings.answer(connection, frame)

@@ -26,14 +26,8 @@ from .membership.registry import Registry
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker's process is given.
-
-    Attributes:
-        number: from 1 on.
-        of: how many workers there are.
-        addresses: where it takes connections: family and address of a socket each.
-        folder: where the workers' sockets are, see siblings.py.
-    """
+    """What a worker's process is given: its number, from 1 on, `of` how many, where it takes connections, and
+    where the workers' own sockets are, see siblings.py."""
 
     number: int
     of: int
@@ -51,14 +45,8 @@ class WorkerConfig:
 
 
 class RepeatedPing(msgspec.Struct, frozen=True):
-    """The latest ping of one instance.
-
-    Attributes:
-        connection: the number of the connection on which it came; one that is closed has none any more.
-        member: that connection has shown the members' key.
-        serial: grows with each ping.
-        at: when it came, by this host's monotonic clock.
-    """
+    """The latest ping of one instance, `at` a time of this host's monotonic clock, on a connection of this
+    number, which has shown the members' key if it is one. `serial` grows with each ping."""
 
     connection: int
     member: bool

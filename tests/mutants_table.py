@@ -795,10 +795,10 @@ Instance.count_place: a D that is full is given more
 + pass
 > tests/proxy/test_breaker.py::test_while_there_is_a_trial_what_becomes_of_others_decides_nothing
 Breaker.succeeded: a success that is not the trial's ends a pause
--         if not self._is_trial(owner):
+-         if owner is None or owner is not self._trial:
 +         if self._trial is None:
 Breaker.failed: a failure that is not the trial's lengthens a pause
--             bad = self._is_trial(owner)
+-             bad = owner is not None and owner is self._trial
 +             bad = self._trial is not None
 > tests/proxy/test_requests.py::test_an_error_names_no_instance_however_it_spells_the_address
 Instance.written_addresses: an address that a ping spells in full is not taken out of errors

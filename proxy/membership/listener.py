@@ -58,7 +58,6 @@ class Listener:
         members: whose pings are taken; None for all, in the clear.
 
     Attributes:
-        endpoint: where it is bound.
         refused: how many messages were no pings.
         shut_out: how many connections failed in the handshake.
     """

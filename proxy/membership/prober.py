@@ -17,6 +17,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -48,51 +49,39 @@ class _Models(msgspec.Struct):
 _models = msgspec.json.Decoder(_Models)
 
 
+@dataclass(eq=False)
 class Prober:
-    """Makes instances routable, and keeps the registry free of dead ones.
+    """Makes instances routable, and keeps the registry, whose clock this is, free of dead ones. `changed` is
+    called when an instance may have become routable, and once in a while."""
 
-    Args:
-        clock: the registry's.
-
-    Attributes:
-        changed: called when an instance may have become routable, and once in a while.
-    """
-
-    def __init__(
-        self, session: aiohttp.ClientSession, registry: Registry, clock: Callable[[], float]
-    ) -> None:
-        self._session = session
-        self._registry = registry
-        self._clock = clock
-        self.changed: Callable[[], None] = lambda: None
-        self._hurry = asyncio.Event()
-        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
-        self._gone: set[Instance] = set()
-        """Instances that are no longer registered, and have requests or were chosen for some."""
-
-    def hurry(self) -> None:
-        """A new instance is there: probe without waiting for the next round."""
-        self._hurry.set()
+    _session: aiohttp.ClientSession
+    _registry: Registry
+    _clock: Callable[[], float]
+    changed: Callable[[], None] = lambda: None
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """A new instance is there: probe without waiting for the next round."""
+    _complaints: RateLimit = field(default_factory=lambda: RateLimit(seconds=_COMPLAIN_SECONDS))
+    _gone: set[Instance] = field(default_factory=set)
+    """Instances that are no longer registered, and have requests or were chosen for some."""
 
     async def run(self) -> None:
         """Probes until cancelled."""
         while True:
-            self._hurry.clear()
+            self.hurry.clear()
             try:
                 await self.round()
             except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
-                    await self._hurry.wait()
+                    await self.hurry.wait()
             except TimeoutError:
                 continue
 
     async def round(self) -> None:
         """Asks each once that has to be asked now."""
         now = self._clock()
-        self._gone.update(self._registry.expire(now))
-        self._gone = {each for each in self._gone if each.load}
+        self._gone = {each for each in self._gone.union(self._registry.expire(now)) if each.load}
         doubtful = {*self._registry.late(now), *self._gone}
         await asyncio.gather(
             *(self._probe(instance) for instance in self._registry.unready()),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
 from p2pkv.control.discovery import Ping, are_alike, goodbye, lasting
@@ -53,6 +54,7 @@ def random_turn() -> int:
     return -random.randrange(1 << 30)
 
 
+@dataclass(eq=False)
 class Registry:
     """The living instances, one for each (role, HTTP address, data-parallel rank).
 
@@ -64,37 +66,33 @@ class Registry:
     Attributes:
         claims_refused: pings under the address of another live instance.
         full: the D's whose places are all taken.
-        version: grows whenever an instance comes, goes, or may be given requests that it might not before, or
-            the other way round; unless time alone is the reason.
+        version: grows when an instance comes, goes, or may be given requests and could not before, or the
+            other way round; unless time alone is the reason.
     """
 
-    def __init__(
-        self,
-        life: float = LIFE,
-        capacity: int = MAX_INSTANCES,
-        lease: float = LEASE,
-        first_turn: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._first_turn = first_turn
-        self._life = life
-        self._lease = max(life, lease)
-        self._leavers: list[Instance] = []
-        """Those that have said goodbye since the last `expire`."""
-        self._silent: set[Instance] = set()
-        self._misfits: set[Instance] = set()
-        """Those that the log has named."""
-        self._capacity = capacity
-        self.claims_refused = 0
-        self.version = 0
-        self._room = float("inf")
-        self.full: set[Instance] = set()
-        # Once a minute: the other one tries again every few seconds.
-        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
-        self._instances: dict[InstanceKey, Instance] = {}
-        self._breakers: dict[InstanceKey, Breaker] = {}
-        """A crash is no way to get a clean record: they outlive their instances for a while."""
-        self._drained: dict[InstanceKey, str] = {}
-        """Who is drained, and in which incarnation: a restart ends it, a lost connection does not."""
+    life: float = LIFE
+    capacity: int = MAX_INSTANCES
+    lease: float = LEASE
+    first_turn: Callable[[], int] = lambda: 0
+    claims_refused: int = 0
+    version: int = 0
+    full: set[Instance] = field(default_factory=set)
+    _room: float = float("inf")
+    _instances: dict[InstanceKey, Instance] = field(default_factory=dict)
+    _leavers: list[Instance] = field(default_factory=list)
+    """Those that have said goodbye since the last `expire`."""
+    _silent: set[Instance] = field(default_factory=set)
+    _misfits: set[Instance] = field(default_factory=set)
+    """Those that the log has named."""
+    _breakers: dict[InstanceKey, Breaker] = field(default_factory=dict)
+    """A crash is no way to get a clean record: they outlive their instances for a while."""
+    _drained: dict[InstanceKey, str] = field(default_factory=dict)
+    """Who is drained, and in which incarnation: a restart ends it, a lost connection does not."""
+    # Once a minute: the other one tries again every few seconds.
+    _complaints: RateLimit = field(default_factory=lambda: RateLimit(seconds=_COMPLAIN_SECONDS))
+
+    def __post_init__(self) -> None:
+        self.lease = max(self.life, self.lease)
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
@@ -103,9 +101,9 @@ class Registry:
             known.pinged(ping, now)
             self._renew(known, ping.paused, source)
             return None
-        newcomer = Instance(lasting(ping), now, source, self._life)
+        newcomer = Instance(lasting(ping), now, source, self.life)
         newcomer.pinged(ping, now)
-        newcomer.take_turn(self._first_turn())
+        newcomer.take_turn(self.first_turn())
         newcomer.paused = ping.paused
         known = self._instances.get(newcomer.key)
         if ping.leaving:
@@ -115,9 +113,9 @@ class Registry:
         if holder is not None:
             self._refuse(newcomer, holder, now)
             return None
-        if known is None and len(self._instances) >= self._capacity:
+        if known is None and len(self._instances) >= self.capacity:
             if self._complaints.admits("full", now):
-                logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
+                logger.warning("%s ignored: %d instances are known already", newcomer, self.capacity)
             return None
         if known is not None and isinstance(known.source, ListedSource) and source != known.source:
             known.source.pinged = True
@@ -179,7 +177,7 @@ class Registry:
             return False
         if newcomer.source is not None and newcomer.source.member and not holder.source.member:
             return False
-        return now - holder.last_seen <= self._life * _DOUBT and holder.source.stands()
+        return now - holder.last_seen <= self.life * _DOUBT and holder.source.stands()
 
     def _refuse(self, newcomer: Instance, holder: Instance, now: float) -> None:
         self.claims_refused += 1
@@ -257,7 +255,7 @@ class Registry:
                 "and it is removed after %.0f s",
                 instance,
                 now - instance.last_seen,
-                self._lease,
+                self.lease,
             )
         for instance in self._silent - silent:
             if self._instances.get(instance.key) is instance:
@@ -314,13 +312,8 @@ class Registry:
 
     def late(self, now: float) -> list[Instance]:
         """Those with requests in flight whose ping is late."""
-        late = now - self._life * _DOUBT
+        late = now - self.life * _DOUBT
         return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
-
-    def sender(self, ping: Ping, source: PingSource) -> Instance | None:
-        """Whose ping this is; None if its sender is not registered, or is registered from another source."""
-        known = self.of(ping)
-        return known if known is not None and known.source == source else None
 
     def of(self, ping: Ping) -> Instance | None:
         """The one whose latest ping this is."""
@@ -356,4 +349,4 @@ class Registry:
 
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
-        return now - instance.last_sign > self._lease
+        return now - instance.last_sign > self.lease
