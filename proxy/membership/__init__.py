@@ -64,7 +64,8 @@ class Membership:
 
     async def run(self) -> None:
         """Until cancelled."""
-        await asyncio.gather(*(each.run() for each in (self.prober, *self._listeners, *self._watches)))
+        members: list[Prober | Listener | ListedWatch] = [self.prober, *self._listeners, *self._watches]
+        await asyncio.gather(*(each.run() for each in members))
 
     def close(self) -> None:
         """Frees the ports. Idempotent."""
