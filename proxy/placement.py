@@ -106,9 +106,9 @@ _NOTHING = WorkloadReport(Workload(), float("-inf"))
 class EngineCosts:
     """What is placed at one instance, and what its work has cost.
 
-    An instance that reports what its scheduler has to do has prompts of other proxies, too. Of this proxy's
-    own prompts those count beside the report that have been placed since: `_ON_ITS_WAY` before its time, or
-    later. Answers are this proxy's own: a fixed share of all, and known at once.
+    What an instance's scheduler reports has prompts of other proxies, too. Of this proxy's own those count
+    beside it that have been placed since: `_ON_ITS_WAY` before its time, or later. Answers are this proxy's
+    own: a fixed share of all, and known at once.
 
     Attributes:
         answers: placed here to be decoded, begun or not.
@@ -166,8 +166,8 @@ class EngineCosts:
         return now - self.report.at < (_FRESH_SECONDS if self._queue else _REPORT_SECONDS)
 
     def _waiting(self, now: float) -> tuple[float, float]:
-        """How many prompts are here now, and their tokens, by the last report: what time has left of it, and
-        of the prompts that are not in it."""
+        """How many prompts are here now, and their tokens: what time has left of the last report, and of the
+        prompts that are not in it."""
         work, new, begun = self._reported.work, self._since_report, self._since
         prompts = tokens = 0.0
         if work.prompts:
@@ -222,8 +222,8 @@ class EngineCosts:
             self._since_report.remove(prompt)
 
     def prompt_computed(self, prompt: QueuedPrompt, now: float, *, learn: bool = True) -> None:
-        """Prompts are computed in the order in which they came, so this one took the time since the last; or,
-        where other proxies' prompts may have been between, since it came, with all that were there then."""
+        """It took the time since the last, as prompts are computed in order; or, where other proxies' may
+        have been between, since it came, with all that were there then."""
         seconds = now - self._since
         if prompt in self._since_report:
             self._reported = _NOTHING

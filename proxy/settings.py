@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,10 @@ def parse(
     more: list[str] = []
     for name, (where, value) in found.items():
         if not given.intersection(options[name].option_strings):
-            more += _as_arguments(parser, name, options[name], where, value)
+            try:
+                more += _as_arguments(name, options[name], value)
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                parser.error(f"{where}: {error}")
     return parser.parse_args([*more, *argv])
 
 
@@ -85,12 +88,6 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
     return found
 
 
-def _split(name: str, text: str) -> list[str]:
-    """The comma-separated values, empty ones dropped. An empty --api-key is kept, so that it is refused: who
-    sets one wants authentication."""
-    return [each.strip() for each in text.split(",") if each.strip()] or [""] * (name == "api-key")
-
-
 def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse.Action]) -> _Found:
     found: _Found = {}
     names = {f"{PREFIX}{name.replace('-', '_').upper()}": name for name in options}
@@ -100,36 +97,30 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
         if variable not in names:
             logger.warning("%s is set, and there is no such option", variable)
         elif not text.startswith(_ADDRESS_OF_KUBERNETES):
-            several = isinstance(options[names[variable]], argparse._AppendAction)
-            found[names[variable]] = (variable, _split(names[variable], text) if several else text)
+            name = names[variable]
+            value: str | list[str] = text
+            if isinstance(options[name], argparse._AppendAction):
+                value = [each.strip() for each in text.split(",") if each.strip()]
+                if not value and name == "api-key":
+                    value = [""]  # so that it is refused: who sets one wants authentication
+            found[name] = variable, value
     return found
 
 
-def _as_arguments(
-    parser: argparse.ArgumentParser, name: str, action: argparse.Action, where: str, value: Any
-) -> list[str]:
-    """As on the command line. Ends the process if it could not."""
-
-    def wrong(why: str) -> NoReturn:
-        parser.error(f"{where}: {why}")
-
+def _as_arguments(name: str, action: argparse.Action, value: Any) -> list[str]:
+    """As on the command line. Raises ArgumentTypeError or ValueError if it could not be there."""
     if action.nargs == 0:
         text = str(value).lower()
-        if text not in (*_YES, *_NO):
-            wrong(f"{value!r} is neither true nor false")
+        demand(text in (*_YES, *_NO), f"{value!r} is neither true nor false")
         return [f"--{name}"] if text in _YES else []
     values = value if isinstance(value, list) else [value]
-    if len(values) != 1 and not isinstance(action, argparse._AppendAction):
-        wrong("expected one value, not a list")
+    if len(values) != 1:
+        demand(isinstance(action, argparse._AppendAction), "expected one value, not a list")
     for each in values:
-        if isinstance(each, bool | dict | list):
-            wrong(f"{each!r} is no value for this option")
-        try:
-            read = action.type(str(each)) if callable(action.type) else str(each)
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            wrong(str(error))
-        if action.choices is not None and read not in action.choices:
-            wrong(f"{each!r} is none of {', '.join(map(str, action.choices))}")
+        demand(not isinstance(each, bool | dict | list), f"{each!r} is no value for this option")
+        read = action.type(str(each)) if callable(action.type) else str(each)
+        if action.choices is not None:
+            demand(read in action.choices, f"{each!r} is none of {', '.join(map(str, action.choices))}")
     return [f"--{name}={each}" for each in values]
 
 

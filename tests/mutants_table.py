@@ -841,7 +841,7 @@ ListedWatch._look: the proxy's own lack of sockets makes a listed instance unrea
 -             if is_ours(error):
 +             if False:
 > tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again
-ListedWatch._down: a listed instance whose rank was known once is not asked again
+ListedWatch._look: a listed instance whose rank was known once is not asked again
 -         self._source.answers = self._source.pinged = self._learnt = False
 +         self._source.answers = self._source.pinged = False
 == proxy/models.py

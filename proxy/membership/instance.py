@@ -80,13 +80,8 @@ class PingSource(Protocol):
 
 @dataclass(eq=False)
 class ListedSource:
-    """In place of such a connection, of an instance that the command line lists. An instance's own
-    pings count more.
-
-    Attributes:
-        answers: its port does.
-        pinged: it has pinged by itself since.
-    """
+    """In place of such a connection, of an instance that the command line lists, and whose port answers. Its
+    own pings count more: whether it has `pinged` since."""
 
     answers: bool = True
     pinged: bool = False
@@ -102,13 +97,11 @@ class ListedSource:
 class Breaker:
     """Whether an instance that fails again and again is given requests.
 
-    It opens when many of the latest requests failed. After a pause it lets one request through, the trial: if
-    that succeeds the breaker closes, if it fails the next pause is about twice as long; what becomes of other
-    requests decides nothing. A trial that ends without an outcome, because its client left, or that has none
-    for long, makes room for another; until there is one its outcome may still come.
-
-    Args:
-        uniform: draws the jitter of its pauses.
+    It opens when many of the latest requests failed. After a pause, to which `uniform` draws the jitter, it
+    lets one request through, the trial: if that succeeds the breaker closes, if it fails the next pause is
+    about twice as long; what becomes of other requests decides nothing. A trial that ends without an outcome,
+    because its client left, or that has none for long, makes room for another; until there is one its outcome
+    may still come.
 
     Attributes:
         opened: how often in a row it has opened; 0 when it has no past.

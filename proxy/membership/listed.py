@@ -114,13 +114,11 @@ class ListedWatch:
             if is_ours(error):
                 return  # for want of a descriptor of this proxy's: nothing is known of the instance
             trouble = f"its /health cannot be asked: {error}"
-        if trouble:
-            self._down(trouble)
-        elif not self._source.pinged:
-            await self._up()
-        # Else it has said goodbye, or is lost: it may be stopping, and counts when /health has failed once.
-
-    def _down(self, trouble: str) -> None:
+        if not trouble:
+            if not self._source.pinged:
+                await self._up()
+            # Else it has said goodbye or is lost, and may be stopping: it counts after a /health that failed.
+            return
         known = self.registry.at(self.listed.key)
         if known is not None and known.source is self._source:
             known.healthy = False  # until its /health answers again
