@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +45,9 @@ def read(
 ) -> argparse.Namespace:
     """The options from all places. Ends the process with status 2 and a sentence if something is wrong."""
     arguments = settings.parse(parser, argv, environ)
-    twice = [each for each, count in Counter(_addresses(arguments)).items() if count > 1]
-    if twice:
+    listed: list[ListedInstance] = [*arguments.prefill, *arguments.decode]
+    addresses = Counter(address for each in listed for address in (each.http, each.zmq))
+    if twice := [each for each, count in addresses.items() if count > 1]:
         parser.error(f"{twice[0]} is listed twice: each instance has addresses of its own")
     if arguments.workers > arguments.max_requests:
         parser.error("--workers divide --max-requests, so there can be no more of them than that")
@@ -58,24 +58,17 @@ def read(
     return arguments
 
 
-def _addresses(arguments: argparse.Namespace) -> list[Address]:
-    listed: list[ListedInstance] = [*arguments.prefill, *arguments.decode]
-    return [address for each in listed for address in (each.http, each.zmq)]
-
-
 def limits(arguments: argparse.Namespace) -> Limits:
     given = settings.made(Limits, arguments)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = given.max_connections
+    if descriptors != resource.RLIM_INFINITY:
+        most = arguments.workers * max(1, descriptors // 3)  # a request needs three
     return replace(
         given,
-        max_connections=min(given.max_connections, arguments.workers * _most_requests()),
+        max_connections=min(given.max_connections, most),
         alone_share=0.0 if arguments.no_decode_alone else given.alone_share,
     )
-
-
-def _most_requests() -> int:
-    """That one process has descriptors for: a request needs three."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 3)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -801,7 +801,7 @@ Breaker.failed: a failure that is not the trial's lengthens a pause
 -             bad = owner is not None and owner is self._trial
 +             bad = self._trial is not None
 > tests/proxy/test_requests.py::test_an_error_names_no_instance_however_it_spells_the_address
-Instance.written_addresses: an address that a ping spells in full is not taken out of errors
+Instance.__post_init__: an address that a ping spells in full is not taken out of errors
 - , str(self.zmq_address)}
 + }
 == proxy/service.py

@@ -73,11 +73,11 @@ class PartnerLists:
         if now - self._made >= RING_SECONDS:
             self._rings, self._made = {}, now
         if decode.kind not in self._rings:
-            ready, rings = set(self._registry.routable("P", now)), (_Ring(), _Ring())
+            ready, well, others = set(self._registry.routable("P", now)), _Ring(), _Ring()
             for each in self._registry.known("P"):
                 if each.matches(decode) and not each.drained:
-                    rings[each not in ready].append((each.point, each.ping.zmq_address))
-            self._rings[decode.kind] = sorted(rings[0]), sorted(rings[1])
+                    (well if each in ready else others).append((each.point, each.ping.zmq_address))
+            self._rings[decode.kind] = sorted(well), sorted(others)
         return self._rings[decode.kind]
 
 
