@@ -124,7 +124,7 @@ async def test_a_paused_p_is_spared_and_tried_again_after_its_pause(monkeypatch:
             assert (await deployment.post()).status == 200
         assert deployment.p.requests == [] and counted(deployment) == (3, 0, 0)
         now += 1.0
-        p.last_seen = now
+        p.pinged(p.ping, now)
         assert (await deployment.post()).status == 200
         assert len(deployment.p.requests) == 1 and p.breaker.closed
 

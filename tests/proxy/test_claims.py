@@ -166,7 +166,7 @@ def test_an_instance_that_answers_is_not_silent_although_its_pings_are_lost() ->
 
     def chosen(now: float) -> set[Instance]:
         for each in (p, pings):
-            each.last_seen = now
+            each.pinged(each.ping, now)
         return {router.choose(RoutingRequest(), now).decode for _ in range(4)}
 
     for now in (LIFE - 1.0, 2.0 * LIFE - 2.0, 3.0 * LIFE - 3.0, 3.0 * LIFE + 30.0):
@@ -190,7 +190,7 @@ def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role:
         }
 
     assert chosen() == set(both), "all are silent"
-    both[1].last_seen = 19.0
+    both[1].pinged(both[1].ping, 19.0)
     assert chosen() == {both[1]}
     fail(both[1], 20.0)
     assert chosen() == {both[0]}, "rather one that says nothing than one that fails"

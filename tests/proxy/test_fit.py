@@ -47,9 +47,9 @@ def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
     registry = Registry()
     _, (old, new) = pools(registry, [OLD, NEW], [OLD, NEW])
     router = Router(registry, room=1)
-    old.take_place(alone=False)
+    old.count_place(1, alone=False)
     assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
-    new.take_place(alone=False)
+    new.count_place(1, alone=False)
     with pytest.raises(Full):
         router.choose(RoutingRequest("m"), 0.0)
 

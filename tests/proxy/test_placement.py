@@ -258,7 +258,7 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
         admission._leave(place)
     for each in pool:
         engine = router.costs.of(each)
-        assert (engine.answers, engine.prompts, engine.tokens) == (0, 0, 0)
+        assert (engine.answers, len(engine._queue), engine.tokens) == (0, 0, 0)
 
 
 # What instances report.
@@ -463,8 +463,8 @@ async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that
         before = engine.prompt.weights = [1.0, 0.0, 0.0]
         asking = asyncio.create_task(pool.post())
         await called.wait()
-        assert (engine.answers, engine.prompts) == (1, 1)
-        await eventually(lambda: engine.prompts == 0)
+        assert (engine.answers, len(engine._queue)) == (1, 1)
+        await eventually(lambda: len(engine._queue) == 0)
         assert not asking.done() and engine.answers == 1
         release.set()
         assert (await asking).status == 200
