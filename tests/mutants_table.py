@@ -450,9 +450,9 @@ Liveness.trouble: a paused engine core is vouched for without end (K4)
 + if False:
 == p2pkv/control/announcer_child.py
 > tests/control/test_announcer.py
-_Worker.vouched_for: an instance in trouble is announced (K4)
-- return not silent and not self._last.trouble
-+ return not silent
+_Worker.ping: an instance in trouble is announced (K4)
+- if silent or last.trouble:
++ if silent:
 == proxy/membership/prober.py
 > tests/proxy/test_paused_engines.py
 Prober._hung: requests stay at a D whose engine hangs behind a server that answers (K4)
@@ -665,9 +665,9 @@ InboundLink.post: admitted requests wait behind what comes ahead
 +             pass
 == p2pkv/pairing.py
 > tests/unit/test_pairing.py
-_pair_name: the tag of a pair is constant
-- return f"pair:{found.pair.unique}:{tag}"
-+ return f"pair:{found.pair.unique}:0"
+transfer_key: the tag of a pair is constant
+- return f"pair:{pair.unique}:{tag}/{prompt}"
++ return f"pair:{pair.unique}:0/{prompt}"
 == p2pkv/connector/idle_steps.py
 > tests/connector/test_idle_steps.py
 IdlePace.step: a step waits while an earlier one with tokens is out
