@@ -17,6 +17,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.layouts import plane_of
@@ -86,8 +88,6 @@ def row_form(name: str, spec: KVCacheSpec) -> RowForm:
 
 def _slot_heads(name: str, spec: Any) -> int:
     """See RowForm. Raises ConfigError."""
-    from vllm.platforms import current_platform
-
     slots, heads = getattr(spec, "num_head_slots", None), spec.num_kv_heads
     if slots is None:
         return 0
@@ -116,26 +116,18 @@ def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
             raise _unknown(name, spec, f"rows of {width} bytes")
         # Since vLLM 0.33 the scales of V4.1's rows lie behind each row's own values.
         return () if width < 584 and version >= (0, 33) else LATENT[width]
-    from vllm.platforms import current_platform
-
     if spec.kv_quant_mode.is_turboquant and current_platform.is_rocm():
         raise _unknown(name, spec, "scales in a region of each block, as ROCm's kernels write them")
-    if not _is_quantised_indexer(spec):
+    # An indexer's keys with scales are bytes, without a name for the type of numbers in them. Not all such
+    # layers of vLLM have the role of an indexer.
+    bare = isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str is None
+    if not bare or spec.dtype != torch.uint8 or width is not None:
         return ()
     if spec.head_size not in INDEXER:
         raise _unknown(name, spec, f"keys of {spec.head_size} bytes")
     if current_platform.is_rocm():
         raise _unknown(name, spec, "keys that ROCm's kernels shuffle")
     return INDEXER[spec.head_size]
-
-
-def _is_quantised_indexer(spec: Any) -> bool:
-    """Whether a layer holds an indexer's keys with scales: bytes, without a name for the type of numbers in
-    them. Not all such layers of vLLM have the role of an indexer."""
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    bare = isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str is None
-    return bare and spec.dtype == torch.uint8 and spec.state_content_bytes is None
 
 
 def _unknown(name: str, spec: KVCacheSpec, what: str) -> ConfigError:

@@ -287,7 +287,7 @@ class Worker:
         # An engine that is idle after this must not count as hung, and some runners leave out the end.
         self.rank.steps.end()
         self._take_events()
-        if self._idle_wait and not self._anything_new:
+        if self._idle_wait and not self.loads.anything_new and self._free.isdisjoint(self._ended):
             self.rank.wait_for_event(self._idle_wait)
             self._take_events()
         results = self.loads.results()
@@ -304,11 +304,6 @@ class Worker:
                 self._free.add(event.key)
             else:
                 self.loads.note(event)
-
-    @property
-    def _anything_new(self) -> bool:
-        """Whether this step has something to report to the scheduler."""
-        return self.loads.anything_new or not self._free.isdisjoint(self._ended)
 
     def news(self) -> WorkerNews | None:
         news = self.loads.news()

@@ -16,7 +16,7 @@ from kernel_support import NO_GCC, CpuLauncher, compiled
 
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.checksum import digest_by_torch
-from p2pkv.kv.copiers import Columns, Copier, DeviceStorage, KernelCopier, StorageCopier
+from p2pkv.kv.copiers import Columns, Copier, DeviceStorage, KernelCopier, StorageCopier, columns_on_device
 from p2pkv.kv.layouts import LayerPages, Rows
 from p2pkv.kv.uploads import DIGESTS, MOST_RECENT, SEGMENTS, Digests, Ring, Uploads
 
@@ -280,15 +280,16 @@ def test_a_warm_up_without_cupy_runs_each_of_torchs_kernels(
     loads(torch.Tensor, "index_copy_")
     loads(torch.Tensor, "copy_")
     uploads = Uploads(CUDA, torch.int64)
-    storage = DeviceStorage(torch.zeros(1 << 12, dtype=torch.uint8), uploads)
+    flat = torch.zeros(1 << 12, dtype=torch.uint8)
+    storage = DeviceStorage(flat, uploads)
     storage.warm_up()
     cuda.calls.clear()
     for word in (1, 2, 4, 8):
         dense = torch.zeros(64 * word, dtype=torch.uint8)
         for each in (storage.take, storage.put):
             each(Rows(word, 0, np.arange(64)), dense)
-        for columns in (storage.take_columns, storage.put_columns):
-            columns(Columns(0, 8, 8, word, 16 * word), dense)
+        memory, matrix = columns_on_device(flat, Columns(0, 8, 8, word, 16 * word), dense)
+        memory.copy_(matrix)
     assert cuda.calls == []
 
 
