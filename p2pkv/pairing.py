@@ -196,18 +196,15 @@ def transfer_key(request_id: str, transfer_id: str | None = None) -> str:
     if found is None:
         raise PairingError(f"request id {_shown(request_id)} names no pair; let the proxy make the id")
     pair, spelled, prompt = found
+    if transfer_id == "":
+        raise PairingError("kv_transfer_params has an empty transfer_id: leave it out, or send one")
     if transfer_id is not None:
-        return f"{_transfer_name(transfer_id)}/{prompt}"
+        if _READABLE.fullmatch(transfer_id):
+            return f"tx:{transfer_id}/{prompt}"
+        # A key is bounded and always printable.
+        tag = blake2b(transfer_id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return f"tx#{tag}/{prompt}"
     # A router may use its digits again for another pair, which is another transfer. As spelled: how
     # Python writes an IPv6 address has changed between its versions.
     tag = blake2b(spelled.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
     return f"pair:{pair.unique}:{tag}/{prompt}"
-
-
-def _transfer_name(transfer_id: str) -> str:
-    """The id itself where it is short and plain, else its hash: a key is bounded and always printable."""
-    if not transfer_id:
-        raise PairingError("kv_transfer_params has an empty transfer_id: leave it out, or send one")
-    if _READABLE.fullmatch(transfer_id):
-        return f"tx:{transfer_id}"
-    return f"tx#{blake2b(transfer_id.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"

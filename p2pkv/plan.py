@@ -32,17 +32,12 @@ Shapes = tuple[Shape, ...]
 
 
 class _Need(NamedTuple):
-    """What one rank of D needs. `density`: how many tokens of a cycle; 1 where it needs all tokens."""
+    """What one rank of D needs. `width`: the weight of one layer."""
 
     layer: Overlap
     head: Overlap
     tokens: Common | None
-    density: int
-
-    @property
-    def width(self) -> int:
-        """The weight of one layer."""
-        return len(self.head.cells) * self.density
+    width: int
 
     @property
     def weight(self) -> int:
@@ -173,7 +168,8 @@ def _edges(group: int, prefill: Shape, decode: Shape) -> Iterator[Edge]:
         if prefill.dcp > 1:
             ranks = tuple(rank for rank in ranks if prefill.part(rank).rank == token_part)
         holders = [stage * prefill.width + rank for stage in stages for rank in ranks]
-        for source, (layer, head, tokens, _) in _spread(holders, needs):
+        give = _shared if len(needs) < len(holders) else _dealt
+        for source, (layer, head, tokens, _) in give(holders, needs):
             yield Edge(
                 source=source,
                 target=layer.target * decode.width + head.target,
@@ -215,22 +211,14 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Ne
     for layer in layers:
         for head in heads:
             for part_rank, both, density in shared[head.target]:
-                needs[layer.part, head.part, part_rank].append(_Need(layer, head, both, density))
+                need = _Need(layer, head, both, len(head.cells) * density)
+                needs[layer.part, head.part, part_rank].append(need)
     return needs
 
 
-def _spread(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """Give each need to one holder. If there are fewer needs than holders, divide them among all holders."""
-    if len(holders) == 1:
-        return ((holders[0], need) for need in needs)
-    return _shared(holders, needs) if len(needs) < len(holders) else _dealt(holders, needs)
-
-
 def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """The largest need first, to the one that has least so far.
-
-    So the busiest holder has at most one need more than the mean. Ties go by rank, which also gives
-    rank r of D to rank r of P when both are divided alike.
+    """The largest need first, to the holder that has least so far: so the busiest has at most one need more
+    than the mean. Ties go by rank, which also gives rank r of D to rank r of P when both are divided alike.
     """
     loads = [(0, holder) for holder in holders]
     weights = [need.weight for need in needs]
@@ -241,11 +229,9 @@ def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]
 
 
 def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """All needs in a line, cut between layers into one stretch for each holder, as equal as can be.
-
-    So the busiest holder has at most one layer of a need more than the mean, and what one holder sends to
-    one target is one run of layers.
-    """
+    """For fewer needs than holders: all needs in a line, cut between layers into one stretch for each holder,
+    as equal as can be. So the busiest has at most one layer of a need more than the mean, and sends a target
+    one run of layers."""
     total, before = sum(need.weight for need in needs), 0
     for need in needs:
         width, layers = need.width, len(need.layer.cells)

@@ -30,18 +30,18 @@ from p2pkv.connector.rings import is_ring, ring_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import (
     DRAFTERS,
-    Described,
     Layer,
     LocalGroup,
     exchange_with_stages,
     layer_order,
+    local_group,
     over_stages,
 )
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import DRAFTER
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -353,22 +353,20 @@ def _groups_of(config: VllmConfig, form: tuple[object, ...], layers: list[Layer]
             tables=[layer.table for layer in layers],
             tokens_per_row=rows.tokens,
         )
-        shape = KvGroup(
-            layers=(len(layers),),
+        yield local_group(
+            group,
+            (layer.number for layer in layers),
+            names,
+            f"{form} {plane}",
+            plane,
             heads=_model_heads(config, names[0], spec, group.heads),
-            row_bytes=group.row_bytes,
-            unit_tokens=group.unit_tokens,
             dtype=_element_type(config, tensors[0]),
-            codec=group.codec,
-            layer_names="",
             window=_window(spec),
             block=spec.block_size if _window(spec) and keeps_windows else 1,
             dcp=parts,
             interleave=int(config.parallel_config.cp_kv_cache_interleave_size) if parts > 1 else 1,
             chunked=_chunked(spec),
         )
-        described = Described(f"{form} {plane}", plane, shape, tuple(names))
-        yield LocalGroup(group, tuple(layer.number for layer in layers), described)
 
 
 def hello_of(

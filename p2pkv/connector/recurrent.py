@@ -29,12 +29,11 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from p2pkv.config import ConfigError
-from p2pkv.connector.stage_layers import Described, Layer, LocalGroup
+from p2pkv.connector.stage_layers import Layer, LocalGroup, local_group
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.copiers import ColumnCopier, copier_of
 from p2pkv.kv.layouts import LayerPages
 from p2pkv.packings import DENSE
-from p2pkv.protocol.messages import KvGroup
 
 KEY_FIRST = "state:kv"
 """The codec of a gated delta net's state in vLLM's CPU kernels, [head, k, v]. In others it is [h, v, k]."""
@@ -364,27 +363,19 @@ def _group(part: _StatePart, parts_of_layers: Sequence[tuple[Layer, int]], tp: i
             tensors.append(tensor)
             numbers.append(layer.number)
     size = part.dtype.itemsize
-    together, row_bytes = part.step == size, part.axis.size * size
+    together = part.step == size
     cache = PagedCache(
         pages,
         copier_of(pages, tensors) if together else ColumnCopier(pages, tensors, size, part.step),
         heads=part.axis.held(tp),
         block_size=1,
         unit_tokens=1,
-        row_bytes=row_bytes,
+        row_bytes=part.axis.size * size,
         element_bytes=size,
         codec=part.codec,
         device=tensors[0].device,
     )
-    shape = KvGroup(
-        layers=(len(pages),),
-        heads=part.axis.heads,
-        row_bytes=row_bytes,
-        unit_tokens=1,
-        dtype=str(part.dtype).removeprefix("torch."),
-        codec=part.codec,
-        layer_names="",
-        once=True,
+    names, dtype = (layer.name for layer, _ in parts_of_layers), str(part.dtype)
+    return local_group(
+        cache, numbers, names, repr(part), part.name, heads=part.axis.heads, dtype=dtype, once=True
     )
-    names = tuple(layer.name for layer, _ in parts_of_layers)
-    return LocalGroup(cache, tuple(numbers), Described(repr(part), part.name, shape, names))

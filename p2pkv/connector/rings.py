@@ -15,9 +15,8 @@ import torch
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from p2pkv.config import ConfigError
-from p2pkv.connector.stage_layers import Described, Layer, LocalGroup
+from p2pkv.connector.stage_layers import Layer, LocalGroup, local_group
 from p2pkv.kv.cache import PagedCache
-from p2pkv.protocol.messages import KvGroup
 
 
 def is_ring(spec: Any) -> bool:
@@ -48,16 +47,8 @@ def _group(form: tuple[object, ...], rings: Sequence[Layer]) -> LocalGroup:
         block_size=1,
         tables=[ring.table for ring, _ in rows],
     )
-    shape = KvGroup(
-        layers=(len(rows),),
-        heads=1,
-        row_bytes=cache.row_bytes,
-        unit_tokens=1,
-        dtype=str(rings[0].tensor.dtype).removeprefix("torch."),
-        codec=cache.codec,
-        layer_names="",
-        once=True,
-        window=rings[0].spec.block_size,
+    numbers, names = (ring.number for ring, _ in rows), (ring.name for ring in rings)
+    window, dtype = rings[0].spec.block_size, str(rings[0].tensor.dtype)
+    return local_group(
+        cache, numbers, names, f"ring {form}", "ring", heads=1, dtype=dtype, once=True, window=window
     )
-    described = Described(f"ring {form}", "ring", shape, tuple(ring.name for ring in rings))
-    return LocalGroup(cache, tuple(ring.number for ring, _ in rows), described)

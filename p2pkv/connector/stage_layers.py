@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +60,31 @@ class LocalGroup(NamedTuple):
     cache: PagedCache
     numbers: tuple[int, ...]
     described: Described
+
+
+def local_group(
+    cache: PagedCache,
+    numbers: Iterable[int],
+    names: Iterable[str],
+    kind: str,
+    word: str,
+    *,
+    heads: int,
+    dtype: str,
+    **form: Any,
+) -> LocalGroup:
+    """`heads`: of the model; `form`: what else is in the group's entry in a Hello."""
+    shape = KvGroup(
+        layers=(cache.layers,),
+        heads=heads,
+        row_bytes=cache.row_bytes,
+        unit_tokens=cache.unit_tokens,
+        dtype=dtype.removeprefix("torch."),
+        codec=cache.codec,
+        layer_names="",
+        **form,
+    )
+    return LocalGroup(cache, tuple(numbers), Described(kind, word, shape, tuple(names)))
 
 
 def exchange_with_stages(mine: Sequence[Described]) -> list[list[Described]]:

@@ -20,7 +20,6 @@ import zmq
 
 from p2pkv.control.security import (
     HANDSHAKE_SECONDS,
-    Failure,
     Members,
     Server,
     Watch,
@@ -344,23 +343,17 @@ class Endpoint:
             return
         # Whether the peer's own thread was busy, so that it closed the connection, and not to refuse us.
         slow = watch.connected is not None and now - watch.connected > min(SLOW_SECONDS, self._patience / 2)
+        failure = failure._replace(late=failure.late or (failure.gone and slow))
+        restarting = failure.gone and now < connection.awaited
+        self._shut(connection)
         if failure.lost:
             # libzmq dials again by itself, but not after every kind of end.
-            self._shut(connection)
             if now - connection.since > LASTING:
                 self.redial(connection)
-        elif failure.late or (failure.gone and slow):
-            self._shut(connection)
-            reason = self._no_answer(connection, failure._replace(late=True))
-            self._failures.append(ConnectionFailure(connection, reason, late=True))
-        elif failure.gone and now < connection.awaited:
-            self._shut(connection)
-        else:
-            self._give_up(connection, self._no_answer(connection, failure))
-
-    def _no_answer(self, connection: Connection, failure: Failure) -> str:
-        name = f"the proxy at {connection.address}" if self._dials == "proxy" else connection.address
-        return no_answer(name, failure, self._members is not None)
+        elif failure.late or not restarting:
+            name = f"the proxy at {connection.address}" if self._dials == "proxy" else connection.address
+            reason = no_answer(name, failure, self._members is not None)
+            self._failures.append(ConnectionFailure(connection, reason, late=failure.late))
 
     def _give_up(self, connection: Connection, reason: str) -> None:
         self._shut(connection)

@@ -59,12 +59,8 @@ def digest_on_host(buffer: torch.Tensor) -> Checksum:
 
 
 def digest_by_torch(buffer: torch.Tensor) -> Checksum:
-    """The fold of uint8 [n], queued on the current stream in some ten operations; for want of the kernel."""
-    return Queued(fold(buffer))
-
-
-def fold(buffer: torch.Tensor) -> torch.Tensor:
-    """The fold of uint8 [n] as int64 [1] on its device; int64 wraps, as the kernel's unsigned words do."""
+    """The fold of uint8 [n], queued on the current stream in some ten operations; for want of the kernel.
+    Int64 wraps, as the kernel's unsigned words do."""
     count = -(-buffer.numel() // 8)
     padded = torch.zeros(8 * count, dtype=torch.uint8, device=buffer.device)
     padded[: buffer.numel()] = buffer
@@ -74,7 +70,7 @@ def fold(buffer: torch.Tensor) -> torch.Tensor:
         words ^= _shifted(words, shift)
         words *= _signed(factor)
     words ^= _shifted(words, _LAST)
-    return words.sum().reshape(1)
+    return Queued(words.sum().reshape(1))
 
 
 def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:

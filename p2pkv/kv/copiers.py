@@ -7,7 +7,7 @@ kernels, which are the kernels' reference too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from p2pkv.kv.checksum import FOLD, Checksum, digest_by_torch
-from p2pkv.kv.host import HostCopier, RowLists, columns_on_host, flat_bytes
+from p2pkv.kv.host import HostCopier, RowLists, columns_on_host, flat_bytes, grid
 from p2pkv.kv.layouts import Columns, Cut, LayerPages, Rows, Span, runs_of, spans_of
 from p2pkv.kv.uploads import Digests, Uploads
 
@@ -76,80 +76,52 @@ def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copie
         return HostCopier(pages, tensors)
     if device.type == "cuda" and (launcher := cupy_launcher(device)) is not None:
         return KernelCopier(pages, tensors, launcher)
-    return StorageCopier(pages, storages_of(pages, tensors))
+    return StorageCopier(pages, tensors)
 
 
 # Rows listed on the host, and copied by torch.
 
 
 class StorageCopier(RowLists):
-    """Lists the rows of a cut on the host, and lets its storage copy them."""
+    """Lists the rows of a cut on the host, and lets torch copy them. The copies are queued on the current
+    stream when the calls return."""
 
     digest_name = FOLD
 
-    def __init__(self, pages: Sequence[LayerPages], storages: Mapping[int, DeviceStorage]) -> None:
+    def __init__(self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(pages)
-        self._storages = storages
+        self._flat = {page.storage: flat_bytes(one) for page, one in zip(pages, tensors, strict=True)}
+        self._device = tensors[0].device
+        self.uploads = Uploads(self._device, torch.int64)
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        self._storages[span.pages.storage].take(self.rows(span, cut), out)
+        self.take_rows(self._flat[span.pages.storage], self.rows(span, cut), out)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        self._storages[span.pages.storage].put(self.rows(span, cut), src)
+        self.put_rows(self._flat[span.pages.storage], self.rows(span, cut), src)
+
+    def take_rows(self, flat: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        torch.index_select(grid(flat, rows), 0, self.uploads(rows.index), out=out.view(-1, rows.atom))
+
+    def put_rows(self, flat: torch.Tensor, rows: Rows, src: torch.Tensor) -> None:
+        grid(flat, rows).index_copy_(0, self.uploads(rows.index), src.view(-1, rows.atom))
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         return digest_by_torch(buffer)
 
     def warm_up(self) -> None:
-        """Load torch's kernels, and take the memory that a copy needs."""
-        for storage in self._storages.values():
-            storage.warm_up()
-        device = next(iter(self._storages.values())).device
-        self.digest(torch.zeros(WIDTHS[0], dtype=torch.uint8, device=device))
-
-
-def storages_of(pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> dict[int, DeviceStorage]:
-    """The storages on an accelerator that these layers lie in, by address. They share their uploads."""
-    uploads = Uploads(tensors[0].device, torch.int64)
-    each = zip(pages, tensors, strict=True)
-    return {page.storage: DeviceStorage(flat_bytes(tensor), uploads) for page, tensor in each}
-
-
-class DeviceStorage:
-    """A storage on an accelerator, as flat bytes. Keeps it alive. The copies are queued on the current stream
-    when the calls return."""
-
-    def __init__(self, flat: torch.Tensor, uploads: Uploads) -> None:
-        self.device = flat.device
-        self._flat = flat
-        self._uploads = uploads
-
-    def take(self, rows: Rows, out: torch.Tensor) -> None:
-        """Copy the rows, in their order, to `out`: uint8, contiguous, same device, exactly as large."""
-        torch.index_select(self._grid(rows), 0, self._uploads(rows.index), out=out.view(-1, rows.atom))
-
-    def put(self, rows: Rows, src: torch.Tensor) -> None:
-        """Copy `src` (as `out` in take) to the rows, in their order."""
-        self._grid(rows).index_copy_(0, self._uploads(rows.index), src.view(-1, rows.atom))
-
-    def warm_up(self) -> None:
-        """Run each of torch's kernels once, on a scratch storage: a first use loads it."""
+        """Take the memory that a copy needs, and run each of torch's kernels once: a first use loads it."""
         side = 4
-        self._uploads.warm_up()
-        scratch = DeviceStorage(torch.zeros(256, dtype=torch.uint8, device=self.device), self._uploads)
+        self.uploads.warm_up()
+        scratch = torch.zeros(256, dtype=torch.uint8, device=self._device)
         for word in _WORDS:
+            dense = torch.zeros(side * side * word, dtype=torch.uint8, device=self._device)
             rows = Rows(word, 0, np.arange(side))
-            columns = Columns(0, side, side, word, side * word)
-            dense = torch.zeros(side * word, dtype=torch.uint8, device=self.device)
-            many = torch.zeros(side * side * word, dtype=torch.uint8, device=self.device)
-            scratch.take(rows, dense)
-            scratch.put(rows, dense)
-            one, other = columns_on_device(scratch._flat, columns, many)
-            one.copy_(other)
-
-    def _grid(self, rows: Rows) -> torch.Tensor:
-        count = (self._flat.numel() - rows.base) // rows.atom
-        return self._flat[rows.base : rows.base + count * rows.atom].view(count, rows.atom)
+            self.take_rows(scratch, rows, dense[: side * word])
+            self.put_rows(scratch, rows, dense[: side * word])
+            memory, matrix = columns_on_device(scratch, Columns(0, side, side, word, side * word), dense)
+            memory.copy_(matrix)
+        self.digest(scratch)
 
 
 # Rows whose elements do not lie together: as columns of a matrix whose rows are the elements.
@@ -186,8 +158,8 @@ class ColumnCopier:
         if tensors[0].device.type == "cpu":
             rows, self._views, self._copy = HostCopier(pages, tensors), columns_on_host, np.copyto
         else:
-            rows = StorageCopier(pages, storages_of(pages, tensors))
-            self._views, self._copy = columns_on_device, torch.Tensor.copy_
+            rows, self._views = StorageCopier(pages, tensors), columns_on_device
+            self._copy = torch.Tensor.copy_
         self.spans, self.digest_name = rows.spans, rows.digest_name
         self.digest, self.warm_up = rows.digest, rows.warm_up
         self._flat = {page.storage: flat_bytes(one) for page, one in zip(pages, tensors, strict=True)}

@@ -92,6 +92,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
+def grid(flat: Any, rows: Rows) -> Any:
+    """A storage, of numpy or torch, as [row, byte]; rows lie side by side."""
+    count = (len(flat) - rows.base) // rows.atom
+    return flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
+
+
 class RowLists:
     """Lists the rows of a cut, once for parts that lie alike, as layers in separate storages mostly do."""
 
@@ -125,7 +131,8 @@ class HostCopier(RowLists):
         if _listed(span, cut):
             rows = self.rows(span, cut)
             # "raise" would copy through a buffer; the index comes from checked block ids.
-            np.take(self._grid(span, rows), rows.index, 0, dense.reshape(-1, rows.atom), mode="clip")
+            memory = grid(self._flat[span.pages.storage], rows)
+            np.take(memory, rows.index, 0, dense.reshape(-1, rows.atom), mode="clip")
             return
         for layers, chosen, part in self._parts(span, cut, dense):
             part[...] = layers[:, chosen]
@@ -134,7 +141,7 @@ class HostCopier(RowLists):
         dense = src.numpy()
         if _listed(span, cut):
             rows = self.rows(span, cut)
-            self._grid(span, rows)[rows.index] = dense.reshape(-1, rows.atom)
+            grid(self._flat[span.pages.storage], rows)[rows.index] = dense.reshape(-1, rows.atom)
             return
         for layers, chosen, part in self._parts(span, cut, dense):
             layers[:, chosen] = part
@@ -144,12 +151,6 @@ class HostCopier(RowLists):
 
     def warm_up(self) -> None:
         """Nothing: numpy is ready."""
-
-    def _grid(self, span: Span, rows: Rows) -> NDArray[Any]:
-        """[row, byte]; rows lie side by side."""
-        flat = self._flat[span.pages.storage]
-        count = (flat.size - rows.base) // rows.atom
-        return flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
 
     def _parts(self, span: Span, cut: Cut, dense: NDArray[np.uint8]) -> list[Part]:
         pages, row, heads = span.pages, cut.row_bytes, cut.heads[1] - cut.heads[0]

@@ -7,7 +7,7 @@ import torch
 from gil_support import lets_others_run
 
 from p2pkv.kv import PagedCache, host
-from p2pkv.kv.copiers import StorageCopier, columns_on_device, storages_of
+from p2pkv.kv.copiers import StorageCopier, columns_on_device
 from p2pkv.kv.host import HostCopier, columns_on_host
 from p2pkv.kv.layouts import Columns, pages_of
 
@@ -47,7 +47,7 @@ def test_numpy_and_torch_copy_the_same_rows_and_no_others(
     other = layers_at(by_torch, offsets)
     reference = PagedCache.from_tensors(other, block_size=ROWS)
     pages = [pages_of(view, 0, ROWS, paged=False) for view in other]
-    reference.copier = StorageCopier(pages, storages_of(pages, other))
+    reference.copier = StorageCopier(pages, other)
     again = torch.zeros_like(out)
     reference.gather(again, (0, LAYERS), tokens, (0, 1), (TABLE,))
     assert torch.equal(again, out)
