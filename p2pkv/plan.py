@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from math import lcm
@@ -92,11 +92,11 @@ class Plan(Struct, frozen=True, dict=True):
 
     def from_source(self, rank: int) -> tuple[Edge, ...]:
         """What P's `rank` sends, ordered by target and group; empty if other ranks send instead."""
-        return self._by_source[_known(rank, self.prefill)]
+        return _of_rank(rank, self.prefill, self._by_rank[0])
 
     def to_target(self, rank: int) -> tuple[Edge, ...]:
         """What D's `rank` receives, ordered by source and group."""
-        return self._by_target[_known(rank, self.decode)]
+        return _of_rank(rank, self.decode, self._by_rank[1])
 
     @property
     def decode_ranks(self) -> int:
@@ -109,27 +109,19 @@ class Plan(Struct, frozen=True, dict=True):
         return hashlib.sha256(plan).hexdigest()
 
     @cached_property
-    def _by_source(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(self.prefill[0].world, self.edges, attrgetter("source"))
+    def _by_rank(self) -> tuple[dict[int, list[Edge]], dict[int, list[Edge]]]:
+        """Of P, and of D."""
+        sources, targets = defaultdict[int, list[Edge]](list), defaultdict[int, list[Edge]](list)
+        for edge in self.edges:
+            sources[edge.source].append(edge)
+            targets[edge.target].append(edge)
+        return sources, targets
 
-    @cached_property
-    def _by_target(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(self.decode_ranks, self.edges, attrgetter("target"))
 
-
-def _known(rank: int, shapes: Shapes) -> int:
+def _of_rank(rank: int, shapes: Shapes, edges: dict[int, list[Edge]]) -> tuple[Edge, ...]:
     if not 0 <= rank < shapes[0].world:
         raise PlanError(f"rank {rank} is none of the {shapes[0].world} ranks of {shapes[0]}")
-    return rank
-
-
-def _grouped(
-    world: int, edges: Sequence[Edge], rank_of: Callable[[Edge], int]
-) -> tuple[tuple[Edge, ...], ...]:
-    groups: list[list[Edge]] = [[] for _ in range(world)]
-    for edge in edges:
-        groups[rank_of(edge)].append(edge)
-    return tuple(map(tuple, groups))
+    return tuple(edges.get(rank, ()))
 
 
 @lru_cache(maxsize=64)

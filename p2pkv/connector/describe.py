@@ -53,6 +53,8 @@ def options_of(config: VllmConfig) -> Options:
     has_gpu = torch.cuda.is_available()
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     assert transfer is not None
+    stage = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    ranks = int(parallel.pipeline_parallel_size * stage)
     return Options.from_extra(
         transfer.kv_connector_extra_config,
         role=str(transfer.kv_role),
@@ -61,16 +63,9 @@ def options_of(config: VllmConfig) -> Options:
         has_gpu=has_gpu,
         # It asks NVML, so that a scheduler's process does not become a user of the device.
         gpu_bytes=current_platform.get_device_total_memory() if has_gpu else 0,
-        engine=(parallel.data_parallel_index, engine_ranks(config), data_parallel(config)),
+        engine=(parallel.data_parallel_index, ranks, data_parallel(config)),
         former=transfer.kv_connector == "P2pNcclConnector",
     )
-
-
-def engine_ranks(config: VllmConfig) -> int:
-    """The ranks of one engine; of a data-parallel instance each engine has so many."""
-    parallel = config.parallel_config
-    stage = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
-    return int(parallel.pipeline_parallel_size * stage)
 
 
 def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
@@ -167,12 +162,11 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
 def computes_last_token(config: KVCacheConfig) -> bool:
     """Whether P computes the whole prompt. Where layers see a window or keep a state, P leaves the last token
     to D: once P has computed it, vLLM frees what D needs to compute it, and a state is that after it."""
-    specs = [
-        _spec_of(group, name)
-        for group in config.kv_cache_groups
-        for name in group.layer_names or ("",)  # all of its layers may lie on other stages
-    ]
-    return not any(_window(spec) or keeps_state(spec) for spec in specs)
+    for group in config.kv_cache_groups:
+        for name in group.layer_names or ("",):  # all of its layers may lie on other stages
+            if _window(spec := _spec_of(group, name)) or keeps_state(spec):
+                return False
+    return True
 
 
 def prompt_tail(config: VllmConfig) -> int:

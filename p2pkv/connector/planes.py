@@ -13,7 +13,6 @@ is refused, with the layer's name.
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,39 +26,25 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
-class Plane(NamedTuple):
-    """A part of each row. `name`: "" where it is the whole row; `width`: bytes of it in a row."""
-
-    name: str
-    width: int
-
-
 class RowForm(NamedTuple):
     """Rows of one layer.
 
     Attributes:
         tokens: that a row stands for; it is written when the last of them is computed.
-        planes: in the order of memory; () if a row lies together.
+        planes: bytes of a row in its values, and in its scales; () if a row lies together.
         slot_heads: KV heads in each of two slots; 0: heads are the view's own.
     """
 
     tokens: int
-    planes: tuple[Plane, ...]
+    planes: tuple[int, ...]
     slot_heads: int = 0
 
 
-LATENT = {
-    584: (Plane("values", 576), Plane("scales", 8)),
-    528: (Plane("values", 512), Plane("scales", 16)),
-    288: (Plane("values", 256), Plane("scales", 32)),
-}
+LATENT = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
 """Latents, by bytes of a row. DeepSeek V4's `fp8_ds_mla`: 448 numbers of fp8 and 64 of bfloat16, and 7 scales
 and a byte of padding; V4.1's: 512 numbers of fp8 and 16 scales; its `nvfp4_ds_mla`: 512 of 4 bits and 32."""
 
-INDEXER = {
-    132: (Plane("values", 128), Plane("scales", 4)),
-    68: (Plane("values", 64), Plane("scales", 4)),
-}
+INDEXER = {132: (128, 4), 68: (64, 4)}
 """Keys of the indexers of DeepSeek V3.2 and V4, by bytes of a row: 128 numbers of fp8 and a float32, or 128
 of MXFP4 and a scale for each 32 of them."""
 
@@ -105,7 +90,7 @@ def _slot_heads(name: str, spec: Any) -> int:
     return int(heads)
 
 
-def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
+def _planes(name: str, spec: Any) -> tuple[int, ...]:
     from vllm.version import __version_tuple__ as version
 
     width = getattr(spec, "state_content_bytes", None)
@@ -145,14 +130,10 @@ def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[st
         return list(zip(("keys", "values"), halves, strict=True))
     if not form.planes:
         return [("", tensor)]
-    widths = [plane.width for plane in form.planes]
-    if tensor.element_size() != 1 or tensor.shape[-1] != sum(widths):
+    if tensor.element_size() != 1 or tensor.shape[-1] != sum(form.planes):
         raise ConfigError(
             f"{name} is registered as {tensor.dtype} {list(tensor.shape)}: p2pkv expected rows of "
-            f"{sum(widths)} bytes, as vLLM 0.33 registers this layer"
+            f"{sum(form.planes)} bytes, as vLLM 0.33 registers this layer"
         )
-    begins = accumulate([0, *widths[:-1]])
-    return [
-        (plane.name, plane_of(tensor, before, plane.width))
-        for plane, before in zip(form.planes, begins, strict=True)
-    ]
+    values, scales = form.planes
+    return [("values", plane_of(tensor, 0, values)), ("scales", plane_of(tensor, values, scales))]

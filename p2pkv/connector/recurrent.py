@@ -178,23 +178,23 @@ def _fitted(name: str, form: Form, spec: Any, tp: int, dim_first: bool) -> Form:
     return replace(form, room=room)
 
 
+@dataclass(frozen=True)
 class Sizes:
     """The sizes that a layer of vLLM has as attributes."""
 
-    def __init__(self, name: str, module: Any) -> None:
-        self.name = name
-        self._module = module
+    name: str
+    module: Any
 
     def has(self, *names: str) -> bool:
-        return all(hasattr(self._module, each) for each in names)
+        return all(hasattr(self.module, each) for each in names)
 
     def __getitem__(self, path: str) -> int:
-        value = self._module
+        value = self.module
         for attribute in path.split("."):
             value = getattr(value, attribute, None)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{self.name} is a {type(self._module).__name__} with {path} = {value!r}: p2pkv expected a "
+                f"{self.name} is a {type(self.module).__name__} with {path} = {value!r}: p2pkv expected a "
                 "number, and without it does not know how this layer divides its state; use vLLM's own layers"
             )
         return value

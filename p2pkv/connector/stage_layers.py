@@ -10,16 +10,14 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from msgspec.structs import replace
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.protocol.messages import KvGroup
-
-if TYPE_CHECKING:
-    import torch
 
 DRAFTERS = ("draft_model.", "mtp.")
 """What the names of some drafters' layers begin with; others have numbers behind the model's."""
@@ -90,7 +88,6 @@ def local_group(
 def exchange_with_stages(mine: Sequence[Described]) -> list[list[Described]]:
     """What each stage's rank with this rank's place in its stage describes, in the order of the stages. All
     of them call this at the same time, when vLLM registers their KV caches."""
-    import torch
     from vllm.distributed.parallel_state import get_pp_group
 
     group = get_pp_group()

@@ -194,27 +194,23 @@ class WeightWatch(Patch):
             return make() if generation is None else generation.call(method, args, kwargs or {}, make)
 
     def instead_of_set_weight_version(self, original: Original, core: Any, weight_version: Any) -> Any:
-        with _watching(core) as generation:
-            if generation is not None:
-                generation.version(str(weight_version))
+        with _watching(core, lambda generation: generation.version(str(weight_version))):
             return original(core, weight_version)
 
     def instead_of_sleep(self, original: Original, core: Any, level: int = 1, mode: str = "abort") -> Any:
-        with _watching(core) as generation:
-            if generation is not None:
-                generation.sleeps(level)
+        with _watching(core, lambda generation: generation.sleeps(level)):
             return original(core, level, mode)
 
     def instead_of_wake_up(self, original: Original, core: Any, tags: list[str] | None = None) -> Any:
-        with _watching(core) as generation:
-            if generation is not None:
-                generation.wakes(tags)
+        with _watching(core, lambda generation: generation.wakes(tags)):
             return original(core, tags)
 
 
 @contextmanager
-def _watching(core: Any) -> Iterator[Generation | None]:
-    """The generation of this engine core's weights; None without p2pkv.
+def _watching(
+    core: Any, note: Callable[[Generation], None] = lambda generation: None
+) -> Iterator[Generation | None]:
+    """The generation of this engine core's weights, which `note` may change; None without p2pkv.
 
     If it changes meanwhile, all connectors empty their caches, also those beside p2pkv in a MultiConnector.
     """
@@ -227,6 +223,7 @@ def _watching(core: Any) -> Iterator[Generation | None]:
         return
     before = generation.changes
     try:
+        note(generation)
         yield generation
     finally:
         if generation.changes > before and not scheduler.reset_connector_cache():

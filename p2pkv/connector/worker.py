@@ -56,11 +56,6 @@ class Loads:
         self._results = KVConnectorTransferResults()
         self._news = WorkerNews()
 
-    @property
-    def requests(self) -> dict[str, str]:
-        """vLLM's ids of the requests that the engine knows, by key."""
-        return {key: load.request_id for key, load in self._known.items()}
-
     # Orders of vLLM's scheduler.
 
     def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:

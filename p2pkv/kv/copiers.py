@@ -13,7 +13,7 @@ from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,33 +41,6 @@ MOST_ROWS = 1 << 31
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCKS_PER_PROCESSOR = 8
 """Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
-
-
-class Copier(Protocol):
-    """Moves rows of its spans of layers. It decides itself which layers share a span.
-
-    Attributes:
-        digest_name: the algorithm of `digest`.
-    """
-
-    spans: Sequence[Span]
-    digest_name: str
-
-    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
-        ...
-
-    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        """Copy `src` (as `out` in take) to the cut."""
-        ...
-
-    def digest(self, buffer: torch.Tensor) -> Checksum:
-        """The checksum of what `out` holds behind a take, or `src` before a put."""
-        ...
-
-    def warm_up(self) -> None:
-        """Prepare now what the first copy would otherwise wait for."""
-        ...
 
 
 def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
@@ -154,7 +127,7 @@ class ColumnCopier:
         """`element`: bytes of an element."""
         self._copy: Callable[[Any, Any], object]
         self._views: Callable[[torch.Tensor, Columns, torch.Tensor], tuple[Any, Any]]
-        rows: Copier
+        rows: HostCopier | StorageCopier
         if tensors[0].device.type == "cpu":
             rows, self._views, self._copy = HostCopier(pages, tensors), columns_on_host, np.copyto
         else:
@@ -302,17 +275,21 @@ def lanes_for(elements: int) -> int:
     return lanes
 
 
+Copier = HostCopier | StorageCopier | ColumnCopier | KernelCopier
+"""Moves rows of its `spans` of layers, as `HostCopier` describes. It decides itself which layers share a
+span."""
+
+
 # CuPy as the launcher of the kernels. It is imported only where a CUDA cache is made.
 
 
-class _Borrowed:
+class _Borrowed(NamedTuple):
     """A stream of another library, by the protocol that CUDA's Python packages share."""
 
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
+    pointer: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
+        return 0, self.pointer
 
 
 class CupyLauncher:

@@ -127,6 +127,7 @@ class HostCopier(RowLists):
         self._blocks = Recent[KernelBlocks]()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
+        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
         dense = out.numpy()
         if _listed(span, cut):
             rows = self.rows(span, cut)
@@ -138,6 +139,7 @@ class HostCopier(RowLists):
             part[...] = layers[:, chosen]
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
+        """Copy `src` (as `out` in take) to the cut."""
         dense = src.numpy()
         if _listed(span, cut):
             rows = self.rows(span, cut)
@@ -147,10 +149,11 @@ class HostCopier(RowLists):
             layers[:, chosen] = part
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
+        """The checksum, `digest_name`, of what `out` holds behind a take, or `src` before a put."""
         return digest_on_host(buffer)
 
     def warm_up(self) -> None:
-        """Nothing: numpy is ready."""
+        """Prepare now what the first copy would otherwise wait for. Nothing: numpy is ready."""
 
     def _parts(self, span: Span, cut: Cut, dense: NDArray[np.uint8]) -> list[Part]:
         pages, row, heads = span.pages, cut.row_bytes, cut.heads[1] - cut.heads[0]
