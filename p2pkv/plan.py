@@ -75,11 +75,6 @@ class Edge(Struct, frozen=True, array_like=True):
     target_head: int
     tokens: Common | None = None
 
-    @property
-    def cells(self) -> int:
-        """(layer, head) pairs in the rectangle."""
-        return len(self.layers) * len(self.heads)
-
 
 class Plan(Struct, frozen=True, dict=True):
     """Everything that a D engine needs from a P engine: each (group, layer, head, token) cell of each D rank

@@ -115,10 +115,6 @@ class Axis:
         """The same, undivided: every rank has all of it."""
         return Axis(1, self.heads * self.size, shared=True)
 
-    def fits(self, tp: int) -> bool:
-        """Whether vLLM divides it as `Ownership.evenly` does."""
-        return self.heads % tp == 0 or (self.shared and self.heads == 1)
-
 
 @dataclass(frozen=True)
 class Form:
@@ -142,7 +138,8 @@ def form_of(name: str, spec: Any, module: Any, *, tp: int, dim_first: bool) -> F
         segments = tuple((segment, axis.whole()) for segment, axis in form.segments)
         form = replace(form, segments=segments, state=form.state and form.state.whole())
     for what, axis in [*form.segments, ("state", form.state)]:
-        if axis is not None and not axis.fits(tp):
+        # vLLM divides it as `Ownership.evenly` does, or all ranks have the one head.
+        if axis is not None and axis.heads % tp and not (axis.shared and axis.heads == 1):
             raise ConfigError(
                 f"{name} divides {what} of its state into {axis.heads} heads, and --tensor-parallel-size is "
                 f"{tp}: p2pkv expected a size that divides them; choose another"

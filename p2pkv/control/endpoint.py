@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -161,22 +161,27 @@ class Endpoint:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._acts: dict[Any, Callable[[], object]] = {}
+        """What is done as soon as there is something on one of these sockets."""
+        self._watch_for(self._wake, lambda: os.eventfd_read(self._wake))
         self._failures: deque[ConnectionFailure] = deque(maxlen=MAX_STRANGERS)
         self._answered: dict[bytes, Connection] = {}
         self._dialed: dict[zmq.Socket[bytes], Connection] = {}
-        self._watched: dict[zmq.Socket[Any], Connection] = {}
         self._ready: list[Any] | None = None
         """What the last `wait` has found, until `receive` has read it."""
         self._zap = ZapHandler(members, allowed)
         self._asked = self._zap.open(self._context)
-        self._poller.register(self._asked, zmq.POLLIN)
+        self._watch_for(self._asked, self._admit)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._watch = Watch(self._router)
-        self._poller.register(self._watch.socket, zmq.POLLIN)
+        self._watch_for(self._watch.socket, self._refused)
         if address is not None:
             self._listen(address)
+
+    def _watch_for(self, socket: zmq.Socket[Any] | int, act: Callable[[], object]) -> None:
+        self._acts[socket] = act
+        self._poller.register(socket, zmq.POLLIN)
 
     def _listen(self, address: Address) -> None:
         if self._zap.needed:
@@ -232,9 +237,8 @@ class Endpoint:
             socket.setsockopt(zmq.IPV6, ":" in address.host)
             # A host that was away and drops packets would be tried again up to two minutes after it is back.
             socket.setsockopt(zmq.CONNECT_TIMEOUT, 30_000)
-        connection._watch = Watch(socket, dials=True)
-        self._watched[connection._watch.socket] = connection
-        self._poller.register(connection._watch.socket, zmq.POLLIN)
+        connection._watch = watch = Watch(socket, dials=True)
+        self._watch_for(watch.socket, lambda: self._look_after(connection, watch))
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
 
@@ -260,16 +264,8 @@ class Endpoint:
             seconds = 0.0
         self._ready = [each for each, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999)))]
         for each in self._ready:
-            if each is self._router or each in self._dialed:
-                continue  # for `receive`
-            if each == self._wake:
-                os.eventfd_read(self._wake)
-            elif each is self._asked:
-                self._admit()
-            elif each is self._watch.socket:
-                self._refused()
-            elif (connection := self._watched.get(each)) is not None and connection._watch is not None:
-                self._look_after(connection, connection._watch)
+            if act := self._acts.get(each):
+                act()
 
     def receive(self) -> Iterator[tuple[Connection, bytes]]:
         """The messages that have arrived. One of several frames comes as b"", which is no message."""
@@ -369,7 +365,7 @@ class Endpoint:
             if connection._watch.proven:
                 connection.awaited = time.monotonic() + RESTARTING
             self._poller.unregister(connection._watch.socket)
-            del self._watched[connection._watch.socket]
+            del self._acts[connection._watch.socket]
             connection._watch.close()
             connection._watch = None
         if socket in self._poller:
