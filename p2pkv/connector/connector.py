@@ -168,11 +168,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
-        busy = any(half.busy for half in self._halves)
         return state_of(
             patches.ENGINE_CORE.core,
             steps=self._steps,
-            transfers=busy,
+            transfers=any(half.busy for half in self._halves),
             orphaned=orphaned,
             is_loaded=self._is_loaded,
         )

@@ -78,12 +78,8 @@ def _slot_heads(name: str, spec: Any) -> int:
         return 0
     if current_platform.is_rocm():
         raise _unknown(name, spec, "slots for K and V, which ROCm's kernels shuffle")
-    if (
-        spec.kv_quant_mode.is_nvfp4
-        or slots != 2
-        or 2 * spec.state_content_size_bytes
-        != (heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize)
-    ):
+    nbytes = heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    if spec.kv_quant_mode.is_nvfp4 or slots != 2 or 2 * spec.state_content_size_bytes != nbytes:
         raise _unknown(
             name, spec, f"{slots} slots of {spec.state_content_size_bytes} bytes for {heads} heads"
         )

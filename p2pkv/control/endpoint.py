@@ -339,8 +339,8 @@ class Endpoint:
             return
         # Whether the peer's own thread was busy, so that it closed the connection, and not to refuse us.
         slow = watch.connected is not None and now - watch.connected > min(SLOW_SECONDS, self._patience / 2)
-        failure = failure._replace(late=failure.late or (failure.gone and slow))
-        restarting = failure.gone and now < connection.awaited
+        failure = failure._replace(late=failure.late or (slow and not failure.spoke))
+        restarting = not failure.spoke and now < connection.awaited
         self._shut(connection)
         if failure.lost:
             # libzmq dials again by itself, but not after every kind of end.

@@ -170,11 +170,6 @@ class Failure(NamedTuple):
     late: bool = False
     """The other side has not finished the handshake in time: nothing is known of it."""
 
-    @property
-    def gone(self) -> bool:
-        """The other side has sent nothing."""
-        return not (self.spoke or self.refused)
-
 
 class Watch:
     """Reports the failed handshakes of one socket, and with `dials` the end of its one connection. Close it
