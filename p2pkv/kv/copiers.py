@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -283,7 +283,8 @@ span."""
 # CuPy as the launcher of the kernels. It is imported only where a CUDA cache is made.
 
 
-class _Borrowed(NamedTuple):
+@dataclass(frozen=True)
+class _Borrowed:
     """A stream of another library, by the protocol that CUDA's Python packages share."""
 
     pointer: int
