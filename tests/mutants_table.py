@@ -275,8 +275,8 @@ ProducerScheduler.step: P reads the block tables of a step again for each prompt
 + partial(self._fresh, output)
 > tests/connector/test_deferral.py
 ConsumerScheduler.reported: a request of which one rank of P has begun is looked up again
-- settled = len(asking.begun) >= self._world or self._failure(asking)
-+ settled = True
+- if len(asking.begun) >= self._world or self._failure(asking):
++ if True:
 ConsumerScheduler.fail: a request whose P has failed is not looked at again
 - self._decide([request_id])
 + pass
@@ -598,10 +598,10 @@ EarlyRevocation.instead_of_update_requests: vLLM's V2 runner overwrites blocks b
 + pass
 > tests/connector/test_decode_side.py
 PausedLoads.instead_of_reset_prefix_cache: a pause that keeps requests does not take back the blocks that KV has come into
-- self._give_back(scheduler)
-+ pass
+- if reset_running_requests:
++ if False:
 > tests/connector/test_deferral.py
-Deferral._defer: beside another connector D asks that one only once
+Deferral.instead_of_add_request: beside another connector D asks that one only once
 - getattr(scheduler.connector,
 + getattr(getattr(scheduler.connector, "sub_connectors", [scheduler.connector])[-1],
 > tests/connector/test_idle_steps.py
@@ -651,8 +651,8 @@ _grant: the doctors believe whatever comes over the link
 == p2pkv/connector/rings.py
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _group: only the first head of a ring travels
-- torch.split(tensors[number], 1, 1)
-+ torch.split(tensors[number], 1, 1)[:1]
+- torch.split(ring.tensor, 1, 1)
++ torch.split(ring.tensor, 1, 1)[:1]
 == p2pkv/connector/planes.py
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _planes: an indexer's keys and scales are taken to lie together
