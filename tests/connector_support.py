@@ -379,7 +379,8 @@ class Instance:
     def key(self, request: Request) -> str:
         """The key of a request that the workers know."""
         known = self.ranks[0].facts
-        (key,) = [key for key, held in self.workers[0].loads.requests.items() if held == request.request_id]
+        loads = self.workers[0].loads._known
+        (key,) = [key for key, load in loads.items() if load.request_id == request.request_id]
         assert key in known
         return key
 

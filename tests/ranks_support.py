@@ -202,7 +202,7 @@ def check(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
                 crew.geometry.slots(rank, tokens)[0] for crew, rank in ((p, edge.source), (d, edge.target))
             )
             count += int((on_p & on_d).sum())
-        return count * edge.cells * p.geometry.content * 4
+        return count * len(edge.layers) * len(edge.heads) * p.geometry.content * 4
 
     for rank, account in enumerate(p.each("account")):
         edges = plan.from_source(rank)

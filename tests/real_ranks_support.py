@@ -134,7 +134,7 @@ class Engine(Instance):
         configs = [self.kv_config_of(rank) for rank in range(len(self.ranks))]
         self.memory = [allocate_kv_cache(config, torch.device("cpu"), layout) for config in configs]
         described = [
-            [group.described for group in local_groups(self.config, config, Layers(views, config))]
+            [group.described for group in local_groups(self.config, Layers(views, config))]
             for config, views in zip(configs, self.memory, strict=True)
         ]
         for rank, (config, views) in enumerate(zip(configs, self.memory, strict=True)):

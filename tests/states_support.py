@@ -22,8 +22,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from p2pkv.connector.recurrent import RecurrentLayer, state_groups
-from p2pkv.connector.stage_layers import over_stages
+from p2pkv.connector.recurrent import state_groups
+from p2pkv.connector.stage_layers import Layer, over_stages
 from p2pkv.protocol.messages import Cache
 
 WIDTH = 4
@@ -352,13 +352,13 @@ class Held:
         shape = (blocks, 1, 1, self.spec.page_size_bytes)
         strides = (block, shape[-1], shape[-1], 1)
         self.layers = [
-            RecurrentLayer(
+            Layer(
                 f"model.layers.{2 * number}.mixer",
                 self.spec,
-                model.module(side.tp),
                 self.memory.as_strided(shape, strides, begin + number * layer),
                 side.tables[number],
                 2 * number,
+                model.module(side.tp),
             )
             for number in range(LAYERS)
         ]
@@ -372,7 +372,7 @@ class Held:
 
     def page(self, layer: int) -> torch.Tensor:
         """The bytes of this request's page."""
-        return self.layers[layer].pages[self.blocks[self.side.tables[layer]][0], 0, 0]
+        return self.layers[layer].tensor[self.blocks[self.side.tables[layer]][0], 0, 0]
 
     def put(self, truth: Truth) -> None:
         """What a forward writes: this rank's part of the global states."""

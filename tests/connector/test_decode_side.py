@@ -13,6 +13,12 @@ from p2pkv.pairing import Address
 pytestmark = pytest.mark.vllm
 
 PROMPT = tokens(50)
+
+
+def known_to_the_worker(d: Instance, request: Request) -> bool:
+    return request.request_id in [load.request_id for load in d.workers[0].loads._known.values()]
+
+
 each_policy = pytest.mark.parametrize("policy", ["recompute", "fail"])
 each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
 
@@ -304,7 +310,7 @@ def test_the_same_id_again_is_another_request(moment: str) -> None:
         d.run_until(lambda: first.num_output_tokens)
     d.abort(first)
     second = d.ask(inner_id(outer), PROMPT[:30])
-    d.run_until(lambda: second.request_id in d.workers[0].loads.requests.values())
+    d.run_until(lambda: known_to_the_worker(d, second))
     assert second.request_id not in d.ended
     d.rank.begin(d.key(second))
     d.step(2)
@@ -323,7 +329,7 @@ def test_the_same_id_again_and_again_in_one_step() -> None:
             d.step()
         d.abort(request)
     last = d.ask(inner_id(outer), PROMPT)
-    d.run_until(lambda: last.request_id in d.workers[0].loads.requests.values())
+    d.run_until(lambda: known_to_the_worker(d, last))
     d.rank.begin(d.key(last))
     d.step(2)
     d.rank.load(d.key(last))

@@ -69,7 +69,7 @@ def tensors(names: list[str], heads: int = 2, dtype: torch.dtype = torch.float32
 def hello(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
     kv = kv_cache_config(layers=list(caches))
     layers = Layers(caches, kv)
-    cache, said = cache_of(config, kv, layers)
+    cache, said = cache_of(config, layers)
     return hello_of(config, options_of(config), cache, said, rank, "host")
 
 
@@ -116,7 +116,7 @@ def test_layers_with_kv_heads_of_their_own() -> None:
         kv_cache_groups=[KVCacheGroupSpec(["l.0"], FULL), KVCacheGroupSpec(["l.1"], four)],
     )
     caches = {"l.0": torch.zeros(4, 2, BLOCK, 32), "l.1": torch.zeros(4, 4, BLOCK, 16)}
-    said_of_both = cache_of(vllm_config("P"), kv, Layers(caches, kv))[1]
+    said_of_both = cache_of(vllm_config("P"), Layers(caches, kv))[1]
     assert [(group.heads, group.row_bytes) for group in said_of_both.groups] == [(2, 128), (4, 64)]
 
 
@@ -128,7 +128,7 @@ def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
     one = replace(FULL, num_kv_heads=1)
     kv = kv_cache_config(spec=one)
     with pytest.raises(ConfigError, match=r"rank of 2 holds 1 KV heads of .*, but 4 of 8 were expected"):
-        cache_of(config, kv, Layers(tensors(list(LAYERS), heads=1), kv))
+        cache_of(config, Layers(tensors(list(LAYERS), heads=1), kv))
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     one, other = torch.zeros(4, 2, BLOCK, 32), torch.zeros(4, 2, BLOCK, 32)
     memory = {name: one if number < 3 else other for number, name in enumerate(names)}
     layers = Layers(memory, config)
-    assert layers.names == names
-    cache, said = cache_of(vllm_config("P"), config, layers)
+    assert [*layers.indices] == names
+    cache, said = cache_of(vllm_config("P"), layers)
     assert [(group.layers, group.window, group.block) for group in said.groups] == [
         ((4,), 20, BLOCK),
         ((2,), 0, 1),
@@ -180,7 +180,7 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     for role, cached, block in (("P", False, BLOCK), ("D", True, BLOCK), ("D", False, 1)):
         other = vllm_config(role)
         other.cache_config.enable_prefix_caching = cached
-        assert cache_of(other, config, layers)[1].groups[0].block == block
+        assert cache_of(other, layers)[1].groups[0].block == block
     assert [group.tables for group in cache.groups] == [(1, 2, 1, 2), (0, 0)]
     assert [list(numbers) for numbers in cache.layers] == [[0, 1, 3, 4], [2, 5]]
     assert not computes_last_token(config) and computes_last_token(kv_cache_config())
@@ -198,7 +198,7 @@ def test_layers_that_share_their_kv_are_moved_once() -> None:
     own = tensors(["l.0", "l.1", "l.10"])
     layers = Layers({**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}, kv_cache_config())
     assert layers.indices == {"l.0": 0, "l.1": 1, "l.10": 2}
-    assert [tensor.data_ptr() for tensor in layers.tensors] == [each.data_ptr() for each in own.values()]
+    assert [layer.tensor.data_ptr() for layer in layers.all] == [each.data_ptr() for each in own.values()]
 
 
 def test_the_codec_is_that_of_the_attention_layers() -> None:

@@ -80,7 +80,7 @@ def hello(role: str, drafter: Mapping[str, Any] | None = None, layers: list[str]
     names = layers or list(LAYERS)
     kv = kv_cache_config(layers=names)
     caches = {name: torch.zeros(4, 2, BLOCK, 32) for name in names}
-    cache, said = cache_of(config, kv, Layers(caches, kv))
+    cache, said = cache_of(config, Layers(caches, kv))
     return hello_of(config, options_of(config), cache, said, 0, "host")
 
 
@@ -107,7 +107,7 @@ def test_a_draft_model_has_its_own_number_of_heads(tp: int) -> None:
     ]
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     caches = {name: torch.zeros(4, held, BLOCK, 32) for name, held in zip(DRAFT_LAYERS, heads, strict=True)}
-    cache, said = cache_of(config, kv, Layers(caches, kv))
+    cache, said = cache_of(config, Layers(caches, kv))
     assert sorted((group.heads, group.layers) for group in said.groups) == [(1, (1,)), (2, (2,))]
     assert sorted(cache.groups[number].heads for number in range(2)) == sorted([1, 2 // tp])
 
@@ -185,19 +185,19 @@ def test_stages_of_a_model_with_a_drafter(monkeypatch: pytest.MonkeyPatch) -> No
     caches = {name: torch.zeros(4, 2, BLOCK, 32) for name in names}
     config = vllm_config("P", drafter=eagle())
     refuse_what_cannot_pair(config)
-    whole = cache_of(config, kv, Layers(caches, kv))[1]
+    whole = cache_of(config, Layers(caches, kv))[1]
     stages = [Layers({name: caches[name] for name in some}, kv) for some in (names[:1], names[1:])]
-    described = [[group.described for group in local_groups(config, kv, layers)] for layers in stages]
+    described = [[group.described for group in local_groups(config, layers)] for layers in stages]
     config.parallel_config.pipeline_parallel_size = 2
     monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described)
     for layers in stages:
-        cache, said = cache_of(config, kv, layers)
-        assert said.groups[0].layers == (1, 2) and cache.groups[0].layers == len(layers.names)
+        cache, said = cache_of(config, layers)
+        assert said.groups[0].layers == (1, 2) and cache.groups[0].layers == len(layers.all)
         assert structs.replace(said.groups[0], layers=(3,)) == whole.groups[0]
-    assert Layers(caches, kv).names == names
+    assert [*Layers(caches, kv).indices] == names
     monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described[::-1])
     with pytest.raises(ConfigError, match=r"out of the order .* serve it without --pipeline-parallel-size"):
-        cache_of(config, kv, stages[0])
+        cache_of(config, stages[0])
 
 
 # The prompt's tail.
@@ -250,14 +250,14 @@ def test_p_with_a_drafter_sends_from_the_prompts_blocks() -> None:
 
 def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     """As where layers see a window or keep a state."""
-    tables = BlockTables((BLOCK,))
+    tables = BlockTables((BLOCK,), tail=3, whole=False)
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
-        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5), whole=False, tail=3)
+        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
         request = make_request(inner_id(pair_id()), tokens(length))
         p.new(request)
         assert request.num_prompt_tokens == left == len(request.prompt_token_ids or ())
         assert request.num_tokens == left
-        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, tables, whole=False, tail=3)
+        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, tables)
         d.new(make_request(inner_id(pair_id()), tokens(length)))
         ((_, expect),) = d.step(SchedulerOutput.make_empty()).expects
         assert expect.tokens == left
@@ -283,7 +283,7 @@ def test_of_a_state_d_takes_all_or_nothing() -> None:
     """If vLLM asked for fewer tokens than P sends, a state would be that of later ones."""
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     for whole, external, wanted in ((True, 20, True), (False, 29, True), (False, 20, False)):
-        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,)), whole=whole)
+        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,), whole=whole))
         request = make_request(inner_id(pair_id()), tokens(30))
         d.new(request)
         d.reported(WorkerNews(begun={request.request_id: [""]}), set())

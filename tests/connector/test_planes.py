@@ -79,7 +79,7 @@ def test_the_rows_of_vllm_s_own_layers(layer: str) -> None:
     spec = spec_of(make)
     form = row_form("i", spec)
     assert (form.tokens, form.planes) == (tokens, planes)
-    assert not planes or sum(plane.width for plane in planes) == spec.state_content_size_bytes
+    assert not planes or sum(planes) == spec.state_content_size_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -229,7 +229,7 @@ def test_nvfp4_s_numbers_and_scales_are_layers_of_all_heads(
     """As `_nvfp4_kv_views` reads them, which cannot be imported without a GPU: K, its scales, V, its scales,
     each a dense [heads, rows, bytes] or [rows, heads, bytes]."""
     form = row_form("layer", nvfp4_spec(monkeypatch))
-    assert (form.planes, form.slot_heads) == ((("", 64), ("scales", 8)), 4)
+    assert (form.planes, form.slot_heads) == ((64, 8), 4)
     memory = torch.randint(256, (5, 9_600), dtype=torch.uint8)  # 384 bytes of padding behind each block
     inner = (16 * 72, 72) if heads_first else (72, 8 * 72)
     view = memory.as_strided((5, 8, 16, 72), (9_600, *inner, 1))

@@ -349,9 +349,8 @@ def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
     prompt, request_id = tokens(20), inner_id(pair_id(7))
     shared = make_request(request_id, prompt)
     shared.prompt_token_ids = prompt
-    producer = ProducerScheduler(
-        Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), HeldBlocks(64, 0.5), whole=False
-    )
+    tables = BlockTables((BLOCK,), whole=False)
+    producer = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
     producer.new(shared)
     assert (shared.num_prompt_tokens, shared.prompt_token_ids) == (19, prompt[:-1])
     assert (list(shared.all_token_ids), shared.max_tokens, len(prompt)) == (prompt[:-1], 1, 20)
@@ -365,8 +364,8 @@ def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_sa
     request = make_request(
         inner_id(pair_id()), tokens(20), prompt_embeds=embeds, prompt_is_token_ids=list(which)
     )
-    held = HeldBlocks(64, 0.5)
-    ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), held, whole=False, tail=3).new(request)
+    tables = BlockTables((BLOCK,), tail=3, whole=False)
+    ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5)).new(request)
     assert request.num_prompt_tokens == len(request.all_token_ids) == 17
     assert torch.equal(request.prompt_embeds, embeds[:17])
     assert request.prompt_is_token_ids == which[:17]

@@ -38,13 +38,9 @@ from states_support import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from p2pkv.config import ConfigError, Options
-from p2pkv.connector.recurrent import (
-    RecurrentLayer,
-    conv_dim_first,
-    recurrent_layers,
-    refuse_strange_states,
-    state_groups,
-)
+from p2pkv.connector.describe import Layers, refuse_what_cannot_move
+from p2pkv.connector.recurrent import conv_dim_first, state_groups
+from p2pkv.connector.stage_layers import Layer
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
@@ -259,7 +255,7 @@ def test_states_pass_between_two_engines_at_the_end_of_the_prompt(
 # What is said of them.
 
 
-def one_layer(model: Model, tp: int = 1, **spec: Any) -> RecurrentLayer:
+def one_layer(model: Model, tp: int = 1, **spec: Any) -> Layer:
     side = Side(tp, "SD", 0, 0, False, (0, 0, 0), 0)
     layer = Held(model, side, (torch.float32, torch.float32), 0).layers[0]
     return replace(layer, spec=replace(layer.spec, **spec))
@@ -306,13 +302,10 @@ def test_layers_are_found_with_their_block_tables() -> None:
         KVCacheGroupSpec(["b.2"], SimpleNamespace(kv_cache_specs={"b.2": other})),  # type: ignore[arg-type]
     ]
     kv_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
-    names = ["a.0", "b.1", "b.2"]
-    found = recurrent_layers(
-        configured({name: name for name in names}), kv_config, {name: torch.zeros(1) for name in names}, names
-    )
-    assert [(one.name, one.spec, one.module, one.table, one.number) for one in found] == [
-        ("b.1", spec, "b.1", 1, 1),
-        ("b.2", other, "b.2", 2, 2),
+    found = Layers({name: torch.zeros(1) for name in ("a.0", "b.1", "b.2")}, kv_config).all
+    assert [(one.name, one.spec, one.table, one.number) for one in found[1:]] == [
+        ("b.1", spec, 1, 1),
+        ("b.2", other, 2, 2),
     ]
 
 
@@ -371,7 +364,7 @@ def test_what_cannot_be_described_is_refused_with_the_layer_s_name(
     )
     for refuse in (
         lambda: state_groups([layer], tp=tp, dim_first=False),
-        lambda: refuse_strange_states(configured({layer.name: attributes}, tp), kv_config),
+        lambda: refuse_what_cannot_move(configured({layer.name: attributes}, tp), kv_config),
     ):
         if said is None:
             refuse()
@@ -382,8 +375,8 @@ def test_what_cannot_be_described_is_refused_with_the_layer_s_name(
 
 def test_pages_that_are_not_registered_as_vllm_does_are_refused() -> None:
     layer = one_layer(ShortConv(8))
-    for pages in (layer.pages.view(torch.float32), layer.pages[..., :-4], layer.pages[:, 0]):
+    for pages in (layer.tensor.view(torch.float32), layer.tensor[..., :-4], layer.tensor[:, 0]):
         with pytest.raises(
             ConfigError, match=r"^model.layers.0.mixer is registered as .*\[blocks, 1, 1, 96\]"
         ):
-            state_groups([replace(layer, pages=pages)], tp=1, dim_first=False)
+            state_groups([replace(layer, tensor=pages)], tp=1, dim_first=False)

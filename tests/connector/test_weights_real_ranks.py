@@ -148,7 +148,7 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
     if moment != "queued":
         d.ask(inner_id(outer), tokens(70), max_tokens=3)
         (asking,) = d.scheduler.connector.consuming.asking.values()
-        run(p, d, lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads.requests))
+        run(p, d, lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
     assert d.scheduler.reset_connector_cache()
     d.sleep()
     if moment == "queued":

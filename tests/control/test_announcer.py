@@ -232,7 +232,7 @@ def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
         answer("10.0.0.1:1", "10.0.0.2:1")
         answer("10.0.0.2:1")
         wait_for(lambda: heard[1:] == [("10.0.0.2:1",)], what="the second, which is another one")
-        os.kill(announcer.pid, signal.SIGKILL)
+        os.kill(announcer._child.pid, signal.SIGKILL)
         assert proxy.lost_the_connection()
         while proxy.socket.poll(0):
             proxy.socket.recv_multipart()

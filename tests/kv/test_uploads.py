@@ -16,8 +16,8 @@ from kernel_support import NO_GCC, CpuLauncher, compiled
 
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.checksum import digest_by_torch
-from p2pkv.kv.copiers import Columns, Copier, DeviceStorage, KernelCopier, StorageCopier
-from p2pkv.kv.layouts import LayerPages, Rows
+from p2pkv.kv.copiers import Columns, Copier, KernelCopier, StorageCopier, columns_on_device
+from p2pkv.kv.layouts import LayerPages, Rows, pages_of
 from p2pkv.kv.uploads import DIGESTS, MOST_RECENT, SEGMENTS, Digests, Ring, Uploads
 
 CUDA = torch.device("cuda", 0)
@@ -144,11 +144,9 @@ def with_kernels(cuda: PretendCuda, library: CpuLauncher) -> MakeCopier:
 
 def with_torch(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
     """The copier without CuPy. Its storages are on a CPU, but the numbers of their rows are uploaded."""
-    uploads = Uploads(CUDA, torch.int64)
-    flat = [torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()) for tensor in tensors]
-    return StorageCopier(
-        pages, {page.storage: DeviceStorage(each, uploads) for page, each in zip(pages, flat, strict=True)}
-    )
+    copier = StorageCopier(pages, tensors)
+    copier.uploads = Uploads(CUDA, torch.int64)
+    return copier
 
 
 def memory_of(memory_type: Any, groups: tuple[int, ...] = (0,) * LAYERS) -> Any:
@@ -279,16 +277,16 @@ def test_a_warm_up_without_cupy_runs_each_of_torchs_kernels(
     loads(torch, "index_select")
     loads(torch.Tensor, "index_copy_")
     loads(torch.Tensor, "copy_")
-    uploads = Uploads(CUDA, torch.int64)
-    storage = DeviceStorage(torch.zeros(1 << 12, dtype=torch.uint8), uploads)
-    storage.warm_up()
+    flat = torch.zeros(1 << 12, dtype=torch.uint8)
+    copier = with_torch([pages_of(flat.view(4, 1, 16, 64), 0, 16, paged=False)], [flat])
+    copier.warm_up()
     cuda.calls.clear()
     for word in (1, 2, 4, 8):
         dense = torch.zeros(64 * word, dtype=torch.uint8)
-        for each in (storage.take, storage.put):
-            each(Rows(word, 0, np.arange(64)), dense)
-        for columns in (storage.take_columns, storage.put_columns):
-            columns(Columns(0, 8, 8, word, 16 * word), dense)
+        for each in (copier.take_rows, copier.put_rows):
+            each(flat, Rows(word, 0, np.arange(64)), dense)
+        memory, matrix = columns_on_device(flat, Columns(0, 8, 8, word, 16 * word), dense)
+        memory.copy_(matrix)
     assert cuda.calls == []
 
 

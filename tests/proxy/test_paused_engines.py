@@ -40,12 +40,12 @@ async def add(deployment: Deployment, role: Any, kind: type[FakeInstance] = Vouc
 def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -> None:
     """As vLLM's /pause or /resume."""
     pinger = deployment.pingers[instance.http_address]
-    pinger._paused = lambda: paused
+    pinger._current = lambda: replace(instance.ping, paused=paused)
     pinger.hurry()
 
 
 def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
-    deployment.pingers[instance.http_address]._vouched_for = lambda: False
+    deployment.pingers[instance.http_address]._current = lambda: None
 
 
 # Paused ones.
@@ -162,7 +162,7 @@ async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: 
         assert (await hung.post()).status == 200
     assert len(stuck.requests) == 1
     stuck.behaviour = answer_json
-    hung.pingers[stuck.http_address]._vouched_for = lambda: True
+    hung.pingers[stuck.http_address]._current = lambda: stuck.ping
     await eventually(lambda: stuck.http_address in hung.routable("D"), "its return")
 
 
