@@ -1,6 +1,6 @@
 """The transfers of a rank as D: its requests, the messages of ranks of P about each, and the scatter.
 
-It decides only: what is to be done is appended to the rank's effects.
+It calls the ranks of P (`from_prefill`), and is called by none of them: see `effects`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ class RequestEntry:
         """The rank of P that `peer` is for this request; None if it is none, or none is connected yet."""
         return next((rank for rank, each in self.peers.items() if each is peer), None)
 
+    def unwanted(self) -> None:
+        """It has ended: post no receive for its chunks any more."""
+        for peer in self.peers.values():
+            peer.link.unwanted(self.expect.key)
+
     def extents(self, rank: int) -> Extents:
         """What this rank of P owes of the wanted tokens; only of a request that loads."""
         if rank not in self._extents:
@@ -157,7 +162,8 @@ class Decode:
                 self._breach(entry, error, now)
             self._look_by(entry)  # a load may stall sooner
             if entry.buffer is not None:
-                self._ctx.effects.append(from_prefill.Admitted(tuple(entry.peers.values()), command.key))
+                for peer in entry.peers.values():
+                    peer.link.admitted(command.key)
                 self._kept.append(entry)
 
     def drop(self, command: do.Drop, now: float) -> None:
@@ -176,8 +182,7 @@ class Decode:
     def _forget(self, entry: RequestEntry) -> None:
         if self.entries.pop(entry.expect.key, None):
             self._out_of_tables(entry)
-            if entry.peers and not entry.receiver.load.ended:
-                self._ctx.effects.append(from_prefill.Unwanted(tuple(entry.peers.values()), entry.expect.key))
+            entry.unwanted()
 
     def invalidate(self, command: do.Invalidate, now: float) -> None:
         """D's weights have changed, or its caches were reset: let go of all that came before its request."""
@@ -455,7 +460,7 @@ class Decode:
             else:
                 self._write(entry, arrived, now)
         finally:
-            self._ctx.effects.append(from_prefill.Landed(peer, receiving))
+            self._ranks.landed(peer, receiving, now)
 
     def check(self, peer: PrefillPeer, receiving: Receiving) -> Check | None:
         """The checksum of the bytes that arrived, computed before the scatter."""
@@ -600,7 +605,7 @@ class Decode:
                 case machine.Post(rank, chunk):
                     if (peer := entry.peers.get(rank)) is not None:
                         reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
-                        effects.append(from_prefill.Announced(peer, key, chunk, reserve))
+                        self._ranks.announced(peer, from_prefill.Announced(key, chunk, reserve))
                 case machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
                 case machine.Finished(ok, reason):
@@ -609,8 +614,7 @@ class Decode:
     def _finished(self, entry: RequestEntry, ok: bool, reason: str, now: float) -> None:
         """Emit the outcome once nothing writes to the request's blocks any more."""
         key = entry.expect.key
-        if entry.peers:
-            self._ctx.effects.append(from_prefill.Unwanted(tuple(entry.peers.values()), key))
+        entry.unwanted()
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None

@@ -1,8 +1,9 @@
-"""What the parts of a rank decide, and what the core then does: one queue, in order, and one heap of timers.
+"""What the parts of a rank report, and what the core then does: one queue, in order, and one heap of timers.
 
-Peers and transfers never act on each other. They append what has happened, or what is to be done, to
-`Context.effects`; the core takes one after the other until the queue is empty (see `Core`). The effects that
-are about ranks of D are in `to_decode`, those about ranks of P in `from_prefill`.
+Calls go down, from transfers to peers to links; effects go up. What has happened to a peer, and what is to be
+sent or emitted, is appended to `Context.effects`, of which the core takes one after the other until none is
+left (see `Core`). So no handler runs inside another. The effects that are about ranks of D are in
+`to_decode`, those about ranks of P in `from_prefill`.
 """
 
 from __future__ import annotations

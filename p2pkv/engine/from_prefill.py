@@ -1,7 +1,7 @@
 """D's view of the ranks of P: the connection to each, the link from it, and what is announced and posted on
 it.
 
-What happens to them is appended to the rank's effects; what a rank of D sends them comes as effects, too.
+What happens to them is appended to the rank's effects.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -66,40 +67,7 @@ class Posted(Effect, frozen=True, eq=False):
 
 
 class Arrived(Effect, frozen=True, eq=False):
-    """The oldest receive is complete: write its bytes, and `Landed`; or leave it for the next turn."""
-
-    peer: PrefillPeer
-    receiving: Receiving
-
-
-# What is to be done.
-
-
-class Announced(Effect, frozen=True, eq=False):
-    """This chunk waits for a receive. `reserve`: bytes of the rank's staging that must stay free then."""
-
-    peer: PrefillPeer
-    key: str
-    chunk: Chunk
-    reserve: int
-
-
-class Admitted(Effect, frozen=True, eq=False):
-    """This request has blocks now: its chunks may use all of the staging."""
-
-    peers: tuple[PrefillPeer, ...]
-    key: str
-
-
-class Unwanted(Effect, frozen=True, eq=False):
-    """This transfer has ended: post no receive for its chunks any more."""
-
-    peers: tuple[PrefillPeer, ...]
-    key: str
-
-
-class Landed(Effect, frozen=True, eq=False):
-    """The bytes of the oldest receive have been read."""
+    """The oldest receive is complete: write its bytes, and call `landed`; or leave it for the next turn."""
 
     peer: PrefillPeer
     receiving: Receiving
@@ -113,7 +81,7 @@ class ChunkSent(Effect, frozen=True, eq=False):
 
 
 class AbortPrefillLink(Effect, frozen=True, eq=False):
-    """Give up the link of that number."""
+    """Give up the link of that number, once P has been sent what was decided before."""
 
     peer: PrefillPeer
     link: int
@@ -121,6 +89,14 @@ class AbortPrefillLink(Effect, frozen=True, eq=False):
 
 
 # One link.
+
+
+class Announced(NamedTuple):
+    """A chunk that waits for a receive. `reserve`: bytes of the rank's staging that must stay free then."""
+
+    key: str
+    chunk: Chunk
+    reserve: int
 
 
 @dataclass(eq=False, slots=True)
@@ -245,14 +221,12 @@ class InboundLink:
                 return
 
     def admitted(self, key: str) -> None:
-        if any(each.key == key for each in self.waiting):
-            self.waiting = deque(
-                replace(each, reserve=0) if each.key == key else each for each in self.waiting
-            )
+        """This request has blocks now: its chunks may use all of the staging."""
+        self.waiting = deque(each._replace(reserve=0) if each.key == key else each for each in self.waiting)
 
     def unwanted(self, key: str) -> None:
-        if any(each.key == key for each in self.waiting):
-            self.waiting = deque(each for each in self.waiting if each.key != key)
+        """This transfer has ended: post no receive for its chunks any more."""
+        self.waiting = deque(each for each in self.waiting if each.key != key)
 
     def sent(self, message: Sent) -> None:
         """P launches a send: it belongs to the oldest posted receive without a `Sent`. Launch that, too.
@@ -543,17 +517,9 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     # The data.
 
-    def announced(self, effect: Announced, now: float) -> None:
-        effect.peer.link.waiting.append(effect)
-        self._active[effect.peer] = None
-
-    def admitted(self, effect: Admitted, now: float) -> None:
-        for peer in effect.peers:
-            peer.link.admitted(effect.key)
-
-    def unwanted(self, effect: Unwanted, now: float) -> None:
-        for peer in effect.peers:
-            peer.link.unwanted(effect.key)
+    def announced(self, peer: PrefillPeer, chunk: Announced) -> None:
+        peer.link.waiting.append(chunk)
+        self._active[peer] = None
 
     def poll(self, now: float) -> None:
         for peer in self.active:
@@ -573,10 +539,10 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         """Whether any receive is posted."""
         return any(peer.link.posted for peer in self._active)
 
-    def landed(self, effect: Landed, now: float) -> None:
-        peer = effect.peer
+    def landed(self, peer: PrefillPeer, receiving: Receiving, now: float) -> None:
+        """The bytes of the oldest receive have been read."""
         try:
-            if peer.link.landed(effect.receiving):
+            if peer.link.landed(receiving):
                 self._post(peer)
                 self._arrive(peer)
         except LinkError as error:

@@ -1,22 +1,22 @@
 """The transfers of a rank as P: its prompts, the messages of ranks of D about each, and the gather.
 
-It decides only: what is to be done is appended to the rank's effects.
+It calls the ranks of D (`to_decode`), and is called by none of them: see `effects`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Emit, SendMessage
-from p2pkv.engine.peers import Peers
 from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.engine.referrals import Referrals
-from p2pkv.engine.to_decode import DecodePeer, DecodeRank, PendingSent
+from p2pkv.engine.to_decode import DecodePeer, DecodePeers, PendingSent
 from p2pkv.kv.cache import KeptTables
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Send
@@ -47,9 +47,9 @@ class PromptEntry:
 
 
 class Prefill:
-    """All prompts. `ranks`: the ranks of D that have sent Hello; only looked up here."""
+    """All prompts. `ranks`: the ranks of D that have sent Hello."""
 
-    def __init__(self, context: Context, ranks: Peers[DecodeRank, DecodePeer]) -> None:
+    def __init__(self, context: Context, ranks: DecodePeers) -> None:
         self._ctx = context
         self._ranks = ranks
         options = context.options
@@ -230,10 +230,10 @@ class Prefill:
     def message(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
         key = message.key
         if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
-            self._ctx.effects.append(to_decode.Confirmed(peer, key, message.attempt))
+            peer.confirmed(key, message.attempt)
         entry = self.entries.get(key)
         if entry is None or not self._is_for(entry, peer):
-            self._unknown(peer, message)
+            self._unknown(peer, message, now)
             return
         sender, rank = entry.sender, peer.hello.rank
         entry.peers[rank] = peer
@@ -250,19 +250,17 @@ class Prefill:
         except RemoteProtocolError as error:
             self._ctx.counters.add("messages_refused")
             log.warning("%s: %s", peer.address, error)
-            if isinstance(message, m.Grant):
+            if isinstance(message, m.Grant) and peer.link.invited:
                 # D has posted a receive that no send of ours will fill, so the link is out of step.
-                breach = f"{peer.address} granted what was not announced"
-                self._ctx.effects.append(to_decode.AbortDecodeLink(peer, peer.link.number, breach))
+                self._ranks.lose_link(peer, f"{peer.address} granted what was not announced", now)
             effects = sender.lost(rank, str(error))
         self._decided(entry, effects, now)
 
-    def _unknown(self, peer: DecodePeer, message: TransferMessage) -> None:
+    def _unknown(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
         """P does not have this prompt, or has it for another D."""
         match message:
             case m.Grant(key):
-                order = Transmit(peer.hello.rank, message, ())
-                self._ctx.effects.append(to_decode.Order(peer, key, order, known=False))
+                self._ranks.order(peer, key, Transmit(peer.hello.rank, message, ()), now, known=False)
             case m.Want(key) | m.Cancel(key):
                 self._claims.keep(key, peer.key, message)
             case m.Done(key):
@@ -322,12 +320,11 @@ class Prefill:
         self._count["bytes_sent"] += nbytes
         digest = self._digest(key, send) if peer.verify and not filler else None
         pending = PendingSent(key, order, filler, digest, summed=digest is None)
-        self._ctx.effects.append(to_decode.Commit(peer, send, nbytes, pending))
+        self._ranks.commit(peer, send, nbytes, pending, now)
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if digest is not None:
-            summed = to_decode.Summed(peer, pending)
-            self._ctx.copies.then(key, lambda _: self._ctx.effects.append(summed), now)
+            self._ctx.copies.then(key, partial(self._ranks.summed, peer, pending), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
         assert peer.assignment is not None
@@ -425,7 +422,7 @@ class Prefill:
                         effects.append(SendMessage(peer, message))
                 case machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
-                        effects.append(to_decode.Order(peer, entry.sender.key, each))
+                        self._ranks.order(peer, entry.sender.key, each, now)
                 case machine.Released():
                     self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
                 case machine.Finished(ok, reason):

@@ -118,11 +118,6 @@ class PrefillRole(Role):
             to_decode.Fill: transfers.fill,
             to_decode.Taken: transfers.taken,
             to_decode.SendDue: transfers.sent,
-            to_decode.Order: peers.order,
-            to_decode.Commit: peers.commit,
-            to_decode.Summed: peers.summed,
-            to_decode.Confirmed: peers.confirmed,
-            to_decode.AbortDecodeLink: peers.abort_link,
         }
         self.disconnected = peers.disconnected
         self.poll = peers.poll
@@ -204,10 +199,6 @@ class DecodeRole(Role):
             from_prefill.Posted: transfers.posted,
             from_prefill.ChunkSent: transfers.sent,
             from_prefill.Arrived: transfers.land,
-            from_prefill.Announced: peers.announced,
-            from_prefill.Admitted: peers.admitted,
-            from_prefill.Unwanted: peers.unwanted,
-            from_prefill.Landed: peers.landed,
             from_prefill.AbortPrefillLink: peers.abort_link,
         }
         self.unreachable = peers.refused

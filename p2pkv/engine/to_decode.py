@@ -1,6 +1,6 @@
 """P's view of the ranks of D: the connection to each, the link to it, and what is queued on that link.
 
-What happens to them is appended to the rank's effects; what a rank of P sends them comes as effects, too.
+What happens to them is appended to the rank's effects.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DecodeLinkLost(Effect, frozen=True, eq=False):
 
 
 class Fill(Effect, frozen=True, eq=False):
-    """There is room for the send that D has granted: gather it, and `Commit`."""
+    """There is room for the send that D has granted: gather it, and call `commit`."""
 
     peer: DecodePeer
     key: str
@@ -86,50 +86,6 @@ class SendDue(Effect, frozen=True, eq=False):
 
     peer: DecodePeer
     sent: PendingSent
-
-
-# What is to be done.
-
-
-class Order(Effect, frozen=True, eq=False):
-    """D has granted this send. `known`: P has this prompt."""
-
-    peer: DecodePeer
-    key: str
-    order: Transmit
-    known: bool = True
-
-
-class Commit(Effect, frozen=True, eq=False):
-    """The send is full. `nbytes`: 0 if it is filler."""
-
-    peer: DecodePeer
-    send: Send
-    nbytes: int
-    pending: PendingSent
-
-
-class Summed(Effect, frozen=True, eq=False):
-    """The checksum of this send is known, and those of all before it."""
-
-    peer: DecodePeer
-    sent: PendingSent
-
-
-class Confirmed(Effect, frozen=True, eq=False):
-    """D has all of this transfer, or wants nothing more of it."""
-
-    peer: DecodePeer
-    key: str
-    attempt: int
-
-
-class AbortDecodeLink(Effect, frozen=True, eq=False):
-    """Give up the link that has this number now."""
-
-    peer: DecodePeer
-    link: int
-    reason: str
 
 
 # One link.
@@ -293,11 +249,11 @@ class OutboundLink:
         self.orders.popleft()
         return key, order, send
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, send: Send, nbytes: int, pending: PendingSent) -> None:
         """This send is full. Raises LinkError."""
-        commit.send.commit()
-        self.flights.append(Flight(commit.send, commit.pending.key, commit.nbytes))
-        self.pending.append(commit.pending)
+        send.commit()
+        self.flights.append(Flight(send, pending.key, nbytes))
+        self.pending.append(pending)
 
     def next_due(self) -> PendingSent | None:
         """The oldest `Sent` message, once, when the link may launch its send. Raises LinkError."""
@@ -371,7 +327,7 @@ class DecodePeer:
             if len(self.unconfirmed) > MAX_UNCONFIRMED:
                 del self.unconfirmed[next(iter(self.unconfirmed))]
         elif isinstance(message, m.Failed):
-            self.unconfirmed.pop((message.key, message.attempt), None)
+            self.confirmed(message.key, message.attempt)
         sent = self.connection.send(m.encode(message))
         if sent and isinstance(message, m.Sent):
             self._launch(message)
@@ -385,6 +341,10 @@ class DecodePeer:
         with contextlib.suppress(LinkError):  # the next poll raises it
             self.link.launch()
             self.announce()
+
+    def confirmed(self, key: str, attempt: int) -> None:
+        """D has all of this transfer, or wants nothing more of it."""
+        self.unconfirmed.pop((key, attempt), None)
 
     def announce(self) -> None:
         """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
@@ -513,10 +473,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         self._abort(peer, now)
         self._ctx.effects.append(DecodeLinkLost(peer, reason))
 
-    def abort_link(self, effect: AbortDecodeLink, now: float) -> None:
-        if effect.link == effect.peer.link.number and effect.peer.link.invited:
-            self.lose_link(effect.peer, effect.reason, now)
-
     def rebuild(self, peer: DecodePeer, now: float) -> None:
         """The link was lost: begin another, unless neither side has a use for it."""
         peer.link.parked = self.idle(peer, now)  # else a dead D would be invited for ever
@@ -548,14 +504,14 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     # The data.
 
-    def order(self, effect: Order, now: float) -> None:
-        peer = effect.peer
-        if not peer.link.carries(effect.order.grant.link):
+    def order(self, peer: DecodePeer, key: str, order: Transmit, now: float, known: bool = True) -> None:
+        """D has granted this send. `known`: P has this prompt."""
+        if not peer.link.carries(order.grant.link):
             return
-        if not effect.known and len(peer.link.orders) >= MAX_ORDERS:
+        if not known and len(peer.link.orders) >= MAX_ORDERS:
             self.lose_link(peer, f"{peer.address} grants without end", now)
             return
-        peer.link.orders.append((effect.key, effect.order))
+        peer.link.orders.append((key, order))
         self._active[peer] = None
 
     def poll(self, now: float) -> None:
@@ -574,7 +530,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                         break
                     effects.append(Fill(peer, *found))
             except LinkError as error:
-                self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
+                self._broken(peer, error, now)
             if was_settled and peer.settled:
                 self.deactivate(peer)
 
@@ -583,25 +539,24 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """Whether a link has something to send."""
         return any(peer.link.busy for peer in self._active)
 
-    def commit(self, effect: Commit, now: float) -> None:
-        peer = effect.peer
-        if not peer.link.linked:
-            return
+    def commit(self, peer: DecodePeer, send: Send, nbytes: int, pending: PendingSent, now: float) -> None:
+        """The send is full. `nbytes`: 0 if it is filler."""
         try:
-            peer.link.commit(effect)
+            peer.link.commit(send, nbytes, pending)
             peer.announce()
         except LinkError as error:
-            self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
+            self._broken(peer, error, now)
 
-    def summed(self, effect: Summed, now: float) -> None:
-        effect.sent.summed = True
+    def summed(self, peer: DecodePeer, pending: PendingSent, now: float) -> None:
+        """The checksum of this send is known, and those of all before it."""
+        pending.summed = True
         try:
-            effect.peer.announce()
+            peer.announce()
         except LinkError as error:
-            self.lose_link(effect.peer, f"the link to {effect.peer.address} broke: {error}", now)
+            self._broken(peer, error, now)
 
-    def confirmed(self, effect: Confirmed, now: float) -> None:
-        effect.peer.unconfirmed.pop((effect.key, effect.attempt), None)
+    def _broken(self, peer: DecodePeer, error: LinkError, now: float) -> None:
+        self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
 
     # Time.
 
