@@ -13,7 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -29,7 +29,11 @@ Effects = deque[Effect]
 
 
 class Peer(Protocol):
-    """A rank that messages can be sent to."""
+    """A rank of the other side."""
+
+    @property
+    def key(self) -> Any:
+        """What it can be found by."""
 
     def send(self, message: AnyMessage, now: float) -> bool:
         """Hand over one message; False if the connection has ended or its queue is full."""
@@ -49,7 +53,7 @@ class Emit(Effect, frozen=True, eq=False):
 
 
 class Timer:
-    """Calls `act` once at `due`; inf: not at all. Made by `Timers.new`."""
+    """Calls `act`, with the time, once at `due`; inf: not at all."""
 
     __slots__ = ("_timers", "act", "due")
 
@@ -75,10 +79,6 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._serial = itertools.count()
-
-    def new(self, act: Callable[[float], object]) -> Timer:
-        """A timer that is not set. `act` is called with the time."""
-        return Timer(self, act)
 
     def push(self, timer: Timer) -> None:
         heapq.heappush(self._heap, (timer.due, next(self._serial), timer))

@@ -12,19 +12,21 @@ from functools import partial
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
-from p2pkv.engine.context import Context, log
-from p2pkv.engine.effects import Emit, SendMessage
+from p2pkv.engine.context import Context, Remembered, log
+from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.engine.referrals import Referrals
-from p2pkv.engine.to_decode import DecodePeer, DecodePeers, PendingSent
+from p2pkv.engine.to_decode import DecodePeer, DecodePeers, Flight
 from p2pkv.kv.cache import KeptTables
-from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Send
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import is_engine_of
 from p2pkv.protocol.machine import RemoteProtocolError, Transmit
 from p2pkv.protocol.sender import PromptPhase, Sender, Terms
+
+MOST_ENDED = 1024
+"""Failed transfers whose reasons are kept for late claims."""
 
 TransferMessage = m.Want | m.Grant | m.Done | m.Cancel
 
@@ -56,14 +58,14 @@ class Prefill:
         self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
         self._claims = PendingClaims(options.lease_seconds)
         self._referrals = Referrals(context)
-        self._ended = EndedTransfers(options.lease_seconds)
-        self._leaving = ""
+        self._ended = Remembered[str](options.lease_seconds, MOST_ENDED)
+        """The reasons of transfers that have failed, by key."""
         self._count = context.counters.values
         self.entries: dict[str, PromptEntry] = {}
         self._of: dict[str, dict[str, PromptEntry]] = {}
         """The entries of each D, by the address of its rank 0 and by key."""
-        self._leases = context.timers.new(self._expire)
-        self._expiry = context.timers.new(self._expire_claims)
+        self._leases = Timer(context.timers, self._expire)
+        self._expiry = Timer(context.timers, self._expire_claims)
         self._leases.at(0.0)
         context.counters.add_gauges(
             prompts=lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
@@ -154,17 +156,18 @@ class Prefill:
 
     # Messages of ranks of D.
 
-    def heartbeat(self, peer: DecodePeer, transfers: m.Transfers, now: float) -> None:
+    def heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
         """D's rank waits for these; answer which of them P knows."""
+        self._ranks.heartbeat(peer, bool(message.transfers), now)
         effects = self._ctx.effects
         self._ended.expire(now)
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
-        for key, attempt in transfers:
+        for key, attempt in message.transfers:
             reason = self._ended.get(key)
             entry = self.entries.get(key)
-            if entry is None and self._leaving:
-                reason = reason or self._leaving
+            if entry is None and self._ranks.leaving:
+                reason = reason or self._ranks.leaving
             if entry is None and reason is None and (engine := self._referrals.of(key, now)):
                 effects.append(SendMessage(peer, m.Referral(key, attempt, engine)))
                 continue
@@ -206,8 +209,7 @@ class Prefill:
             return known
         sender, rank = entry.sender, peer.hello.rank
         entry.peers[rank] = peer
-        if sender.expects is not peer.served:
-            sender.serves(peer.served)
+        sender.serves(peer.served)
         if peer.assignment is None:
             self._decided(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True
@@ -283,9 +285,9 @@ class Prefill:
         """What the link carried fails; a claim waits for the next link."""
         for entry in self._for(effect.peer):
             self._decided(entry, entry.sender.unlinked(effect.peer.hello.rank, effect.reason), now)
+        self._ranks.rebuild(effect.peer, now)
 
     def gone(self, effect: to_decode.DecodeGone, now: float) -> None:
-        """This incarnation is gone: its transfers fail."""
         rank = effect.peer.hello.rank
         for entry in self._for(effect.peer):
             if entry.peers.get(rank) is effect.peer:
@@ -295,10 +297,8 @@ class Prefill:
     # The gather.
 
     def fill(self, effect: to_decode.Fill, now: float) -> None:
-        """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile.
-
-        On a device the gather is only queued. The send is ordered behind it, and `Copies` knows of it, so
-        that taking blocks back waits for it.
+        """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile. On a
+        device the gather is only queued: the send is ordered behind it, and taking blocks back waits for it.
         """
         peer, key, order, send = effect.peer, effect.key, effect.order, effect.send
         if not peer.link.linked:
@@ -315,16 +315,18 @@ class Prefill:
                 except ValueError as error:
                     filler, wrong = True, str(error)
                 self._ctx.copies.launched(key)
-        nbytes = 0 if filler else order.grant.nbytes
+        digest = None
+        if peer.verify and not filler:
+            digest = self._ctx.cache.digest(send.buffer)
+            self._ctx.copies.launched(key)  # as it may only be queued
+        flight = Flight(send, key, order, filler, digest, summed=digest is None)
         self._count["chunks_filler" if filler else "chunks_sent"] += 1
-        self._count["bytes_sent"] += nbytes
-        digest = self._digest(key, send) if peer.verify and not filler else None
-        pending = PendingSent(key, order, filler, digest, summed=digest is None)
-        self._ranks.commit(peer, send, nbytes, pending, now)
+        self._count["bytes_sent"] += 0 if filler else order.grant.nbytes
+        self._ranks.commit(peer, flight, now)
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if digest is not None:
-            self._ctx.copies.then(key, partial(self._ranks.summed, peer, pending), now)
+            self._ctx.copies.then(key, partial(self._ranks.summed, peer, flight), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
         assert peer.assignment is not None
@@ -342,15 +344,9 @@ class Prefill:
             ours.gather(part, layers, tokens, heads, entry.blocks)
             offset += size
 
-    def _digest(self, key: str, send: Send) -> Checksum:
-        """The checksum of the gathered bytes. It may only be queued, so `Copies` knows of it, too."""
-        digest = self._ctx.cache.digest(send.buffer)
-        self._ctx.copies.launched(key)
-        return digest
-
     def sent(self, effect: to_decode.SendDue, now: float) -> None:
         """The link launches this send after its `Sent` message: send D what it holds."""
-        peer, sent = effect.peer, effect.sent
+        peer, sent = effect.peer, effect.flight
         entry, grant = self.entries.get(sent.key), sent.order.grant
         digest = b"" if sent.digest is None else sent.digest.value()
         if entry is not None and entry.peers.get(peer.hello.rank) is peer:
@@ -364,7 +360,7 @@ class Prefill:
         if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
             self._count["bytes_early"] += effect.nbytes
 
-    # Time.
+    # Time, and the end.
 
     def _expire(self, now: float) -> None:
         """End what has outlived its lease, or P's patience; messages from D may put that off."""
@@ -388,14 +384,11 @@ class Prefill:
         """P has been paused or resumed: leases may end sooner."""
         self._leases.at(now)
 
-    # The end.
-
     def leave(self, reason: str, now: float, finish: bool) -> bool:
         """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
-
-        Returns whether some rank of D was sent that.
-        """
-        self._leaving, notified = reason, False
+        Returns whether some rank of D was sent that."""
+        self._ranks.leave(reason)
+        notified = False
         for key in self._claims.known():
             for rank, claim in self._claims.take(key).items():
                 if peer := self._ranks.get(rank):
@@ -410,8 +403,6 @@ class Prefill:
     @property
     def over(self) -> bool:
         return not any(self.live(*self.entries))
-
-    # What a sender has decided.
 
     def _decided(self, entry: PromptEntry, decided: list[machine.Decision], now: float) -> None:
         effects = self._ctx.effects
@@ -440,36 +431,3 @@ class Prefill:
         else:
             self._ended.add(key, reason, now)
             log.warning("transfer %s was not sent: %s", key, reason)
-
-
-class EndedTransfers:
-    """Keys of transfers that have ended, each with the reason; bounded in number and in time."""
-
-    MOST = 1024
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._reasons: dict[str, tuple[float, str]] = {}
-        """The oldest first."""
-
-    def add(self, key: str, reason: str, now: float) -> None:
-        self.discard(key)
-        self._reasons[key] = now, reason
-        self.expire(now)
-
-    def get(self, key: str) -> str | None:
-        found = self._reasons.get(key)
-        return found[1] if found is not None else None
-
-    def discard(self, key: str) -> None:
-        self._reasons.pop(key, None)
-
-    def expire(self, now: float) -> None:
-        while self._reasons:
-            key = next(iter(self._reasons))
-            if len(self._reasons) <= self.MOST and now - self._reasons[key][0] <= self.seconds:
-                return
-            del self._reasons[key]
-
-    def __len__(self) -> int:
-        return len(self._reasons)

@@ -85,18 +85,18 @@ class SendDue(Effect, frozen=True, eq=False):
     """The link may launch this send: send D its `Sent` message, after which the link launches it."""
 
     peer: DecodePeer
-    sent: PendingSent
-
-
-# One link.
+    flight: Flight
 
 
 @dataclass(eq=False, slots=True)
-class PendingSent:
-    """A `Sent` message that D has not been sent: it waits for its checksum (`summed`), for those before it,
-    and until the link may launch the send (`due`: it goes out in this turn). `digest`: None: none is wanted.
+class Flight:
+    """A committed send that D has not taken yet. `digest`: None: none is wanted.
+
+    Its `Sent` message waits for the checksum (`summed`), for those before it, and until the link may launch
+    the send (`due`: it goes out in this turn).
     """
 
+    send: Send
     key: str
     order: Transmit
     filler: bool
@@ -104,14 +104,10 @@ class PendingSent:
     summed: bool
     due: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A send that D has not taken yet."""
-
-    send: Send
-    key: str
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV."""
+        return 0 if self.filler else self.order.grant.nbytes
 
 
 @dataclass(eq=False)
@@ -123,7 +119,7 @@ class OutboundLink:
         window: bytes that D can take on it at a time.
         parked: it was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
-        pending: the `Sent` messages of committed sends that have not gone out, in the order of the sends.
+        pending: those of them whose `Sent` messages have not gone out.
     """
 
     ctx: Context
@@ -134,7 +130,7 @@ class OutboundLink:
     parked: bool = False
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
-    pending: deque[PendingSent] = field(default_factory=deque)
+    pending: deque[Flight] = field(default_factory=deque)
     _invitation: bytes | None = None
     """What D was invited with; None: it was not."""
     _outbound: Outbound | None = None
@@ -159,7 +155,6 @@ class OutboundLink:
 
     @property
     def busy(self) -> bool:
-        """Whether it has something to send or to report."""
         return bool(self.orders or self.flights or self.pending)
 
     @property
@@ -172,10 +167,8 @@ class OutboundLink:
         return self._outbound.used if self._outbound is not None else 0
 
     def invite(self, now: float) -> m.LinkInvite | None:
-        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`.
-
-        Raises LinkError if this rank can make none now.
-        """
+        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`. Raises
+        LinkError."""
         if self.invited or self.parked or now < self._next:
             return None
         self._invitation = b""
@@ -249,14 +242,14 @@ class OutboundLink:
         self.orders.popleft()
         return key, order, send
 
-    def commit(self, send: Send, nbytes: int, pending: PendingSent) -> None:
+    def commit(self, flight: Flight) -> None:
         """This send is full. Raises LinkError."""
-        send.commit()
-        self.flights.append(Flight(send, pending.key, nbytes))
-        self.pending.append(pending)
+        flight.send.commit()
+        self.flights.append(flight)
+        self.pending.append(flight)
 
-    def next_due(self) -> PendingSent | None:
-        """The oldest `Sent` message, once, when the link may launch its send. Raises LinkError."""
+    def next_due(self) -> Flight | None:
+        """The oldest send that is pending, once, when the link may launch it. Raises LinkError."""
         if not self.pending or self._outbound is None:
             return None
         first = self.pending[0]
@@ -270,9 +263,6 @@ class OutboundLink:
         if self.pending and self.pending[0].due and self._outbound is not None:
             self.pending.popleft()
             self._outbound.launch()
-
-
-# One rank.
 
 
 @dataclass(eq=False)
@@ -502,8 +492,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """Whether one link more would be one too many."""
         return sum(1 for peer in self if peer.link.invited) >= self._ctx.options.max_links
 
-    # The data.
-
     def order(self, peer: DecodePeer, key: str, order: Transmit, now: float, known: bool = True) -> None:
         """D has granted this send. `known`: P has this prompt."""
         if not peer.link.carries(order.grant.link):
@@ -536,20 +524,18 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     @property
     def moving(self) -> bool:
-        """Whether a link has something to send."""
         return any(peer.link.busy for peer in self._active)
 
-    def commit(self, peer: DecodePeer, send: Send, nbytes: int, pending: PendingSent, now: float) -> None:
-        """The send is full. `nbytes`: 0 if it is filler."""
+    def commit(self, peer: DecodePeer, flight: Flight, now: float) -> None:
         try:
-            peer.link.commit(send, nbytes, pending)
+            peer.link.commit(flight)
             peer.announce()
         except LinkError as error:
             self._broken(peer, error, now)
 
-    def summed(self, peer: DecodePeer, pending: PendingSent, now: float) -> None:
+    def summed(self, peer: DecodePeer, flight: Flight, now: float) -> None:
         """The checksum of this send is known, and those of all before it."""
-        pending.summed = True
+        flight.summed = True
         try:
             peer.announce()
         except LinkError as error:
@@ -558,7 +544,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     def _broken(self, peer: DecodePeer, error: LinkError, now: float) -> None:
         self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
 
-    # Time.
+    # Time, and the end.
 
     def check(self, now: float) -> None:
         """End links that stand still or do not come up."""
@@ -598,8 +584,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                 self._park(peer, now, "it has been idle for long")
         for peer in self:
             self.activate(peer)
-
-    # The end.
 
     def leave(self, reason: str) -> None:
         """This rank stops: no rank of D is accepted any more."""
