@@ -79,9 +79,9 @@ def hold_back(p: Engine) -> Callable[[], None]:
     """A P that announces and obeys no grant; the result lets it go on."""
     role = p.ranks[0].rank.core.prefill
     assert role is not None
-    poll = role.poll
-    on_engine_thread(p.ranks[0].rank, lambda: setattr(role, "poll", lambda now: False))
-    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(role, "poll", poll))
+    peers, poll = role.peers, role.peers.poll
+    on_engine_thread(p.ranks[0].rank, lambda: setattr(peers, "poll", lambda now: False))
+    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(peers, "poll", poll))
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def vanish(engine: Engine) -> None:
     """Die as by kill -9: no farewell."""
     for each in engine.ranks:
         (role,) = each.rank.core.roles
-        each.rank.finish = role.close = lambda: None  # type: ignore[method-assign]
+        each.rank.finish = role.peers.close = lambda: None  # type: ignore[method-assign]
     engine.stop()
 
 

@@ -282,7 +282,7 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing(links):
             claims = tuple((key, send.attempt) for key, e in role.transfers.entries.items()
                            for send in e.sender.sends.values())  # fmt: skip
             role.peers.lose_link(peer, "broken by a test", time.monotonic())
-            role.transfers.heartbeat(peer, claims, time.monotonic())
+            role.transfers.heartbeat(peer, m.Heartbeat(claims), time.monotonic())
 
         on_engine_thread(p.ranks[0].rank, act)
         ends_well(p, d, "k", 40)

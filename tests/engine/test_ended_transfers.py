@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from p2pkv.engine.prefill import EndedTransfers
+from p2pkv.engine.context import Remembered
 
 
 def test_reasons_are_kept_for_a_while() -> None:
-    ends = EndedTransfers(10.0)
+    ends = Remembered[str](10.0, 1024)
     ends.add("a", "P aborted", 0.0)
     ends.expire(10.0)
     assert ends.get("a") == "P aborted" and ends.get("b") is None
@@ -16,7 +16,7 @@ def test_reasons_are_kept_for_a_while() -> None:
 
 def test_a_key_that_ends_again_is_kept_from_its_last_end_on() -> None:
     """As when a client sends the same request id again."""
-    ends = EndedTransfers(10.0)
+    ends = Remembered[str](10.0, 1024)
     ends.add("a", "first", 0.0)
     ends.discard("a")
     ends.add("a", "second", 8.0)
@@ -27,11 +27,7 @@ def test_a_key_that_ends_again_is_kept_from_its_last_end_on() -> None:
 
 
 def test_they_are_bounded_in_number() -> None:
-    ends = EndedTransfers(1e9)
-    for number in range(2 * EndedTransfers.MOST):
+    ends = Remembered[str](1e9, most=100)
+    for number in range(200):
         ends.add(f"k{number}", "over", float(number))
-    assert (
-        len(ends) == EndedTransfers.MOST
-        and ends.get("k0") is None
-        and ends.get(f"k{2 * EndedTransfers.MOST - 1}") == "over"
-    )
+    assert len(ends) == 100 and ends.get("k0") is None and ends.get("k199") == "over"

@@ -32,7 +32,7 @@ class PlayedRank:
 
     address: str
     rank: int
-    dialing: Any = field(default_factory=lambda: SimpleNamespace(open=False, refused=False, reason=""))
+    dialing: Any = field(default_factory=lambda: SimpleNamespace(open=False, reason=""))
     hello: object = None
     link: Any = field(default_factory=lambda: SimpleNamespace(linked=False, up=False))
     needed: bool = False
@@ -42,10 +42,6 @@ class PlayedRank:
     @property
     def welcomed(self) -> bool:
         return bool(self.dialing.open)
-
-    @property
-    def refusal(self) -> str | None:
-        return str(self.dialing.reason) if self.dialing.refused else None
 
     def ranks(self) -> tuple[dict[int, list[Any]], dict[int, Address]]:
         """Each rank of P sends to this rank of D."""
@@ -58,7 +54,7 @@ class PlayedRank:
         self.link = SimpleNamespace(linked=link, up=link)
 
     def refuses(self, reason: str) -> None:
-        self.dialing.refused, self.dialing.reason = True, reason
+        self.dialing.reason = reason
 
 
 class Rig:

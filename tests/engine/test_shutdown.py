@@ -126,7 +126,7 @@ def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     p, d = make("P"), make("D")
     push(p, d, "first")
     gate = threading.Event()
-    d.ranks[0].rank.core.roles[0].poll = lambda now: gate.wait(30.0) and False
+    d.ranks[0].rank.core.roles[0].peers.poll = lambda now: gate.wait(30.0) and False
     begin(p, d)
     p.stop()
     assert not p.ranks[0].rank.alive

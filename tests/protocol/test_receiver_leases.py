@@ -33,12 +33,11 @@ def test_the_lease_runs_from_the_start_until_p_is_known() -> None:
 
 def test_a_p_that_was_reached_and_is_silent_did_not_answer() -> None:
     made = make(attach=False)
-    made.reached(True)
     reason = (
         f"P did not answer in time: it has not confirmed this request for {LEASE:g} s; it is dead, hung or "
         "paused, or never got it"
     )
-    assert made.tick(LEASE) == [Finished(False, reason)]
+    assert made.tick(LEASE, reached=True) == [Finished(False, reason)]
 
 
 def test_every_word_of_a_source_renews_its_lease_and_the_oldest_counts() -> None:
@@ -57,7 +56,7 @@ def test_every_word_of_a_source_renews_its_lease_and_the_oldest_counts() -> None
     made.chunk(0, whole(0), 12.0)
     made.held(1, 20.0)
     assert made.deadline == 12.0 + LEASE
-    made.posted(0, whole(0), 1, 0)
+    made.posted(0, whole(0))
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, False), 13.0)
     assert made.deadline == 13.0 + LEASE
 

@@ -206,7 +206,6 @@ TRANSFER = {
 """Messages of a transfer."""
 SEVERAL = {
     "Failed": {"engine", "protocol/sender.py"},  # P may know of no transfer at all
-    "Grant": {"engine", "protocol/receiver.py"},  # for bytes that D discards
     "Sent": {"engine", "protocol/sender.py"},  # a chunk of filler, for a transfer that has ended
 }
 """Messages that are made in several places, without fields of their own there."""
