@@ -17,9 +17,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
+from faulty_links import WrappedLinks
 
 from p2pkv.demo.processes import free_ports
-from p2pkv.links.base import Inbound, LinkFactory, Outbound, decode_blob, encode_blob
+from p2pkv.links.base import Inbound, LinkFactory, decode_blob, encode_blob
 from p2pkv.links.host import HostAcceptance
 from p2pkv.pairing import Address
 
@@ -202,24 +203,19 @@ class Relay:
         self._ways.clear()
 
 
-class RoughLinks(LinkFactory):
+class RoughLinks(WrappedLinks):
     """Links of `inner`, which are TCP; those from a P go through a relay of D's."""
 
     MOST = 16
 
     def __init__(self, inner: LinkFactory) -> None:
-        self.kind = inner.kind
-        self.staging = inner.staging
+        super().__init__(inner)
         self.manner = Manner()
-        self._inner = inner
         self._relays: deque[Relay] = deque()
-
-    def invite(self) -> bytes:
-        return self._inner.invite()
 
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
         """The inner link's, with the relay's port in place of its own."""
-        inbound, blob = self._inner.accept(invitation, window)
+        inbound, blob = super().accept(invitation, window)
         said = decode_blob(blob, HostAcceptance)
         place = Address(said.host, free_ports())
         relay = Relay(place, Address(said.host, said.port), self.manner, seed=len(self._relays))
@@ -230,10 +226,7 @@ class RoughLinks(LinkFactory):
         assert said.shared is None
         return inbound, encode_blob(msgspec.structs.replace(said, port=place.port))
 
-    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
-        return self._inner.complete(invitation, acceptance)
-
     def close(self) -> None:
-        self._inner.close()
+        super().close()
         for relay in self._relays:
             relay.close()
