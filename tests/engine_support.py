@@ -355,15 +355,8 @@ def engines(
 ) -> Iterator[tuple[Engine, Engine]]:
     """A P and a D, stopped at the end; `devices` by role, see make_rank."""
     on = {role: {"device": device} for role, device in (devices or {}).items()}
-    p = make_engine("P", prefill_side, lambda rank: links("P", rank), **options, **on.get("P", {}))
-    try:
-        d = make_engine("D", decode_side, lambda rank: links("D", rank), **options, **on.get("D", {}))
-        try:
-            yield p, d
-        finally:
-            d.stop()
-    finally:
-        p.stop()
+    with engine_maker(links, **options) as make:
+        yield make("P", prefill_side, **on.get("P", {})), make("D", decode_side, **on.get("D", {}))
 
 
 BUSY = (

@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 from multiprocessing.connection import Connection
 
-from chaos.engine import STAGING, main
+from chaos.engine import main
+from chaos.rough import tcp
 
-from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
 if __name__ == "__main__":
     name, place, descriptor = sys.argv[1:]
-    host = Address.parse(place).host
-    links = lambda: HostLinks(host, STAGING, shared_memory=False)  # noqa: E731
-    main(name, place, place, Connection(int(descriptor)), links=links)
+    here = Address.parse(place)
+    main(name, here, here, Connection(int(descriptor)), links=tcp)

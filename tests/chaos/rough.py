@@ -17,11 +17,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
+from chaos.engine import STAGING
 from faulty_links import WrappedLinks
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.links.base import Inbound, LinkFactory, decode_blob, encode_blob
-from p2pkv.links.host import HostAcceptance
+from p2pkv.links.host import HostAcceptance, HostLinks
 from p2pkv.pairing import Address
 
 THERE, BACK = "there", "back"
@@ -230,3 +231,13 @@ class RoughLinks(WrappedLinks):
         super().close()
         for relay in self._relays:
             relay.close()
+
+
+def tcp(host: str) -> HostLinks:
+    """Links of a rank of the run, which share no memory."""
+    return HostLinks(host, STAGING, shared_memory=False)
+
+
+def rough(host: str) -> RoughLinks:
+    """The same, each through a relay."""
+    return RoughLinks(tcp(host))

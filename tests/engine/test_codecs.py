@@ -8,7 +8,6 @@ from engine_support import (
     Geometry,
     engines,
     other_group,
-    plain_links,
     prefill,
     step,
     wrong_cells,
@@ -24,11 +23,6 @@ from support.waiting import wait_for
 
 TOKENS = 300
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(params=["memory", "host"])
-def links(request):
-    return plain_links(request.param)
 
 
 def cpu(isa: str, block: int, tp: int = 1, content: int = 16, dtype: torch.dtype = F32) -> Geometry:
@@ -51,6 +45,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.parametrize("links", ["memory", "host"], indirect=True)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("prefix", [False, True], ids=["from the start", "after a prefix on D"])
 def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
@@ -118,18 +113,3 @@ def test_a_hello_that_is_not_true_of_the_pages_is_refused():
         with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
             lying.form(said)
         assert ctx.form(ctx.hello)[1] == ctx.cache.groups
-
-
-def test_an_opaque_codec_with_another_block_size_is_refused_before_anything_waits():
-    network = MemoryNetwork()
-    with engines(cpu("neon", 32), cpu("neon", 128), lambda side, rank: network.rank()) as (p, d):
-        d.do(do.Expect("k", p.address, 20, b"digest"))
-        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
-        (failed,) = d.ranks[0].events(do.LoadFailed)
-        for word in (
-            "do not fit",
-            "page:neon with blocks of 32",
-            "page:neon with blocks of 128",
-            "--block-size",
-        ):
-            assert word in failed.reason

@@ -187,14 +187,6 @@ def test_the_simulation_shows_a_step_that_waits_for_p(
     assert all(gpu.wait(end, SECONDS) for gpu, end in zip(gpus, ends, strict=True))
 
 
-def test_receives_that_p_has_not_announced_hold_no_multiprocessor(blocking: bool) -> None:
-    mesh = Mesh(blocking)
-    mesh.grant()
-    assert mesh.occupied("D") == 0
-    mesh.deliver(AHEAD)
-    wait_for(lambda: not mesh.occupied("P") and not mesh.occupied("D"))
-
-
 def test_links_that_are_not_announced_hold_one_operation_each(blocking: bool) -> None:
     mesh = Mesh(blocking, announced=False)
     mesh.grant()

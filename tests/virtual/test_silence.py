@@ -56,23 +56,18 @@ def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wak
     assert all((page == 5.0).all() for page in pair.d.ranks[0].pages), "late data was written"
 
 
-def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(pair: VirtualPair) -> None:
+@pytest.mark.parametrize("when", ["before it loads", "in mid-transfer"])
+def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(pair: VirtualPair, when: str) -> None:
     """Its engine thread is well, and says that the request waits until the step has lasted too long."""
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    if when == "in mid-transfer":
+        half_a_push(pair)
+    else:
+        expect(pair)
+        computed(pair)
+        pair.d.wait(do.Begun("k"))
     pair.d.hang()
     pair.lasts(lambda: not pair.p.all_heard(do.BlocksFree("k")), STALL - 0.1)
     pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
-    pair.until(lambda: len(pair.d.failures) == 1)
-    pair.d.wake()
-    pair.rest("k")
-
-
-def test_a_d_that_hangs_in_mid_transfer_costs_p_nothing(pair: VirtualPair) -> None:
-    half_a_push(pair)
-    pair.d.hang()
-    pair.p.wait(do.BlocksFree("k"), STALL + LEASE + GRACE)
     pair.until(lambda: len(pair.d.failures) == 1)
     pair.d.wake()
     pair.rest("k")

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from chaos.engine import Build
@@ -88,13 +89,12 @@ class World:
         self.chunk_bytes = self.draw.choice(chunks)
         self.machines: dict[str, Machine] = {}
         for n, (name, build) in enumerate(zip(names, builds, strict=True)):
-            role, index = name[0], int(name[1:])
-            port, where = 7000 + 10 * n, {}
+            role, first = name[0], n
             if role in groups:
+                index, engines = int(name[1:]), prefills if role == "P" else decodes
                 first = n - index
-                build, port = builds[first], 7000 + 10 * first
-                where = {"index": index, "engines": prefills if role == "P" else decodes}
-            self.machines[name] = Machine(name, build, port, self, **where)
+                build = replace(builds[first], index=index, engines=engines)
+            self.machines[name] = Machine(name, build, 7000 + 10 * first, self)
         self.decode_ranks = sum(each.build.ranks for each in self._of("D"))
         self.stranger = Stranger(self.network)
         for machine in self.machines.values():
@@ -234,7 +234,7 @@ class World:
     def _sweep(self) -> None:
         """No free block has been written to."""
         for machine in self.machines.values():
-            if machine.life is not None and not machine.life.memory.clean():
+            if machine.life is not None and not machine.life.forward.memory.clean():
                 machine.broken("a block was written to after it had been given back")
         self.clock.after(SWEEP_SECONDS, self._sweep)
 
