@@ -1,4 +1,4 @@
-"""A P and a D with few file descriptors; JSON lines both ways: `python descriptors_peer.py LIMIT [SECRET]`."""
+"""A P and a D with few file descriptors. JSON lines both ways: `descriptors_peer.py LIMIT [SECRET]`."""
 
 from __future__ import annotations
 
