@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import (
-    Geometry,
-    engines,
-    other_group,
-    prefill,
-    step,
-    wrong_cells,
-)
+from engine_support import Geometry, engines, other_group, prefill, step, wrong_cells
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
 from transfers import arrives, ask, ends, load, rest, value

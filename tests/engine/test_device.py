@@ -7,15 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_support import (
-    Engine,
-    Forward,
-    Geometry,
-    break_link,
-    engines,
-    on_engine_thread,
-    step,
-)
+from engine_support import Engine, Forward, Geometry, break_link, engines, on_engine_thread, step
 from fake_device import Device, DeviceCache, OrderedLinks
 from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork

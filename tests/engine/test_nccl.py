@@ -6,15 +6,7 @@ import threading
 import time
 
 import pytest
-from engine_support import (
-    Engine,
-    Forward,
-    Make,
-    break_link,
-    on_engine_thread,
-    prefill,
-    step,
-)
+from engine_support import Engine, Forward, Make, break_link, on_engine_thread, prefill, step
 from links_support import simulated
 from nccl_simulated import SimulatedNccl
 from transfers import BLOCKS, arrives, ask, failure, load, push, value

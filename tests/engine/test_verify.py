@@ -8,14 +8,7 @@ from typing import Any
 
 import nccl_simulated
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    make_engine,
-    on_engine_thread,
-    step,
-    wrong_cells,
-)
+from engine_support import Engine, Geometry, make_engine, on_engine_thread, step, wrong_cells
 from fake_device import DeviceCache
 from faulty_links import Faults, FaultyLinks
 from hypothesis import HealthCheck, example, given, settings

@@ -262,9 +262,7 @@ def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     true, launched = SimulatedNccl.queue, list[str]()
     monkeypatch.setattr(SimulatedDevice, "here", lambda self: before)
     monkeypatch.setattr(
-        SimulatedNccl,
-        "queue",
-        lambda *given: launched.append("S" if given[2].send else "R") or true(*given),
+        SimulatedNccl, "queue", lambda *given: launched.append("S" if given[2].send else "R") or true(*given)
     )
     done = False
     monkeypatch.setattr(before, "ready", lambda: done)

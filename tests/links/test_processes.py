@@ -8,16 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from links_support import (
-    NCCL_KINDS,
-    Peer,
-    ipc_links,
-    leftovers,
-    nccl_links,
-    receive_all,
-    send_all,
-    starting,
-)
+from links_support import NCCL_KINDS, Peer, ipc_links, leftovers, nccl_links, receive_all, send_all, starting
 
 from p2pkv.links import ipc_ends
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Receive, Send

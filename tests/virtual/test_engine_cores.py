@@ -4,12 +4,14 @@ one whose step hangs. And each state of a transfer ends by itself, however livel
 from __future__ import annotations
 
 import pytest
-from virtual.moves import (
+from virtual.pair import (
     GRACE,
     LEASE,
     LONG,
     STALL,
     TOKENS,
+    VirtualEngine,
+    VirtualPair,
     begin,
     computed,
     ends_well,
@@ -21,7 +23,6 @@ from virtual.moves import (
     served,
     value,
 )
-from virtual.pair import VirtualEngine, VirtualPair
 
 from p2pkv.engine import commands as do
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_support import step, wrong_cells
 from transfers import arrives
-from virtual.moves import (
+from virtual.pair import (
     BLOCKS,
     GRACE,
     HALF,
@@ -13,6 +13,7 @@ from virtual.moves import (
     LONG,
     STALL,
     TOKENS,
+    VirtualPair,
     begin,
     computed,
     ends_well,
@@ -24,7 +25,6 @@ from virtual.moves import (
     served,
     value,
 )
-from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
 

@@ -20,10 +20,9 @@ from chaos.model import Model, draw_model
 from chaos.schedule import LEASE
 from memory_links import MemoryNetwork
 from virtual.clock import Clock
-from virtual.faults import WEIGHTS, Fault, Heal
+from virtual.faults import WEIGHTS, Fault, Heal, Stranger
 from virtual.machine import CHUNKS, Machine
 from virtual.network import Network
-from virtual.stranger import Stranger
 
 from p2pkv.protocol.handshake import REFUSED_FOR
 
