@@ -15,7 +15,8 @@ from engine_support import (
     Geometry,
     TestRank,
     at_baseline,
-    make_hello,
+    cache_of,
+    hello_of,
     make_pages,
     prefill,
     step,
@@ -46,7 +47,8 @@ class VirtualRank:
         self.pages, cache = make_pages(pair.geometry, 0, 0.0 if role == "P" else -1.0)
         self.wires = pair.wires.rank()
         name = f"{role} {pair.draw.getrandbits(64):x}"
-        self.hello = make_hello(opts, pair.geometry, 0, cache, self.wires.kind, name)
+        described = cache_of(pair.geometry, cache)
+        self.hello = hello_of(opts, 0, 1, described, cache.digest_name, self.wires.kind, name)
         self.endpoint = Endpoint(name, opts.address, pair.network, self.ring)
         self._clock = pair.clock
         self._turns = Alarm(pair.clock, self._turn)
@@ -196,6 +198,19 @@ def expect(pair: VirtualPair, key: str = "k", tokens: int = TOKENS) -> None:
 
 def computed(pair: VirtualPair, key: str = "k") -> None:
     prefill(pair.p, key, pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+
+
+def offered(pair: VirtualPair) -> None:
+    """P has computed what D waits for, and D has no blocks for it yet."""
+    expect(pair)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+
+
+def queued(pair: VirtualPair) -> None:
+    """D waits for a prompt that P has in its queue."""
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
 
 
 def load(pair: VirtualPair, key: str = "k") -> None:

@@ -22,6 +22,8 @@ from virtual.pair import (
     half_a_push,
     kept,
     load,
+    offered,
+    queued,
     served,
     value,
 )
@@ -79,8 +81,7 @@ def test_who_is_idle_is_not_dead_however_long(pair: VirtualPair, who: str) -> No
     idle = pair.p if who == "P" else pair.d
     idle.hang()
     idle.wake()
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
     if who == "D":
         computed(pair)
     pair.lasts(lambda: kept(pair), LONG)
@@ -103,8 +104,7 @@ def test_a_step_longer_than_the_lease_and_shorter_than_a_stall_is_waited_for(who
 
 def test_many_short_steps_are_no_stall(pair: VirtualPair) -> None:
     """It is one step that must not last too long, not a series of them."""
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
 
     def steps() -> bool:
         pair.p.hang()
@@ -211,9 +211,7 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
 
 def test_a_silence_counts_only_while_it_could_have_been_heard(pair: VirtualPair) -> None:
     """Both stand still, as on a machine that does; P comes to itself first, and hears nothing yet."""
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    offered(pair)
     pair.d.rank.stand_still(2.0 * LEASE)
     pair.p.rank.stand_still(2.0 * LEASE - 2.0)
     pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
