@@ -112,8 +112,8 @@ class Relay:
             sinks.append(to_server)
             self._sinks.update(sinks)
             await asyncio.gather(self._carry(THERE, client, to_server), self._carry(BACK, server, to_client))
-        except (OSError, TimeoutError):
-            pass  # nobody answers inside
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            pass  # nobody answers inside, or the relay ends
         finally:
             self._sinks.difference_update(sinks)
             for each in sinks:
@@ -135,7 +135,7 @@ class Relay:
                         shut = True  # what still comes goes nowhere
                         sink.write_eof()
                         break
-                    count = self._draw.randint(1, min(manner.slice, len(data)))
+                    count = min(self._draw.randint(1, manner.slice), len(data))
                     sink.write(bytes(data[:count]))
                     del data[:count]
                     await sink.drain()
