@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2pkv.kv import PagedCache, cpu_codec
-from p2pkv.kv.cache import KeptTables
+from p2pkv.kv import DENSE, PagedCache, cpu_codec
+from p2pkv.kv import cache as module
+from p2pkv.kv.cache import KeptTables, seen_as
 
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
@@ -63,10 +64,16 @@ def test_tensors_that_cannot_be_addressed(
         ({"buffer": torch.zeros(2048, dtype=torch.uint8)[::2]}, "needs a contiguous uint8 buffer of"),
     ],
 )
+@pytest.mark.parametrize("codec", [DENSE, "page:vec"])
 @pytest.mark.parametrize("what", ["gather", "scatter"])
-def test_rectangles_outside_the_cache(what: str, change: dict[str, Any], sentence: str) -> None:
+def test_rectangles_outside_the_cache(
+    what: str, codec: str, change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of packed pages that are seen token by token."""
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)
     layers = [a_layer(), a_layer()]
-    cache = PagedCache.from_tensors(layers, block_size=TOKENS, tables=[0, 1])
+    packed = PagedCache.from_tensors(layers, block_size=TOKENS, codec=codec, tables=[0, 1])
+    cache = seen_as(packed, DENSE)
     buffer = torch.ones(cache.nbytes(2, 0, 8, HEADS), dtype=torch.uint8)
     fine: dict[str, Any] = {
         "layers": (0, 2),
