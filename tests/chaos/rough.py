@@ -32,6 +32,8 @@ LOOK_SECONDS = 0.02
 """In which a change of manner is noticed."""
 
 BUFFERED = 1 << 17
+PIECES = 64
+"""Of one way, before the others have their turn."""
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Relay:
 
     async def _carry(self, way: str, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         """One way of a connection, to its end."""
-        manner, shut = self.manner, False
+        manner, shut, sent = self.manner, False, 0
         with contextlib.suppress(OSError):
             while data := bytearray(await source.read(BUFFERED)):
                 if manner.garble and way == THERE:
@@ -138,8 +140,10 @@ class Relay:
                     count = min(self._draw.randint(1, manner.slice), len(data))
                     sink.write(bytes(data[:count]))
                     del data[:count]
-                    await sink.drain()
-                    await asyncio.sleep(0)
+                    sent += 1
+                    if sent % PIECES == 0:
+                        await sink.drain()
+                        await asyncio.sleep(0)
                     if manner.reset_after is not None:
                         manner.reset_after = max(0, manner.reset_after - count)
                         if manner.reset_after == 0:
