@@ -34,10 +34,6 @@ from p2pkv.pairing import Address
 ROOT = Path(__file__).parents[2]
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "chaos", *arguments]
-
-
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1"}
 
@@ -184,7 +180,7 @@ def test_the_failure_of_one_rank_fails_the_load_once_all_have_ended() -> None:
 def test_a_short_run_of_a_hybrid_model_with_data_parallel_engines() -> None:
     """tests/chaos/test_rough.py has engines of one KV group."""
     run = subprocess.Popen(
-        command("--seconds", "6", "--seed", "10"),
+        [sys.executable, "-m", "chaos", "--seconds", "6", "--seed", "10"],
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,

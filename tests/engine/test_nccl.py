@@ -106,15 +106,6 @@ def test_a_link_may_take_longer_to_come_up_than_a_lease(make_nccl: Make) -> None
     push(p, d, "k", salt=1)
 
 
-@pytest.mark.parametrize("make_nccl", ["nccl-blocking"], indirect=True)
-def test_where_launches_wait_for_the_device_a_receive_comes_after_its_grant(make_nccl: Make) -> None:
-    """As with CUDA_LAUNCH_BLOCKING=1: P would never hear of a receive that is launched before."""
-    p, d = make_nccl("P"), make_nccl("D")
-    push(p, d, "before", salt=1)
-    nccl_of(p).launches_wait = nccl_of(d).launches_wait = True
-    push(p, d, "k", salt=2)
-
-
 @one_kind
 def test_a_frozen_d_is_not_invited_for_ever(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = make_nccl("P", lease_seconds=0.7), make_nccl("D", lease_seconds=0.7)

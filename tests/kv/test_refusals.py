@@ -1,4 +1,4 @@
-"""What pages refuses, and that the sentence names what was wrong."""
+"""What a cache says of itself, and what it refuses: the sentence names what was wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from p2pkv.kv import DENSE, PagedCache, cpu_codec
 from p2pkv.kv import cache as module
-from p2pkv.kv.cache import KeptTables, seen_as
+from p2pkv.kv.cache import KeptTables, RankCache, seen_as
 
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
@@ -119,3 +119,15 @@ def test_block_ids_that_one_cache_has_accepted_are_checked_for_a_smaller_one() -
     small.gather(out[:32], (0, 1), (4, 8), (0, 1), tables)
     with pytest.raises(ValueError, match="block table 0 has 2 blocks of 4 tokens"):
         large.gather(torch.zeros(96, dtype=torch.uint8), (0, 1), (0, 12), (0, 1), tables)
+
+
+def test_the_smallest_layer_says_how_many_fill_a_message() -> None:
+    """Of a span of layers that may lie in any group, it is known how many there are at the most."""
+    small, large = (
+        PagedCache.from_tensors([torch.zeros(3, heads, 16, content)] * 2, block_size=16)
+        for heads, content in ((1, 2), (4, 8))
+    )
+    for groups in ([small, large], [large, small]):
+        assert RankCache(groups).layer_bytes(100) == 100 * 1 * 2 * 4
+    assert RankCache([large]).layer_bytes(100) == 100 * 4 * 8 * 4
+    assert RankCache([small]).layer_bytes(0) == 1

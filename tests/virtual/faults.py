@@ -78,11 +78,7 @@ def hang(world: World, machine: Machine, draw: random.Random) -> Heal:
 def crawl(world: World, machine: Machine, draw: random.Random) -> Heal:
     """Its threads wait long for each turn."""
     machine.slow = draw.uniform(5.0, 60.0)
-
-    def heal() -> None:
-        machine.slow = 1.0
-
-    return draw.uniform(0.2, LEASE), heal
+    return draw.uniform(0.2, LEASE), lambda: setattr(machine, "slow", 1.0)
 
 
 def stall_links(world: World, machine: Machine, draw: random.Random) -> Heal:
@@ -169,11 +165,7 @@ def replay(world: World, machine: Machine, draw: random.Random) -> Heal:
 def slow_down(world: World, machine: Machine, draw: random.Random) -> Heal:
     """Messages take long."""
     world.network.slow = draw.uniform(0.01, 0.3)
-
-    def heal() -> None:
-        world.network.slow = 0.0
-
-    return draw.uniform(0.2, LEASE), heal
+    return draw.uniform(0.2, LEASE), lambda: setattr(world.network, "slow", 0.0)
 
 
 def harass(world: World, machine: Machine, draw: random.Random) -> Heal:
