@@ -61,15 +61,6 @@ def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [SendPhase.DONE])
 
 
-def test_a_transfer_that_is_claimed_after_the_prefill() -> None:
-    rig = Rig()
-    assert rig.offer() == rig.compute() == []
-    assert rig.states == (PromptPhase.COMPUTED, [])
-    assert rig.claim() == [SendTo(0, offer())]
-    assert rig.want() == [SendTo(0, WHOLE)]
-    assert rig.carry([SendTo(0, WHOLE)]) == [SendTo(0, sent(0)), Released(), Finished(True)]
-
-
 def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     rig = Rig(expects=(0, 1))
     rig.offer()
