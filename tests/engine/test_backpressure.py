@@ -27,7 +27,6 @@ from transfers import begin, ends
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
-from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from support.waiting import wait_for
@@ -316,39 +315,6 @@ def test_ranks_that_grant_in_different_orders_do_not_lock_each_other(orders, rev
             prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=32, salt=number)
         for key in keys:
             arrives(p, d, key, keys.index(key))
-
-
-@pytest.mark.parametrize("turns", list(itertools.permutations(range(4))), ids=str)
-def test_ranks_that_begin_to_move_data_in_any_order_do_not_lock_each_other(turns: tuple[int, ...]) -> None:
-    """Two of P and two of D; one rank of D admits A then B, the other one B then A."""
-    with two_ranks_each() as (p, d):
-        for number, key in enumerate("AB"):
-            begin(p, d, key, TOKENS, blocks_of(number), salt=number)
-        for key in "AB":
-            d.wait(do.Begun(key))
-        ranks = [each.rank for each in (*p.ranks, *d.ranks)]
-        gates = [threading.Event() for _ in ranks]
-        for rank, gate in zip(ranks, gates, strict=True):
-            peers = rank.core.roles[0].peers
-            peers.poll = _behind(gate, peers.poll)
-        for place, order in enumerate(("AB", "BA")):
-            for key in order:
-                load = do.Load(key, 0, TOKENS - 1, (blocks_of("AB".index(key)),))
-                d.ranks[place].rank.do(load)
-        for turn in turns:
-            gates[turn].set()
-            _look(ranks[turn])
-        for number, key in enumerate("AB"):
-            arrives(p, d, key, number)
-
-
-def _behind(gate: threading.Event, pump: Callable[[float], bool]) -> Callable[[float], bool]:
-    return lambda now: pump(now) if gate.is_set() else False
-
-
-def _look(rank: Rank) -> None:
-    """This rank has gone round once."""
-    on_engine_thread(rank, lambda: None)
 
 
 def test_a_load_on_one_rank_needs_no_load_on_another() -> None:

@@ -14,13 +14,7 @@ import pytest
 from p2pkv.config import Options
 from p2pkv.engine.commands import NamePartners
 from p2pkv.engine.context import Counters
-from p2pkv.engine.preconnect import (
-    FIRST_PAUSE,
-    LAST_PAUSE,
-    LEFT_SECONDS,
-    PATIENCE_SECONDS,
-    Preconnect,
-)
+from p2pkv.engine.preconnect import FIRST_PAUSE, LAST_PAUSE, LEFT_SECONDS, PATIENCE_SECONDS, Preconnect
 from p2pkv.pairing import Address
 
 FIRST, SECOND, THIRD = (f"127.0.0.1:{port}" for port in (21001, 21002, 21003))

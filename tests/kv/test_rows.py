@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from kv_support import Memory
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.copiers import StorageCopier
@@ -51,13 +50,12 @@ def test_one_copy_of_rows_as_large_as_layout_and_rectangle_allow(
     tokens: tuple[int, int],
     heads: tuple[int, int],
     atom: int,
-    memory_type: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Counting, "asked", [])
     monkeypatch.setattr("p2pkv.kv.cache.copier_of", Counting)
     kind = torch.bfloat16
-    memory = memory_type(layout, 3, 8, BLOCK, ratio, HEADS, CONTENT, kind, codec, 0, 0, (0, 0, 0), 1)
+    memory = Memory(layout, 3, 8, BLOCK, ratio, HEADS, CONTENT, kind, codec, 0, 0, (0, 0, 0), 1)
     cache: PagedCache = memory.cache(memory.flat)
     nbytes = cache.nbytes(3, *tokens, heads[1] - heads[0])
     cache.gather(torch.empty(nbytes, dtype=torch.uint8), (0, 3), tokens, heads, memory.tables(64, seed=1))

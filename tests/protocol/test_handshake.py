@@ -22,7 +22,7 @@ from p2pkv.protocol.handshake import (
     shapes,
     verified,
 )
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup, Welcome, decode, encode
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.sharding import Shape
 
 GROUP = KvGroup((2, 2), 4, 64, 1, "bfloat16", "dense", "names-a")
@@ -206,15 +206,6 @@ def test_both_sides_compute_the_same_plan() -> None:
     assert shapes(d.cache) == (Shape((4,), 4, 4),)
 
 
-def test_a_model_name_and_the_addresses_may_differ() -> None:
-    assert negotiate(hello("P", model="a/path"), hello("D", model="another", address="e:1")).edges
-
-
-def test_the_first_words_survive_the_wire() -> None:
-    welcome = Welcome("incarnation", hello("P"), negotiate(hello("P"), hello("D")).digest)
-    assert decode(encode(welcome)) == welcome
-
-
 def test_an_opaque_codec_with_another_block_size_is_refused_with_both_values() -> None:
     packed = [cache(codec="page:neon", unit_tokens=tokens, row_bytes=64 * tokens) for tokens in (32, 128)]
     with pytest.raises(Refused) as refused:
@@ -246,16 +237,6 @@ def test_a_head_needs_as_many_ranks_as_its_tokens_are_divided_over() -> None:
     p, d = hello("P", cache(heads=2, tp=2, dcp=2)), hello("D", cache(heads=2, tp=2))
     with pytest.raises(Refused, match="cannot divide the tokens of a KV head over 2 ranks"):
         negotiate(d, p)
-
-
-def test_packings_that_can_be_undone_fit_each_other_and_dense() -> None:
-    caches = [
-        cache(),
-        cache(codec="page:vec", unit_tokens=32, row_bytes=64 * 32),
-        cache(codec="page:vec16", unit_tokens=48, row_bytes=64 * 48),
-        cache(codec="page:amx", unit_tokens=128, row_bytes=64 * 128),
-    ]
-    assert all(negotiate(hello("P", one), hello("D", other)).edges for one in caches for other in caches)
 
 
 # The fingerprint in the ping.
