@@ -703,7 +703,7 @@ Attempt._charge_doubted: a P that D has proved wrong is not charged
 Attempt._decode: the deadline for the first token is not kept
 -             if seconds and response.content_type == EVENT_STREAM:
 +             if False:
-> tests/proxy/test_blame.py::test_a_p_that_stops_breaks_no_stream_of_several_prompts
+> tests/proxy/test_blame.py::test_a_p_that_is_not_needed_any_more_breaks_no_stream
 _interrupt: a P that stops breaks a stream of several prompts
 -     if verdict.again is not Again.GOES_ON:
 -         relay

@@ -107,9 +107,9 @@ async def test_requests_through_a_pool(dispatch: Any) -> None:
         for name in pairs:
             pair = find_pair(name)
             assert pair is not None and {str(pair.prefill), str(pair.decode)} == both
-        page = await (await pool.client.get(pool.url + "/instances")).json()
+        page = (await pool.get("/instances"))[1]
         assert [each["role"] for each in page["instances"]] == ["both", "both"]
-        metrics = await (await pool.client.get(pool.url + "/metrics")).text()
+        metrics = await pool.text("/metrics")
         served = [line for line in metrics.splitlines() if both_of(pool.decodes[0].http_address, line)]
         assert len(served) == len(set(served)) > 0
         assert 'p2pkv_proxy_instances{role="both",state="ready"} 2.0' in metrics.splitlines()

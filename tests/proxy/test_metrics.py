@@ -132,7 +132,7 @@ async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)
-        stream = await deployment.post({"prompt": "x", "stream": True})
+        stream = await deployment.post(stream=True)
         assert (await deployment.post()).status == 503
         release.set()
         await stream.content.read()
@@ -300,7 +300,7 @@ OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
     concurrent.d.behaviour = streams_at_once
-    await (await concurrent.post({"prompt": "x", "stream": True})).read()
+    await (await concurrent.post(stream=True)).read()
     await quiet(concurrent)
     for each in concurrent.everyone():
         each.pinged(msgspec.structs.replace(each.ping, workload=Workload()), each.last_seen)

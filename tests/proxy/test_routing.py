@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_json
-from proxy_fakes import FakeInstance, deployed, fail, fleet, prompt_of, quiet
+from proxy_behaviours import Seen, answers, completion
+from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, prompt_of, quiet
 from test_admission import ask, slow
 
 from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
@@ -297,12 +297,12 @@ class PrefixCache:
 def with_a_cache(instance: FakeInstance, blocks: int) -> PrefixCache:
     cache = PrefixCache(blocks)
 
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+    def compute(seen: Seen) -> web.Response:
         said = seen.body.get("prompt") or "".join(each["content"] for each in seen.body["messages"])
         cache.compute(said)
-        return await answer_json(request, seen)
+        return web.json_response(completion(seen))
 
-    instance.behaviour = behaviour
+    instance.behaviour = answers(compute)
     return cache
 
 
@@ -352,16 +352,15 @@ async def test_a_session_is_named_by_a_header() -> None:
                 assert len(homes) == 1
 
 
-async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back() -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
-        with slow(deployment.p), slow(deployment.d):
-            tasks = [ask(deployment, "x" * 400) for _ in range(3)]
-            await eventually(lambda: len(deployment.p.requests) == len(deployment.d.requests) == 3)
-            assert (p.tokens, d.tokens) == (300, 300)
-        assert [await task for task in tasks] == [200] * 3
-        await quiet(deployment)
-        assert (p.tokens, d.tokens) == (0, 0)
+async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back(concurrent: Deployment) -> None:
+    (p,), (d,) = concurrent.registry.known("P"), concurrent.registry.known("D")
+    with slow(concurrent.p), slow(concurrent.d):
+        tasks = [ask(concurrent, "x" * 400) for _ in range(3)]
+        await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 3)
+        assert (p.tokens, d.tokens) == (300, 300)
+    assert [await task for task in tasks] == [200] * 3
+    await quiet(concurrent)
+    assert (p.tokens, d.tokens) == (0, 0)
 
 
 def test_the_help_describes_every_policy(capsys: pytest.CaptureFixture[str]) -> None:

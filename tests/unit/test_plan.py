@@ -18,7 +18,7 @@ from p2pkv.sharding import Shape
 Cells = np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
 TOKENS = 96
 """A multiple of all cycles that are drawn."""
-budget = settings(deadline=None, max_examples=200)
+budget = settings(max_examples=200)
 
 
 @st.composite
