@@ -48,7 +48,6 @@ from p2pkv.connector.scheduler import (
     ConsumerScheduler,
     HeldBlocks,
     ProducerScheduler,
-    leave_out_last,
 )
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
@@ -261,22 +260,6 @@ def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
         d.new(make_request(inner_id(pair_id()), tokens(length)))
         ((_, expect),) = d.step(SchedulerOutput.make_empty()).expects
         assert expect.tokens == left
-
-
-def test_children_of_n_keep_the_list_that_they_share() -> None:
-    shared = tokens(10)
-    request = make_request(inner_id(pair_id()), shared)
-    request.prompt_token_ids = shared
-    leave_out_last(request, 3)
-    assert len(shared) == 10 and request.prompt_token_ids == shared[:7]
-
-
-def test_p_leaves_out_which_of_the_last_tokens_are_ids_too() -> None:
-    """Of a prompt of embeddings and tokens, one entry stands for each."""
-    request = make_request(inner_id(pair_id()), tokens(10))
-    request.prompt_embeds, request.prompt_is_token_ids = torch.zeros(10, 4), [True] * 9 + [False]
-    leave_out_last(request, 3)
-    assert request.prompt_embeds.shape == (7, 4) and request.prompt_is_token_ids == [True] * 7
 
 
 def test_of_a_state_d_takes_all_or_nothing() -> None:
