@@ -41,6 +41,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from p2pkv.connector.describe import Layers, cache_of, hello_of, options_of
 from p2pkv.connector.metadata import PrefillStep, StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
@@ -48,12 +49,15 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters
 from p2pkv.engine.liveness import Liveness
 from p2pkv.pairing import Address, mint
+from p2pkv.protocol.messages import Hello
 
 BLOCK = 16
 LONGEST = 512
 """Tokens of a request: vLLM's max_model_len."""
 P_ADDRESS, D_ADDRESS = Address("127.0.0.1", 21001), Address("127.0.0.1", 21101)
 LAYERS = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
+ATTENTION: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+FULL = FullAttentionSpec(**ATTENTION)
 _ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS), "both": ("kv_both", P_ADDRESS)}
 
 
@@ -134,9 +138,27 @@ def transfer_config(role: str, port: int | None = None, **extra: Any) -> dict[st
 
 
 def kv_cache_config(blocks: int = 64, spec: Any = None, layers: Iterable[str] = LAYERS) -> KVCacheConfig:
-    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(list(layers), spec or full)]
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return kv_groups((layers, spec or FULL), blocks=blocks)
+
+
+def kv_groups(*groups: tuple[Iterable[str], Any], blocks: int = 4) -> KVCacheConfig:
+    """Each has layers of these names and one description."""
+    made = [KVCacheGroupSpec(list(names), spec) for names, spec in groups]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=made)
+
+
+def caches_of(
+    names: Iterable[str], heads: int = 2, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Four blocks of each layer, as vLLM registers them."""
+    return {name: torch.zeros(4, heads, BLOCK, 32, dtype=dtype) for name in names}
+
+
+def hello_with(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
+    """What a rank with these layers says of itself."""
+    kv = kv_cache_config(layers=caches)
+    cache, said = cache_of(config, kv, Layers(caches, kv))
+    return hello_of(config, options_of(config), cache, said, rank, "host")
 
 
 def pair_id(unique: int | str = 0, *, prefill: Address = P_ADDRESS, decode: Address = D_ADDRESS) -> str:
@@ -508,3 +530,11 @@ class Instance:
         assert len(set(self.reported)) == len(self.reported)
         for rank in self.ranks:
             assert not rank.facts
+
+
+def asked(
+    role: str, prompt: Sequence[int], *, max_tokens: int = 4, **options: Any
+) -> tuple[Instance, Request]:
+    """An instance that is asked for a request of P and D."""
+    instance = Instance(role, **options)
+    return instance, instance.ask(inner_id(pair_id()), prompt, max_tokens=max_tokens)

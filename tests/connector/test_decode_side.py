@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from connector_support import BLOCK, Instance, each_pace, each_policy, inner_id, pair_id, tokens
+from connector_support import BLOCK, Instance, asked, each_pace, each_policy, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
 
 from p2pkv.engine import commands as do
@@ -16,8 +16,7 @@ PROMPT = tokens(50)
 
 @each_pace
 def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ahead: int) -> None:
-    d = Instance("D", ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
     alone = d.ask("cmpl-no-pair-0-12345678", tokens(20, "alone"))
     d.step(2)
     assert alone.num_output_tokens, "a later request is served meanwhile"
@@ -72,8 +71,7 @@ def test_a_prompt_of_which_nothing_is_missing_waits_for_nobody_and_releases_p(ca
 @each_pace
 @pytest.mark.parametrize("moment", ["waiting", "begun", "loading", "failed", "loaded", "decoding"])
 def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
-    d = Instance("D", ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
     if moment != "waiting":
         key = d.begin(paired)
     if moment in ("loading", "loaded", "decoding", "failed"):
@@ -93,8 +91,7 @@ def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
 @pytest.mark.parametrize("steps", range(4))
 def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
     """With steps scheduled ahead, the abort may come before, between or after vLLM's hearing of it."""
-    d = Instance("D", ahead=1)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d, paired = asked("D", PROMPT, ahead=1)
     d.load(paired)
     d.step(steps)
     d.abort(paired)
@@ -107,8 +104,7 @@ def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
 @pytest.mark.parametrize("moment", ["waiting", "half-begun", "begun", "loading", "loading-on-both"])
 def test_a_transfer_that_fails_is_not_asked_for_again(moment: str, policy: str, ahead: int) -> None:
     """The prompt is computed here, or its request fails. `begun`: the failure crosses the admission."""
-    d = Instance("D", policy=policy, ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d, paired = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     if "loading" in moment:
         key = d.start_load(paired)
     elif moment == "begun":
@@ -154,8 +150,7 @@ def test_a_preempted_request_is_computed_here_and_not_asked_for_again() -> None:
 def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_blocks_back(
     end: str, ahead: int
 ) -> None:
-    d = Instance("D", policy="recompute", ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d, paired = asked("D", PROMPT, policy="recompute", ahead=ahead)
     key = d.begin(paired)
     d.run_until(lambda: d.blocks(paired))
     d.scheduler.set_pause_state(PauseState.PAUSED_ALL)

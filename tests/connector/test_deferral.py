@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, Instance, each_pace, inner_id, make_request, pair_id, tokens
+from connector_support import BLOCK, Instance, asked, each_pace, inner_id, make_request, pair_id, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multi_support import MultiInstance
@@ -248,6 +248,5 @@ def test_beside_another_connector_vllms_queue_stays() -> None:
 
 
 def test_nor_on_p() -> None:
-    p = Instance("P")
-    p.ask(inner_id(pair_id()), tokens(50))
+    p, _ = asked("P", tokens(50))
     assert isinstance(p.scheduler.waiting, FCFSRequestQueue)

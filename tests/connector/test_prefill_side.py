@@ -12,6 +12,7 @@ from connector_support import (
     LAYERS,
     P_ADDRESS,
     Instance,
+    asked,
     each_pace,
     inner_id,
     make_request,
@@ -31,8 +32,7 @@ pytestmark = pytest.mark.vllm
 
 @each_pace
 def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead: int) -> None:
-    p = Instance("P", budget=64, ahead=ahead)
-    request = p.ask(inner_id(pair_id()), tokens(150), max_tokens=1)
+    p, request = asked("P", tokens(150), max_tokens=1, budget=64, ahead=ahead)
     blocks: list[int] = []
     while request.request_id not in p.ended:
         p.step()
@@ -54,8 +54,7 @@ def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead:
 
 
 def test_each_layer_is_said_once_when_its_hook_comes_and_nothing_before() -> None:
-    p = Instance("P", budget=64)
-    p.ask(inner_id(pair_id()), tokens(100), max_tokens=1)
+    p, _ = asked("P", tokens(100), max_tokens=1, budget=64)
     p.step(2)
     key, layers = p.held_key, len(LAYERS)
     computed = [(each.prompts, each.layer, each.layer_stop) for each in p.rank.said(do.Computed)]
@@ -138,14 +137,16 @@ def test_the_pages_are_kept_until_nothing_reads_them_and_no_longer(ahead: int) -
     p.assert_at_rest()
 
 
-def test_pages_that_are_free_before_the_request_ends_are_reported_only_then() -> None:
+@pytest.mark.parametrize("preempted", [False, True])
+def test_pages_that_are_free_before_the_request_ends_are_reported_only_then(preempted: bool) -> None:
     """vLLM's engine would stop at a report about a request that has not ended."""
-    p = Instance("P")
-    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
+    p, request = asked("P", tokens(30), max_tokens=8)
     p.step(2)
     p.rank.free(p.held_key)
-    p.step(3)
+    p.step(1 if preempted else 3)
     assert not p.reported
+    if preempted:
+        assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     p.finish(request)
     p.assert_at_rest()
     assert p.reported == [request.request_id]
@@ -174,8 +175,7 @@ def test_an_abort_gives_up_the_transfer_and_frees_the_pages(moment: str, ahead: 
 
 
 def test_preempted_while_it_prefills_it_is_revoked_and_computed_again() -> None:
-    p = Instance("P", budget=64)
-    request = p.ask(inner_id(pair_id()), tokens(150), max_tokens=1)
+    p, request = asked("P", tokens(150), max_tokens=1, budget=64)
     p.step(2)
     key, before = p.held_key, p.blocks(request)
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -204,21 +204,8 @@ def test_preempted_while_it_decodes_it_is_revoked_and_computed_again() -> None:
     p.assert_at_rest(key)
 
 
-def test_preempted_after_all_was_sent_its_end_is_still_reported() -> None:
-    p = Instance("P")
-    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
-    p.step(2)
-    p.rank.free(p.held_key)
-    p.step()
-    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    p.finish(request)
-    p.assert_at_rest()
-    assert p.reported == [request.request_id]
-
-
 def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more() -> None:
-    p = Instance("P")
-    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
+    p, request = asked("P", tokens(30), max_tokens=8)
     p.step(2)
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     p.abort(request)

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, Instance, each_pace, each_policy, inner_id, make_request, pair_id, tokens
+from connector_support import (
+    BLOCK,
+    Instance,
+    asked,
+    each_pace,
+    each_policy,
+    inner_id,
+    make_request,
+    pair_id,
+    tokens,
+)
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
@@ -62,25 +72,9 @@ def test_p_names_its_weights_in_each_offer_and_sends_nothing_of_before(ahead: in
     p.assert_at_rest()
 
 
-def test_p_computes_a_prompt_anew_of_which_it_had_cached_the_beginning() -> None:
-    p = Instance("P")
-    first = p.ask(inner_id(pair_id(0)), PROMPT, max_tokens=1)
-    p.finish(first)
-    assert p.ask("cmpl-cached-0-12345678", PROMPT, max_tokens=1)
-    p.step(2)
-    assert p.computed["cmpl-cached-0-12345678"] == 50 - 3 * BLOCK, "vLLM has it cached"
-    change(p)
-    again = p.ask(inner_id(pair_id(1)), PROMPT, max_tokens=1)
-    p.step()
-    assert p.computed[again.request_id] == 50
-    (said,) = p.metas[-1].prefills
-    assert (said.cached, said.start, said.stop) == (0, 0, 50)
-
-
 def test_a_preempted_prompt_of_before_is_revoked_all_the_same() -> None:
     """P may still read the blocks for D when vLLM takes them back."""
-    p = Instance("P", budget=64)
-    request = p.ask(inner_id(pair_id()), tokens(100), max_tokens=1)
+    p, request = asked("P", tokens(100), max_tokens=1, budget=64)
     p.step()
     (hold,) = p.rank.said(do.Hold)
     change(p)
@@ -119,8 +113,7 @@ def dropped(d: Instance) -> list[str]:
 @each_pace
 @each_policy
 def test_d_loads_nothing_of_other_weights(policy: str, ahead: int) -> None:
-    d = Instance("D", policy=policy, ranks=2, ahead=ahead)
-    request = d.ask(inner_id(pair_id()), PROMPT)
+    d, request = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     d.begin(request, "version v2")
     d.finish(request)
     (reason,) = dropped(d)
@@ -165,8 +158,7 @@ def test_both_changed_alike_they_fit_again(policy: str) -> None:
 
 
 def test_a_prompt_that_d_has_cached_itself_is_no_failure() -> None:
-    d = Instance("D", policy="fail")
-    request = d.ask(inner_id(pair_id()), PROMPT[: BLOCK + 1])
+    d, request = asked("D", PROMPT[: BLOCK + 1], policy="fail")
     d.begin(request, "version of P alone")
     first = d.ask("cmpl-first-0-12345678", PROMPT[: BLOCK + 1])
     d.finish(first, request)
@@ -187,8 +179,7 @@ counts as one that decodes; until then the report may be under way, in a step ah
 def test_what_is_on_its_way_when_d_changes_is_not_used(
     moment: str, policy: str, ahead: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    d = Instance("D", policy=policy, ranks=2, ahead=ahead)
-    request = d.ask(inner_id(pair_id()), PROMPT)
+    d, request = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     if moment == "asked":
         d.step()
         key = d.key(request)
@@ -218,8 +209,7 @@ def test_what_is_on_its_way_when_d_changes_is_not_used(
 @each_pace
 def test_a_request_that_is_aborted_after_the_change_is_reported_once(ahead: int) -> None:
     for steps in range(4):
-        d = Instance("D", ahead=ahead)
-        request = d.ask(inner_id(pair_id()), PROMPT)
+        d, request = asked("D", PROMPT, ahead=ahead)
         d.load(request)
         d.step(ahead)
         change(d)
@@ -273,17 +263,6 @@ def test_nothing_of_before_is_found_in_vllms_cache(role: str, length: int) -> No
     assert instance.computed[second.request_id] < BLOCK + 1, "what was computed since is found"
     cached = instance.blocks(second)[: (len(conversation) - 1) // BLOCK]
     assert set(cached) <= fresh and not set(cached) & stale
-
-
-def test_a_cached_prefix_of_before_is_not_found_by_d_for_a_pair() -> None:
-    d = Instance("D")
-    first = d.ask(inner_id(pair_id(0)), PROMPT)
-    d.load(first)
-    d.finish(first)
-    name = change(d)
-    d.start_load(d.ask(inner_id(pair_id(1)), PROMPT), name)
-    load = d.rank.said(do.Load)[-1]
-    assert (load.start, load.stop) == (0, len(PROMPT) - 1)
 
 
 def test_an_adapter_that_is_loaded_again_under_its_name_finds_nothing_of_the_one_before(
