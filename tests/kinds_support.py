@@ -160,30 +160,25 @@ def built(model: TinyFiles, block: int, tp: int) -> VllmConfig:
     return config
 
 
-def full(dtype: torch.dtype) -> MakeSpec:
-    return lambda block, tp: FullAttentionSpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype
+def full(dtype: torch.dtype, kind: type[AttentionSpec] = FullAttentionSpec, **more: int) -> MakeSpec:
+    """`kind`: or another attention with KV heads of its own, with what it has besides."""
+    return lambda block, tp: kind(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, **more
     )
 
 
 def window(dtype: torch.dtype, tokens: int) -> MakeSpec:
-    return lambda block, tp: SlidingWindowSpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, sliding_window=tokens
-    )
+    return full(dtype, SlidingWindowSpec, sliding_window=tokens)
 
 
 def chunked(dtype: torch.dtype, tokens: int) -> MakeSpec:
     """Llama 4: a layer sees the tokens from the last multiple of `tokens` on."""
-    return lambda block, tp: ChunkedLocalAttentionSpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, attention_chunk_size=tokens
-    )
+    return full(dtype, ChunkedLocalAttentionSpec, attention_chunk_size=tokens)
 
 
 def reference(dtype: torch.dtype, tokens: int) -> MakeSpec:
     """Generated tokens see the prompt, and a window of their own."""
-    return lambda block, tp: RSWASpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, rswa_window=tokens
-    )
+    return full(dtype, RSWASpec, rswa_window=tokens)
 
 
 def latent(dtype: torch.dtype) -> MakeSpec:

@@ -162,7 +162,7 @@ Options.address: the engines of a data-parallel instance listen on the same port
 - Address(self.host, self.kv_port + self.engine_index * self.engine_ranks)
 + Address(self.host, self.kv_port)
 == p2pkv/engine/prefill.py
-> tests/connector/test_data_parallel.py::test_a_router_that_knows_no_ranks
+> tests/connector/test_data_parallel.py::test_each_engine_of_p_serves_each_engine_of_d
 Prefill.hold: the engine in the id is not sent which engine has the request
 - command.named is not None
 + False
@@ -286,6 +286,10 @@ ConsumerScheduler.finished: further children of n wait on when the first was abo
 + pass
 ConsumerScheduler.allocated: further children of n wait on when the first needs nothing from P
 - self._decide(self._children.get(key, ()))
++ pass
+> tests/connector/test_decode_side.py
+ConsumerScheduler.fail: a request whose P has failed is not looked at again
+- self._decide([request_id])
 + pass
 > tests/connector/test_weights_change.py tests/connector/test_weights_real_ranks.py
 ConsumerScheduler._failure: D loads what P has computed with other weights
@@ -583,7 +587,7 @@ _fingerprint: quantization while the weights are loaded does not count
 _by_length: longrope counts only where all layers have it
 - ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
 + ropes = [rope]
-> tests/connector/test_describe.py::test_a_tensor_is_looked_at_in_its_middle_and_at_its_end
+> tests/connector/test_describe.py::test_other_contents_are_other_weights
 _offsets: a tensor is not looked at at its end
 - ((start + stop) // 2, max(start, stop - SAMPLE_BYTES))
 + ((start + stop) // 2,)

@@ -103,26 +103,15 @@ class NvFp4:
 
 
 ROWS, SLOTS = "rows", "K and V in slots of their own"
+PLAIN = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+PER_TOKEN_HEAD = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
+TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 TYPES: dict[str, tuple[Any, str]] = {
-    "auto": (TritonAttentionBackend, ROWS),
-    "float16": (TritonAttentionBackend, ROWS),
-    "bfloat16": (TritonAttentionBackend, ROWS),
-    "fp8": (TritonAttentionBackend, ROWS),
-    "fp8_e4m3": (TritonAttentionBackend, ROWS),
-    "fp8_e5m2": (TritonAttentionBackend, ROWS),
-    "fp8_inc": (TritonAttentionBackend, ROWS),
-    "fp8_ds_mla": (MLACommonBackend, ROWS),
-    "nvfp4_ds_mla": (MLACommonBackend, ROWS),
-    "turboquant_k8v4": (TurboQuantAttentionBackend, ROWS),
-    "turboquant_4bit_nc": (TurboQuantAttentionBackend, ROWS),
-    "turboquant_k3v4_nc": (TurboQuantAttentionBackend, ROWS),
-    "turboquant_3bit_nc": (TurboQuantAttentionBackend, ROWS),
-    "ultraquant_4bit": (TurboQuantAttentionBackend, ROWS),  # of which its own, for ROCm, is derived
-    "int4_per_token_head": (TritonAttentionBackend, ROWS),
-    "int8_per_token_head": (TritonAttentionBackend, ROWS),
-    "fp8_per_token_head": (TritonAttentionBackend, ROWS),
-    "nvfp4": (NvFp4, SLOTS),
-    "nvfp4_4over6": (NvFp4, SLOTS),
+    **dict.fromkeys((*PLAIN, *PER_TOKEN_HEAD), (TritonAttentionBackend, ROWS)),
+    **dict.fromkeys(("fp8_ds_mla", "nvfp4_ds_mla"), (MLACommonBackend, ROWS)),
+    # Of the last one its own backend, for ROCm, is derived.
+    **dict.fromkeys((*TURBO, "ultraquant_4bit"), (TurboQuantAttentionBackend, ROWS)),
+    **dict.fromkeys(("nvfp4", "nvfp4_4over6"), (NvFp4, SLOTS)),
 }
 """By --kv-cache-dtype: the backend that divides a block, and how; read in vLLM's kernels."""
 if "octave_k3v4" in get_args(CacheDType):  # vLLM 0.33
@@ -161,19 +150,6 @@ def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
         assert row_form("layer", spec) == (1, (), 0)
 
 
-def test_turboquant_of_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = FullAttentionSpec(
-        block_size=64,
-        num_kv_heads=4,
-        head_size=128,
-        dtype=torch.uint8,
-        kv_quant_mode=get_kv_quant_mode("turboquant_4bit_nc"),
-    )
-    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
-    with pytest.raises(ConfigError, match="scales in a region of each block"):
-        row_form("layer", spec)
-
-
 def test_scales_that_have_been_loaded_stay() -> None:
     """vLLM's own first forward sets all of a layer's scales to 1."""
     impl = TritonAttentionImpl.__new__(TritonAttentionImpl)
@@ -186,12 +162,13 @@ def test_scales_that_have_been_loaded_stay() -> None:
 
 
 SLOTTED: Any = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
+IN_SLOTS = {"num_head_slots": 2, "state_content_bytes": 4 * 32 * 2}
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_a_slot_for_k_and_one_for_v_are_layers_of_all_heads(layout: str) -> None:
     """As b12x's `_kv_cache_views` reads them, which cannot be imported without its kernels."""
-    spec = FullAttentionSpec(**SLOTTED, num_head_slots=2, state_content_bytes=4 * 32 * 2)
+    spec = FullAttentionSpec(**SLOTTED, **IN_SLOTS)
     apart = 2 * 16 * 128 * (3 if layout == "BLHNC" else 1)
     memory = torch.arange(5 * apart).to(torch.bfloat16)
     view = memory.as_strided((5, 2, 16, 128), (apart, 16 * 128, 128, 1))
@@ -203,11 +180,20 @@ def test_a_slot_for_k_and_one_for_v_are_layers_of_all_heads(layout: str) -> None
         assert (cache.heads, cache.row_bytes, cache.blocks) == (4, 64, 5)
 
 
-def test_slots_that_rocm_shuffles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = FullAttentionSpec(**SLOTTED, num_head_slots=2, state_content_bytes=4 * 32 * 2)
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"kv_quant_mode": get_kv_quant_mode("turboquant_4bit_nc")}, "scales in a region of each block"),
+        (IN_SLOTS, "slots for K and V, which ROCm's kernels shuffle"),
+    ],
+    ids=["turboquant", "slots"],
+)
+def test_what_rocm_lays_out_otherwise_is_refused(
+    more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
-    with pytest.raises(ConfigError, match="slots for K and V, which ROCm's kernels shuffle"):
-        row_form("layer", spec)
+    with pytest.raises(ConfigError, match=why):
+        row_form("layer", FullAttentionSpec(**SLOTTED | more))
 
 
 NVFP4: Any = {"block_size": 16, "num_kv_heads": 4, "head_size": 128, "dtype": torch.uint8}
