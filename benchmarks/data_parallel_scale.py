@@ -73,7 +73,7 @@ class Fleet(World):
         self.clock.after(0.1, self._watch)
 
     def workers(self, role: str) -> list[Worker]:
-        lives = [machine.life for machine in self._of(role)]
+        lives = [machine.life for machine in self.of(role)]
         return [worker for life in lives if life is not None for worker in life.workers]
 
     def settle(self) -> None:
@@ -97,7 +97,7 @@ def measure(prefills: int, decodes: int, partners: int, named: bool) -> dict[str
     fleet = Fleet(prefills, decodes, named)
     fleet.wait(0.5)
     alone = resident()
-    ps, ds = fleet._of("P"), fleet._of("D")
+    ps, ds = fleet.of("P"), fleet.of("D")
     pairs = [
         (ps[(number * partners + step) % prefills], d)
         for step in range(partners)

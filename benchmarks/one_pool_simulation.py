@@ -178,10 +178,10 @@ class Noise(PlacementCosts):
     """Predicts whatever it draws."""
 
     def _prompt_part(self, instance: Instance, new: int, now: float) -> PromptPart:
-        return PromptPart(self._dice.random(), self._dice.random())
+        return PromptPart(self.dice.random(), self.dice.random())
 
     def _answer_part(self, instance: Instance, tokens: int, now: float) -> tuple[float, float]:
-        return self._dice.random(), self._dice.random()
+        return self.dice.random(), self.dice.random()
 
 
 class Proxy:

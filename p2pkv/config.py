@@ -194,7 +194,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name in OPTIONS:
             msgspec.structs.force_setattr(self, name, _read(name, getattr(self, name), _TYPES[name]))
         self._normalise_hosts()
-        self._check_ports()
+        if self.kv_port + (self.engine_index + 1) * self.engine_ranks - 1 > 65535:
+            raise ConfigError(f"{self.ports}: expected ports up to 65535; lower kv_port")
         if self.chunk_bytes > self.staging_bytes:
             raise ConfigError(
                 f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
@@ -238,11 +239,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"host is {self.host!r}: expected an address that peers can connect to, since it is "
                 "advertised to them; write this machine's own address"
             )
-
-    def _check_ports(self) -> None:
-        last = self.kv_port + (self.engine_index + 1) * self.engine_ranks - 1
-        if last > 65535:
-            raise ConfigError(f"{self.ports}: expected ports up to 65535; lower kv_port")
 
     def _check_trust(self) -> None:
         if self.discovery == "curve" and self.secret is None:

@@ -51,10 +51,9 @@ class _Passed:
 
 
 class CudaEvent:
-    """A CUDA event, recorded when made: passed when all that its stream then held is done.
-
-    The driver is asked without torch, whose `query` keeps the interpreter's lock. Events are kept for the
-    next use, as CUDA may wait for the device when it makes one. Their device is the calling thread's.
+    """A CUDA event, recorded when made: passed when all that its stream then held is done. The driver is
+    asked without torch, whose `query` keeps the interpreter's lock. Events are kept for the next use, as CUDA
+    may wait for the device when it makes one.
     """
 
     __slots__ = ("_device", "_handle")
@@ -68,16 +67,17 @@ class CudaEvent:
             self._handle = self._free[device].popleft()
         except (KeyError, IndexError):
             self._handle = _make_event()
-        _check("cuEventRecord", locked_driver().cuEventRecord(_handle(self._handle), _handle(stream)))
+        event = ctypes.c_void_p(self._handle)
+        _check("cuEventRecord", locked_driver().cuEventRecord(event, ctypes.c_void_p(stream)))
 
     def ready(self) -> bool:
-        result = driver().cuEventQuery(_handle(self._handle))
+        result = driver().cuEventQuery(ctypes.c_void_p(self._handle))
         if result != _NOT_READY:
             _check("cuEventQuery", result)
         return bool(result == 0)
 
     def wait(self) -> None:
-        _check("cuEventSynchronize", driver().cuEventSynchronize(_handle(self._handle)))
+        _check("cuEventSynchronize", driver().cuEventSynchronize(ctypes.c_void_p(self._handle)))
 
     def __del__(self) -> None:
         if self._handle:
@@ -97,10 +97,6 @@ def _make_event() -> int:
     return int(event.value or 0)
 
 
-def _handle(value: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(value)
-
-
 def _check(call: str, result: int) -> None:
     if result != 0:
         raise RuntimeError(f"CUDA's {call} failed with result {result}")
@@ -115,10 +111,8 @@ def cuda_index(device: torch.device | None) -> int:
 
 
 def make_recorder(device: torch.device) -> Callable[[], Fence]:
-    """A function that records a fence at this point of the calling thread's current stream.
-
-    Raises ValueError for a device that is neither a CPU nor CUDA.
-    """
+    """A function that records a fence at this point of the calling thread's current stream. Raises ValueError
+    for a device that is neither a CPU nor CUDA."""
     if device.type == "cpu":
         return lambda: PASSED
     if device.type == "cuda":
@@ -143,9 +137,8 @@ def locked_driver() -> Any:
 
 
 def make_stream(first: bool = False) -> int:
-    """The handle of a new stream of the calling thread's current device, made by the driver itself.
-
-    torch hands out 32 streams in turn, to vLLM too. On one of those, work that waits for a peer could stand
+    """The handle of a new stream of the calling thread's current device, made by the driver itself: torch
+    hands out 32 streams in turn, to vLLM too. On one of those, work that waits for a peer could stand
     before a model's work. `first`: with the greatest priority, so that the few blocks of its kernels, for
     which a peer's kernels wait, do not queue for a place behind the model's. Raises RuntimeError.
     """
@@ -166,11 +159,9 @@ def end_stream(handle: int) -> None:
 
 
 def ignore_captures() -> None:
-    """Let the calling thread allocate, and query events, while another thread captures a CUDA graph.
-
-    A thread begins in the mode "global": vLLM's capture (in that mode, too) makes such calls of it errors,
-    and they end the capture. A driver that refuses is a warning: it matters only if a peer connects while
-    graphs are captured.
+    """Let the calling thread allocate, and query events, while another thread captures a CUDA graph. A thread
+    begins in the mode "global": vLLM's capture (in that mode, too) makes such calls of it errors, and they
+    end the capture.
     """
     mode = ctypes.c_int(_THREAD_LOCAL)
     result = driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -183,10 +174,9 @@ def ignore_captures() -> None:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """While this is entered, the calling thread's work on `device` goes to a new stream of its own.
-
-    On CUDA a thread starts on the default stream, which the forward uses too: copies would wait behind
-    it, and it behind them. The thread ignores graph captures of others from then on. Nothing on a CPU.
+    """While this is entered, the calling thread's work on a CUDA `device` goes to a new stream of its own,
+    not to the default one, which the forward uses too: copies would wait behind it, and it behind them. The
+    thread ignores graph captures of others from then on.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -206,11 +196,8 @@ def take_memory(
     option: str,
     allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """uint8 [nbytes] for what `option` sizes. On CUDA `allocate` makes it (None: torch), and the log has how
-    much it is and what is left.
-
-    vLLM has filled its share of the device before (--gpu-memory-utilization), so this comes out of the rest.
-    Raises MemoryError with a sentence.
+    """uint8 [nbytes] for what `option` sizes, out of what vLLM's --gpu-memory-utilization leaves. On CUDA
+    `allocate` makes it (None: torch), and the log has what is left. Raises MemoryError with a sentence.
     """
     if device.type != "cuda" or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
 """The kinds of links between a rank of P and a rank of D.
 
-A new kind is one file in `p2pkv/links` with a function `make_links`, and one entry in `KINDS`: the option
-`link` and its documentation, `p2pkv doctor`, `p2pkv bench` and the links' contract tests read it from here,
-and the handshake compares `LinkFactory.kind`.
+A new kind is one file of its name in `p2pkv/links` with a function `make_links`, and an entry in `KINDS`: the
+option `link` and its documentation, `p2pkv doctor`, `p2pkv bench` and the links' contract tests read it from
+here, and the handshake compares `LinkFactory.kind`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ AUTO = "auto"
 class LinkKind:
     """One kind, named as the option `link` has it; `between`: what it connects, for docs/options.md.
 
-    `memory`: where the KV lies that it moves. `module`: it has `make_links(LinkSettings) -> LinkFactory`,
-    which raises ValueError where this machine cannot have such links. It is imported only when it is used.
+    `memory`: where the KV lies that it moves. `p2pkv.links.<name>` has `make_links(LinkSettings) ->
+    LinkFactory`, which raises ValueError where this machine cannot have such links. It is imported only when
+    it is used.
     """
 
     name: str
     memory: Literal["cpu", "cuda", "any"]
-    module: str
     between: str
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        LinkKind(
-            "host", "cpu", "p2pkv.links.host", "where the KV cache is in CPU memory (shared memory or TCP)"
-        ),
-        LinkKind("nccl", "cuda", "p2pkv.links.nccl", "between GPUs"),
+        LinkKind("host", "cpu", "where the KV cache is in CPU memory (shared memory or TCP)"),
+        LinkKind("nccl", "cuda", "between GPUs"),
         LinkKind(
             "ipc",
             "cuda",
-            "p2pkv.links.ipc",
             "between two processes on one GPU, or on GPUs of one host that reach each other's memory",
         ),
     )
@@ -49,10 +46,8 @@ NAMES = (AUTO, *KINDS)
 
 
 def kind_of(name: str, has_gpu: bool) -> LinkKind:
-    """The kind with this name; for `auto`, the one for KV on a GPU or in CPU memory.
-
-    Raises ValueError for an unknown name, and for a kind that does not move KV of this machine.
-    """
+    """The kind with this name; for `auto`, the one for KV on a GPU or in CPU memory. Raises ValueError for an
+    unknown name, and for a kind that needs a GPU where there is none."""
     memory = "cuda" if has_gpu else "cpu"
     if name == AUTO:
         return next(kind for kind in KINDS.values() if kind.memory == memory)

@@ -37,9 +37,6 @@ class RateLimit:
         self._windows[kind] = since, count + 1
         return count < self._burst, left_out
 
-    def forget(self) -> None:
-        self._windows.clear()
-
 
 class Throttle(logging.Filter):
     """Lets `burst` lines of each line of code through in `seconds`; the next one has how many were left
@@ -57,6 +54,3 @@ class Throttle(logging.Filter):
             record.msg = f"{record.getMessage()} ({left_out} more lines of this kind were left out)"
             record.args = ()
         return admitted
-
-    def forget(self) -> None:
-        self._limit.forget()

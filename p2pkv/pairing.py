@@ -18,7 +18,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, Self
+from typing import Self
 
 PREFILL_MARK = "___prefill_addr_"
 DECODE_MARK = "___decode_addr_"
@@ -44,11 +44,9 @@ def normal_host(text: str) -> str:
     nothing on another host.
     """
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    if ":" in host:
-        return _ipv6(host)
     labels = host.lower().removesuffix(".").split(".")
-    if labels[-1].isdigit():
-        return _ipv4(host)
+    if ":" in host or labels[-1].isdigit():
+        return _numeric(host)
     # Three underscores in a row would be mistaken for a mark inside a request id.
     if len(host) > 253 or "___" in host or not all(_LABEL.fullmatch(label) for label in labels):
         raise PairingError(
@@ -57,25 +55,20 @@ def normal_host(text: str) -> str:
     return ".".join(labels)
 
 
-def _ipv4(host: str) -> str:
+def _numeric(host: str) -> str:
     try:
-        return str(ipaddress.IPv4Address(host))
+        address = ipaddress.ip_address(host)
+        if getattr(address, "scope_id", None) is None:
+            return address.compressed
     except ValueError:
-        raise PairingError(
-            f"{_shown(host)} is not an IPv4 address: expected four numbers from 0 to 255, such as 10.0.0.1"
-        ) from None
-
-
-def _ipv6(host: str) -> str:
-    try:
-        address = ipaddress.IPv6Address(host)
-    except ValueError:
-        address = None
-    if address is None or address.scope_id is not None:
+        pass
+    if ":" in host:
         raise PairingError(
             f"{_shown(host)} is not an IPv6 address: expected one such as fd00::1, without a zone id"
         )
-    return address.compressed
+    raise PairingError(
+        f"{_shown(host)} is not an IPv4 address: expected four numbers from 0 to 255, such as 10.0.0.1"
+    )
 
 
 def _shown(text: object) -> str:
@@ -165,18 +158,11 @@ def find_pair(request_id: str) -> Pair | None:
     way that this version does not know.
     """
     found = _locate(request_id)
-    return found.pair if found else None
+    return found[0] if found else None
 
 
-class _Found(NamedTuple):
-    """A pair in an id, its addresses as they are spelled there, and the prompt index after it."""
-
-    pair: Pair
-    spelled: str
-    prompt: int
-
-
-def _locate(request_id: str) -> _Found | None:
+def _locate(request_id: str) -> tuple[Pair, str, int] | None:
+    """The pair in an id, its addresses as they are spelled there, and the prompt index after it."""
     _, mark, rest = request_id.partition(PREFILL_MARK)
     prefill, second, after = rest.partition(DECODE_MARK)
     if not mark and DECODE_MARK not in request_id:
@@ -188,18 +174,14 @@ def _locate(request_id: str) -> _Found | None:
             f"{PREFILL_MARK}HOST:PORT{DECODE_MARK}HOST:PORT_ and 32 hex digits; let the proxy make the id"
         )
     pair = Pair(Address.parse(prefill), Address.parse(match["address"]), match["unique"])
-    return _Found(pair, f"{prefill}|{match['address']}", _index_in(after[match.end() :]))
-
-
-def _index_in(tail: str) -> int:
-    match = _TAIL.fullmatch(tail)
-    if match is None:
+    tail = _TAIL.fullmatch(after, match.end())
+    if tail is None:
         # Guessing would give P and D different keys, and every request would wait out its lease.
         raise PairingError(
-            f"a request id goes on with {_shown(tail)} after its pair: expected a prompt index and "
-            "vLLM's 8 hex digits; is this version of vLLM one that p2pkv supports?"
+            f"a request id goes on with {_shown(after[match.end() :])} after its pair: expected a prompt "
+            "index and vLLM's 8 hex digits; is this version of vLLM one that p2pkv supports?"
         )
-    return int(match["index"] or 0)
+    return pair, f"{prefill}|{match['address']}", int(tail["index"] or 0)
 
 
 def transfer_key(request_id: str, transfer_id: str | None = None) -> str:
@@ -213,21 +195,16 @@ def transfer_key(request_id: str, transfer_id: str | None = None) -> str:
     found = _locate(request_id)
     if found is None:
         raise PairingError(f"request id {_shown(request_id)} names no pair; let the proxy make the id")
-    name = _pair_name(found) if transfer_id is None else _transfer_name(transfer_id)
-    return f"{name}/{found.prompt}"
-
-
-def _pair_name(found: _Found) -> str:
+    pair, spelled, prompt = found
+    if transfer_id == "":
+        raise PairingError("kv_transfer_params has an empty transfer_id: leave it out, or send one")
+    if transfer_id is not None:
+        if _READABLE.fullmatch(transfer_id):
+            return f"tx:{transfer_id}/{prompt}"
+        # A key is bounded and always printable.
+        tag = blake2b(transfer_id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return f"tx#{tag}/{prompt}"
     # A router may use its digits again for another pair, which is another transfer. As spelled: how
     # Python writes an IPv6 address has changed between its versions.
-    tag = blake2b(found.spelled.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
-    return f"pair:{found.pair.unique}:{tag}"
-
-
-def _transfer_name(transfer_id: str) -> str:
-    """The id itself where it is short and plain, else its hash: a key is bounded and always printable."""
-    if not transfer_id:
-        raise PairingError("kv_transfer_params has an empty transfer_id: leave it out, or send one")
-    if _READABLE.fullmatch(transfer_id):
-        return f"tx:{transfer_id}"
-    return f"tx#{blake2b(transfer_id.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+    tag = blake2b(spelled.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+    return f"pair:{pair.unique}:{tag}/{prompt}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from math import lcm
@@ -32,17 +32,12 @@ Shapes = tuple[Shape, ...]
 
 
 class _Need(NamedTuple):
-    """What one rank of D needs. `density`: how many tokens of a cycle; 1 where it needs all tokens."""
+    """What one rank of D needs. `width`: the weight of one layer."""
 
     layer: Overlap
     head: Overlap
     tokens: Common | None
-    density: int
-
-    @property
-    def width(self) -> int:
-        """The weight of one layer."""
-        return len(self.head.cells) * self.density
+    width: int
 
     @property
     def weight(self) -> int:
@@ -80,11 +75,6 @@ class Edge(Struct, frozen=True, array_like=True):
     target_head: int
     tokens: Common | None = None
 
-    @property
-    def cells(self) -> int:
-        """(layer, head) pairs in the rectangle."""
-        return len(self.layers) * len(self.heads)
-
 
 class Plan(Struct, frozen=True, dict=True):
     """Everything that a D engine needs from a P engine: each (group, layer, head, token) cell of each D rank
@@ -97,11 +87,11 @@ class Plan(Struct, frozen=True, dict=True):
 
     def from_source(self, rank: int) -> tuple[Edge, ...]:
         """What P's `rank` sends, ordered by target and group; empty if other ranks send instead."""
-        return self._by_source[_known(rank, self.prefill)]
+        return _of_rank(rank, self.prefill, self._by_rank[0])
 
     def to_target(self, rank: int) -> tuple[Edge, ...]:
         """What D's `rank` receives, ordered by source and group."""
-        return self._by_target[_known(rank, self.decode)]
+        return _of_rank(rank, self.decode, self._by_rank[1])
 
     @property
     def decode_ranks(self) -> int:
@@ -114,27 +104,19 @@ class Plan(Struct, frozen=True, dict=True):
         return hashlib.sha256(plan).hexdigest()
 
     @cached_property
-    def _by_source(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(self.prefill[0].world, self.edges, attrgetter("source"))
+    def _by_rank(self) -> tuple[dict[int, list[Edge]], dict[int, list[Edge]]]:
+        """Of P, and of D."""
+        sources, targets = defaultdict[int, list[Edge]](list), defaultdict[int, list[Edge]](list)
+        for edge in self.edges:
+            sources[edge.source].append(edge)
+            targets[edge.target].append(edge)
+        return sources, targets
 
-    @cached_property
-    def _by_target(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(self.decode_ranks, self.edges, attrgetter("target"))
 
-
-def _known(rank: int, shapes: Shapes) -> int:
+def _of_rank(rank: int, shapes: Shapes, edges: dict[int, list[Edge]]) -> tuple[Edge, ...]:
     if not 0 <= rank < shapes[0].world:
         raise PlanError(f"rank {rank} is none of the {shapes[0].world} ranks of {shapes[0]}")
-    return rank
-
-
-def _grouped(
-    world: int, edges: Sequence[Edge], rank_of: Callable[[Edge], int]
-) -> tuple[tuple[Edge, ...], ...]:
-    groups: list[list[Edge]] = [[] for _ in range(world)]
-    for edge in edges:
-        groups[rank_of(edge)].append(edge)
-    return tuple(map(tuple, groups))
+    return tuple(edges.get(rank, ()))
 
 
 @lru_cache(maxsize=64)
@@ -173,7 +155,8 @@ def _edges(group: int, prefill: Shape, decode: Shape) -> Iterator[Edge]:
         if prefill.dcp > 1:
             ranks = tuple(rank for rank in ranks if prefill.part(rank).rank == token_part)
         holders = [stage * prefill.width + rank for stage in stages for rank in ranks]
-        for source, (layer, head, tokens, _) in _spread(holders, needs):
+        give = _shared if len(needs) < len(holders) else _dealt
+        for source, (layer, head, tokens, _) in give(holders, needs):
             yield Edge(
                 source=source,
                 target=layer.target * decode.width + head.target,
@@ -215,22 +198,14 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Ne
     for layer in layers:
         for head in heads:
             for part_rank, both, density in shared[head.target]:
-                needs[layer.part, head.part, part_rank].append(_Need(layer, head, both, density))
+                need = _Need(layer, head, both, len(head.cells) * density)
+                needs[layer.part, head.part, part_rank].append(need)
     return needs
 
 
-def _spread(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """Give each need to one holder. If there are fewer needs than holders, divide them among all holders."""
-    if len(holders) == 1:
-        return ((holders[0], need) for need in needs)
-    return _shared(holders, needs) if len(needs) < len(holders) else _dealt(holders, needs)
-
-
 def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """The largest need first, to the one that has least so far.
-
-    So the busiest holder has at most one need more than the mean. Ties go by rank, which also gives
-    rank r of D to rank r of P when both are divided alike.
+    """The largest need first, to the holder that has least so far: so the busiest has at most one need more
+    than the mean. Ties go by rank, which also gives rank r of D to rank r of P when both are divided alike.
     """
     loads = [(0, holder) for holder in holders]
     weights = [need.weight for need in needs]
@@ -241,11 +216,9 @@ def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]
 
 
 def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """All needs in a line, cut between layers into one stretch for each holder, as equal as can be.
-
-    So the busiest holder has at most one layer of a need more than the mean, and what one holder sends to
-    one target is one run of layers.
-    """
+    """For fewer needs than holders: all needs in a line, cut between layers into one stretch for each holder,
+    as equal as can be. So the busiest has at most one layer of a need more than the mean, and sends a target
+    one run of layers."""
     total, before = sum(need.weight for need in needs), 0
     for need in needs:
         width, layers = need.width, len(need.layer.cells)

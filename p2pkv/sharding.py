@@ -45,9 +45,6 @@ class Interval(Struct, frozen=True, order=True, array_like=True):
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.stop))
 
-    def __str__(self) -> str:
-        return f"[{self.start}, {self.stop})"
-
     def intersect(self, other: Interval) -> Interval:
         """What both hold; empty, at the later start, if they do not meet."""
         start = max(self.start, other.start)

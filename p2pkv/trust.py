@@ -35,19 +35,18 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
         )
     if given:
         return _checked(given.encode("utf-8", "surrogateescape"), f"{SECRET_VARIABLE} in the environment")
-    return _checked(_content(file), f"secret_file {file!r}") if file else None
-
-
-def _content(file: str) -> bytes:
+    if not file:
+        return None
     try:
         with open(file, "rb") as stream:
-            return stream.read(MAX_SECRET_BYTES + 1)
+            content = stream.read(MAX_SECRET_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise TrustError(
             f"secret_file {file!r} cannot be read ({reason}): expected a file that holds the secret and that "
             "this process may read; correct the path or the file's owner"
         ) from None
+    return _checked(content, f"secret_file {file!r}")
 
 
 def _checked(secret: bytes, where: str) -> bytes:

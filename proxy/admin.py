@@ -10,7 +10,6 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import cache
 from importlib.resources import files
 from itertools import zip_longest
@@ -26,7 +25,7 @@ from .access import Access
 from .errors import ProxyError, error_response, retry_after
 from .exposition import page
 from .membership.instance import ROLE_NAMES, WORST_FIRST, Instance, Role
-from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
+from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, Sample, quantiles
 from .service import STOPPING, Proxy
 from .siblings import Siblings
 
@@ -41,21 +40,21 @@ async def health_page(proxy: Proxy, request: web.Request) -> web.Response:
     With `?prefill=1&decode=2` it is 200 only if so many are there.
     """
     found = report(proxy)
-    good = found["status"] != UNAVAILABLE
-    good &= all(found[name] >= _number(request, name) for name in _ROLES)
-    return web.json_response(found, status=200 if good else 503, headers=None if good else retry_after())
+    enough = all(found[name] >= _number(request, name) for name in _ROLES)
+    return _verdict(found, found["status"] != UNAVAILABLE and enough)
 
 
 async def ready_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /ready: 200 if a request can be served, and by whom it is; else 503."""
     found = report(proxy)
     good = found["status"] != UNAVAILABLE
-    answer = {
-        "ready": good,
-        "needs": "a decode instance" if proxy.limits.alone else "a prefill and a decode instance",
-        **{name: found[name] for name in ("prefill", "decode", "missing")},
-    }
-    return web.json_response(answer, status=200 if good else 503, headers=None if good else retry_after())
+    needs = "a decode instance" if proxy.limits.alone else "a prefill and a decode instance"
+    answer = {name: found[name] for name in ("prefill", "decode", "missing")}
+    return _verdict({"ready": good, "needs": needs, **answer}, good)
+
+
+def _verdict(found: dict[str, Any], good: bool) -> web.Response:
+    return web.json_response(found, status=200 if good else 503, headers=None if good else retry_after())
 
 
 def report(proxy: Proxy) -> dict[str, Any]:
@@ -88,7 +87,6 @@ _MOST_NAMES = 32
 
 def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     """One instance, for /instances and the dashboard."""
-    now = proxy.clock()
     names, report = sorted(instance.names), instance.report
     return {
         "role": "both" if instance.role == "both" else ROLE_NAMES[instance.role],
@@ -101,7 +99,7 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
         "load": instance.load,
         "alone": instance.alone,
         "reported": None if report is None else to_builtins(report.work),
-        "last_ping_seconds": round(now - instance.last_seen, 1),
+        "last_ping_seconds": round(proxy.clock() - instance.last_seen, 1),
         "pauses": instance.breaker.opened,
     }
 
@@ -129,10 +127,9 @@ async def changed(siblings: Siblings, guard: Access, request: web.Request, what:
     """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address. With `move_after` what
     still runs there after so many seconds goes on elsewhere."""
     guard.change(request)
-    address = request.match_info["address"]
+    address, seconds = request.match_info["address"], None
     try:
         Address.parse(address)
-        seconds = None
         if what == "drain" and "move_after" in request.query:
             seconds = _seconds(request.query["move_after"])
     except ValueError as error:
@@ -180,12 +177,9 @@ def added(parts: Sequence[dict[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Each thing once, with the sums of its amounts; all else as in the first part."""
     found: dict[Any, dict[str, Any]] = {}
     for name, each in (item for part in parts for item in part.items()):
-        known = found.get(name)
-        found[name] = (
-            each
-            if known is None
-            else known | {amount: known[amount] + each[amount] for amount in _AMOUNTS if amount in each}
-        )
+        if name in found:
+            each = found[name] | {what: found[name][what] + each[what] for what in _AMOUNTS if what in each}
+        found[name] = each
     return list(found.values())
 
 
@@ -212,8 +206,8 @@ async def metrics_page(siblings: Siblings, guard: Access, request: web.Request) 
 async def status_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     guard.look(request)
-    page = merged(*await siblings.ask("status"))
-    return web.json_response(page, headers={"Cache-Control": "no-store"})
+    answer = merged(*await siblings.ask("status"))
+    return web.json_response(answer, headers={"Cache-Control": "no-store"})
 
 
 def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
@@ -241,8 +235,8 @@ def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
             {"prefill": p, "decode": d, "total": total, "running": running[p, d]}
             for (p, d), total in metrics.pairs.most_common(_MOST_PAIRS)
         ],
-        "history_fields": ["at", "ended", "failed", "events", "running", "waiting", "first_token"],
-        "history": [(round(each.at - now, 2), *astuple(each)[1:]) for each in metrics.history],
+        "history_fields": Sample._fields,
+        "history": [(round(each.at - now, 2), *each[1:]) for each in metrics.history],
     }
 
 
@@ -291,10 +285,9 @@ def _merged_history(parts: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]
     """Samples from about the same moment make one: all workers take them at the same pace."""
     rows = []
     for samples in zip_longest(*(reversed(part) for part in parts)):
-        there = [sample for sample in samples if sample is not None]
-        first_tokens = [sample[-1] for sample in there if sample[-1] is not None]
-        amounts = [sum(column) for column in list(zip(*there, strict=True))[1:-1]]
-        rows.append([there[0][0], *amounts, max(first_tokens, default=None)])
+        times, *amounts, first_tokens = zip(*filter(None, samples), strict=True)
+        longest = max((each for each in first_tokens if each is not None), default=None)
+        rows.append([times[0], *map(sum, amounts), longest])
     return rows[::-1]
 
 
@@ -314,16 +307,14 @@ async def dashboard(request: web.Request) -> web.Response:
 def _page() -> tuple[bytes, str]:
     """The page, and a policy under which nothing but its own script and style runs."""
     text = files(__package__).joinpath("dashboard.html").read_text("utf-8")
-    script, style = (
-        " ".join(f"'sha256-{_digest(part)}'" for part in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S))
-        for tag in ("script", "style")
-    )
+
+    def digests(tag: str) -> str:
+        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+        made = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+        return " ".join(f"'sha256-{each}'" for each in made)
+
     policy = (
-        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return text.encode(), policy
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

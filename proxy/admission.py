@@ -18,7 +18,7 @@ from .errors import ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .placement import PlacedRequest
-from .routing import AloneFull, Choice, Full, NoInstance, PrefillMode, Router, UnknownModel
+from .routing import AloneFull, Choice, Full, PrefillMode, Router, Unroutable
 from .routing_base import RoutingRequest
 
 # Of the budget of retries.
@@ -30,11 +30,8 @@ _TICK_SECONDS = 0.1
 
 
 class RetryBudget:
-    """Counts requests and retries of the last ten seconds.
-
-    What it allows is a share of the requests: in an outage, when everything fails, retries add that share to
-    the load and do not multiply it.
-    """
+    """Of the last ten seconds it allows a share of the requests as retries: in an outage, when everything
+    fails, they add that share to the load and do not multiply it."""
 
     def __init__(self) -> None:
         self._asked = _Recent()
@@ -82,11 +79,10 @@ class RequestPlace:
     alone, and the trial of an instance in doubt.
 
     Attributes:
-        request: what it wants.
         mode: what P was to do for it when it came.
-        choice: who serves it.
         key: by which breakers know it.
         progress: what placement by cost learns from it; None without it.
+        expecting: the P that has been chosen and has yet to be asked.
     """
 
     request: RoutingRequest
@@ -94,25 +90,13 @@ class RequestPlace:
     choice: Choice
     key: object = field(default_factory=object)
     progress: PlacedRequest | None = None
-    _expecting: Instance | None = None
-
-    def take(self) -> None:
-        """The request is on its way to its instances."""
-        self.choice.decode.take_place(alone=self.choice.in_share, tokens=self.request.prompt.tokens)
-        self._expecting = self.choice.prefill
-        if self._expecting is not None:
-            self._expecting.expect(self.choice.prefill_tokens)
+    expecting: Instance | None = None
 
     def sent(self) -> None:
         """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
-        if self._expecting is not None:
-            self._expecting.expect_no_more(self.choice.prefill_tokens)
-            self._expecting = None
-
-    def give_up(self) -> None:
-        """The request has left its instances."""
-        self.sent()
-        self.choice.decode.leave_place(alone=self.choice.in_share, tokens=self.request.prompt.tokens)
+        if self.expecting is not None:
+            self.expecting.expect(-1, self.choice.prefill_tokens)
+            self.expecting = None
 
     def mode_after(self, culprit: Instance) -> PrefillMode:
         """What a second try needs of P, after `culprit` has failed. Without a P, D alone is asked, which no
@@ -140,12 +124,8 @@ class _Waiter:
 
 @dataclass(eq=False)
 class Admission:
-    """Gives out places, and keeps a queue of those that wait for one.
-
-    Attributes:
-        clock: the registry's.
-        budget: of second tries; it grows with each request that gets a place.
-    """
+    """Gives out places, and keeps a queue of those that wait for one. The `budget` of second tries grows with
+    each request that gets a place."""
 
     _router: Router
     _limits: Limits
@@ -171,10 +151,8 @@ class Admission:
 
     @asynccontextmanager
     async def place(self, request: RoutingRequest, *, paired: bool) -> AsyncIterator[RequestPlace]:
-        """A place, as soon as there is one; `paired`: P can help.
-
-        Raises NoInstance, UnknownModel, or ProxyError if there is none in time.
-        """
+        """A place, as soon as there is one; `paired`: P can help. Raises NoInstance, UnknownModel, or
+        ProxyError if there is none in time."""
         place = await self._wait(request, paired)
         self._counters.admitted += 1
         self.budget.request(self._clock())
@@ -187,7 +165,7 @@ class Admission:
         """Whether there are other instances with room."""
         try:
             self._router.able(place.request.model, self._clock(), mode=mode, avoid=avoid)
-        except (NoInstance, UnknownModel, Full):
+        except Unroutable:
             return False
         return True
 
@@ -195,7 +173,7 @@ class Admission:
         """Puts a request at other instances, without a wait. False if there are none with room."""
         try:
             other = self._choose(place.request, mode, avoid)
-        except (NoInstance, UnknownModel, Full):
+        except Unroutable:
             return False
         self._give_up(place)
         place.choice = other
@@ -205,14 +183,12 @@ class Admission:
         return True
 
     def stay_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
-        """Lets a D alone go on with a request that has a place, which may be the last one there is.
-
-        False if no D may: all compute as many prompts alone as they may, or there is no D.
-        """
+        """Lets a D alone go on with a request that has a place, which may be the last one there is. False if
+        no D may: all compute as many prompts alone as they may, or there is none."""
         self._give_up(place)
         try:
             place.choice = self._choose(place.request, PrefillMode.MISSED, avoid)
-        except (NoInstance, UnknownModel, Full):
+        except Unroutable:
             return False
         finally:
             self._take(place)
@@ -228,7 +204,7 @@ class Admission:
             _, waiter = heapq.heappop(firsts)
             try:
                 place = self._new_place(waiter.request, waiter.mode)
-            except (Full, NoInstance, UnknownModel):
+            except Unroutable:
                 # An instance may come, or come back, before the wait is over.
                 continue
             except Exception as error:  # this request's alone: the caller may serve another one
@@ -249,7 +225,7 @@ class Admission:
     async def _wait(self, request: RoutingRequest, paired: bool) -> RequestPlace:
         mode = self._router.first_mode(request, paired=paired)
         if not self._queues:
-            with suppress(Full, NoInstance, UnknownModel):
+            with suppress(Unroutable):
                 return self._new_place(request, mode)
         placed = asyncio.get_running_loop().create_future()
         waiter = _Waiter(next(self._numbers), request, mode, placed)
@@ -261,16 +237,17 @@ class Admission:
             self._check_queue(waiter)
             async with asyncio.timeout(self._limits.max_wait):
                 return await waiter.placed
-        except TimeoutError:
-            self._give_back(waiter)
+        except (TimeoutError, asyncio.CancelledError) as end:
+            # A place may have come in the very moment in which the wait ended.
+            if placed.done() and not placed.cancelled() and placed.exception() is None:
+                self._leave(placed.result())
+            if isinstance(end, asyncio.CancelledError):
+                self._counters.left_waiting += 1
+                raise
             self._counters.refused_late += 1
             raise ProxyError(
                 503, f"No instance had room for this request within {self._limits.max_wait:g} seconds."
             ) from None
-        except asyncio.CancelledError:
-            self._give_back(waiter)
-            self._counters.left_waiting += 1
-            raise
         finally:
             self._remove(waiter)
 
@@ -297,20 +274,13 @@ class Admission:
             raise ProxyError(503, f"{full}; try again in a few seconds.") from None
         except Full:
             pass
-        if self.waiting <= self._limits.max_waiting:
-            return
-        self._counters.refused_full += 1
-        raise ProxyError(
-            503,
-            "All decode instances have as many requests as they take, and as many as may are waiting; "
-            "try again in a few seconds.",
-        )
-
-    def _give_back(self, waiter: _Waiter) -> None:
-        """A place may have come in the very moment in which the wait ended."""
-        placed = waiter.placed
-        if placed.done() and not placed.cancelled() and placed.exception() is None:
-            self._leave(placed.result())
+        if self.waiting > self._limits.max_waiting:
+            self._counters.refused_full += 1
+            raise ProxyError(
+                503,
+                "All decode instances have as many requests as they take, and as many as may are waiting; "
+                "try again in a few seconds.",
+            )
 
     def _choose(
         self, request: RoutingRequest, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()
@@ -326,18 +296,26 @@ class Admission:
         self.advance()
 
     def _take(self, place: RequestPlace) -> None:
+        """The request is on its way to its instances."""
         self._places.add(place)
-        place.take()
-        place.progress = self._router.track(place.choice, self._clock())
-        for instance in place.choice.instances:
-            instance.breaker.sent(place.key, self._clock())
+        choice, now = place.choice, self._clock()
+        choice.decode.count_place(1, alone=choice.in_share, tokens=place.request.prompt.tokens)
+        place.expecting = choice.prefill
+        if choice.prefill is not None:
+            choice.prefill.expect(1, choice.prefill_tokens)
+        place.progress = self._router.track(choice, now)
+        for instance in choice.instances:
+            instance.breaker.sent(place.key, now)
 
     def _give_up(self, place: RequestPlace) -> None:
+        """The request has left its instances."""
         self._places.discard(place)
-        place.give_up()
+        place.sent()
+        choice = place.choice
+        choice.decode.count_place(-1, alone=choice.in_share, tokens=place.request.prompt.tokens)
         if place.progress is not None:
             place.progress.leave(self._clock())
-        for instance in place.choice.instances:
+        for instance in choice.instances:
             instance.breaker.given_up(place.key)
 
 

@@ -183,7 +183,7 @@ class Attempt:
             yield
             return
         timer = asyncio.get_running_loop().call_later(
-            prediction.first_token, lambda: progress.seems_computed(self.means.clock())
+            prediction.first_token, lambda: progress.computed(self.means.clock(), learn=False)
         )
         try:
             yield

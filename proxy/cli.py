@@ -13,8 +13,8 @@ import signal
 import ssl
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +102,11 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     stop, hurry = _signals()
     _warn(arguments, members)
     app = _app(arguments, members, options.limits(arguments))
-    runner = make_runner(app, _SHUTDOWN_SECONDS)
-    try:
-        await runner.setup()
+    async with _running(app, arguments.drain_seconds, hurry) as runner:
         await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=_tls(arguments)).start()
-        _log_serving(arguments, members, runner.addresses, app[LISTENER].endpoint)
-        if arguments.plain_discovery is not None:
-            logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
+        listeners = [app[each] for each in (LISTENER, PLAIN_LISTENER) if each in app]
+        _log_serving(arguments, members, runner.addresses, listeners)
         await stop.wait()
-        await _drain(runner, app, arguments.drain_seconds, hurry)
-    finally:
-        await runner.cleanup()
 
 
 def _app(
@@ -152,27 +146,42 @@ def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     return context
 
 
-async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hurry: asyncio.Event) -> None:
-    logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), seconds)
-    for site in list(runner.sites):
-        await site.stop()
-    ended = await app[PROXY].stop(seconds, hurry)
-    logger.info("stopped; %d requests were cut off", ended)
+@asynccontextmanager
+async def _running(
+    app: web.Application, drain_seconds: float, hurry: asyncio.Event
+) -> AsyncIterator[web.AppRunner]:
+    """What serves `app`; at the end it takes no more, and what is under way may go on for so long."""
+    runner = make_runner(app, _SHUTDOWN_SECONDS)
+    try:
+        await runner.setup()
+        yield runner
+        logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), drain_seconds)
+        for site in list(runner.sites):
+            await site.stop()
+        ended = await app[PROXY].stop(drain_seconds, hurry)
+        logger.info("stopped; %d requests were cut off", ended)
+    finally:
+        await runner.cleanup()
 
 
 def _log_serving(
-    arguments: argparse.Namespace, members: Members | None, addresses: Sequence[Any], discovery: str
+    arguments: argparse.Namespace,
+    members: Members | None,
+    addresses: Sequence[Any],
+    listeners: Sequence[Listener],
 ) -> None:
     scheme = "https" if arguments.ssl_certfile else "http"
     logger.info(
         "serving on %s, discovery on %s, %s dispatch, %s for prefill and %s for decode, %s",
         ", ".join(f"{scheme}://{Address(address[0], address[1])}" for address in addresses),
-        discovery,
+        listeners[0].endpoint,
         arguments.dispatch,
         arguments.prefill_policy,
         arguments.decode_policy,
         "open to all" if members is None else "for members only",
     )
+    for each in listeners[1:]:
+        logger.info("plain discovery on %s", each.endpoint)
 
 
 # Several workers.
@@ -195,10 +204,7 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
         try:
             await supervisor.start(stop)
             if not stop.is_set():
-                addresses = [each.getsockname() for each in port]
-                _log_serving(arguments, members, addresses, listeners[0].endpoint)
-                for each in listeners[1:]:
-                    logger.info("plain discovery on %s", each.endpoint)
+                _log_serving(arguments, members, [each.getsockname() for each in port], listeners)
             await stop.wait()
         finally:
             await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)
@@ -222,10 +228,8 @@ async def _serve_as_worker(
     that there are: it would turn requests away that another worker would serve."""
     worker = WorkerState(config)
     app = _app(arguments, members, share_of(options.limits(arguments), config.of), worker)
-    runner = make_runner(app, _SHUTDOWN_SECONDS)
     _end_without_parent(worker)
-    try:
-        await runner.setup()
+    async with _running(app, arguments.drain_seconds, worker.hurry) as runner:
         await worker.updated.wait()
         await app[PROXY].membership.prober.round()
         if not worker.stop.is_set():
@@ -234,9 +238,6 @@ async def _serve_as_worker(
                 await web.SockSite(runner, each, ssl_context=tls).start()
             worker.serve()
             await worker.stop.wait()
-        await _drain(runner, app, arguments.drain_seconds, worker.hurry)
-    finally:
-        await runner.cleanup()
 
 
 def _end_without_parent(worker: WorkerState) -> None:

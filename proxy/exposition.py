@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import product
 
-import prometheus_client as prometheus
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,11 +16,12 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from p2pkv import __version__
 
 from .limits import RequestCounters
-from .membership.instance import STATES, WORST_FIRST
+from .membership.instance import STATES, WORST_FIRST, Instance
 from .metrics import Held, Metrics
 
 Family = tuple[str, str, str, Sequence[tuple[str, dict[str, str], float]]]
@@ -50,13 +51,7 @@ class Exposition:
 
     def collect(self) -> Iterator[Metric]:
         yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
-        yield from self._counters()
-        yield from self._gauges()
-        yield from self._instances()
-        yield from self._streams()
-
-    def _counters(self) -> Iterator[Metric]:
-        counted = self._held.counted()
+        counted, gauges = self._held.counted(), self._held.gauges()
         shed = CounterMetricFamily(
             "p2pkv_proxy_shed",
             "Requests turned away with 503: too many waited or held memory (full), none had room in time "
@@ -68,47 +63,15 @@ class Exposition:
         yield shed
         for name, key, what in _COUNTERS:
             yield CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
-
-    def _gauges(self) -> Iterator[Metric]:
-        gauges = self._held.gauges()
         for name, key, what in _GAUGES:
             yield GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
-
-    def _instances(self) -> Iterator[Metric]:
-        state = _by_instance(_STATE, "")
-        load = _by_instance("p2pkv_proxy_instance_load", "Requests at an instance or on their way to it.")
-        paused = _by_instance(
-            "p2pkv_proxy_breaker_open",
-            "1 while an instance has a pause because its requests failed, else 0.",
-        )
-        queued = _by_instance(
-            "p2pkv_proxy_instance_queued_prefill_seconds",
-            "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted; "
-            "with --workers, and an instance that does not report its queue, those that one worker gave it.",
-        )
-        reported = [
-            _by_instance(f"p2pkv_proxy_instance_reported_{name}", f"{what}, by an instance's own report.")
-            for name, (_, what) in _REPORTED.items()
-        ]
-        share = _by_instance(
-            "p2pkv_proxy_instance_prefill_share",
-            "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
-        )
-        for each in self._held.instances():
-            labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
-            state.add_metric(labels, WORST_FIRST.index(self._held.state_of(each)))
-            load.add_metric(labels, each.load)
-            paused.add_metric(labels, not each.breaker.closed)
-            if each.report is not None:
-                for (field, _), family in zip(_REPORTED.values(), reported, strict=True):
-                    family.add_metric(labels, getattr(each.report.work, field))
-            if work := self._held.prefill_work(each):
-                queued.add_metric(labels, work[0])
-                share.add_metric(labels, work[1])
-        yield from (state, load, paused, queued, share)
-        yield from reported
-
-    def _streams(self) -> Iterator[Metric]:
+        instances = self._held.instances()
+        for name, what, value_of in _OF_INSTANCES:
+            family = GaugeMetricFamily(f"p2pkv_proxy_{name}", what, labels=["address", "role", "rank"])
+            for each in instances:
+                if (value := value_of(self._held, each)) is not None:
+                    family.add_metric([each.ping.http_address, each.role, str(each.ping.dp_rank)], value)
+            yield family
         between = HistogramMetricFamily(
             "p2pkv_proxy_inter_token_seconds",
             "Between two pieces of a streamed answer as they come from the decode instance: mostly a token.",
@@ -122,8 +85,7 @@ class Exposition:
         for name, gaps in self._metrics.gaps.items():
             between.add_metric([name], gaps.buckets(), gaps.total)
             events.add_metric([name], gaps.events)
-        yield between
-        yield events
+        yield from (between, events)
 
 
 def growing(families: Iterable[Family]) -> list[Family]:
@@ -157,35 +119,22 @@ _LARGEST = (
 _SMALLEST = (_STATE, "_created", "process_start_time_seconds")
 
 
-_REPORTED = {
-    "running": ("running", "Requests that run"),
-    "waiting": ("waiting", "Requests that wait"),
-    "queued_tokens": ("tokens", "Prompt tokens that are not computed yet, of requests that run or wait"),
-    "answers": ("answers", "Requests whose answers are decoded there, begun or not"),
-}
-"""The fields of a Workload that are shown, by the ends of their names."""
-
-
-def _by_instance(name: str, what: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, what, labels=["address", "role", "rank"])
-
-
-class _Merged(prometheus.CollectorRegistry):
+@dataclass(frozen=True)
+class _Merged(Collector):
     """For Prometheus: what several workers have, as if they were one."""
 
-    def __init__(self, parts: Sequence[Sequence[Family]]) -> None:
-        super().__init__()
-        self._parts = parts
+    parts: Sequence[Sequence[Family]]
 
     def collect(self) -> Iterator[Metric]:
         metrics: dict[str, Metric] = {}
         values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-        for name, what, kind, samples in (family for part in self._parts for family in part):
+        for name, what, kind, samples in (family for part in self.parts for family in part):
             metrics.setdefault(name, Metric(name, what, kind))
             mine = values.setdefault(name, {})
             for sample, labelled, value in samples:
                 key = sample, tuple(labelled.items())
-                mine[key] = _together(sample)(mine[key], value) if key in mine else value
+                add = max if sample in _LARGEST else min if sample.endswith(_SMALLEST) else operator.add
+                mine[key] = add(mine[key], value) if key in mine else value
         for name, metric in metrics.items():
             for (sample, labels), value in values[name].items():
                 metric.add_sample(sample, dict(labels), value)
@@ -194,20 +143,11 @@ class _Merged(prometheus.CollectorRegistry):
 
 def _by_state(instances: Metric) -> Metric:
     found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
-    states = GaugeMetricFamily(
-        "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
-    )
-    for role in ("P", "D", "both"):
-        for state in STATES:
-            states.add_metric([role, state], found[role, state])
+    what = "Registered instances, by role and state."
+    states = GaugeMetricFamily("p2pkv_proxy_instances", what, labels=["role", "state"])
+    for labels in product(("P", "D", "both"), STATES):
+        states.add_metric(labels, found[labels])
     return states
-
-
-def _together(sample: str) -> Callable[[float, float], float]:
-    """How the values of two workers make one."""
-    if sample in _LARGEST:
-        return max
-    return min if sample.endswith(_SMALLEST) else operator.add
 
 
 # The name for Prometheus, the holder's own name, and what it is.
@@ -225,4 +165,39 @@ _GAUGES = (
     ("resume_bytes", "resume_bytes", "Bytes held of streamed answers, so that others could go on with them."),
     ("resume_bytes_largest", "resume_bytes_largest", "Bytes so held of one answer, at most."),
     ("calls", "calls", "Calls to instances that are open."),
+)  # fmt: skip
+
+
+def _prefill_work(held: Held, instance: Instance, at: int) -> float | None:
+    work = held.prefill_work(instance)
+    return None if work is None else work[at]
+
+
+def _reported(name: str, field: str, what: str) -> tuple[str, str, Callable[[Held, Instance], float | None]]:
+    """A field of the Workload that an instance reports."""
+    return (
+        f"instance_reported_{name}",
+        f"{what}, by an instance's own report.",
+        lambda _, each: None if each.report is None else getattr(each.report.work, field),
+    )
+
+
+# The name of a gauge of each instance, what it is, and its value; None where there is none.
+_OF_INSTANCES: tuple[tuple[str, str, Callable[[Held, Instance], float | None]], ...] = (
+    ("instance_state", "", lambda held, each: WORST_FIRST.index(held.state_of(each))),
+    ("instance_load", "Requests at an instance or on their way to it.", lambda _, each: each.load),
+    ("breaker_open", "1 while an instance has a pause because its requests failed, else 0.",
+     lambda _, each: not each.breaker.closed),
+    ("instance_queued_prefill_seconds",
+     "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted; "
+     "with --workers, and an instance that does not report its queue, those that one worker gave it.",
+     lambda held, each: _prefill_work(held, each, 0)),
+    ("instance_prefill_share",
+     "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
+     lambda held, each: _prefill_work(held, each, 1)),
+    _reported("running", "running", "Requests that run"),
+    _reported("waiting", "waiting", "Requests that wait"),
+    _reported("queued_tokens", "tokens",
+              "Prompt tokens that are not computed yet, of requests that run or wait"),
+    _reported("answers", "answers", "Requests whose answers are decoded there, begun or not"),
 )  # fmt: skip

@@ -70,12 +70,8 @@ class Garbage(logging.Filter):
         self._seen += 1
         if not self._limit.admits():
             return False
-        record.levelno, record.levelname, record.exc_info, record.exc_text = (
-            logging.WARNING,
-            "WARNING",
-            None,
-            None,
-        )
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.exc_info = record.exc_text = None
         why = " ".join(error.message.split())[:200]
         record.msg, record.args = "something that is no HTTP request came (%d so far): %s", (self._seen, why)
         return True

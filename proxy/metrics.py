@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import prometheus_client as prometheus
 from aiohttp import web
@@ -32,7 +33,7 @@ from .routing import Choice
 Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
 """How a request ended: answered; refused for the client's own mistake (4xx); turned away by the proxy, which
 took on no more (503); failed before its first byte; broken off after it; or its client left."""
-OUTCOMES: tuple[Ended, ...] = ("answered", "refused", "shed", "failed", "broken", "left")
+OUTCOMES: tuple[Ended, ...] = get_args(Ended)
 FAILURES: tuple[Ended, ...] = ("failed", "broken")
 
 # How many models have series of their own; the others share one.
@@ -95,11 +96,7 @@ class Gaps:
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus wants them: each holds all that is smaller, too."""
-        seen, rows = 0, []
-        for bound, count in zip((*_GAP_BUCKETS, float("inf")), self.counts, strict=True):
-            seen += count
-            rows.append(("+Inf" if bound == float("inf") else str(bound), float(seen)))
-        return rows
+        return list(zip((*map(str, _GAP_BUCKETS), "+Inf"), accumulate(self.counts), strict=True))
 
 
 class Pace:
@@ -114,8 +111,7 @@ class Pace:
 
     def beat(self, chunk: bytes) -> None:
         """These bytes have come from the instance."""
-        now = self._clock()
-        gaps = self._gaps
+        now, gaps = self._clock(), self._gaps
         gaps.add(now - self._last)
         events = chunk.count(b"data:")
         gaps.events += events
@@ -123,8 +119,7 @@ class Pace:
         self._last = now
 
 
-@dataclass
-class Sample:
+class Sample(NamedTuple):
     """Totals at one moment."""
 
     at: float
@@ -137,11 +132,7 @@ class Sample:
 
 
 class Metrics:
-    """All that is measured of one proxy; `exposition` is its /metrics page.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """All that is measured of one proxy; `exposition` is its /metrics page. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -211,23 +202,24 @@ class Metrics:
 
     def _one(self, metric: Any, *labels: str) -> Any:
         """One series of a metric. The library takes longer to find it than to count."""
-        key = (metric, labels)
-        series = self._series.get(key)
-        if series is None:
-            series = self._series[key] = metric.labels(*labels)
-        return series
+        try:
+            return self._series[metric, labels]
+        except KeyError:
+            return self._series.setdefault((metric, labels), metric.labels(*labels))
 
-    def ended(self, endpoint: str, model: str | None, outcome: Ended) -> None:
-        self._one(self._requests, endpoint, self.model_label(model), outcome).inc()
+    def ended(self, record: RequestRecord, outcome: Ended) -> None:
+        self._one(self._requests, record.endpoint, self.model_label(record.model), outcome).inc()
         self.totals[outcome] += 1
+        if record.decode:
+            self._one(self._duration, record.decode, outcome).observe(record.seconds)
 
     def model_label(self, model: str | None) -> str:
         """Its name if an instance has registered it, now or before; so that clients cannot make series."""
         if not model:
             return _NO_MODEL
         if model not in self._models:
-            known = self._held is not None and any(model in each.names for each in self._held.instances())
-            if not known or len(self._models) >= _MAX_MODELS:
+            held = self._held.instances() if self._held is not None else ()
+            if len(self._models) >= _MAX_MODELS or not any(model in each.names for each in held):
                 return _OTHER_MODEL
             self._models.add(model)
         return model
@@ -235,9 +227,6 @@ class Metrics:
     def first_token(self, instance: str, way: str, seconds: float) -> None:
         self._one(self._first_token, instance, way).observe(seconds)
         self._latest.append((self.clock(), seconds))
-
-    def lasted(self, instance: str, outcome: Ended, seconds: float) -> None:
-        self._one(self._duration, instance, outcome).observe(seconds)
 
     def prefilled(self, instance: Instance, seconds: float) -> None:
         """P has done its part of a request."""
@@ -276,10 +265,6 @@ class Metrics:
         now = self.clock()
         return [seconds for at, seconds in self._latest if now - at <= _RECENT_SECONDS]
 
-    def quantiles(self, *shares: float) -> list[float | None]:
-        """Of these; None where there were none."""
-        return quantiles(self.recent(), *shares)
-
     def sample(self) -> None:
         """One point of the history; to be called every SAMPLE_SECONDS."""
         if self.clock() - self._forgot >= _FORGET_SECONDS / 10:
@@ -293,7 +278,7 @@ class Metrics:
                 events=self.events,
                 running=gauges.get("under_way", 0),
                 waiting=gauges.get("waiting", 0),
-                first_token=self.quantiles(0.5)[0],
+                first_token=quantiles(self.recent(), 0.5)[0],
             )
         )
 
@@ -305,8 +290,7 @@ class Metrics:
         if self._held is None:
             return
         here = {instance.ping.http_address for instance in self._held.instances()}
-        known = self._addresses()
-        self._gone = {name: self._gone.get(name, now) for name in known - here}
+        self._gone = {name: self._gone.get(name, now) for name in self._addresses() - here}
         over = {name for name, since in self._gone.items() if now - since >= _FORGET_SECONDS}
         self._series = {key: series for key, series in self._series.items() if key[1][0] not in over}
         for name in over:
@@ -366,18 +350,17 @@ _NO_CALL = CallSpan()
 
 @dataclass
 class RequestRecord:
-    """What is known of one client's request, from its arrival to its end.
+    """What is known of one client's request, from its arrival to its end; "" stands for what is not known.
 
     Attributes:
         endpoint: the path, as the metrics name it.
-        client_id: the client's own X-Request-Id; "" if it sent none.
-        unique: the id under which the proxy's log has it; "" before it has got that far.
-        way: pair, alone or unpaired; "" before a place was found.
+        client_id: the client's own X-Request-Id.
+        unique: the id under which the proxy's log has it.
+        way: pair, alone or unpaired.
         status: of the answer; 0 while there is none.
         tries: how often instances were asked.
         first_token_after: seconds; None if no stream has begun.
-        trace_id: of the trace that the client names; "" if it names none.
-        span: what traces have of it.
+        trace_id: of the trace that the client names.
     """
 
     metrics: Metrics
@@ -435,10 +418,7 @@ class RequestRecord:
 
     def count(self) -> None:
         """To be called once, at its end."""
-        outcome = self.outcome or "left"
-        self.metrics.ended(self.endpoint, self.model, outcome)
-        if self.decode:
-            self.metrics.lasted(self.decode, outcome, self.seconds)
+        self.metrics.ended(self, self.outcome or "left")
 
     def ids(self) -> dict[str, str]:
         """Those that are known."""
@@ -446,10 +426,8 @@ class RequestRecord:
         return {name: value for name, value in ids.items() if value}
 
     def __str__(self) -> str:
-        fields = {**self.ids(), **self.as_fields()}
-        return " ".join(
-            f"{name}={_quoted(value)}" for name, value in fields.items() if value not in (None, "")
-        )
+        fields = {**self.ids(), **self.as_fields()}.items()
+        return " ".join(f"{name}={_quoted(value)}" for name, value in fields if value not in (None, ""))
 
     def as_fields(self) -> dict[str, Any]:
         """For a structured line of the log."""

@@ -27,10 +27,7 @@ Models = list[dict[str, Any]]
 
 
 class _Listing(msgspec.Struct):
-    data: list[dict[str, Any]]
-
-
-_listing = msgspec.json.Decoder(_Listing)
+    data: Models
 
 
 class ModelLists:
@@ -88,18 +85,15 @@ async def _replies(asking: dict[Instance, asyncio.Task[Reply | None]]) -> dict[I
             break
         if left is None and any((reply := task.result()) is not None and reply.status < 500 for task in done):
             left = _OTHERS_SECONDS
-    return {
-        instance: reply
-        for instance, task in asking.items()
-        if task not in late and (reply := task.result()) is not None
-    }
+    there = {instance: task.result() for instance, task in asking.items() if task not in late}
+    return {instance: reply for instance, reply in there.items() if reply is not None}
 
 
 def _models_in(reply: Reply) -> Models | None:
     if not reply.ok:
         return None
     try:
-        return _listing.decode(reply.body).data
+        return msgspec.json.decode(reply.body, type=_Listing).data
     except (msgspec.MsgspecError, RecursionError, ValueError):
         logger.warning("a list of models could not be read")
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
 from .routing import POLICIES
 from .routing_base import Routing
-from .settings import Option
 
 T = TypeVar("T")
 
@@ -47,8 +45,9 @@ def read(
 ) -> argparse.Namespace:
     """The options from all places. Ends the process with status 2 and a sentence if something is wrong."""
     arguments = settings.parse(parser, argv, environ)
-    twice = [each for each, count in Counter(_addresses(arguments)).items() if count > 1]
-    if twice:
+    listed: list[ListedInstance] = [*arguments.prefill, *arguments.decode]
+    addresses = Counter(address for each in listed for address in (each.http, each.zmq))
+    if twice := [each for each, count in addresses.items() if count > 1]:
         parser.error(f"{twice[0]} is listed twice: each instance has addresses of its own")
     if arguments.workers > arguments.max_requests:
         parser.error("--workers divide --max-requests, so there can be no more of them than that")
@@ -59,24 +58,17 @@ def read(
     return arguments
 
 
-def _addresses(arguments: argparse.Namespace) -> list[Address]:
-    listed: list[ListedInstance] = [*arguments.prefill, *arguments.decode]
-    return [address for each in listed for address in (each.http, each.zmq)]
-
-
 def limits(arguments: argparse.Namespace) -> Limits:
     given = settings.made(Limits, arguments)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = given.max_connections
+    if descriptors != resource.RLIM_INFINITY:
+        most = arguments.workers * max(1, descriptors // 3)  # a request needs three
     return replace(
         given,
-        max_connections=min(given.max_connections, arguments.workers * _most_requests()),
+        max_connections=min(given.max_connections, most),
         alone_share=0.0 if arguments.no_decode_alone else given.alone_share,
     )
-
-
-def _most_requests() -> int:
-    """That one process has descriptors for: a request needs three."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 3)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,34 +80,64 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for each in _PLACES:
-        each.add_to(parser)
+    # fmt: off
+    add = partial(settings.add_option, parser)
+    add("--host", "127.0.0.1", what="address to serve on")
+    add("--port", 10001, _port, what="port to serve on")
+    add("--discovery", "127.0.0.1:30001", _address, "HOST:PORT", "where instances send their pings")
+    add("--secret-file", None, str, "FILE",
+        "the secret of all instances, so that only they can register; or set P2PKV_SECRET")
+    add("--plain-discovery", None, _address, "HOST:PORT",
+        "a second place for pings, without the secret: for instances with `discovery: plain`")
+    roles: tuple[Role, ...] = ("P", "D")
+    for role in roles:
+        add(f"--{ROLE_NAMES[role]}", [], _told(partial(ListedInstance.parse, role)), "URL=HOST:PORT",
+            f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. Repeat the "
+            "option for others (environment: commas; file: a list)")
+    add("--allow-insecure", False, what="let --discovery be off loopback without a secret")
+    add("--dispatch", "concurrent", what="ask the prefill and the decode instance at once, or the "
+        "prefill instance first", choices=("concurrent", "sequential"))
     group = parser.add_argument_group("which instances serve a request", _policies())
     settings.add_fields(group, Routing, prefill=POLICIES, decode=POLICIES)
     settings.add_fields(parser, Limits)
-    Option("--no-decode-alone", False, what="fail a request when no prefill instance can serve it, instead "
-        "of letting a decode instance compute its prompt; --skip-prefill-below has no effect then",
-    ).add_to(parser)  # fmt: skip
+    add("--no-decode-alone", False, what="fail a request when no prefill instance can serve it, instead "
+        "of letting a decode instance compute its prompt; --skip-prefill-below has no effect then")
     group = parser.add_argument_group("operation")
     group.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    for each in _OPERATION:
-        each.add_to(group)
+    add = partial(settings.add_option, group)
+    add(settings.FILE_OPTION, None, str, "FILE", "a TOML file with options, such as `max-requests = 64`")
+    add("--workers", 1, settings.at_least(1), "N",
+        "processes that serve the port; each has an equal part of the limits and knows its own requests "
+        "only: take power_of_two for both policies")
+    add("--api-key", [], _key, "KEY",
+        "clients have to show this key, which goes on to the instances; repeat the option for others. Safer "
+        "in the environment or the file")
+    add("--ssl-certfile", "", str, "FILE", "serve HTTPS, with this certificate chain (PEM)")
+    add("--ssl-keyfile", "", str, "FILE", "the certificate's key (PEM)")
+    add("--admin-token", "", _token, "TOKEN",
+        "what a request to drain or resume an instance has to show; without it none can. Safer in the "
+        "environment or the file")
+    add("--private", False,
+        what="/instances, /status and /metrics, which name instances, demand the admin token")
+    add("--log-level", "INFO", what="the least important lines that are written",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    add("--log-format", "text", what="json: an object for each line, with the ids of its request",
+        choices=("text", "json"))
+    add("--otlp-traces-endpoint", "", str, "URL",
+        "where OpenTelemetry spans go, such as http://127.0.0.1:4318/v1/traces; needs OpenTelemetry")
+    add("--log-requests", False, what="write a line for each request when it has ended")
+    # fmt: on
     return parser
 
 
 def _policies() -> str:
     width = max(map(len, POLICIES)) + 2
     wrapped = textwrap.TextWrapper(88, subsequent_indent="  " + width * " ")
-    each = (wrapped.fill(f"  {name:{width}}{policy.help}") for name, policy in POLICIES.items())
-    return "\n".join(
-        [
-            "A request gets a prefill instance by one policy, and a decode instance by another one,",
-            "among those that serve its model, are in good health and fit each other.",
-            "",
-            *each,
-            "",
-            "The proxy has no tokenizer: it takes four bytes of a prompt for a token.",
-        ]
+    each = "\n".join(wrapped.fill(f"  {name:{width}}{policy.help}") for name, policy in POLICIES.items())
+    return (
+        "A request gets a prefill instance by one policy, and a decode instance by another one,\n"
+        f"among those that serve its model, are in good health and fit each other.\n\n{each}\n\n"
+        "The proxy has no tokenizer: it takes four bytes of a prompt for a token."
     )
 
 
@@ -135,65 +157,17 @@ _address = _told(Address.parse)
 
 
 def _token(text: str) -> str:
-    if not text.isascii() or not text.isprintable() or " " in text:
-        raise argparse.ArgumentTypeError("a token is printable ASCII characters without a space")
+    good = text.isascii() and text.isprintable() and " " not in text
+    settings.demand(good, "a token is printable ASCII characters without a space")
     return text
 
 
 def _key(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty key would let every client in: give one, or no --api-key")
+    settings.demand(text, "an empty key would let every client in: give one, or no --api-key")
     return _token(text)
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a port: expected a number from 1 to 65535, or 0 for a free one"
-        )
+    good = text.isdecimal() and int(text) <= 65535
+    settings.demand(good, f"{text!r} is not a port: expected a number from 1 to 65535, or 0 for a free one")
     return int(text)
-
-
-def _listed(option: str, role: Role) -> Option:
-    return Option(option, [], _told(partial(ListedInstance.parse, role)), "URL=HOST:PORT",
-        f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. Repeat the "
-        "option for others (environment: commas; file: a list)")  # fmt: skip
-
-
-_PLACES = (
-    Option("--host", "127.0.0.1", what="address to serve on"),
-    Option("--port", 10001, _port, what="port to serve on"),
-    Option("--discovery", "127.0.0.1:30001", _address, "HOST:PORT", "where instances send their pings"),
-    Option("--secret-file", None, str, "FILE",
-        "the secret of all instances, so that only they can register; or set P2PKV_SECRET"),
-    Option("--plain-discovery", None, _address, "HOST:PORT",
-        "a second place for pings, without the secret: for instances with `discovery: plain`"),
-    _listed("--prefill", "P"),
-    _listed("--decode", "D"),
-    Option("--allow-insecure", False, what="let --discovery be off loopback without a secret"),
-    Option("--dispatch", "concurrent", what="ask the prefill and the decode instance at once, or the "
-        "prefill instance first", choices=("concurrent", "sequential")),
-)  # fmt: skip
-_OPERATION = (
-    Option(settings.FILE_OPTION, None, str, "FILE", "a TOML file with options, such as `max-requests = 64`"),
-    Option("--workers", 1, settings.at_least(1), "N",
-        "processes that serve the port; each has an equal part of the limits and knows its own requests "
-        "only: take power_of_two for both policies"),
-    Option("--api-key", [], _key, "KEY",
-        "clients have to show this key, which goes on to the instances; repeat the option for others. Safer "
-        "in the environment or the file"),
-    Option("--ssl-certfile", "", str, "FILE", "serve HTTPS, with this certificate chain (PEM)"),
-    Option("--ssl-keyfile", "", str, "FILE", "the certificate's key (PEM)"),
-    Option("--admin-token", "", _token, "TOKEN",
-        "what a request to drain or resume an instance has to show; without it none can. Safer in the "
-        "environment or the file"),
-    Option("--private", False,
-        what="/instances, /status and /metrics, which name instances, demand the admin token"),
-    Option("--log-level", "INFO", what="the least important lines that are written",
-        choices=("DEBUG", "INFO", "WARNING", "ERROR")),
-    Option("--log-format", "text", what="json: an object for each line, with the ids of its request",
-        choices=("text", "json")),
-    Option("--otlp-traces-endpoint", "", str, "URL",
-        "where OpenTelemetry spans go, such as http://127.0.0.1:4318/v1/traces; needs OpenTelemetry"),
-    Option("--log-requests", False, what="write a line for each request when it has ended"),
-)  # fmt: skip

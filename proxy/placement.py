@@ -23,7 +23,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,11 +58,7 @@ _ON_ITS_WAY = 0.05
 class LeastSquares:
     """A linear prediction, by least squares: each observation counts 2% less than the next one. No weight is
     below zero, since nothing here gets faster by having more to do; and what the observations do not decide
-    stays near the first weights.
-
-    Args:
-        weights: before the first observation.
-    """
+    stays near the first `weights`."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
@@ -99,13 +95,9 @@ class LeastSquares:
             known = sum(rows[at][later] * found[used[later]] for later in range(at + 1, len(used)))
             found[used[at]] = (rows[at][-1] - known) / rows[at][at]
         least = min(found, key=found.__getitem__)
-        if found[least] < 0.0:
-            return (
-                self._solved([column for column in used if column != least])
-                if used[1:]
-                else [0.0] * len(self._seen)
-            )
-        return [found.get(column, 0.0) for column in self._columns]
+        if found[least] < 0.0 and used[1:]:
+            return self._solved([column for column in used if column != least])
+        return [max(0.0, found.get(column, 0.0)) for column in self._columns]
 
 
 _NOTHING = WorkloadReport(Workload(), float("-inf"))
@@ -114,9 +106,9 @@ _NOTHING = WorkloadReport(Workload(), float("-inf"))
 class EngineCosts:
     """What is placed at one instance, and what its work has cost.
 
-    An instance that reports what its scheduler has to do has prompts of other proxies, too. Of this proxy's
-    own prompts those count beside the report that have been placed since: `_ON_ITS_WAY` before its time, or
-    later. Answers are this proxy's own: a fixed share of all, and known at once.
+    What an instance's scheduler reports has prompts of other proxies, too. Of this proxy's own those count
+    beside it that have been placed since: `_ON_ITS_WAY` before its time, or later. Answers are this proxy's
+    own: a fixed share of all, and known at once.
 
     Attributes:
         answers: placed here to be decoded, begun or not.
@@ -132,11 +124,11 @@ class EngineCosts:
         """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
         self._queue: deque[QueuedPrompt] = deque()
-        """The prompts that are not computed yet, the oldest first."""
+        """The prompts that are not computed yet, the oldest first; `tokens` are theirs."""
         self.report = self._reported = _NOTHING
         """The last report, and what is left of it."""
         self._since_report: deque[QueuedPrompt] = deque()
-        """Of the queue, the prompts that are not in the report."""
+        """Of the queue, what is not in the report."""
         self._asked: tuple[float, float] | None = None
         """When the queue was asked for last, and its seconds; None if it has changed since."""
         self._since = 0.0
@@ -146,11 +138,6 @@ class EngineCosts:
         self._share, self._shared = 0.0, 0.0
         self._area, self._counted = 0.0, 0.0
         """Answers under way, summed over time; and up to when."""
-
-    @property
-    def prompts(self) -> int:
-        """Placed here to be computed, and not done; `tokens` are theirs."""
-        return len(self._queue)
 
     def prompt_seconds(self, tokens: float, prompts: float = 1.0) -> float:
         """Of computing `prompts` with so many tokens together."""
@@ -172,15 +159,15 @@ class EngineCosts:
         if not self._queue:
             return 0.0
         first, since = self.prompt_seconds(self._queue[0].tokens), now - self._since
-        return self.prompt_seconds(self.tokens, self.prompts) - first + abs(first - since)
+        return self.prompt_seconds(self.tokens, len(self._queue)) - first + abs(first - since)
 
     def _reports(self, now: float) -> bool:
         """Whether there is a report that counts."""
         return now - self.report.at < (_FRESH_SECONDS if self._queue else _REPORT_SECONDS)
 
     def _waiting(self, now: float) -> tuple[float, float]:
-        """How many prompts are here now, and their tokens, by the last report: what time has left of it, and
-        of the prompts that are not in it."""
+        """How many prompts are here now, and their tokens: what time has left of the last report, and of the
+        prompts that are not in it."""
         work, new, begun = self._reported.work, self._since_report, self._since
         prompts = tokens = 0.0
         if work.prompts:
@@ -203,17 +190,14 @@ class EngineCosts:
         while self._since_report and self._since_report[0].placed <= sent:
             self._since_report.popleft()
 
-    def prefill_share(self, now: float) -> float:
-        """Of its time that prompts take, lately and next."""
-        return self._share_with(self.queued_seconds(now), now)
+    def prefill_share(self, now: float, *, own: bool = False) -> float:
+        """Of its time that prompts take, lately and next; `own`: without other proxies' prompts, so that the
+        shares of all proxies add up."""
+        queued = self.prompt_seconds(self.tokens, len(self._queue)) if own else self.queued_seconds(now)
+        return min(1.0, self._past_share(now) + queued / _SHARE_SECONDS)
 
-    def own_prefill_share(self, now: float) -> float:
-        """The same without other proxies' prompts, so that the shares of all proxies add up."""
-        return self._share_with(self.prompt_seconds(self.tokens, self.prompts), now)
-
-    def _share_with(self, queued: float, now: float) -> float:
-        past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
-        return min(1.0, past + queued / _SHARE_SECONDS)
+    def _past_share(self, now: float) -> float:
+        return self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
 
     def prompt_placed(self, tokens: int, now: float) -> QueuedPrompt:
         if not self._queue:
@@ -238,8 +222,8 @@ class EngineCosts:
             self._since_report.remove(prompt)
 
     def prompt_computed(self, prompt: QueuedPrompt, now: float, *, learn: bool = True) -> None:
-        """Prompts are computed in the order in which they came, so this one took the time since the last; or,
-        where other proxies' prompts may have been between, since it came, with all that were there then."""
+        """It took the time since the last, as prompts are computed in order; or, where other proxies' may
+        have been between, since it came, with all that were there then."""
         seconds = now - self._since
         if prompt in self._since_report:
             self._reported = _NOTHING
@@ -249,8 +233,7 @@ class EngineCosts:
             size = tokens / count / _TOKENS
             took = (now - prompt.placed) / count if prompt.among else seconds
             self.prompt.learn(took, 1.0, size, size * self.answers / _STREAMS)
-        past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
-        self._share, self._shared = past + seconds / _SHARE_SECONDS, now
+        self._share, self._shared = self._past_share(now) + seconds / _SHARE_SECONDS, now
         self._computed += seconds
         self._since = now
 
@@ -275,26 +258,18 @@ class EngineCosts:
 
 @dataclass(eq=False, slots=True)
 class QueuedPrompt:
-    """A prompt that this proxy has given to an instance.
-
-    Attributes:
-        placed: when.
-        among: how many prompts were there then, with this one, and their tokens; None if nothing is reported.
-    """
+    """A prompt that this proxy has given to an instance, and when."""
 
     tokens: int
     placed: float
     among: tuple[float, float] | None = None
+    """How many prompts were there then, with this one, and their tokens; None if nothing is reported."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Why a request goes its way.
-
-    Attributes:
-        first_token: seconds until its first token.
-        cost: of this way; other: of the cheapest of the other kind, None if there is none.
-    """
+    """Why a request goes its way: the seconds until its first token, and the costs of this way and of the
+    cheapest of the other kind, if there is one."""
 
     way: Way
     first_token: float
@@ -306,19 +281,12 @@ class Prediction:
         return abs(self.first_token - seen) / max(seen, 1e-3)
 
 
-OnError = Callable[[Prediction, float], None]
-
-
-def ignore_error(prediction: Prediction, seen: float) -> None:
-    """The default: nothing is measured."""
+OnError = Callable[[Prediction, float], object]
 
 
 class PlacedRequest:
     """One request, from its placement to its end, whose instances learn from it. Without a prediction only
-    its answer counts, since nothing is known of its prompt.
-
-    Each method may be called at any time; what has been reported counts once.
-    """
+    its answer counts, since nothing is known of its prompt. What is reported, at any time, counts once."""
 
     def __init__(
         self,
@@ -337,15 +305,9 @@ class PlacedRequest:
         self._queued = None if prediction is None else self._prefill.prompt_placed(tokens, now)
         self._decode.count_answers(1, now)
 
-    def computed(self, now: float) -> None:
-        """P has answered."""
-        self._leave_queue(now, learn=True)
-
-    def seems_computed(self, now: float) -> None:
-        """Its prompt should be computed, by the prediction: nothing shows when it is."""
-        self._leave_queue(now, learn=False)
-
-    def _leave_queue(self, now: float, *, learn: bool) -> None:
+    def computed(self, now: float, *, learn: bool = True) -> None:
+        """P has answered; not to `learn`: its prompt should be computed, by the prediction, and nothing shows
+        when it is."""
         if self._queued is not None:
             queued, self._queued, self._computed = self._queued, None, now
             self._prefill.prompt_computed(queued, now, learn=learn)
@@ -360,7 +322,8 @@ class PlacedRequest:
         self.computed(now)  # P's answer may come later
         if self._prefill is not self._decode:
             self._decode.hand_over.learn(now - self._computed, 1.0, self._tokens / _TOKENS)
-        self._costs.compare(self._prediction, now - self._at)
+        self._costs.latest.append((self._prediction, now - self._at))
+        self._costs.on_error(self._prediction, now - self._at)
 
     def ended(self, steps: int, now: float) -> None:
         """The answer is complete, with so many tokens after the first one."""
@@ -379,32 +342,24 @@ class PlacedRequest:
         self._decode.count_answers(-1, now)
 
 
+@dataclass(eq=False)
 class PlacementCosts:
     """What all instances have cost, and the cheapest way for a request.
 
-    Args:
-        pause_weight: what a second for which answers stop counts, beside one of waiting for one.
-        on_error: called with each prediction and the seconds that came.
-
     Attributes:
+        pause_weight: what a second for which answers stop counts, beside one of waiting for one.
+        on_error: called with each prediction and the seconds that came, of which `latest` has the last ones.
         answer_steps: tokens of an answer after its first, on average.
-        latest: the last predictions, each with the seconds that came.
         ways: how often each was taken.
     """
 
-    def __init__(
-        self,
-        pause_weight: float = 0.1,
-        on_error: OnError = ignore_error,
-        dice: random.Random | None = None,
-    ) -> None:
-        self.pause_weight = pause_weight
-        self._on_error = on_error
-        self.answer_steps = _ANSWER
-        self.latest: deque[tuple[Prediction, float]] = deque(maxlen=_RECENT)
-        self.ways: Counter[Way] = Counter()
-        self._dice = dice or random.Random()
-        self._engines: WeakKeyDictionary[Instance, EngineCosts] = WeakKeyDictionary()
+    pause_weight: float = 0.1
+    on_error: OnError = lambda *_: None
+    answer_steps: float = _ANSWER
+    latest: deque[tuple[Prediction, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    ways: Counter[Way] = field(default_factory=Counter)
+    dice: random.Random = field(default_factory=random.Random)
+    _engines: WeakKeyDictionary[Instance, EngineCosts] = field(default_factory=WeakKeyDictionary)
 
     def of(self, instance: Instance) -> EngineCosts:
         found = self._engines.get(instance)
@@ -414,21 +369,13 @@ class PlacementCosts:
             found.follow(instance.report)
         return found
 
-    def compare(self, prediction: Prediction, seen: float) -> None:
-        """The first token that was predicted has come after so many seconds."""
-        self.latest.append((prediction, seen))
-        self._on_error(prediction, seen)
-
     def status(self) -> dict[str, Any]:
-        """For /status: how often each way was taken, how far off the latest predictions were, and why the
-        last ones were taken."""
+        """For /status: how far off the latest predictions were, and why the last ways were taken."""
+        shown = list(self.latest)[-_SHOWN:]
         return {
             "ways": dict(self.ways),
             "errors": [round(prediction.error(seen), 4) for prediction, seen in self.latest],
-            "latest": [
-                {**asdict(prediction), "first_token_seen": seen}
-                for prediction, seen in list(self.latest)[-_SHOWN:]
-            ],
+            "latest": [{**asdict(prediction), "first_token_seen": seen} for prediction, seen in shown],
         }
 
     def cheapest(
@@ -442,11 +389,8 @@ class PlacementCosts:
         near: Callable[[Instance], Sequence[Instance]] | None = None,
     ) -> tuple[Instance, Instance, Prediction] | None:
         """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
-        if no two match and none may serve it whole.
-
-        Args:
-            near: the decoders that have a link to this instance; None if all have or may have.
-        """
+        if no two match and none may serve it whole. `near`: the decoders with a link to an instance; None if
+        all have or may have one."""
         drawn = self._some(prefillers)
         prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now) for each in drawn}
 
@@ -470,15 +414,10 @@ class PlacementCosts:
         best = sorted((min(ways, key=_ORDER) for ways in (pairs, whole) if ways), key=_ORDER)
         if not best:
             return None
-        way = best[0]
-        prediction = Prediction(
-            "whole" if way.prefill is way.decode else "pair",
-            way.first_token,
-            way.cost,
-            best[1].cost if best[1:] else None,
-        )
-        self.ways[prediction.way] += 1
-        return way.prefill, way.decode, prediction
+        cost, _, first_token, prefill, decode = best[0]
+        way: Way = "whole" if prefill is decode else "pair"
+        self.ways[way] += 1
+        return prefill, decode, Prediction(way, first_token, cost, best[1].cost if best[1:] else None)
 
     def _prompt_part(self, instance: Instance, new: int, now: float) -> PromptPart:
         """The part of the cost that depends on where the prompt is computed."""
@@ -499,7 +438,7 @@ class PlacementCosts:
     def _some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         if len(instances) <= MOST_COMPARED:
             return instances
-        count, draw = len(instances), self._dice.random
+        count, draw = len(instances), self.dice.random
         return [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
 
 

@@ -31,14 +31,8 @@ before is computed goes elsewhere as readily, and all of it is computed twice.""
 
 class PrefixAware(Policy):
     """The one that has the least to do: what it has already, and twice what it has not been given before of
-    this prompt.
-
-    So requests with one beginning go to one instance, until that has much more to do than another one, which
-    has to compute all of it. Where no instance has been given the beginning this is `least_loaded`.
-
-    Args:
-        capacity: pieces of prompts that are remembered.
-    """
+    this prompt. So requests with one beginning go to one instance, until that has much more to do than
+    another, which has to compute all of it. Where no instance has been given it this is `least_loaded`."""
 
     help = (
         "the one that has lately been given a prompt with the same beginning, and so may have that in its "
@@ -85,13 +79,10 @@ def _pieces(remembered: int) -> int:
 
 
 class PrefixIndex:
-    """Who has lately been given which beginnings of prompts.
+    """Who has lately been given which beginnings of prompts; `capacity`: of links and their holders together.
 
     What was given longest ago is forgotten first, and of one prompt its end before its beginning: so whatever
     is remembered of a prompt starts where the prompt starts. The same calls give the same answers.
-
-    Args:
-        capacity: of links and their holders, counted together.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -100,7 +91,7 @@ class PrefixIndex:
         self._size = 0
 
     def __len__(self) -> int:
-        """How much is remembered, of what `capacity` bounds."""
+        """Of what `capacity` bounds."""
         return self._size
 
     def held(self, chain: Chain) -> dict[Hashable, int]:

@@ -22,20 +22,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property, partial
+from functools import cached_property
 
 from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, least_busy
 from .membership.partners import Nearby
 from .membership.registry import Registry
-from .placement import OnError, PlacedRequest, PlacementCosts, Prediction, ignore_error
+from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
 from .prefixes import PrefixAware
 from .routing_base import Pick, Policy, Routing, RoutingRequest
 from .sessions import ConsistentHash
 
 
 class LeastLoaded(Policy):
-    """The one with the least to do; among equals, the one whose turn was longest ago."""
-
     help = (
         "the one with the least to do: the fewest prompt tokens to compute (prefill), the fewest requests "
         "and prompt tokens (decode)"
@@ -46,8 +44,6 @@ class LeastLoaded(Policy):
 
 
 class RoundRobin(Policy):
-    """The one whose turn was longest ago, however much it has to do."""
-
     help = "each in turn"
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
@@ -55,8 +51,7 @@ class RoundRobin(Policy):
 
 
 class PowerOfTwo(Policy):
-    """Of two that are drawn at random, the one with less to do. Several proxies that do so do not all send
-    their next requests to the same instance."""
+    """So several proxies do not all send their next requests to the same instance."""
 
     help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
 
@@ -77,16 +72,19 @@ POLICIES: dict[str, type[Policy]] = {
     "prefix_aware": PrefixAware,
     "consistent_hash": ConsistentHash,
 }
-"""Every policy. To add one: a file of its own, as prefixes.py is, and a line here. The command line, its help
-and the tests of all policies take it from here."""
+"""To add one: a file of its own, as prefixes.py is, and a line here."""
 
 
-class NoInstance(Exception):
-    """No instance can serve this request now; the message names those that are missing."""
+class Unroutable(Exception):
+    """No choice of instances for this request is possible now."""
 
 
-class Full(Exception):
-    """Those that can serve this request have as many requests as they take."""
+class NoInstance(Unroutable):
+    """No instance can serve it; the message names those that are missing."""
+
+
+class Full(Unroutable):
+    """Those that can serve it have as many requests as they take."""
 
 
 class AloneFull(Full):
@@ -94,7 +92,7 @@ class AloneFull(Full):
     the client."""
 
 
-class UnknownModel(Exception):
+class UnknownModel(Unroutable):
     """Several models are served here, and none of them under this name."""
 
 
@@ -142,12 +140,12 @@ class Choice:
 class _Fleet:
     """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
 
-    _model: str | None
+    _registry: Registry
+    _now: float
     _all_prefillers: Sequence[Instance]
     _all_decoders: Sequence[Instance]
-    _now: float
-    _registry: Registry
-    _avoid: frozenset[Instance] = frozenset()
+    _model: str | None
+    _avoid: frozenset[Instance]
 
     def __post_init__(self) -> None:
         self._decoders = _serving(self._all_decoders, self._model)
@@ -197,14 +195,13 @@ class _Kept:
     """
 
     def __init__(self, registry: Registry, now: float) -> None:
-        self._registry = registry
+        self._registry, self._now = registry, now
         self._version = registry.version
         candidates = registry.candidates()
         doubtful = [each for each in candidates if each.silent(now) or not each.breaker.closed]
         self._doubtful = {each: self._state(each, now) for each in doubtful}
         well = [each.last_sign + each.life for each in candidates if each not in self._doubtful]
         self._until = min(well, default=float("inf"))
-        self._now = now
         self.prefillers = registry.routable("P", now)
         self.decoders = registry.routable("D", now)
         self._names = frozenset().union(*(each.names for each in candidates))
@@ -223,32 +220,28 @@ class _Kept:
             and all(self._state(each, now) == state for each, state in self._doubtful.items())
         )
 
-    def fleet(self, model: str | None) -> _Fleet:
-        """For this model. Raises UnknownModel."""
+    def fleet(self, model: str | None, avoid: frozenset[Instance]) -> _Fleet:
+        """For this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
+        if not self.decoders:
+            raise NoInstance(_why_none(self._registry, "D"))
         if self._alike and model not in self._names:
             model = None  # see `_serving`: as for a request that names none
-        known = self._fleets.get(model)
+        known = None if avoid else self._fleets.get(model)
         if known is None:
-            known = _Fleet(model, self.prefillers, self.decoders, self._now, self._registry)
-            if model is None or model in self._names:  # so that clients cannot make entries
+            known = _Fleet(self._registry, self._now, self.prefillers, self.decoders, model, avoid)
+            if not avoid and (model is None or model in self._names):  # so that clients cannot make entries
                 self._fleets[model] = known
         return known
 
 
 class Router:
-    """Chooses among the registry's routable instances.
-
-    P and D have a policy each. P is chosen first, among those that match some D with room; then D, among
-    those that match this P.
+    """Chooses among the registry's routable instances: P first, among those that match some D with room; then
+    D, among those that match this P; by a policy each.
 
     Args:
-        routing: which policies.
         room: requests that one D takes at a time.
         alone: of those, how many whose prompts it computes in a P's place; 0: none.
         on_error: see PlacementCosts.
-
-    Attributes:
-        costs: what placement by cost has learned.
     """
 
     def __init__(
@@ -257,7 +250,7 @@ class Router:
         routing: Routing | None = None,
         room: int | None = None,
         alone: int = 0,
-        on_error: OnError = ignore_error,
+        on_error: OnError = lambda *_: None,
     ) -> None:
         self._registry = registry
         registry.limit_places(float("inf") if room is None else room)
@@ -268,10 +261,7 @@ class Router:
         self._turns = itertools.count(1)
         self._last: _Kept | None = None
         self.costs = PlacementCosts(self.routing.pause_weight, on_error)
-
-    @property
-    def _by_cost(self) -> bool:
-        return self.routing.placement == "auto"
+        self._by_cost = self.routing.placement == "auto"
 
     def track(self, choice: Choice, now: float) -> PlacedRequest | None:
         """What placement by cost learns from a request that has been given to these; None without it."""
@@ -298,11 +288,8 @@ class Router:
         mode: PrefillMode = PrefillMode.WANTED,
         avoid: frozenset[Instance] = frozenset(),
     ) -> Choice:
-        """A D for a request, and a P as `mode` says; none of those to `avoid`.
-
-        Raises NoInstance, UnknownModel or Full.
-        """
-        fleet = self._fleet(request.model, now, avoid)
+        """A D for a request, and a P as `mode` says; none of those to `avoid`. Raises Unroutable."""
+        fleet = self._kept(now).fleet(request.model, avoid)
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SPARED and not prefillers:
             if near := self._with_little_left(decoders, request):
@@ -313,22 +300,18 @@ class Router:
             return Choice(None, decode, missed=mode is not PrefillMode.NONE)
         if not fleet.alike:
             prefillers = _matching(prefillers, decoders)
-        if self._by_cost and (
-            cheapest := self._cheapest(
-                prefillers,
-                decoders,
-                request,
-                now,
-                fleet.nearby,
-                alone=self._alone if mode is PrefillMode.WANTED else 0,
-            )
-        ):
-            return cheapest
+        if self._by_cost:
+            alone = self._alone if mode is PrefillMode.WANTED else 0
+            if cheapest := self._cheapest(fleet, prefillers, decoders, request, now, alone):
+                return cheapest
         prefill, cached = self._pick(self._pick_prefill, prefillers, request)
         if not fleet.alike:
             decoders = _matching(decoders, [prefill])
         elif fleet.nearby is not None:
-            decoders = self._linked(fleet.nearby.decoders(prefill), decoders)
+            linked = self._linked(fleet.nearby, prefill)
+            # Unless they are much busier than others.
+            if linked and least_busy(linked).load <= 2 * least_busy(decoders).load + _BUSIER:
+                decoders = linked
         decode = self._pick(self._pick_decode, decoders, request).instance
         if decode is prefill:
             return self._beside(decode, prefillers, request)
@@ -346,22 +329,24 @@ class Router:
 
     def _cheapest(
         self,
+        fleet: _Fleet,
         prefillers: Sequence[Instance],
         decoders: Sequence[Instance],
         request: RoutingRequest,
         now: float,
-        nearby: Nearby | None,
-        *,
         alone: int,
     ) -> Choice | None:
-        policy, tokens = self._pick_prefill, request.prompt.tokens
+        policy, tokens, nearby = self._pick_prefill, request.prompt.tokens, fleet.nearby
         cached = policy.cached([*prefillers, *decoders], request) if policy.knows_prompts else {}
-
-        def may_be_whole(each: Instance) -> bool:
-            return each.role == "both" or each.alone < alone
-
-        near = None if nearby is None else partial(self._with_link, nearby, decoders)
-        found = self.costs.cheapest(prefillers, decoders, may_be_whole, tokens, cached, now, near)
+        found = self.costs.cheapest(
+            prefillers,
+            decoders,
+            lambda each: each.role == "both" or each.alone < alone,
+            tokens,
+            cached,
+            now,
+            None if nearby is None else lambda prefill: self._linked(nearby, prefill) or decoders,
+        )
         if found is None:
             return None
         prefill, decode, prediction = found
@@ -378,18 +363,9 @@ class Router:
             prediction=prediction,
         )
 
-    def _with_link(
-        self, nearby: Nearby, decoders: Sequence[Instance], prefill: Instance
-    ) -> Sequence[Instance]:
-        """Those of the D's that are near a P; all, if these are full."""
-        return [each for each in nearby.decoders(prefill) if each not in self._registry.full] or decoders
-
-    def _linked(self, nearby: Sequence[Instance], decoders: Sequence[Instance]) -> Sequence[Instance]:
-        """Those of the D's that are near a P, unless they are much busier than others."""
-        linked = [each for each in nearby if each not in self._registry.full]
-        if linked and least_busy(linked).load <= 2 * least_busy(decoders).load + _BUSIER:
-            return linked
-        return decoders
+    def _linked(self, nearby: Nearby, prefill: Instance) -> Sequence[Instance]:
+        """Those D's near a P that have room."""
+        return [each for each in nearby.decoders(prefill) if each not in self._registry.full]
 
     def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
         """Those that would compute so few tokens of this prompt that P is not needed."""
@@ -410,7 +386,7 @@ class Router:
         avoid: frozenset[Instance] = frozenset(),
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's that `choose` would choose from. Raises as it does."""
-        return self._able(self._fleet(model, now, avoid), mode)
+        return self._able(self._kept(now).fleet(model, avoid), mode)
 
     def _able(self, fleet: _Fleet, mode: PrefillMode) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's to choose from: at least one D, and a P for each or none at all. Raises as
@@ -424,7 +400,7 @@ class Router:
                 return [], self._with_room_alone(fleet)
         try:
             sound = fleet.sound
-        except (NoInstance, UnknownModel):
+        except Unroutable:
             if mode is PrefillMode.NEEDED or not self._alone:
                 raise
             return [], self._with_room_alone(fleet)
@@ -464,31 +440,20 @@ class Router:
             self._last = _Kept(self._registry, now)
         return self._last
 
-    def _fleet(self, model: str | None, now: float, avoid: frozenset[Instance]) -> _Fleet:
-        kept = self._kept(now)
-        if not kept.decoders:
-            raise NoInstance(_why_none(self._registry, "D"))
-        if avoid:
-            return _Fleet(model, kept.prefillers, kept.decoders, now, self._registry, avoid)
-        return kept.fleet(model)
-
     def missing(self, now: float) -> list[str]:
         """What is missing, in sentences; without a D nothing is served, without a P perhaps by D alone."""
         roles: tuple[Role, ...] = ("P", "D")
         absent = [_why_none(self._registry, role) for role in roles if not self._registry.routable(role, now)]
-        return absent + self._misfits()
+        misfits = Counter((each.role, names) for each, names in self._registry.misfits().items())
+        return absent + [
+            f"{count} {ROLE_NAMES[role]} instance{'s fit' if count > 1 else ' fits'} no "
+            f"{ROLE_NAMES['D' if role == 'P' else 'P']} instance: they differ in {' and '.join(names)}."
+            for (role, names), count in sorted(misfits.items())
+        ]
 
     def helped(self, now: float) -> bool:
         """Whether there is a pair for any request at all."""
         return bool(_matching(self._registry.routable("P", now), self._registry.routable("D", now)))
-
-    def _misfits(self) -> list[str]:
-        counted = Counter((each.role, names) for each, names in self._registry.misfits().items())
-        return [
-            f"{count} {ROLE_NAMES[role]} instance{'s fit' if count > 1 else ' fits'} no "
-            f"{ROLE_NAMES['D' if role == 'P' else 'P']} instance: they differ in {' and '.join(names)}."
-            for (role, names), count in sorted(counted.items())
-        ]
 
 
 def _why_none(registry: Registry, role: Role) -> str:

@@ -16,8 +16,8 @@ import logging
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn, TypeVar
+from dataclasses import field, fields
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +42,17 @@ def parse(
         for action in parser._actions
         if action.option_strings and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
     }
-    given = {each.partition("=")[0] for each in argv}
-    ours = {
-        name: action
-        for name, action in options.items()
-        if not given.intersection(action.option_strings) and f"--{name}" != FILE_OPTION
-    }
+    given = {FILE_OPTION, *(each.partition("=")[0] for each in argv)}
     file = _file_named(argv, environ)
     found = _from_file(parser, file, options) if file else {}
     found |= _from_environment(environ, options)
     more: list[str] = []
     for name, (where, value) in found.items():
-        if name in ours:
-            more += _as_arguments(parser, name, ours[name], where, value)
+        if not given.intersection(options[name].option_strings):
+            try:
+                more += _as_arguments(name, options[name], value)
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                parser.error(f"{where}: {error}")
     return parser.parse_args([*more, *argv])
 
 
@@ -90,12 +88,6 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
     return found
 
 
-def _split(name: str, text: str) -> list[str]:
-    """The comma-separated values, empty ones dropped. An empty --api-key is kept, so that it is refused: who
-    sets one wants authentication."""
-    return [each.strip() for each in text.split(",") if each.strip()] or [""] * (name == "api-key")
-
-
 def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse.Action]) -> _Found:
     found: _Found = {}
     names = {f"{PREFIX}{name.replace('-', '_').upper()}": name for name in options}
@@ -105,114 +97,106 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
         if variable not in names:
             logger.warning("%s is set, and there is no such option", variable)
         elif not text.startswith(_ADDRESS_OF_KUBERNETES):
-            several = isinstance(options[names[variable]], argparse._AppendAction)
-            found[names[variable]] = (variable, _split(names[variable], text) if several else text)
+            name = names[variable]
+            value: str | list[str] = text
+            if isinstance(options[name], argparse._AppendAction):
+                value = [each.strip() for each in text.split(",") if each.strip()]
+                if not value and name == "api-key":
+                    value = [""]  # so that it is refused: who sets one wants authentication
+            found[name] = variable, value
     return found
 
 
-def _as_arguments(
-    parser: argparse.ArgumentParser, name: str, action: argparse.Action, where: str, value: Any
-) -> list[str]:
-    """As on the command line. Ends the process if it could not."""
-
-    def wrong(why: str) -> NoReturn:
-        parser.error(f"{where}: {why}")
-
+def _as_arguments(name: str, action: argparse.Action, value: Any) -> list[str]:
+    """As on the command line. Raises ArgumentTypeError or ValueError if it could not be there."""
     if action.nargs == 0:
         text = str(value).lower()
-        if text not in (*_YES, *_NO):
-            wrong(f"{value!r} is neither true nor false")
+        demand(text in (*_YES, *_NO), f"{value!r} is neither true nor false")
         return [f"--{name}"] if text in _YES else []
     values = value if isinstance(value, list) else [value]
-    if len(values) != 1 and not isinstance(action, argparse._AppendAction):
-        wrong("expected one value, not a list")
+    if len(values) != 1:
+        demand(isinstance(action, argparse._AppendAction), "expected one value, not a list")
     for each in values:
-        if isinstance(each, bool | dict | list):
-            wrong(f"{each!r} is no value for this option")
-        try:
-            read = action.type(str(each)) if callable(action.type) else str(each)
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            wrong(str(error))
-        if action.choices is not None and read not in action.choices:
-            wrong(f"{each!r} is none of {', '.join(map(str, action.choices))}")
+        demand(not isinstance(each, bool | dict | list), f"{each!r} is no value for this option")
+        read = action.type(str(each)) if callable(action.type) else str(each)
+        if action.choices is not None:
+            demand(read in action.choices, f"{each!r} is none of {', '.join(map(str, action.choices))}")
     return [f"--{name}={each}" for each in values]
 
 
 # Their declaration.
 
 
-@dataclass(frozen=True)
-class Option:
+def add_option(
+    group: argparse._ActionsContainer,
+    name: str,
+    default: Any,
+    read: Callable[[str], Any] = str,
+    unit: str | None = None,
+    what: str = "",
+    choices: Collection[str] | None = None,
+) -> None:
     """One option.
 
-    Attributes:
+    Args:
         default: False for a flag, and a list for one that may be repeated.
         read: makes its value of a text, or raises ArgumentTypeError.
         unit: stands for the value in --help.
         what: it means, for --help.
         choices: all that it may be; None for anything that can be read.
     """
-
-    name: str
-    default: Any
-    read: Callable[[str], Any] = str
-    unit: str | None = None
-    what: str = ""
-    choices: Collection[str] | None = None
-
-    def add_to(self, group: argparse._ActionsContainer) -> None:
-        if self.default is False:
-            group.add_argument(self.name, action="store_true", help=self.what)
-            return
-        several = isinstance(self.default, list)
-        form = "g" if isinstance(self.default, float) else "s"
-        shown = "" if several or self.default in (None, "") else f" (default: %(default){form})"
-        group.add_argument(
-            self.name,
-            action="append" if several else "store",
-            type=self.read,
-            default=self.default,
-            metavar=self.unit,
-            choices=self.choices,
-            help=self.what + shown,
-        )
+    if default is False:
+        group.add_argument(name, action="store_true", help=what)
+        return
+    several = isinstance(default, list)
+    form = "g" if isinstance(default, float) else "s"
+    group.add_argument(
+        name,
+        action="append" if several else "store",
+        type=read,
+        default=default,
+        metavar=unit,
+        choices=choices,
+        help=what + ("" if several or default in (None, "") else f" (default: %(default){form})"),
+    )
 
 
 def option(name: str, default: Any, *more: Any, factor: int = 1, **others: Any) -> Any:
-    """A field of a dataclass, and the Option that gives it; `factor`: by which its value is multiplied."""
-    known = {"option": Option(name, default, *more, **others), "factor": factor}
+    """A field of a dataclass that an option gives, see `add_option`; `factor`: by which its value is
+    multiplied."""
+    known = {"name": name, "more": (default, *more), "others": others, "factor": factor}
     return field(default=default if factor == 1 else default * factor, metadata=known)
 
 
 def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Collection[str]) -> None:
     """The options of this dataclass; `choices`: of fields whose options do not name them."""
     for each in fields(kind):
-        if known := each.metadata.get("option"):
-            replace(known, choices=choices.get(each.name, known.choices)).add_to(group)
+        if known := each.metadata:
+            others = {"choices": choices.get(each.name), **known["others"]}
+            add_option(group, known["name"], *known["more"], **others)
 
 
 def made(kind: type[T], arguments: argparse.Namespace) -> T:
     """One with the fields that were given."""
     given = {}
     for each in fields(kind):  # type: ignore[arg-type]
-        if known := each.metadata.get("option"):
-            value = getattr(arguments, known.name.removeprefix("--").replace("-", "_"))
-            given[each.name] = value if each.metadata["factor"] == 1 else value * each.metadata["factor"]
+        if known := each.metadata:
+            value = getattr(arguments, known["name"].removeprefix("--").replace("-", "_"))
+            given[each.name] = value if known["factor"] == 1 else value * known["factor"]
     return kind(**given)
 
 
 def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        demand(text.isdecimal() and int(text) >= least, f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
     return number
 
 
 def header(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of an HTTP header, such as X-Session-Id")
+    good = re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text)
+    demand(good, f"{text!r} is no name of an HTTP header, such as X-Session-Id")
     return text
 
 
@@ -222,18 +206,23 @@ def seconds(text: str) -> float:
 
 def not_negative(text: str, what: str = "number") -> float:
     number = _float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what} of at least 0")
+    demand(0 <= number < float("inf"), f"{text!r} is no {what} of at least 0")
     return number
 
 
 def share(text: str) -> float:
     share = _float(text)
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
-        )
+    demand(
+        0 < share <= 1,
+        f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone",
+    )
     return share
+
+
+def demand(good: object, sentence: str) -> None:
+    """Of a value. Raises ArgumentTypeError."""
+    if not good:
+        raise argparse.ArgumentTypeError(sentence)
 
 
 def _float(text: str) -> float:

@@ -74,9 +74,16 @@ def reserved(host: str, port: int) -> list[socket.socket]:
     wanted = port
     try:
         for family, (name, _, *scope) in _addresses(host):
-            if _here(family, (name, port, *scope)):
-                made.append(_bound(family, (name, port, *scope)))
-                port = made[-1].getsockname()[1]
+            try:
+                # Another program that shares its port, too, would be given half of the connections.
+                _bound(family, (name, port, *scope), shared=False).close()
+            except OSError as error:
+                # `localhost` may name an address of IPv6 where that is off.
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                continue
+            made.append(_bound(family, (name, port, *scope)))
+            port = made[-1].getsockname()[1]
         if not made:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
@@ -91,49 +98,24 @@ def bound(config: WorkerConfig) -> list[socket.socket]:
     return [_bound(family, address) for family, address in config.addresses]
 
 
-_SocketAddress = tuple[Any, ...]
-
-
-def _addresses(host: str) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """Those of this name; an empty one means all interfaces, as in one process."""
     found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
-def _here(family: socket.AddressFamily, address: _SocketAddress) -> bool:
-    """Whether this machine has the address: `localhost` may name one of IPv6 where that is off.
-
-    Raises OSError if another program listens there. One of the same user that shares its port, too, would be
-    given half of the connections.
-    """
+def _bound(family: socket.AddressFamily, address: tuple[Any, ...], *, shared: bool = True) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
     try:
-        with _socket(family) as probe:
-            probe.bind(address)
-    except OSError as error:
-        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            raise
-        return False
-    return True
-
-
-def _bound(family: socket.AddressFamily, address: _SocketAddress) -> socket.socket:
-    made = _socket(family)
-    made.setblocking(False)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        if family == socket.AF_INET6:
+            # Else `::` takes the addresses of IPv4, which have a socket of their own, too.
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)
     except OSError:
         made.close()
         raise
-    return made
-
-
-def _socket(family: socket.AddressFamily) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family == socket.AF_INET6:
-        # Else `::` takes the addresses of IPv4, which have a socket of their own, too.
-        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     return made
 
 
@@ -165,28 +147,25 @@ def ignore_signals() -> None:
 
 
 class Pings:
-    """What has come at the discovery address.
-
-    Args:
-        changed: called when there is a new instance, or one that leaves.
-    """
+    """What has come at the discovery address; `changed` is called when there is a new instance, or one that
+    leaves."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
         self._serials = itertools.count(1)
-        self._numbers: dict[PingSource, int] = {}
-        self._latest: dict[int, dict[tuple[str, str, int], RepeatedPing]] = {}
+        self._latest: dict[PingSource, dict[tuple[str, str, int], RepeatedPing]] = {}
         """By connection and instance."""
+        self._numbers: dict[PingSource, int] = {}
 
     def take(self, ping: Ping, source: PingSource) -> None:
-        serial, key = next(self._serials), (ping.type, ping.http_address, ping.dp_rank)
-        number = self._numbers.get(source, serial)
-        before = self._latest.get(number, {}).get(key)
+        latest, key = self._latest.get(source, {}), (ping.type, ping.http_address, ping.dp_rank)
+        before = latest.get(key)
         if before is None and sum(map(len, self._latest.values())) >= MAX_INSTANCES:
             return
-        self._numbers[source] = number
-        latest = self._latest.setdefault(number, {})
+        serial = next(self._serials)
+        number = self._numbers.setdefault(source, serial)
         latest[key] = RepeatedPing(number, source.member, serial, ping, time.monotonic())
+        self._latest[source] = latest
         if before is None or before.ping.paused != ping.paused or not are_alike(before.ping, ping):
             self._changed()
 
@@ -198,8 +177,8 @@ class Pings:
     def all(self) -> list[RepeatedPing]:
         """The latest of each instance, on connections that stand. A goodbye is one of them: it changes
         nothing for a worker that has had it, or does not know the instance."""
-        for source in [source for source in self._numbers if not source.stands()]:
-            del self._latest[self._numbers.pop(source)]
+        for source in [source for source in self._latest if not source.stands()]:
+            del self._latest[source], self._numbers[source]
         return [ping for latest in self._latest.values() for ping in latest.values()]
 
 
@@ -211,7 +190,6 @@ class _Child:
     """One worker, through all the processes that it has been.
 
     Attributes:
-        config: what each of them is given.
         served: one of them has served.
         process: the present one; None while there is none.
         serving: it takes requests.
@@ -229,13 +207,9 @@ class Supervisor:
     """Starts the workers, and keeps them running.
 
     Args:
-        workers: how many.
         port: the sockets that keep it.
         folder: where workers find each other.
         begin: what a process does: takes `arguments`, and a WorkerConfig.
-
-    Attributes:
-        pings: to be given those that come.
     """
 
     def __init__(
@@ -345,10 +319,10 @@ class Supervisor:
         worker.silent = 0
         if report.serving:
             self._drains = report.drains
-        if report.serving and not worker.serving:
+            if not worker.serving:
+                logger.info("worker %d serves", number)
             worker.serving = True
             worker.served.set()
-            logger.info("worker %d serves", number)
         if worker is self.workers[0]:  # the others answer the same
             for connection, frame in report.answers:
                 self.pings.answer(connection, frame)

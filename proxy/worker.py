@@ -26,14 +26,8 @@ from .membership.registry import Registry
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker's process is given.
-
-    Attributes:
-        number: from 1 on.
-        of: how many workers there are.
-        addresses: where it takes connections: family and address of a socket each.
-        folder: where the workers' sockets are, see siblings.py.
-    """
+    """What a worker's process is given: its number, from 1 on, `of` how many, where it takes connections, and
+    where the workers' own sockets are, see siblings.py."""
 
     number: int
     of: int
@@ -51,14 +45,8 @@ class WorkerConfig:
 
 
 class RepeatedPing(msgspec.Struct, frozen=True):
-    """The latest ping of one instance.
-
-    Attributes:
-        connection: the number of the connection on which it came; one that is closed has none any more.
-        member: that connection has shown the members' key.
-        serial: grows with each ping.
-        at: when it came, by this host's monotonic clock.
-    """
+    """The latest ping of one instance, `at` a time of this host's monotonic clock, on a connection of this
+    number, which has shown the members' key if it is one. `serial` grows with each ping."""
 
     connection: int
     member: bool
@@ -79,12 +67,8 @@ Drains = list[tuple[InstanceRole, str, int, str]]
 
 
 class Update(msgspec.Struct, frozen=True):
-    """From the supervisor.
-
-    Attributes:
-        drains: what is drained, for a worker that does not serve yet.
-        stop, hurry: as the first and the second signal to a proxy that is one process.
-    """
+    """From the supervisor; `drains` are for a worker that does not serve yet, `stop` and `hurry` the first
+    and the second signal."""
 
     pings: list[RepeatedPing]
     drains: Drains
@@ -93,13 +77,8 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """The answer to an update.
-
-    Attributes:
-        serving: it takes requests.
-        drains: what is drained here.
-        answers: to pings, each with the number of its connection.
-    """
+    """The answer to an update: whether it takes requests, what is drained here, and what it answers to pings,
+    each with the number of its connection."""
 
     serving: bool
     drains: Drains
@@ -108,11 +87,8 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class RepeatedConnection:
-    """A connection to the supervisor's discovery address, as a worker knows it.
-
-    Attributes:
-        serials: of the latest pings on it that have been taken, by instance.
-    """
+    """A connection to the supervisor's discovery address, as a worker knows it; `serials` are of the latest
+    pings on it, by instance."""
 
     member: bool
     send: Callable[[bytes], None]
@@ -127,6 +103,7 @@ class RepeatedConnection:
         return True
 
 
+@dataclass(eq=False)
 class WorkerState:
     """This process as one of several.
 
@@ -136,15 +113,14 @@ class WorkerState:
         stop, hurry: set when the supervisor asks for it.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self.config = config
-        self.serving = False
-        self.updated = asyncio.Event()
-        self.stop = asyncio.Event()
-        self.hurry = asyncio.Event()
-        self._updates = 0
-        self._connections: dict[int, RepeatedConnection] = {}
-        self._answers: list[tuple[int, bytes]] = []
+    config: WorkerConfig
+    serving: bool = False
+    updated: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    _updates: int = 0
+    _connections: dict[int, RepeatedConnection] = field(default_factory=dict)
+    _answers: list[tuple[int, bytes]] = field(default_factory=list)
 
     def serve(self) -> None:
         """From now on it takes requests."""
@@ -154,8 +130,7 @@ class WorkerState:
         self, update: Update, registry: Registry, take: Callable[[Ping, PingSource], None]
     ) -> WorkerReport:
         """Takes in what is new."""
-        here = {each.connection for each in update.pings}
-        for number in self._connections.keys() - here:
+        for number in self._connections.keys() - {each.connection for each in update.pings}:
             self._connections.pop(number).open = False
         for each in update.pings:
             self._take(each, take)

@@ -22,7 +22,7 @@ def main(announcement: str) -> None:
     standing = Standing()
     announcer = Announcer(msgspec.json.decode(announcement, type=Announcement), standing=lambda: standing)
     announcer.start()
-    print(json.dumps({"pid": announcer.pid}), flush=True)
+    print(json.dumps({"pid": announcer._child.pid}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "hold":

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import (
     CacheConfig,
@@ -40,35 +41,34 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from p2pkv.connector.metadata import StepMetadata
+from p2pkv.connector.describe import Layers, cache_of, hello_of, options_of
+from p2pkv.connector.metadata import PrefillStep, StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters
 from p2pkv.engine.liveness import Liveness
 from p2pkv.pairing import Address, mint
+from p2pkv.protocol.messages import Hello
 
 BLOCK = 16
 LONGEST = 512
 """Tokens of a request: vLLM's max_model_len."""
 P_ADDRESS, D_ADDRESS = Address("127.0.0.1", 21001), Address("127.0.0.1", 21101)
 LAYERS = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
+ATTENTION: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+FULL = FullAttentionSpec(**ATTENTION)
 _ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS), "both": ("kv_both", P_ADDRESS)}
 
 
 SMALL = TinyLlama(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=512)
+"""A model of a few kilobytes: configurations need one, and nobody loads its weights."""
 
-
-def model_folder() -> Path:
-    """A model of a few kilobytes: configurations need one, and nobody loads its weights."""
-    return _folder(SMALL)
+each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+each_policy = pytest.mark.parametrize("policy", ["recompute", "fail"])
 
 
 @cache
-def _folder(model: TinyFiles) -> Path:
-    return write(model)
-
-
 def write(model: TinyFiles) -> Path:
     """The folder of a tiny model."""
     return ensure_model(model, Path(tempfile.gettempdir()) / "p2pkv-connector-tests")
@@ -94,7 +94,7 @@ def vllm_config(
     """
     load_general_plugins()
     config = VllmConfig(
-        model_config=ModelConfig(model=str(_folder(model)), max_model_len=LONGEST, dtype="float32"),
+        model_config=ModelConfig(model=str(write(model)), max_model_len=LONGEST, dtype="float32"),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=seqs,
@@ -138,9 +138,27 @@ def transfer_config(role: str, port: int | None = None, **extra: Any) -> dict[st
 
 
 def kv_cache_config(blocks: int = 64, spec: Any = None, layers: Iterable[str] = LAYERS) -> KVCacheConfig:
-    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(list(layers), spec or full)]
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return kv_groups((layers, spec or FULL), blocks=blocks)
+
+
+def kv_groups(*groups: tuple[Iterable[str], Any], blocks: int = 4) -> KVCacheConfig:
+    """Each has layers of these names and one description."""
+    made = [KVCacheGroupSpec(list(names), spec) for names, spec in groups]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=made)
+
+
+def caches_of(
+    names: Iterable[str], heads: int = 2, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Four blocks of each layer, as vLLM registers them."""
+    return {name: torch.zeros(4, heads, BLOCK, 32, dtype=dtype) for name in names}
+
+
+def hello_with(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
+    """What a rank with these layers says of itself."""
+    kv = kv_cache_config(layers=caches)
+    cache, said = cache_of(config, Layers(caches, kv))
+    return hello_of(config, options_of(config), cache, said, rank, "host")
 
 
 def pair_id(unique: int | str = 0, *, prefill: Address = P_ADDRESS, decode: Address = D_ADDRESS) -> str:
@@ -379,9 +397,45 @@ class Instance:
     def key(self, request: Request) -> str:
         """The key of a request that the workers know."""
         known = self.ranks[0].facts
-        (key,) = [key for key, held in self.workers[0].loads.requests.items() if held == request.request_id]
+        loads = self.workers[0].loads._known
+        (key,) = [key for key, load in loads.items() if load.request_id == request.request_id]
         assert key in known
         return key
+
+    def begin(self, request: Request, *generations: str | None) -> str:
+        """P has begun it for every rank of this D; its key. `generations`: of all ranks, or of each."""
+        self.step()
+        key = self.key(request)
+        for number, rank in enumerate(self.ranks):
+            rank.begin(key, generations[number % len(generations)] if generations else "")
+        return key
+
+    def start_load(self, request: Request, generation: str = "") -> str:
+        """P has begun it, and this D loads it; its key."""
+        key = self.begin(request, generation)
+        self.run_until(lambda: all(rank.facts[key].asked for rank in self.ranks))
+        return key
+
+    def load(self, request: Request, generation: str = "") -> str:
+        """P has begun it, and every rank of this D has all of it; its key."""
+        key = self.start_load(request, generation)
+        for rank in self.ranks:
+            rank.load(key)
+        return key
+
+    def finish(self, *requests: Request, most: int = 60) -> None:
+        """Steps until these have ended."""
+        self.run_until(lambda: all(each.request_id in self.ended for each in requests), most)
+
+    @property
+    def held_key(self) -> str:
+        """Of the only prompt that this P has held for a D."""
+        (hold,) = self.rank.said(do.Hold)
+        return str(hold.key)
+
+    def prefills(self, key: str = "") -> list[PrefillStep]:
+        """What this P's workers were told to compute for a D, or of this prompt."""
+        return [each for meta in self.metas for each in meta.prefills if key in ("", each.blocks.key)]
 
     def blocks(self, request: Request) -> list[int]:
         (group,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -465,8 +519,11 @@ class Instance:
             self.step()
         raise AssertionError(f"not after {most} steps")
 
-    def assert_at_rest(self) -> None:
-        """Nobody holds anything, and vLLM was told of each request at most once."""
+    def assert_at_rest(self, *freed: str) -> None:
+        """When D has taken these from P, nobody holds anything, and vLLM was told of each request at most
+        once."""
+        for key in freed:
+            self.rank.free(key)
         self.step(3)
         self.drain()
         assert not self.scheduler.requests
@@ -474,3 +531,11 @@ class Instance:
         assert len(set(self.reported)) == len(self.reported)
         for rank in self.ranks:
             assert not rank.facts
+
+
+def asked(
+    role: str, prompt: Sequence[int], *, max_tokens: int = 4, **options: Any
+) -> tuple[Instance, Request]:
+    """An instance that is asked for a request of P and D."""
+    instance = Instance(role, **options)
+    return instance, instance.ask(inner_id(pair_id()), prompt, max_tokens=max_tokens)

@@ -43,8 +43,9 @@ def known(proxy: ProxyServer, prefill: int, decode: int) -> None:
     wait_until(there, f"{prefill} prefill and {decode} decode engines", 90.0)
 
 
-def serves_as_one(url: str, single: str, probes: Path, seed: str) -> None:
-    """Prompts of each length, 16 at once, of which every other one is half cached: blocks and answers."""
+def serves_as_one(url: str, single: str, probes: Path, seed: str) -> int:
+    """Prompts of each length, 16 at once, of which every other one is half cached: blocks and answers. How
+    many there were."""
     prompts = [tokens(length, f"{seed} {length} {count}") for length in LENGTHS for count in range(4)]
     halves = [prompt[: len(prompt) // 2] for prompt in prompts[::2] if len(prompt) > 2 * BLOCK]
     compared = Compared(probes)
@@ -55,3 +56,4 @@ def serves_as_one(url: str, single: str, probes: Path, seed: str) -> None:
     got = ask_all(url, prompts, at_once=16)
     compared.spans(len(prompts))
     assert_same(expected, got)
+    return len(prompts)

@@ -79,9 +79,9 @@ def hold_back(p: Engine) -> Callable[[], None]:
     """A P that announces and obeys no grant; the result lets it go on."""
     role = p.ranks[0].rank.core.prefill
     assert role is not None
-    poll = role.poll
-    on_engine_thread(p.ranks[0].rank, lambda: setattr(role, "poll", lambda now: False))
-    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(role, "poll", poll))
+    peers, poll = role.peers, role.peers.poll
+    on_engine_thread(p.ranks[0].rank, lambda: setattr(peers, "poll", lambda now: False))
+    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(peers, "poll", poll))
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ def make_rank(
     opts = Options(role=role, host=host, kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
     pages, cache = make_pages(geometry, rank, fill)
     cache = device(cache)
-    hello = make_hello(opts, geometry, rank, cache, links.kind, uuid.uuid4().hex)
+    described = cache_of(geometry, cache)
+    hello = hello_of(opts, rank, geometry.world, described, cache.digest_name, links.kind)
     if addresses:
         hello = replace(hello, address=str(addresses[rank]), addresses=tuple(map(str, addresses)))
     return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages, hello, links)
@@ -189,37 +190,37 @@ def make_pages(geometry: Geometry, rank: int, fill: float = 0.0) -> tuple[list[t
     return pages, PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec)
 
 
-def make_hello(
-    opts: Options, geometry: Geometry, rank: int, cache: PagedCache, link: str, incarnation: str
-) -> Hello:
-    """What a rank says of itself."""
-    place, kind = opts.address, str(geometry.dtype).removeprefix("torch.")
+def cache_of(geometry: Geometry, cache: PagedCache) -> Cache:
+    """As a Hello describes it."""
     group = KvGroup(
-        geometry.layers,
-        geometry.kv_heads,
-        cache.row_bytes,
-        cache.unit_tokens,
-        kind,
-        cache.codec,
-        "x",
-        dcp=geometry.dcp,
-        interleave=geometry.interleave,
-    )
+        geometry.layers, geometry.kv_heads, cache.row_bytes, cache.unit_tokens,
+        str(geometry.dtype).removeprefix("torch."), cache.codec, "x",
+        dcp=geometry.dcp, interleave=geometry.interleave,
+    )  # fmt: skip
+    return Cache(geometry.tp, (group,), geometry.pcp)
+
+
+def hello_of(
+    options: Options, rank: int, world: int, cache: Cache, digest: str, link: str, incarnation: str = ""
+) -> Hello:
+    """What one of `world` ranks says of itself."""
+    place = options.address
     return Hello(
         version=PROTOCOL_VERSION,
-        incarnation=incarnation,
-        role="D" if opts.decodes else "P",
+        incarnation=incarnation or uuid.uuid4().hex,
+        role="D" if options.decodes else "P",
         rank=rank,
         to="none",
         address=str(place.shifted(rank)),
-        addresses=tuple(str(place.shifted(each)) for each in range(geometry.world)),
+        addresses=tuple(str(place.shifted(each)) for each in range(world)),
         model="made-up",
         weights="made-up",
-        cache=Cache(geometry.tp, (group,), geometry.pcp),
+        cache=cache,
         link=link,
-        digest=cache.digest_name,
-        verify=opts.verify,
-        ahead=opts.decodes and opts.prefetch_bytes > 0,
+        digest=digest,
+        verify=options.verify,
+        ahead=options.decodes and options.prefetch_bytes > 0 and not options.data_parallel,
+        instance=str(options.instance or ""),
     )
 
 
@@ -355,15 +356,8 @@ def engines(
 ) -> Iterator[tuple[Engine, Engine]]:
     """A P and a D, stopped at the end; `devices` by role, see make_rank."""
     on = {role: {"device": device} for role, device in (devices or {}).items()}
-    p = make_engine("P", prefill_side, lambda rank: links("P", rank), **options, **on.get("P", {}))
-    try:
-        d = make_engine("D", decode_side, lambda rank: links("D", rank), **options, **on.get("D", {}))
-        try:
-            yield p, d
-        finally:
-            d.stop()
-    finally:
-        p.stop()
+    with engine_maker(links, **options) as make:
+        yield make("P", prefill_side, **on.get("P", {})), make("D", decode_side, **on.get("D", {}))
 
 
 BUSY = (
@@ -388,7 +382,7 @@ def vanish(engine: Engine) -> None:
     """Die as by kill -9: no farewell."""
     for each in engine.ranks:
         (role,) = each.rank.core.roles
-        each.rank.finish = role.close = lambda: None  # type: ignore[method-assign]
+        each.rank.finish = role.peers.close = lambda: None  # type: ignore[method-assign]
     engine.stop()
 
 

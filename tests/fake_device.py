@@ -10,16 +10,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from faulty_links import WrappedEnd, WrappedLinks
 from memory_links import MemoryLinks, MemoryReceive, MemorySend
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, digest_by_torch
-from p2pkv.links.base import Inbound, LinkFactory, Outbound
-from p2pkv.links.staging import StagingShare
+from p2pkv.links.base import Inbound, Outbound
 
 WAIT_SECONDS = 20.0
 
@@ -133,93 +133,61 @@ class DeviceCache(PagedCache):
         return self.device_queue.fence()
 
 
-class OrderedLinks(LinkFactory):
+class OrderedLinks(WrappedLinks):
     """Memory links that keep the rule for devices: commit and release are ordered behind the copies."""
 
-    kind = "memory"
-
     def __init__(self, inner: MemoryLinks, device: Device) -> None:
-        self.staging = inner.staging
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
 
-    def invite(self) -> bytes:
-        return self._inner.invite()
-
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
-        inbound, acceptance = self._inner.accept(invitation, window)
+        inbound, acceptance = super().accept(invitation, window)
         return _OrderedInbound(inbound, self._device), acceptance
 
     def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
-        return _OrderedOutbound(self._inner.complete(invitation, acceptance), self._device)
-
-    def close(self) -> None:
-        self._inner.close()
+        return _OrderedOutbound(super().complete(invitation, acceptance), self._device)
 
 
-@dataclass
-class _Ordered:
-    """What the two kinds of ends share: calls that the device's order holds back until `poll`."""
+class _OrderedEnd(WrappedEnd):
+    """Calls that the device's order holds back until `poll`."""
 
-    inner: Any
-    device: Device
-    due: deque[Callable[[], None]] = field(default_factory=deque)
+    def __init__(self, inner: Inbound | Outbound, device: Device) -> None:
+        super().__init__(inner)
+        self._device = device
+        self._due: deque[Callable[[], None]] = deque()
 
     def later(self, call: Callable[[], None]) -> None:
-        self.device.queue(lambda: self.due.append(call))
-
-    def ready(self) -> bool:
-        return bool(self.inner.ready())
-
-    @property
-    def used(self) -> int:
-        return int(self.inner.used)
+        self._device.queue(lambda: self._due.append(call))
 
     def poll(self) -> None:
-        while self.due:
-            self.due.popleft()()
-        self.inner.poll()
+        while self._due:
+            self._due.popleft()()
+        super().poll()
 
     def abort(self) -> None:
-        self.due.clear()
-        self.inner.abort()
+        self._due.clear()
+        super().abort()
 
 
-class _OrderedOutbound(_Ordered, Outbound):
+class _OrderedOutbound(_OrderedEnd, Outbound):
     def reserve(self, nbytes: int, remote_slot: int) -> _OrderedSend | None:
         send = self.inner.reserve(nbytes, remote_slot)
         return None if send is None else _OrderedSend(self, send)
 
 
-class _OrderedInbound(_Ordered, Inbound):
-    @property
-    def share(self) -> StagingShare:  # type: ignore[override]
-        return self.inner.share
-
+class _OrderedInbound(_OrderedEnd, Inbound):  # type: ignore[misc]
     def post(self, nbytes: int) -> _OrderedReceive | None:
         receive = self.inner.post(nbytes)
         return None if receive is None else _OrderedReceive(self, receive)
 
 
 class _OrderedSend:
-    def __init__(self, link: _Ordered, inner: MemorySend) -> None:
-        self.buffer = inner.buffer
-        self._link, self._inner = link, inner
-
-    def commit(self) -> None:
-        self._link.later(self._inner.commit)
-
-    def done(self) -> bool:
-        return self._inner.done()
+    def __init__(self, link: _OrderedEnd, inner: MemorySend) -> None:
+        self.buffer, self.done = inner.buffer, inner.done
+        self.commit = lambda: link.later(inner.commit)
 
 
 class _OrderedReceive:
-    def __init__(self, link: _Ordered, inner: MemoryReceive) -> None:
-        self.buffer, self.remote_slot = inner.buffer, inner.remote_slot
-        self._link, self._inner = link, inner
-
-    def done(self) -> bool:
-        return self._inner.done()
-
-    def release(self) -> None:
-        self._link.later(self._inner.release)
+    def __init__(self, link: _OrderedEnd, inner: MemoryReceive) -> None:
+        self.buffer, self.remote_slot, self.done = inner.buffer, inner.remote_slot, inner.done
+        self.release = lambda: link.later(inner.release)

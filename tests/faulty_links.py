@@ -10,6 +10,50 @@ from typing import Any
 import torch
 
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
+from p2pkv.links.staging import StagingShare
+
+
+class WrappedLinks(LinkFactory):
+    """Links of `inner`; a subclass changes something of them."""
+
+    def __init__(self, inner: LinkFactory) -> None:
+        self.kind, self.staging, self.inner = inner.kind, inner.staging, inner
+
+    def invite(self) -> bytes:
+        return self.inner.invite()
+
+    def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
+        return self.inner.accept(invitation, window)
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
+        return self.inner.complete(invitation, acceptance)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WrappedEnd:
+    """What both ends of a wrapped link take from the end within."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def ready(self) -> bool:
+        return bool(self.inner.ready())
+
+    @property
+    def share(self) -> StagingShare:
+        return self.inner.share  # type: ignore[no-any-return]
+
+    @property
+    def used(self) -> int:
+        return int(self.inner.used)
+
+    def poll(self) -> None:
+        self.inner.poll()
+
+    def abort(self) -> None:
+        self.inner.abort()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +73,13 @@ class Faults:
     refuse_invite: bool = False
 
 
-class FaultyLinks(LinkFactory):
+class FaultyLinks(WrappedLinks):
     """Links of `inner` with `faults`. `frozen` may be set and cleared at any time, as SIGSTOP and SIGCONT."""
 
     def __init__(self, inner: LinkFactory, faults: Faults, seed: int = 0) -> None:
-        self.kind = inner.kind
-        self.staging = inner.staging
+        super().__init__(inner)
         self.faults = faults
         self.frozen = False
-        self.inner = inner
         self._seed = seed
         self._ends = 0
         self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
@@ -63,23 +105,16 @@ class FaultyLinks(LinkFactory):
             )
 
     def invite(self) -> bytes:
-        """The inner factory's, or refused."""
         if self.faults.refuse_invite:
             raise LinkError("injected fault: no interface of this name")
-        return self.inner.invite()
+        return super().invite()
 
     def accept(self, invitation: bytes, window: int) -> tuple[FaultyInbound, bytes]:
-        """The inner factory's."""
-        inbound, acceptance = self.inner.accept(invitation, window)
+        inbound, acceptance = super().accept(invitation, window)
         return FaultyInbound(inbound, self._fate()), acceptance
 
     def complete(self, invitation: bytes, acceptance: bytes) -> FaultyOutbound:
-        """The inner factory's."""
-        return FaultyOutbound(self.inner.complete(invitation, acceptance), self._fate())
-
-    def close(self) -> None:
-        """The inner factory's."""
-        self.inner.close()
+        return FaultyOutbound(super().complete(invitation, acceptance), self._fate())
 
     def _fate(self) -> _Fate:
         self._ends += 1
@@ -134,6 +169,7 @@ class _Operation:
     """What faulty receives and sends have in common: when they may say that they are done."""
 
     def __init__(self, inner: Receive | Send, fate: _Fate, lot: _Lot) -> None:
+        self.buffer = inner.buffer
         self._inner_done = inner.done
         self._fate = fate
         self._lot = lot
@@ -158,24 +194,10 @@ class FaultyReceive(_Operation):
 
     def __init__(self, inner: Receive, fate: _Fate, lot: _Lot) -> None:
         super().__init__(inner, fate, lot)
-        self._inner = inner
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """The inner receive's."""
-        return self._inner.buffer
-
-    @property
-    def remote_slot(self) -> int:
-        """The inner receive's."""
-        return self._inner.remote_slot
-
-    def release(self) -> None:
-        """The inner receive's."""
-        self._inner.release()
+        self.remote_slot, self.release = inner.remote_slot, inner.release
 
     def _when_done(self) -> None:
-        self._lot.spoil(self._inner.buffer)
+        self._lot.spoil(self.buffer)
 
 
 class FaultySend(_Operation):
@@ -183,14 +205,9 @@ class FaultySend(_Operation):
 
     def __init__(self, inner: Send, fate: _Fate, lot: _Lot) -> None:
         super().__init__(inner, fate, lot)
-        self._inner = inner
+        self._commit = inner.commit
         self._held = False
         self._passed = False
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """The inner send's."""
-        return self._inner.buffer
 
     def commit(self) -> None:
         """The inner send's, now or when the end moves again."""
@@ -202,67 +219,44 @@ class FaultySend(_Operation):
         """Commit what was held while the end stood still. Returns whether it has been committed."""
         if self._held and not self._passed and not self._fate.still:
             self._passed = True
-            self._lot.spoil(self._inner.buffer)
-            self._inner.commit()
+            self._lot.spoil(self.buffer)
+            self._commit()
         return self._passed
 
 
-class _End:
+class _FaultyEnd(WrappedEnd):
     """What both faulty ends have in common: they stand still, and they break."""
 
     def __init__(self, inner: Inbound | Outbound, fate: _Fate) -> None:
-        self._inner_end = inner
+        super().__init__(inner)
         self._fate = fate
 
     def ready(self) -> bool:
-        """The inner link's; False while standing still."""
         self._fate.check()
-        return not self._fate.still and self._inner_end.ready()
-
-    @property
-    def used(self) -> int:
-        """The inner link's."""
-        return self._inner_end.used
+        return not self._fate.still and super().ready()
 
     def poll(self) -> None:
-        """The inner link's; nothing while standing still."""
         self._fate.check()
         self._fate.polls += 1
         if not self._fate.still:
-            self._inner_end.poll()
-
-    def abort(self) -> None:
-        """The inner link's."""
-        self._inner_end.abort()
+            super().poll()
 
 
-class FaultyInbound(_End, Inbound):
-    """D's end with faults."""
-
-    def __init__(self, inner: Inbound, fate: _Fate) -> None:
-        super().__init__(inner, fate)
-        self._inner = inner
-        self.share = inner.share
-
+class FaultyInbound(_FaultyEnd, Inbound):  # type: ignore[misc]
     def post(self, nbytes: int) -> FaultyReceive | None:
-        """The inner link's."""
         self._fate.check()
-        receive = self._inner.post(nbytes)
+        receive = self.inner.post(nbytes)
         return None if receive is None else FaultyReceive(receive, self._fate, self._fate.next())
 
 
-class FaultyOutbound(_End, Outbound):
-    """P's end with faults."""
-
+class FaultyOutbound(_FaultyEnd, Outbound):
     def __init__(self, inner: Outbound, fate: _Fate) -> None:
         super().__init__(inner, fate)
-        self._inner = inner
         self._sends: list[FaultySend] = []
 
     def reserve(self, nbytes: int, remote_slot: int) -> FaultySend | None:
-        """The inner link's."""
         self._fate.check()
-        inner = self._inner.reserve(nbytes, remote_slot)
+        inner = self.inner.reserve(nbytes, remote_slot)
         if inner is None:
             return None
         send = FaultySend(inner, self._fate, self._fate.next())
@@ -270,12 +264,10 @@ class FaultyOutbound(_End, Outbound):
         return send
 
     def poll(self) -> None:
-        """The inner link's, with what was held; nothing while standing still."""
         self._fate.check()
         self._sends = [send for send in self._sends if not send.pass_on()]
         super().poll()
 
     def abort(self) -> None:
-        """The inner link's."""
         super().abort()
         self._sends.clear()

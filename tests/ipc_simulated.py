@@ -20,6 +20,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from ctypes import c_int, c_long, c_size_t, c_void_p
 
 import torch
 
@@ -33,17 +34,10 @@ INVALID, FULL = (1, "CUDA_ERROR_INVALID_VALUE"), (2, "CUDA_ERROR_OUT_OF_MEMORY")
 ALL: weakref.WeakSet[SimulatedMemory] = weakref.WeakSet()
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.restype = c_void_p
+_libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_long)
+_libc.munmap.argtypes = (c_void_p, c_size_t)
+_libc.mprotect.argtypes = (c_void_p, c_size_t, c_int)
 _FIXED = 0x10
 _NOTHING = 0
 

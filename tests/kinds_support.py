@@ -39,6 +39,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from vllm.v1.request import Request
 from vllm.version import __version_tuple__ as version
 
 from p2pkv.demo.tiny_model import TinyFiles
@@ -72,6 +73,7 @@ class Kind:
         model: whose configuration the instances have.
         recurrent: what its recurrent layers are.
         pool: tokens of which a compressor makes one row, from what lies in rings.
+        replayed: tokens before a cached prefix's end that vLLM computes again.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Kind:
     model: TinyFiles = SMALL
     recurrent: Mamba2 | DeltaNet = RECURRENT
     pool: int = 1
+    replayed: int = 0
 
     def specs(self, tp: int) -> dict[str, KVCacheSpec]:
         """By the layers' names."""
@@ -157,30 +160,25 @@ def built(model: TinyFiles, block: int, tp: int) -> VllmConfig:
     return config
 
 
-def full(dtype: torch.dtype) -> MakeSpec:
-    return lambda block, tp: FullAttentionSpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype
+def full(dtype: torch.dtype, kind: type[AttentionSpec] = FullAttentionSpec, **more: int) -> MakeSpec:
+    """`kind`: or another attention with KV heads of its own, with what it has besides."""
+    return lambda block, tp: kind(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, **more
     )
 
 
 def window(dtype: torch.dtype, tokens: int) -> MakeSpec:
-    return lambda block, tp: SlidingWindowSpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, sliding_window=tokens
-    )
+    return full(dtype, SlidingWindowSpec, sliding_window=tokens)
 
 
 def chunked(dtype: torch.dtype, tokens: int) -> MakeSpec:
     """Llama 4: a layer sees the tokens from the last multiple of `tokens` on."""
-    return lambda block, tp: ChunkedLocalAttentionSpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, attention_chunk_size=tokens
-    )
+    return full(dtype, ChunkedLocalAttentionSpec, attention_chunk_size=tokens)
 
 
 def reference(dtype: torch.dtype, tokens: int) -> MakeSpec:
     """Generated tokens see the prompt, and a window of their own."""
-    return lambda block, tp: RSWASpec(
-        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, rswa_window=tokens
-    )
+    return full(dtype, RSWASpec, rswa_window=tokens)
 
 
 def latent(dtype: torch.dtype) -> MakeSpec:
@@ -222,8 +220,8 @@ def compressed(tokens: int, row: int = 584) -> MakeSpec:
     return lambda block, tp: MLAAttentionSpec(block_size=block, tokens_per_state=tokens, **more)
 
 
-def latent_window(tokens: int, row: int = 584) -> MakeSpec:
-    more = V4 | {"state_content_bytes": row}
+def latent_window(tokens: int, row: int = 584, **others: Any) -> MakeSpec:
+    more = V4 | {"state_content_bytes": row} | others
     return lambda block, tp: SlidingWindowMLASpec(block_size=block, sliding_window=tokens, **more)
 
 
@@ -303,6 +301,10 @@ KINDS = (
     Kind("all-packed", _ALL, layout="BLHNC"),
 )
 """All but the first five have blocks that vLLM zeroes."""
+if version >= (0, 33):
+    replayed = latent_window(20, 528, bounded_replay=True)
+    (v41,) = (kind for kind in KINDS if kind.name == "V4.1")
+    KINDS += (replace(v41, name="V4.1-replay", layers=(replayed, *v41.layers[1:]), replayed=20),)
 
 GEMMA = WholeModel("Gemma-3", layout="LBHNC", block=2 * BLOCK, model=TinyGemma())
 QWEN = WholeModel("Qwen3-Next", layout="LBHNC", model=TinyQwen(), recurrent=DeltaNet(2, 4, 128, 128))
@@ -312,6 +314,9 @@ class Contents:
     """What a made-up model writes: each number is a hash of all tokens up to its own, and of its place.
 
     The numbers are whole and at most 128, so that every type of numbers holds them.
+
+    Attributes:
+        tokens: how many there are.
     """
 
     def __init__(self, tokens: Sequence[int], weights: int = 0) -> None:
@@ -320,6 +325,7 @@ class Contents:
             last = zlib.crc32(token.to_bytes(4, "little"), last)
             hashes.append(last)
         self._hashes = torch.tensor(hashes, dtype=torch.int64)
+        self.tokens = len(hashes)
 
     def rows(self, span: range, layer: int, heads: range, view: torch.Tensor) -> torch.Tensor:
         """[token, head, content] of these tokens, in the type of the layer's blocks; where a row is for
@@ -396,13 +402,15 @@ class Rows:
             self._view[block].view(-1)[self._places[slot]] = row[0]
 
 
-def seen_by(spec: KVCacheSpec, span: range, prompt: int) -> list[range]:
-    """The tokens whose KV a layer reads to compute those of `span`, of a prompt of `prompt` tokens."""
-    first, token = 0, span.start
+def seen_by(spec: KVCacheSpec, span: range, request: Request) -> list[range]:
+    """The tokens whose KV a layer reads to compute those of `span`."""
+    first, token, prompt = 0, span.start, request.num_prompt_tokens
     if isinstance(spec, ChunkedLocalAttentionSpec):
         first = token // spec.attention_chunk_size * spec.attention_chunk_size
     elif isinstance(spec, SlidingWindowSpec):
         first = max(0, token - spec.sliding_window + 1)
+        if getattr(spec, "prefix_replay_tokens", 0):
+            first = max(first, request.replay_start)
     elif isinstance(spec, RSWASpec) and token > prompt:
         return [range(prompt), range(max(prompt, token - spec.rswa_window + 1), span.stop)]
     return [range(first, span.stop)]

@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from p2pkv.links.base import Guard, Inbound, LinkError, LinkFactory, Outbound
+from p2pkv.links.base import Guard, GuardedInbound, GuardedOutbound, LinkError, LinkFactory
 from p2pkv.links.staging import Slots, StagingBudget, StagingShare, aligned
 
 _DEFAULT_STAGING = 1 << 30
@@ -42,20 +42,18 @@ class MemoryNetwork:
         return MemoryLinks(self, staging_bytes)
 
     def open(self) -> bytes:
-        """The name of a new wire."""
         name = b"memory/%d" % next(self._names)
         self._wires[name] = _Wire()
         return name
 
     def wire(self, name: bytes) -> _Wire:
-        """The wire of that name. Raises LinkError if there is none."""
         if name not in self._wires:
             raise LinkError(f"no link {name!r} was invited on this network")
         return self._wires[name]
 
 
 class MemoryLinks(LinkFactory):
-    """Makes memory links for one rank of a MemoryNetwork."""
+    """Of one rank of a MemoryNetwork."""
 
     kind = "memory"
 
@@ -66,12 +64,10 @@ class MemoryLinks(LinkFactory):
         self._closed = False
 
     def invite(self) -> bytes:
-        """The name of a new wire."""
         self._check()
         return self._network.open()
 
     def accept(self, invitation: bytes, window: int) -> tuple[MemoryInbound, bytes]:
-        """D's end of the invited wire."""
         self._check()
         wire = self._network.wire(invitation)
         if wire.accepted:
@@ -82,7 +78,6 @@ class MemoryLinks(LinkFactory):
         return inbound, b"accept " + invitation
 
     def complete(self, invitation: bytes, acceptance: bytes) -> MemoryOutbound:
-        """P's end of the accepted wire."""
         self._check()
         wire = self._network.wire(invitation)
         if acceptance != b"accept " + invitation or not wire.accepted:
@@ -98,7 +93,6 @@ class MemoryLinks(LinkFactory):
             end.dead = True
 
     def close(self) -> None:
-        """Abort every link of this rank. Idempotent."""
         self._closed = True
         for end in self._ends:
             end.close("its rank has closed")
@@ -121,19 +115,17 @@ class MemoryReceive:
         self._link = link
 
     def done(self) -> bool:
-        """Whether all bytes have arrived."""
         self._link.guard.check()
         return self.arrived and not self._link.dead
 
     def release(self) -> None:
-        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
         self._link.guard.owned()
         if not self.released:
             self.released = True
             self._link.give(self)
 
 
-class MemoryInbound(Inbound):
+class MemoryInbound(GuardedInbound):
     """D's end: a window of real bytes, so that slots can be told apart."""
 
     def __init__(self, wire: _Wire, window: int, share: StagingShare) -> None:
@@ -147,12 +139,10 @@ class MemoryInbound(Inbound):
         self._waiting: deque[MemoryReceive] = deque()
 
     def ready(self) -> bool:
-        """Whether P has completed the link."""
         self.guard.check()
         return self._wire.completed and not self.dead
 
     def post(self, nbytes: int) -> MemoryReceive | None:
-        """Post the next receive, or None while the window has no room for it."""
         self.guard.check()
         offset = None if self.dead else self._slots.take(nbytes, self.share)
         if offset is None:
@@ -163,12 +153,10 @@ class MemoryInbound(Inbound):
         return receive
 
     def give(self, receive: MemoryReceive) -> None:
-        """A receive has been released."""
         if receive.arrived and self.guard.reason is None:
             self._slots.give(receive.offset)
 
     def poll(self) -> None:
-        """Take what P's `poll` has put on the wire."""
         self.guard.check()
         if self.dead:
             return
@@ -176,15 +164,8 @@ class MemoryInbound(Inbound):
             while self._waiting and self._wire.flying:
                 self._take(self._waiting.popleft(), self._wire.flying.popleft())
 
-    def abort(self) -> None:
-        """Later data of the peer stays on the wire for ever. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
-    def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
-        self.guard.fail(reason)
-        self._waiting.clear()
+    def _free(self) -> None:
+        self._waiting.clear()  # later data of the peer stays on the wire for ever
         self._slots.give_all()
 
     def _take(self, receive: MemoryReceive, data: torch.Tensor) -> None:
@@ -209,17 +190,15 @@ class MemorySend:
         self._link = link
 
     def commit(self) -> None:
-        """Hand the buffer over."""
         self._link.guard.check()
         self.committed = True
 
     def done(self) -> bool:
-        """Whether the peer's receive has taken the bytes."""
         self._link.guard.check()
         return self.sequence < self._link.taken
 
 
-class MemoryOutbound(Outbound):
+class MemoryOutbound(GuardedOutbound):
     """P's end."""
 
     def __init__(self, wire: _Wire, share: StagingShare) -> None:
@@ -233,12 +212,10 @@ class MemoryOutbound(Outbound):
         self._unfinished: deque[MemorySend] = deque()
 
     def ready(self) -> bool:
-        """True: D's end was there first."""
         self.guard.check()
         return not self.dead
 
     def reserve(self, nbytes: int, remote_slot: int) -> MemorySend | None:
-        """A buffer, or None while the rank's staging has no room."""
         self.guard.check()
         if not 1 <= aligned(nbytes) <= self.share.limit:
             raise ValueError(f"a message of {nbytes} bytes never fits {self.share.limit} bytes of staging")
@@ -255,7 +232,6 @@ class MemoryOutbound(Outbound):
 
     @property
     def used(self) -> int:
-        """Bytes that unfinished sends hold."""
         return self.share.held
 
     def poll(self) -> None:
@@ -270,14 +246,7 @@ class MemoryOutbound(Outbound):
         while self._unfinished and self._unfinished[0].sequence < self.taken:
             self.share.count(-aligned(self._unfinished.popleft().buffer.numel()))
 
-    def abort(self) -> None:
-        """What has not been taken is gone. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
-    def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
-        self.guard.fail(reason)
+    def _free(self) -> None:
         with self._wire.lock:
             self._wire.flying.clear()
         self._unsent.clear()

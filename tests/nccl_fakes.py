@@ -60,16 +60,13 @@ def fake_cupy(version: str, *, available: bool = True) -> tuple[types.ModuleType
         signed = tuple(part - 256 if part > 127 else part for part in UNIQUE_ID)
         return UNIQUE_ID if as_bytes else signed
 
-    nccl = types.ModuleType("cupy.cuda.nccl")
-    nccl.available = available  # type: ignore[attr-defined]
-    nccl.NcclError = FakeNcclError  # type: ignore[attr-defined]
-    nccl.NcclCommunicator = NcclCommunicator  # type: ignore[attr-defined]
-    nccl.get_version = lambda: 23203  # type: ignore[attr-defined]
-    nccl.get_unique_id = get_unique_id  # type: ignore[attr-defined]
-    nccl.groupStart = lambda: asked.note("groupStart")  # type: ignore[attr-defined]
-    nccl.groupEnd = lambda: asked.note("groupEnd")  # type: ignore[attr-defined]
-    cupy = types.ModuleType("cupy")
-    cupy.__version__ = version  # type: ignore[attr-defined]
+    nccl, cupy = types.ModuleType("cupy.cuda.nccl"), types.ModuleType("cupy")
+    vars(nccl).update(
+        available=available, NcclError=FakeNcclError, NcclCommunicator=NcclCommunicator,
+        get_version=lambda: 23203, get_unique_id=get_unique_id,
+        groupStart=lambda: asked.note("groupStart"), groupEnd=lambda: asked.note("groupEnd"),
+    )  # fmt: skip
+    vars(cupy).update(__version__=version)
     return cupy, nccl, asked
 
 

@@ -28,20 +28,22 @@ functions are NVIDIA/nccl's and have been read in v2.28.9 and v2.30.7.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import secrets
 import socket
+import struct
 import threading
 import weakref
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from nccl_simulated_gpu import SimulatedGpu, Work
-from nccl_simulated_wire import HEADER, Op, accept, dial, exactly, send
 
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
 
 TICK = 0.005
+HEADER = struct.Struct("<cQ")
 ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
 
 
@@ -53,6 +55,21 @@ def let_go() -> None:
         violations += simulated.violations
         ALL.discard(simulated)
     assert not violations, "; ".join(violations)
+
+
+@dataclass(eq=False)
+class Op:
+    send: bool
+    ptr: int
+    nbytes: int
+    stream: int
+    done: bool = False
+    work: Work | None = None
+    """The kernel, once it runs; of a simulation with a GPU."""
+
+    @property
+    def memory(self) -> memoryview:
+        return memoryview((ctypes.c_char * self.nbytes).from_address(self.ptr)).cast("B")
 
 
 @dataclass(eq=False)
@@ -330,7 +347,9 @@ class SimulatedNccl(Nccl):
         while (op := comm.work.get()) is not None:
             try:
                 if op.send:
-                    send(comm.line, op)
+                    comm.line.sendall(HEADER.pack(b"M", op.nbytes))
+                    comm.line.sendall(op.memory)
+                    fill(comm.line, bytearray(1))  # the word that it was taken
                 else:
                     self._recv(comm.line, op)
             except OSError:
@@ -341,11 +360,11 @@ class SimulatedNccl(Nccl):
                 self.gpu.finish(op.work)
 
     def _recv(self, line: socket.socket, op: Op) -> None:
-        kind, nbytes = HEADER.unpack(exactly(line, bytearray(HEADER.size)))
+        kind, nbytes = HEADER.unpack(fill(line, bytearray(HEADER.size)))
         if (kind, nbytes) != (b"M", op.nbytes):
             self._violate(f"{nbytes} bytes were sent where {op.nbytes} were posted")
             raise OSError
-        exactly(line, op.memory)
+        fill(line, op.memory)
         line.sendall(b"A")
 
     def _end(self, comm: Comm) -> None:
@@ -360,3 +379,30 @@ class SimulatedNccl(Nccl):
                 comm.line.shutdown(socket.SHUT_RDWR)
         if comm.worker is not None:  # its line is closed with its last user: a number must not be used anew
             comm.worker.join(10)
+
+
+def accept(root: socket.socket) -> socket.socket | None:
+    """A connection, if somebody has dialed."""
+    root.setblocking(False)
+    try:
+        return root.accept()[0]
+    except OSError:
+        return None
+
+
+def dial(name: bytes) -> socket.socket | None:
+    """A connection, if somebody listens by that name."""
+    line = socket.socket(socket.AF_UNIX)
+    try:
+        line.connect(name)
+        return line
+    except OSError:
+        line.close()
+        return None
+
+
+def fill(line: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:
+    """Raises OSError when the line ends before."""
+    if line.recv_into(into, 0, socket.MSG_WAITALL) < len(into):
+        raise OSError("the peer is gone")
+    return into

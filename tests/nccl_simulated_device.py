@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from nccl_simulated import SimulatedNccl
-from nccl_simulated_wire import Op
+from nccl_simulated import Op, SimulatedNccl
 
 from p2pkv.links.gpu import Allocate
 

@@ -12,11 +12,9 @@ import io
 import itertools
 import random
 import sys
-from contextlib import AsyncExitStack
 from html import escape
 from pathlib import Path
 
-import aiohttp
 from aiohttp import web
 from PIL import Image
 
@@ -96,12 +94,9 @@ SIZE = (1120, 730)
 
 async def dashboard(chromium: str) -> bytes:
     """A PNG of the dashboard when requests have passed for 40 s; one D of three has been drained."""
-    from proxy_behaviours import Seen, completion, event, event_stream
+    from proxy_behaviours import DONE, Seen, completion, stream_of
     from proxy_browser import browsing
-    from proxy_fakes import FakeInstance, serve_and_ping
-    from proxy_process import running
-
-    from p2pkv.demo.processes import free_ports
+    from proxy_process import served
 
     chances = random.Random(1)
 
@@ -111,25 +106,19 @@ async def dashboard(chromium: str) -> bytes:
 
     async def decode(request: web.Request, seen: Seen) -> web.StreamResponse:
         await asyncio.sleep(chances.uniform(0.3, 0.7))
-        response = await event_stream(request)
-        for number in range(TOKENS):
-            await response.write(event(seen, f" {number}"))
-            await asyncio.sleep(TOKEN_SECONDS)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        steps = [step for number in range(TOKENS) for step in (f" {number}", a_token_later)]
+        return await stream_of(*steps, DONE)(request, seen)
 
-    async with AsyncExitStack() as cleanup:
-        discovery = f"127.0.0.1:{free_ports()}"
-        arguments = ("--port", "0", "--discovery", discovery, "--admin-token", "token")
-        command = cleanup.enter_context(running(*arguments))
-        url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
-        instances = [
-            FakeInstance(role, MODEL, prefill if role == "P" else decode, models=(MODEL,)) for role in "PPDDD"
-        ]
-        for instance in instances:
-            await serve_and_ping(cleanup, discovery, instance)
-            await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
-        client = await cleanup.enter_async_context(aiohttp.ClientSession())
+    async def a_token_later(*_: object) -> None:
+        await asyncio.sleep(TOKEN_SECONDS)
+
+    async with served("--admin-token", "token", prefill=0, decode=0) as proxy, browsing(chromium) as browser:
+        for role in ("P", "P", "D", "D", "D"):
+            instance = await proxy.add(
+                role, model=MODEL, behaviour=prefill if role == "P" else decode, models=(MODEL,)
+            )
+            await proxy.says(f"{instance.http_address} is ready")
+        url, client = proxy.url, proxy.client
 
         async def ask() -> None:
             for number in itertools.count():
@@ -139,11 +128,10 @@ async def dashboard(chromium: str) -> bytes:
 
         async with asyncio.TaskGroup() as clients:
             asking = [clients.create_task(ask()) for _ in range(CLIENTS)]
-            browser = await cleanup.enter_async_context(browsing(chromium))
             await browser.size(*SIZE)
             await browser.open(url)
             await asyncio.sleep(SECONDS / 2)
-            order = f"{url}/instances/{instances[-1].http_address}/drain"
+            order = f"{url}/instances/{instance.http_address}/drain"
             async with client.post(order, headers={"Authorization": "Bearer token"}) as response:
                 response.raise_for_status()
             await asyncio.sleep(SECONDS / 2)

@@ -1,18 +1,24 @@
-"""Ranks that hold a part of one model's KV, and a push between two engines of them (see ranks_crews)."""
+"""Whole engines whose ranks hold a part of one model's KV each, and a push between two of them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from multiprocessing import forkserver
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from engine_support import BUSY, READY, Geometry, make_rank
 
+from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
+from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan, make_plan
@@ -67,19 +73,8 @@ def _kv(number: int, *sizes: int) -> torch.Tensor:
     return torch.arange(number * count, (number + 1) * count, dtype=torch.float32).view(sizes)
 
 
-@dataclass(frozen=True)
-class Account:
-    """What became of everything on one rank."""
-
-    heard: list[do.Event]
-    sent: int
-    scattered: int
-    filler: int
-    links: int
-
-
 class Player:
-    """One rank with its pages; a test calls it through a `Crew`, by the names of its methods."""
+    """One rank with its pages, which a `Crew` calls by the names of its methods."""
 
     def __init__(self, role: str, geometry: Geometry, rank: int, port: int, links: LinkFactory) -> None:
         self.role, self.geometry, self.number = role, geometry, rank
@@ -113,12 +108,10 @@ class Player:
             lambda: not any(counters.snapshot().get(name, 0) for name in BUSY), DEADLINE, f"{self} at rest"
         )
 
-    def account(self) -> Account:
+    def account(self) -> tuple[list[do.Event], dict[str, int]]:
+        """All that the rank has said and counted."""
         self.it.seen += self.it.rank.events()
-        now = self.it.rank.counters.snapshot()
-        return Account(
-            self.it.seen, now["bytes_sent"], now["bytes_scattered"], now["chunks_filler"], now["links"]
-        )
+        return self.it.seen, self.it.rank.counters.snapshot()
 
     def wrong(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The first (layer, block, head, slot) of D's pages that hold anything but what they should.
@@ -156,18 +149,67 @@ class Player:
         return f"rank {self.number} of {self.role}"
 
 
-class Crew(Protocol):
-    """All ranks of one engine."""
+class Crew:
+    """All ranks of one engine, threads of this process."""
 
-    address: Address
-    geometry: Geometry
+    def __init__(self, role: str, geometry: Geometry, links: Callable[[], LinkFactory]) -> None:
+        port = free_ports(geometry.world)
+        self.address, self.geometry = Address("127.0.0.1", port), geometry
+        self._players = [Player(role, geometry, rank, port, links()) for rank in range(geometry.world)]
 
     def each(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every Player; what they answer, by rank."""
+        return [getattr(player, method)(*args) for player in self._players]
+
+    def close(self) -> None:
+        self.each("stop")
+
+
+class Processes(Crew):
+    """A process for each rank, over the host link."""
+
+    def __init__(self, role: str, geometry: Geometry) -> None:
+        # Forked by a process that has imported torch and has one thread: quick, and safe.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "p2pkv.engine.thread", "p2pkv.demo.processes"])
+        with patch.dict(os.environ, {"OPENBLAS_NUM_THREADS": "1"}):  # numpy starts threads when imported
+            forkserver.ensure_running()
+        port = free_ports(geometry.world)
+        self.address, self.geometry = Address("127.0.0.1", port), geometry
+        self._ranks = [
+            ProcessPoolExecutor(1, context, _begin, (role, geometry, rank, port))
+            for rank in range(geometry.world)
+        ]
+
+    def each(self, method: str, *args: Any) -> list[Any]:
+        answers = [rank.submit(_play, method, args) for rank in self._ranks]
+        return [answer.result(2 * DEADLINE) for answer in answers]
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for rank in self._ranks:
+                rank.shutdown()
+
+
+def _begin(role: str, geometry: Geometry, rank: int, port: int) -> None:
+    """A rank's process has one Player."""
+    global PLAYER
+    torch.set_num_threads(1)
+    links = make_factory("host", host="127.0.0.1", staging_bytes=OPTIONS["staging_bytes"])
+    PLAYER = Player(role, geometry, rank, port, links)
+
+
+def _play(method: str, args: Sequence[Any]) -> Any:
+    return getattr(PLAYER, method)(*args)
 
 
 def push(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
-    """Prefill all of them, a chunk of each in turn; D asks when the first chunks are computed."""
+    """Prefill all of them, a chunk of each in turn; D asks when the first chunks are computed.
+
+    In the end every byte is where it belongs and was sent once, and every rank has said its word once.
+    """
     for prompt in prompts:
         d.each("do", do.Expect(prompt.key, p.address, prompt.tokens, b"digest"))
         p.each("do", do.Hold(prompt.key, d.address))
@@ -186,10 +228,6 @@ def push(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
             crew.each("do", do.Forget(prompt.key))
     for crew in (p, d):
         crew.each("settle")
-
-
-def check(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
-    """Every byte is where it belongs and was sent once; every rank has said its word once."""
     assert d.each("wrong", prompts) == [[]] * d.geometry.world
     plan = plan_of(p.geometry, d.geometry)
 
@@ -202,16 +240,17 @@ def check(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
                 crew.geometry.slots(rank, tokens)[0] for crew, rank in ((p, edge.source), (d, edge.target))
             )
             count += int((on_p & on_d).sum())
-        return count * edge.cells * p.geometry.content * 4
+        return count * len(edge.layers) * len(edge.heads) * p.geometry.content * 4
 
-    for rank, account in enumerate(p.each("account")):
+    for rank, (heard, counted) in enumerate(p.each("account")):
         edges = plan.from_source(rank)
-        assert sorted(account.heard, key=str) == [do.BlocksFree(prompt.key) for prompt in prompts]
-        assert (account.sent, account.filler) == (sum(map(nbytes, edges)), 0)
-        assert account.links == len(edges)
-    for rank, account in enumerate(d.each("account")):
+        assert sorted(heard, key=str) == [do.BlocksFree(prompt.key) for prompt in prompts]
+        assert (counted["bytes_sent"], counted["chunks_filler"]) == (sum(map(nbytes, edges)), 0)
+        assert counted["links"] == len(edges)
+    for rank, (heard, counted) in enumerate(d.each("account")):
         edges = plan.to_target(rank)
-        said = [kind(prompt.key) for kind in (do.Begun, do.Loaded) for prompt in prompts]
-        assert sorted(account.heard, key=str) == said
-        assert account.scattered == sum(map(nbytes, edges))
-        assert account.links == len(edges)
+        assert sorted(heard, key=str) == [
+            kind(each.key) for kind in (do.Begun, do.Loaded) for each in prompts
+        ]
+        assert counted["bytes_scattered"] == sum(map(nbytes, edges))
+        assert counted["links"] == len(edges)

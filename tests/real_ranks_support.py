@@ -8,14 +8,15 @@ vLLM gives out is poisoned first, and zeroed where vLLM's runners zero it.
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import zmq
 from connector_support import BLOCK, Instance, inner_id, pair_id
 from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, planning, seen_by
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -36,6 +37,8 @@ from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 from p2pkv.connector import P2pKvConnector, describe
 from p2pkv.connector.describe import Layers, local_groups
 from p2pkv.connector.worker import Worker
+from p2pkv.control.discovery import Ping, decode_ping
+from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 
@@ -134,7 +137,7 @@ class Engine(Instance):
         configs = [self.kv_config_of(rank) for rank in range(len(self.ranks))]
         self.memory = [allocate_kv_cache(config, torch.device("cpu"), layout) for config in configs]
         described = [
-            [group.described for group in local_groups(self.config, config, Layers(views, config))]
+            [group.described for group in local_groups(self.config, Layers(views, config))]
             for config, views in zip(configs, self.memory, strict=True)
         ]
         for rank, (config, views) in enumerate(zip(configs, self.memory, strict=True)):
@@ -245,8 +248,7 @@ class Engine(Instance):
         rank, contents = self.workers.index(worker), {}
         for request_id in scheduled.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
-            # The scheduler has advanced num_computed_tokens already.
-            contents[request_id] = self._contents(request.all_token_ids[: request.num_computed_tokens])
+            contents[request_id] = self._contents(request.all_token_ids)
         for layer, (name, spec) in enumerate(self.specs.items()):
             if name not in self.memory[rank]:
                 continue
@@ -267,8 +269,7 @@ class Engine(Instance):
                     elif write:
                         self._write(rank, layer, made, table, span)
                     else:
-                        prompt = self.scheduler.requests[request_id].num_prompt_tokens
-                        for seen in seen_by(spec, span, prompt):
+                        for seen in seen_by(spec, span, self.scheduler.requests[request_id]):
                             self._read(rank, layer, made, table, seen, about)
             if isinstance(spec, AttentionSpec):
                 worker.layer(name)
@@ -289,35 +290,38 @@ class Engine(Instance):
         return self.memory[rank][name], spec
 
     def _write(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
-        view, spec = self._layer(rank, layer)
-        rows, heads = Rows(view, spec), heads_of(spec, *self._place(rank))
-        ends = rows.complete(span)
-        here, slots = self._slots(rank, ends)
-        rows.put(table, slots, made.rows(ends, layer, heads, view)[here])
+        rows = Rows(*self._layer(rank, layer))
+        rows.put(table, *self._kept(rank, layer, made, rows.complete(span)))
 
-    def _slots(self, rank: int, tokens: range) -> tuple[list[int], list[int]]:
-        """Which of these tokens a rank keeps, counted from the first, and where among its own."""
+    def _kept(self, rank: int, layer: int, made: Contents, ends: range) -> tuple[list[int], torch.Tensor]:
+        """Of the rows that end with these tokens those that a rank keeps: where among its own, and what they
+        hold."""
+        view, spec = self._layer(rank, layer)
         run, ranks, turn = self._interleave, self._dcp, rank % self._dcp
-        here = [number for number, token in enumerate(tokens) if token // run % ranks == turn]
-        return here, [tokens[each] // (run * ranks) * run + tokens[each] % run for each in here]
+        here = [number for number, token in enumerate(ends) if token // run % ranks == turn]
+        slots = [ends[each] // (run * ranks) * run + ends[each] % run for each in here]
+        return slots, made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)[here]
 
     def _read(self, rank: int, layer: int, made: Contents, table: list[int], span: range, about: str) -> None:
         """All blocks of the tokens that are attended to, whole: what an attention masks it multiplies by 0,
-        and 0 * NaN is NaN."""
+        and 0 * NaN is NaN. But windows that are replayed are read row by row."""
         view, spec = self._layer(rank, layer)
         size, first = spec.block_size * self._dcp, span.start
         begin = first // size * size
         blocks = table[begin // size : -(-span.stop // size)]
         assert 0 not in blocks, f"{about}: a block that is needed is not there"
         lie = Rows(view, spec)
-        rows, ends = lie.get(blocks), lie.complete(range(begin, span.stop))
+        rows = lie.get(blocks)
+        # Where windows are replayed, cached tokens may lie behind these.
+        until = min(made.tokens, begin + len(blocks) * size) if self.kind.replayed else span.stop
         expected = torch.zeros_like(rows)
-        here, _ = self._slots(rank, ends)
-        expected[: len(here)] = made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)[here]
+        _, kept = self._kept(rank, layer, made, lie.complete(range(begin, until)))
+        expected[: len(kept)] = kept
         right = (rows == expected).flatten(1).all(1)
-        live = slice((first - begin) // lie.tokens, len(here))
+        count = len(self._kept(rank, layer, made, lie.complete(range(begin, span.stop)))[0])
+        live = slice((first - begin) // lie.tokens, count)
         assert right[live].all(), f"{about}: reads KV that is not its own"
-        if self.scheduler.needs_kv_cache_zeroing:
+        if self.scheduler.needs_kv_cache_zeroing and not getattr(spec, "prefix_replay_tokens", 0):
             clean = right | (rows == 0).flatten(1).all(1)
             wrong = [begin // lie.tokens + place for place, fine in enumerate(clean.tolist()) if not fine]
             assert not wrong, f"{about}: slots {wrong} hold what was in their blocks before"
@@ -423,76 +427,53 @@ class Engine(Instance):
             size = spec.block_size * self._dcp
             begin = (tokens - 1) // size * size
             rows = Rows(view, spec)
-            heads, ends = heads_of(spec, *self._place(rank)), rows.complete(range(begin, tokens))
-            here, _ = self._slots(rank, ends)
-            found = rows.get([block])[: len(here)]
-            assert torch.equal(found, made.rows(ends, layer, heads, view)[here]), about
+            _, kept = self._kept(rank, layer, made, rows.complete(range(begin, tokens)))
+            assert torch.equal(rows.get([block])[: len(kept)], kept), about
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:
     return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
-def _one_thread(stack: contextlib.ExitStack) -> None:
-    """Blocks are small: threads of torch's would only wait for each other where processors are few."""
-    stack.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1)
-
-
 @contextlib.contextmanager
-def starting() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+def starting() -> Iterator[Callable[..., list[Engine]]]:
     """Starts pairs of a P and a D, which are stopped at the end."""
     with contextlib.ExitStack() as stack:
-        _one_thread(stack)
+        # Blocks are small: threads of torch's would only wait for each other where processors are few.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
 
         def start(
             tp_p: int,
             tp_d: int,
             blocks: int = 40,
             roles: tuple[str, str] = ("P", "D"),
+            data_parallel: tuple[int, int] | None = None,
             stages: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
             context: tuple[dict[str, int], dict[str, int]] = ({}, {}),
             **options: Any,
-        ) -> tuple[Engine, Engine]:
-            on_p, on_d = (tp * len(each or [0]) for tp, each in zip((tp_p, tp_d), stages, strict=True))
-            port = free_ports(on_p + on_d)
-            p = Engine(roles[0], tp_p, port, blocks, stages=stages[0], **context[0], **options)
-            d = Engine(roles[1], tp_d, port + on_p, blocks, stages=stages[1], **context[1], **options)
-            for engine in (p, d):
-                stack.callback(engine.stop)
-                engine.start()
-            return p, d
+        ) -> list[Engine]:
+            """`data_parallel`: ranks of P and of D, of which each is an engine; those of P come first."""
+            counts = data_parallel or (1, 1)
+            ranks = [tp * len(each or [0]) for tp, each in zip((tp_p, tp_d), stages, strict=True)]
+            port = free_ports(sum(map(prod, zip(ranks, counts, strict=True))))
+            made = []
+            for side, (role, tp) in enumerate(zip(roles, (tp_p, tp_d), strict=True)):
+                first = port + side * ranks[0] * counts[0]
+                more = {"stages": stages[side], **context[side], **options}
+                for number in range(counts[side]):
+                    index = number if data_parallel else None
+                    engine = Engine(role, tp, first, blocks, index=index, **more)
+                    stack.callback(engine.stop)
+                    engine.start()
+                    made.append(engine)
+            return made
 
         yield start
 
 
-@contextlib.contextmanager
-def data_parallel(p: int, d: int, tp_p: int = 1, tp_d: int = 1, **options: Any) -> Iterator[list[Engine]]:
-    """The engines of a P with `p` data-parallel ranks, and behind them those of a D with `d`."""
-    port, engines = free_ports(p * tp_p + d * tp_d), list[Engine]()
-    with contextlib.ExitStack() as stack:
-        _one_thread(stack)
-        for role, first, tp, count in (("P", port, tp_p, p), ("D", port + p * tp_p, tp_d, d)):
-            for index in range(count):
-                engine = Engine(role, tp, first, 40, index=index, **options)
-                stack.callback(engine.stop)
-                engine.start()
-                engines.append(engine)
-        yield engines
-
-
-def run(p: Engine, d: Engine, until: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Steps of both, as vLLM's loops make them, until the condition holds."""
-    run_all((p, d), until, seconds)
-
-
-def run_alone(engine: Engine, until: Callable[[], bool], seconds: float = 60.0) -> None:
-    """The same, while the other makes no steps."""
-    run_all((engine,), until, seconds)
-
-
-def run_all(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 60.0) -> None:
-    """The same for any engines."""
+def run(engines: Sequence[Engine], until: Callable[[], object], seconds: float = 60.0) -> None:
+    """Steps of these, as vLLM's loops make them, until the condition holds."""
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end, [engine.ended for engine in engines]
@@ -501,28 +482,49 @@ def run_all(engines: Sequence[Engine], until: Callable[[], bool], seconds: float
         time.sleep(0.001)
 
 
-def abort_or_reset(draw: random.Random, p: Engine, d: Engine, live: Sequence[tuple[Engine, Request]]) -> None:
-    """Sometimes abort one of the `live` requests, and sometimes empty an engine's prefix cache."""
-    if draw.random() < 0.3:
-        engine, request = draw.choice(live)
-        if not request.is_finished():
-            engine.abort(request)
-    if draw.random() < 0.2:
-        # vLLM complains if blocks are still held, after it has preempted all that runs.
-        with contextlib.suppress(RuntimeError):
-            draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
+@contextlib.contextmanager
+def listening(secret: bytes = b"") -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A proxy's socket, and the options of engines that ping it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
+        proxy.setsockopt(zmq.LINGER, 0)
+        if secret:
+            Members(secret).serve(proxy, "proxy")
+        port = proxy.bind_to_random_port("tcp://127.0.0.1")
+        yield proxy, {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
+
+
+def pings(proxy: Any, count: int) -> dict[bytes, Ping]:
+    """One of each of so many engines, by its sender."""
+    found: dict[bytes, Ping] = {}
+    while len(found) < count:
+        assert proxy.poll(30_000)
+        sender, frame = proxy.recv_multipart()
+        found[sender] = decode_ping(frame)
+    return found
 
 
 def finish(*engines: Engine) -> None:
-    run_all(engines, lambda: not any(engine.scheduler.requests for engine in engines))
+    run(engines, lambda: not any(engine.scheduler.requests for engine in engines))
     for engine in engines:
         assert engine.free == engine.all_free
         engine.check_cached()
 
 
-def ask_both(
-    p: Engine, d: Engine, unique: int | str, prompt: list[int], tokens: int = 5
-) -> tuple[Request, Request]:
+def preempt_all(engine: Engine) -> None:
+    """By emptying its prefix cache. vLLM complains then if somebody still holds blocks."""
+    with contextlib.suppress(RuntimeError):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def ask(
+    at: Engine, p: Engine, d: Engine, unique: int | str, prompt: list[int], tokens: int = 1, index: int = 0
+) -> Request:
+    """One of the two for its half of a request of the pair. `index`: of several prompts in one request."""
     outer = pair_id(unique, prefill=p.address, decode=d.address)
-    asked = p.ask(inner_id(outer), prompt, max_tokens=1)
-    return asked, d.ask(inner_id(outer), prompt, max_tokens=tokens)
+    return at.ask(inner_id(outer, prompt=index), prompt, max_tokens=tokens)
+
+
+def ask_both(
+    p: Engine, d: Engine, unique: int | str, prompt: list[int], tokens: int = 5, index: int = 0
+) -> tuple[Request, Request]:
+    return ask(p, p, d, unique, prompt, 1, index), ask(d, p, d, unique, prompt, tokens, index)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from p2pkv.connector.recurrent import RecurrentLayer, state_groups
-from p2pkv.connector.stage_layers import over_stages
+from p2pkv.connector.recurrent import state_groups
+from p2pkv.connector.stage_layers import Layer, over_stages
 from p2pkv.protocol.messages import Cache
 
 WIDTH = 4
@@ -53,21 +53,52 @@ def share(count: int, tp: int, rank: int, first: int = 0) -> Numbers:
 # The kinds of recurrent layers: vLLM's shapes, the attributes of its layers, and what each rank holds.
 
 
-@dataclass(frozen=True)
-class Mamba1:
-    channels: int
-    state: int
-    kind = MambaAttentionBackendEnum.MAMBA1
+class Form(NamedTuple):
+    """`parts`: channels of the window's; `elements`: of the recurrent state. Every rank has an equal share of
+    each, if the tensor-parallel size divides `whole`."""
+
+    parts: tuple[int, ...]
+    elements: int
+    whole: tuple[int, ...] = ()
+
+
+class Recurrent:
+    """What all kinds have in common; `steps` of their windows."""
+
+    kind: MambaAttentionBackendEnum
     replicated = False
     steps = WIDTH - 1
 
     @property
+    def form(self) -> Form:
+        raise NotImplementedError
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Channels, and elements of the recurrent state, of the whole model."""
-        return self.channels, self.channels * self.state
+        return sum(self.form.parts), self.form.elements
 
     def fits(self, tp: int) -> bool:
-        return self.channels % tp == 0
+        return all(each % tp == 0 for each in self.form.whole)
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        """The channels and the elements of the state that a rank holds, in its order."""
+        channels, first = [np.arange(0)], 0
+        for part in self.form.parts:
+            channels.append(share(part, tp, rank, first))
+            first += part
+        return np.concatenate(channels), share(self.form.elements, tp, rank)
+
+
+@dataclass(frozen=True)
+class Mamba1(Recurrent):
+    channels: int
+    state: int
+    kind = MambaAttentionBackendEnum.MAMBA1
+
+    @property
+    def form(self) -> Form:
+        return Form((self.channels,), self.channels * self.state, (self.channels,))
 
     def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
         return MambaStateShapeCalculator.mamba1_state_shape(tp, self.channels, self.state, WIDTH)
@@ -77,28 +108,22 @@ class Mamba1:
             intermediate_size=self.channels, ssm_state_size=self.state, conv_kernel_size=WIDTH
         )
 
-    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
-        """The channels and the elements of the state that a rank holds, in its order."""
-        return share(self.channels, tp, rank), share(self.channels * self.state, tp, rank)
-
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Recurrent):
     heads: int
     size: int
     groups: int
     state: int
     kind = MambaAttentionBackendEnum.MAMBA2
-    replicated = False
-    steps = WIDTH - 1
 
     @property
     def inner(self) -> int:
         return self.heads * self.size
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.inner + 2 * self.groups * self.state, self.inner * self.state
+    def form(self) -> Form:
+        return Form((self.inner, self.groups * self.state, self.groups * self.state), self.inner * self.state)
 
     def fits(self, tp: int) -> bool:
         """As vLLM's mixer asserts."""
@@ -134,22 +159,17 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
+class DeltaNet(Recurrent):
     keys: int
     values: int
     key: int
     value: int
     kind = MambaAttentionBackendEnum.GDN_ATTN
-    replicated = False
-    steps = WIDTH - 1
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        channels = 2 * self.keys * self.key + self.values * self.value
-        return channels, self.values * self.value * self.key
-
-    def fits(self, tp: int) -> bool:
-        return self.keys % tp == 0 and self.values % tp == 0
+    def form(self) -> Form:
+        q, v = self.keys * self.key, self.values * self.value
+        return Form((q, q, v), v * self.key, (self.keys, self.values))
 
     def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
         return MambaStateShapeCalculator.gated_delta_net_state_shape(
@@ -165,26 +185,17 @@ class DeltaNet:
             conv_kernel_size=WIDTH,
         )
 
-    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
-        q, v = self.keys * self.key, self.values * self.value
-        channels = [share(q, tp, rank), share(q, tp, rank, q), share(v, tp, rank, 2 * q)]
-        return np.concatenate(channels), share(self.sizes[1], tp, rank)
-
 
 @dataclass(frozen=True)
-class KimiDeltaNet:
+class KimiDeltaNet(Recurrent):
     heads: int
     size: int
     kind = MambaAttentionBackendEnum.GDN_ATTN
-    replicated = False
-    steps = WIDTH - 1
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return 3 * self.heads * self.size, self.heads * self.size * self.size
-
-    def fits(self, tp: int) -> bool:
-        return self.heads % tp == 0
+    def form(self) -> Form:
+        each = self.heads * self.size
+        return Form((each, each, each), each * self.size, (self.heads,))
 
     def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
         return MambaStateShapeCalculator.kda_state_shape(
@@ -194,26 +205,17 @@ class KimiDeltaNet:
     def module(self, tp: int) -> Any:
         return SimpleNamespace(num_heads=self.heads, head_dim=self.size, conv_size=WIDTH)
 
-    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
-        each = self.heads * self.size
-        channels = [share(each, tp, rank, first) for first in (0, each, 2 * each)]
-        return np.concatenate(channels), share(self.sizes[1], tp, rank)
-
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Recurrent):
     heads: int
     size: int
     kind = MambaAttentionBackendEnum.LINEAR
-    replicated = False
     steps = 0
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return 0, self.heads * self.size * self.size
-
-    def fits(self, tp: int) -> bool:
-        return self.heads % tp == 0
+    def form(self) -> Form:
+        return Form((), self.heads * self.size * self.size, (self.heads,))
 
     def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
         return MambaStateShapeCalculator.linear_attention_state_shape(self.heads, tp, self.size)
@@ -221,23 +223,15 @@ class Linear:
     def module(self, tp: int) -> Any:
         return SimpleNamespace(num_heads=self.heads, head_dim=self.size)
 
-    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
-        return np.arange(0), share(self.sizes[1], tp, rank)
-
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(Recurrent):
     channels: int
     kind = MambaAttentionBackendEnum.SHORT_CONV
-    replicated = False
-    steps = WIDTH - 1
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.channels, 0
-
-    def fits(self, tp: int) -> bool:
-        return self.channels % tp == 0
+    def form(self) -> Form:
+        return Form((self.channels,), 0, (self.channels,))
 
     def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
         return MambaStateShapeCalculator.short_conv_state_shape(tp, self.channels, WIDTH, spec)
@@ -245,12 +239,9 @@ class ShortConv:
     def module(self, tp: int) -> Any:
         return SimpleNamespace(conv_dim=self.channels, L_cache=WIDTH)
 
-    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
-        return share(self.channels, tp, rank), np.arange(0)
-
 
 @dataclass(frozen=True)
-class Dilated:
+class Dilated(Recurrent):
     """Qwen4's short convolution, whose window every rank holds whole."""
 
     channels: int
@@ -259,11 +250,8 @@ class Dilated:
     steps = 2 * (WIDTH - 1)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.channels, 0
-
-    def fits(self, tp: int) -> bool:
-        return True
+    def form(self) -> Form:
+        return Form((self.channels,), 0)
 
     def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
         return MambaStateShapeCalculator.short_conv_state_shape(1, self.channels, self.steps + 1, spec)
@@ -352,13 +340,13 @@ class Held:
         shape = (blocks, 1, 1, self.spec.page_size_bytes)
         strides = (block, shape[-1], shape[-1], 1)
         self.layers = [
-            RecurrentLayer(
+            Layer(
                 f"model.layers.{2 * number}.mixer",
                 self.spec,
-                model.module(side.tp),
                 self.memory.as_strided(shape, strides, begin + number * layer),
                 side.tables[number],
                 2 * number,
+                model.module(side.tp),
             )
             for number in range(LAYERS)
         ]
@@ -372,7 +360,7 @@ class Held:
 
     def page(self, layer: int) -> torch.Tensor:
         """The bytes of this request's page."""
-        return self.layers[layer].pages[self.blocks[self.side.tables[layer]][0], 0, 0]
+        return self.layers[layer].tensor[self.blocks[self.side.tables[layer]][0], 0, 0]
 
     def put(self, truth: Truth) -> None:
         """What a forward writes: this rank's part of the global states."""

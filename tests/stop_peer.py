@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine_support import Engine, Geometry, make_engine, prefill, step
 from gil_support import hold_lock
+from transfers import BLOCKS, expect, load
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.pinger import Pinger
@@ -24,7 +25,6 @@ from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
 LEASE = 2.0
-BLOCKS = list(range(6))
 
 
 def obey(engine: Engine, order: dict[str, Any]) -> None:
@@ -40,9 +40,8 @@ def obey(engine: Engine, order: dict[str, Any]) -> None:
             engine.do(do.OfferPrompt(key, peer, tokens, b"digest"))
             step(engine, key, BLOCKS, 0, tokens // 2)
         case "load":
-            engine.do(do.Expect(key, peer, tokens, b"digest"))
-            engine.wait(do.Begun(key))
-            engine.do(do.Load(key, 0, tokens - 1, (BLOCKS,)))
+            expect(peer, engine, key, tokens=tokens)
+            load(engine, key, tokens, BLOCKS)
 
 
 def end(number: int, _frame: object) -> NoReturn:

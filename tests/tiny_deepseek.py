@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny_random import common
 
 from p2pkv.demo.tiny_model import TinyModel, matrix
 
@@ -31,33 +32,25 @@ class TinyDeepseek(TinyModel):
 
     def config(self) -> dict[str, Any]:
         return {
+            **common(self),
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
             "intermediate_size": self.mlp,
             "moe_intermediate_size": self.mlp,
-            "num_hidden_layers": self.layers,
             "first_k_dense_replace": self.layers,
             # Experts exist in the configuration only: every layer comes before the first that has them.
             "n_routed_experts": 2,
             "n_shared_experts": 1,
             "num_experts_per_tok": 1,
-            "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
             "q_lora_rank": None,
             "kv_lora_rank": self.rank,
             "qk_rope_head_dim": self.rope,
             "qk_nope_head_dim": self.nope,
             "v_head_dim": self.value,
-            "max_position_embeddings": self.max_positions,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "torch_dtype": "float32",
         }
 
     def weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:

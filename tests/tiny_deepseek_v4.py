@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny_random import common
 
 from p2pkv.demo.tiny_model import TinyModel, matrix
 
@@ -50,13 +51,10 @@ class TinyDeepseekV4(TinyModel):
 
     def config(self) -> dict[str, Any]:
         return {
+            **common(self),
             "architectures": ["DeepseekV4ForCausalLM"],
             "model_type": "deepseek_v4",
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
             "compress_ratios": list(self.ratios),
-            "num_attention_heads": self.heads,
             "num_key_value_heads": 1,
             "head_dim": HEAD,
             "qk_rope_head_dim": ROPE,
@@ -82,7 +80,6 @@ class TinyDeepseekV4(TinyModel):
             "hc_sinkhorn_iters": 20,
             "hc_eps": 1e-6,
             "rms_norm_eps": 1e-6,
-            "max_position_embeddings": self.max_positions,
             "rope_theta": 10000.0,
             "compress_rope_theta": 160000.0,
             "rope_scaling": {
@@ -95,10 +92,7 @@ class TinyDeepseekV4(TinyModel):
             },
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
             "num_nextn_predict_layers": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
             "torch_dtype": "bfloat16",
             # Logits in bfloat16 would be a tie too often: a step is 1/16 where the likeliest lie.
             "head_dtype": "float32",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny_random import common
 
 from p2pkv.demo.tiny_model import TinyModel, matrix
 
@@ -35,28 +36,21 @@ class TinyGemma(TinyModel):
             for layer in range(self.layers)
         ]
         return {
+            **common(self),
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
             "intermediate_size": self.mlp,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "query_pre_attn_scalar": self.head_dim,
             "sliding_window": self.window,
             "layer_types": kinds,
-            "max_position_embeddings": self.max_positions,
             "hidden_activation": "gelu_pytorch_tanh",
             "rms_norm_eps": 1e-6,
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
             "attention_bias": False,
             "tie_word_embeddings": True,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "torch_dtype": "float32",
         }
 
     def weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:

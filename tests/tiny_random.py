@@ -12,6 +12,21 @@ import torch
 from p2pkv.demo.tiny_model import TinyModel, write_tokenizer
 
 
+def common(model: Any) -> dict[str, Any]:
+    """What the configuration of every family has."""
+    return {
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "max_position_embeddings": model.max_positions,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class TinyRandom(TinyModel):
     """What such models have in common."""
@@ -25,19 +40,7 @@ class TinyRandom(TinyModel):
     @property
     def common(self) -> dict[str, Any]:
         """What all configurations of transformers call the same."""
-        return {
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.mlp,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": self.max_positions,
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "torch_dtype": "float32",
-        }
+        return {**common(self), "intermediate_size": self.mlp, "num_key_value_heads": self.kv_heads}
 
     def build(self) -> Any:
         """The model, with any weights."""

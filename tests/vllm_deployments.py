@@ -59,6 +59,19 @@ def http_address(server: VllmServer) -> str:
     return server.base_url.removeprefix("http://")
 
 
+def states(proxy: ProxyServer, server: VllmServer) -> list[str]:
+    """What this proxy says of its engines, by rank; without those that it has forgotten."""
+    listed = json.loads(client.get(f"{proxy.base_url}/instances"))["instances"]
+    listed.sort(key=lambda each: each.get("rank") or 0)
+    return [each["state"] for each in listed if each["address"] == http_address(server)]
+
+
+def order(proxy: ProxyServer, server: VllmServer, what: str) -> None:
+    """Drain or resume all engines of this HTTP server."""
+    url = f"{proxy.base_url}/instances/{http_address(server)}/{what}"
+    client.post(url, {}, headers={"Authorization": f"Bearer {TOKEN}"})
+
+
 def progress(server: VllmServer) -> str:
     """The counter of what it computes."""
     return "vllm:prompt_tokens_total" if server.role == "P" else "vllm:generation_tokens_total"
@@ -134,9 +147,7 @@ class Deployment:
         return client.metrics(self.proxy.base_url).get(f"p2pkv_proxy_{name}", 0.0)
 
     def states(self, server: VllmServer) -> list[str]:
-        """Those of its engines, by rank; without those that it has forgotten."""
-        listed = sorted(self.page("instances")["instances"], key=lambda each: each.get("rank") or 0)
-        return [each["state"] for each in listed if each["address"] == http_address(server)]
+        return states(self.proxy, server)
 
     def state(self, server: VllmServer) -> str:
         return (*self.states(server), "gone")[0]
@@ -159,9 +170,7 @@ class Deployment:
         return False
 
     def order(self, server: VllmServer, what: str) -> None:
-        """Drain or resume all engines of this HTTP server."""
-        url = f"{self.proxy.base_url}/instances/{http_address(server)}/{what}"
-        client.post(url, {}, headers={"Authorization": f"Bearer {TOKEN}"})
+        order(self.proxy, server, what)
 
     # Afterwards.
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 NEWEST = (0, 33)
@@ -247,6 +248,19 @@ def signature(function: ast.FunctionDef) -> str:
     shown += [f"{each.arg}=" for each in args.kwonlyargs]
     shown += [f"**{args.kwarg.arg}"] if args.kwarg else []
     return ", ".join(shown)
+
+
+def table(page: Path, beginning: str) -> dict[str, list[str]]:
+    """The rows of a page's table whose heading begins so, by the names in each first cell."""
+    lines = iter(page.read_text().splitlines())
+    next(line for line in lines if line.startswith(f"| {beginning}"))
+    found: dict[str, list[str]] = {}
+    for line in takewhile(lambda line: line.startswith("|"), lines):
+        first, *cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        for name in re.findall(r"`([^`]+)`", first):
+            assert name not in found, f"the page has {name} twice"
+            found[name] = cells
+    return found
 
 
 def _defined(body: Iterable[ast.stmt]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -262,6 +262,39 @@ def ask_all(
 
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(ask, prompts))
+
+
+def letters(prompt: Sequence[int]) -> str:
+    """A text with one for each token."""
+    return "".join(chr(97 + token % 26) for token in prompt)
+
+
+def chat_all(base_url: str, texts: Sequence[str], *, at_once: int) -> list[Answer]:
+    """As `ask_all`, with chats."""
+
+    def ask(text: str) -> Answer:
+        return answers.chat(base_url, MODEL_NAME, [{"role": "user", "content": text}])[0]
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(ask, texts))
+
+
+def joined(parts: Sequence[Answer]) -> Answer:
+    """One of all parts of a stream."""
+    return Answer(
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+        margins=tuple(margin for part in parts for margin in part.margins),
+    )
+
+
+def streamed(choices: Sequence[Mapping[str, Any]], margins: tuple[float, ...]) -> Answer:
+    """That of a stream without log-probabilities, whose margins are known."""
+    return Answer(
+        text="".join(choice["text"] for choice in choices),
+        tokens=tuple(token for choice in choices for token in choice["token_ids"]),
+        margins=margins,
+    )
 
 
 def assert_same(expected: Sequence[Answer], got: Sequence[Answer], tie: float = answers.TIE) -> None:

@@ -79,11 +79,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
     if {args.rank, args.listen, args.connect} == {None} and args.pair is None:
         return _show(examine())
+    from p2pkv.control.endpoint import PortTaken
     from p2pkv.control.security import NoCurve
 
     try:
         return _ask(args)
-    except (ValueError, TimeoutError, NoCurve, CheckFailed) as error:
+    except (ValueError, TimeoutError, NoCurve, PortTaken, CheckFailed) as error:
         print(f"[!!] {error}", flush=True)
         return 1
 

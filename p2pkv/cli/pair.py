@@ -12,7 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ from msgspec import Struct
 import p2pkv
 from p2pkv import plugin
 from p2pkv.cli.doctor import CheckFailed, Finding
-from p2pkv.control.endpoint import Connection, Endpoint, PortTaken, inspect
+from p2pkv.control.endpoint import Connection, Endpoint, inspect
 from p2pkv.control.security import Members
 from p2pkv.device import own_stream
 from p2pkv.link_kinds import kind_of
@@ -104,8 +104,7 @@ def way_to(host: str) -> str:
         own = address_towards(host)
     except OSError as error:
         return f"no way ({error})"
-    interface = interface_of(own)
-    return f"{interface} ({own})" if interface else own
+    return f"{interface} ({own})" if (interface := interface_of(own)) else own
 
 
 def address_towards(host: str) -> str:
@@ -168,14 +167,14 @@ class Accept(DoctorMessage, frozen=True):
 
 
 class Granted(DoctorMessage, frozen=True, tag="Grant"):
-    """D to P: the receive of message `number` is posted."""
+    """D to P: the receive of this message is posted."""
 
     number: int
     remote_slot: int
 
 
 class Over(DoctorMessage, frozen=True):
-    """Either way: that was all. `rate` is in bytes per second; `failure` is a sentence, if it went wrong."""
+    """Either way: that was all. `rate`: bytes per second; `failure`: a sentence, if it went wrong."""
 
     rate: float = 0.0
     failure: str = ""
@@ -245,59 +244,67 @@ class Conversation:
                 raise CheckFailed(f"the other side failed: {message.failure}")
             yield message
 
+    def polls(self, seconds: float) -> Iterator[None]:
+        """Take in what comes for so long, with looks at it in between. Raises CheckFailed as `poll` does."""
+        end = time.monotonic() + seconds
+        while True:
+            yield
+            if time.monotonic() > end:
+                return
+            self.poll(0.05)
+
     def over(self, error: LinkError | CheckFailed) -> CheckFailed:
         """Send the failure to the other side, unless that knows the cause of a broken link and sends it."""
-        reason = str(error)
-        end = time.monotonic() + LAST_MESSAGE_SECONDS
-        while isinstance(error, LinkError) and time.monotonic() < end:
+        if isinstance(error, LinkError):
             try:
-                self.poll(0.05)
-                deque(self.messages(), maxlen=0)
+                for _ in self.polls(LAST_MESSAGE_SECONDS):
+                    deque(self.messages(), maxlen=0)
             except CheckFailed as theirs:
                 return theirs
-        if not self._known and self.send(Over(failure=reason)):
-            self._until_read()
-        return CheckFailed(reason)
-
-    def _until_read(self) -> None:
-        """Wait for the other side's last message: what a dialing side has not read when we close is lost."""
-        end = time.monotonic() + ANSWER_SECONDS
-        with suppress(CheckFailed):
-            while not any(isinstance(message, Over) for message in self._received) and time.monotonic() < end:
-                self.poll(0.05)
+        if not self._known and self.send(Over(failure=str(error))):
+            # What a dialing side has not read when we close is lost: so wait for its last message.
+            with suppress(CheckFailed):
+                for _ in self.polls(ANSWER_SECONDS):
+                    if any(isinstance(message, Over) for message in self._received):
+                        break
+        return CheckFailed(str(error))
 
     def receive(self, kind: type[AnyOfThem], seconds: float) -> AnyOfThem:
         """The next message, which is of this kind. Raises CheckFailed."""
-        end = time.monotonic() + seconds
-        while True:
+        for _ in self.polls(seconds):
             for message in self.messages():
                 if isinstance(message, kind):
                     return message
                 raise CheckFailed(f"the other doctor sent {type(message).__name__}: expected {kind.__name__}")
-            if time.monotonic() > end:
-                raise CheckFailed(f"no doctor has sent anything for {seconds:g} s")
-            self.poll(0.1)
+        raise CheckFailed(f"no doctor has sent anything for {seconds:g} s")
+
+    def expect_nothing(self) -> None:
+        """Between two looks at a link. Raises CheckFailed if the other side has sent anything."""
+        self.poll(PAUSE_SECONDS)
+        for message in self.messages():
+            raise CheckFailed(f"the other doctor sent {type(message).__name__}: nothing was expected")
 
     def reach(self, address: Address, message: DoctorMessage) -> None:
         """Send the first message once the other side can be reached. Raises CheckFailed."""
-        end = time.monotonic() + ANSWER_SECONDS
-        while not self.send(message):
-            if time.monotonic() > end:
-                raise CheckFailed(
-                    f"nothing answers at {address}: is `p2pkv doctor --listen {address}` running there, and "
-                    f"does every firewall in between let TCP to port {address.port} pass?"
-                )
-            self.poll(0.1)
+        for _ in self.polls(ANSWER_SECONDS):
+            if self.send(message):
+                return
+        raise CheckFailed(
+            f"nothing answers at {address}: is `p2pkv doctor --listen {address}` running there, and does "
+            f"every firewall in between let TCP to port {address.port} pass?"
+        )
 
 
 # The two sides of the check.
 
 
 def listen(address: Address, members: Members | None, link: str) -> Iterator[Finding]:
-    """P's side: wait for the other doctor at `address`, and send what it grants."""
+    """P's side: wait for the other doctor at `address`, and send what it grants. Raises PortTaken,
+    CheckFailed, and ValueError for a link that this machine cannot have."""
     with ExitStack() as stack:
         factory = _factory(stack, link, address.host)
-        other = Conversation(_endpoint(stack, address, members))
+        endpoint = stack.enter_context(closing(Endpoint(address, members)))
+        other = Conversation(endpoint)
         print(f"[--] on the other host: p2pkv doctor --connect {address}", flush=True)
         ask = other.receive(Ask, LISTEN_SECONDS)
         mine = About.this_side(factory.kind, way_to(ask.host))
@@ -326,7 +333,7 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
         raise CheckFailed(f"this machine knows no way to {address.host} ({error})") from None
     with ExitStack() as stack:
         factory = _factory(stack, link, own)
-        endpoint = _endpoint(stack, None, members)
+        endpoint = stack.enter_context(closing(Endpoint(None, members)))
         other = Conversation(endpoint, endpoint.dial(address))
         mine = About.this_side(factory.kind, way_to(address.host))
         other.reach(address, Ask(mine, own))
@@ -353,24 +360,12 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
 
 def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
     """Links as an instance has them; on a GPU, the calling thread's work goes to a stream of its own."""
-    try:
-        factory = make_factory(link, host=host, staging_bytes=STAGING_BYTES)
-    except ValueError as error:
-        raise CheckFailed(str(error)) from None
+    factory = make_factory(link, host=host, staging_bytes=STAGING_BYTES)
     stack.callback(factory.close)
     on_gpu = torch.cuda.is_available() and kind_of(link, has_gpu=True).memory != "cpu"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     stack.enter_context(own_stream(device))
     return factory
-
-
-def _endpoint(stack: ExitStack, address: Address | None, members: Members | None) -> Endpoint:
-    try:
-        endpoint = Endpoint(address, members)
-    except PortTaken as error:
-        raise CheckFailed(str(error)) from None
-    stack.callback(endpoint.close)
-    return endpoint
 
 
 def contents_of(number: int, device: torch.device) -> torch.Tensor:
@@ -416,7 +411,7 @@ def _receive(other: Conversation, inbound: Inbound, seconds: float) -> float:
     end = time.monotonic() + seconds
     while not inbound.ready():
         inbound.poll()
-        _look(other, PAUSE_SECONDS)
+        other.expect_nothing()
         if time.monotonic() > end:
             raise CheckFailed(
                 f"the link did not come up in {seconds:g} s: P's side has to reach this one, too; see that "
@@ -445,13 +440,6 @@ def _grant(other: Conversation, inbound: Inbound, numbers: range, compare: bool)
                 raise CheckFailed(f"message {number} came with other bytes than were sent")
             receive.release()
             end = time.monotonic() + ANSWER_SECONDS
-        _look(other, PAUSE_SECONDS)
+        other.expect_nothing()
         if time.monotonic() > end:
             raise CheckFailed(f"nothing has come over the link for {ANSWER_SECONDS:g} s")
-
-
-def _look(other: Conversation, seconds: float) -> None:
-    """Raises CheckFailed if the other side has sent a failure: nothing else is expected now."""
-    other.poll(seconds)
-    for message in other.messages():
-        raise CheckFailed(f"the other doctor sent {type(message).__name__}: nothing was expected")

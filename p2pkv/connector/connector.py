@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import uuid
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -45,7 +46,6 @@ from p2pkv.protocol.handshake import fit
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -96,18 +96,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self.options.idle_wait_ms:
             patches.SPIN_WAIT.install(self.options.skip_patches)
         if self.options.prefills and vllm_config.use_v2_model_runner:
-            self._revoke_early(kv_cache_config.needs_kv_cache_zeroing)
+            reason = patches.EARLY_REVOCATION.install(self.options.skip_patches)
+            if reason and kv_cache_config.needs_kv_cache_zeroing:
+                raise ConfigError(
+                    "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
+                    f"({reason}): set VLLM_USE_V2_MODEL_RUNNER=0"
+                )
         if role is KVConnectorRole.SCHEDULER:
             self._schedule()
-
-    def _revoke_early(self, overwrites: bool) -> None:
-        """Raises ConfigError where vLLM's runner `overwrites` blocks that P may still send."""
-        reason = patches.EARLY_REVOCATION.install(self.options.skip_patches)
-        if reason and overwrites:
-            raise ConfigError(
-                "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
-                f"({reason}): set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
 
     def _schedule(self) -> None:
         config, options, cache = self._vllm_config, self.options, self._kv_cache_config
@@ -131,8 +127,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: WeakSet[Request] = WeakSet()
         """All that vLLM knows."""
         tables = describe.block_tables(config, cache)
-        whole = describe.computes_last_token(cache)
-        tail, world = describe.prompt_tail(config), options.engine_ranks
+        self._replayed = tuple(tables.replayed)
         for_prompts = for_loads = None
         if options.prefills:
             held_blocks = cache.num_blocks
@@ -141,16 +136,16 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
                 for_prompts, for_loads = self._thirds(held_blocks)
             held = HeldBlocks(held_blocks, options.held_share)
             self.producing = ProducerScheduler(
-                pairs, tables, held, whole, tail, config.max_concurrent_batches, for_prompts
+                pairs, tables, held, config.max_concurrent_batches, for_prompts
             )
         if options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
+            self.consuming = ConsumerScheduler(pairs, options.engine_ranks, recompute, tables, for_loads)
             patches.DEFERRAL.install(options.skip_patches)
             patches.PAUSED_LOADS.install(options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
             # To the ranks on this host, vLLM's first: beats arrive nowhere else. Ray may put them anywhere.
-            local = range(world // config.parallel_config.nnodes_within_dp)
+            local = range(options.engine_ranks // config.parallel_config.nnodes_within_dp)
             self._beats = BeatSender([str(options.address.shifted(rank)) for rank in local], self._beat)
 
     def _thirds(self, third: int) -> tuple[Room, Room]:
@@ -174,11 +169,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
-        busy = any(half.busy for half in self._halves)
         return state_of(
             patches.ENGINE_CORE.core,
             steps=self._steps,
-            transfers=busy,
+            transfers=any(half.busy for half in self._halves),
             orphaned=orphaned,
             is_loaded=self._is_loaded,
         )
@@ -206,18 +200,15 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         self._requests.add(request)
-        if request.lora_request is not None:
-            self._look_at_adapter(request.lora_request)
+        if (adapter := request.lora_request) is not None:
+            # vLLM knows an adapter's blocks by its name and path: forget them if others lie there now.
+            name, content = (adapter.lora_name, adapter.lora_path), adapter_fingerprint(adapter)
+            known, self._adapters[name] = self._adapters.get(name), (adapter.lora_int_id, content)
+            if known not in (None, self._adapters[name]):
+                its = [each for each in self._requests if each.lora_request == adapter]
+                forget_prefixes(self._manager, its)
         for half in self._halves:
             half.new(request)
-
-    def _look_at_adapter(self, adapter: LoRARequest) -> None:
-        """vLLM knows an adapter's blocks by its name and path: forget them if others lie there now."""
-        name, content = (adapter.lora_name, adapter.lora_path), adapter_fingerprint(adapter)
-        known, self._adapters[name] = self._adapters.get(name), (adapter.lora_int_id, content)
-        if known not in (None, self._adapters[name]):
-            its = [each for each in self._requests if each.lora_request == adapter]
-            forget_prefixes(self._manager, its)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -242,10 +233,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.consuming.allocated(request, blocks, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """None: vLLM does not zero the blocks of a group that is named here, and a load leaves the slots
-        behind the prompt's end, and those before a window, as they were. Zeroing comes before the load:
-        vLLM's runners zero before they bind a step's metadata, and a load waits for that (`Worker.begin`)."""
-        return ()
+        """Those whose window vLLM would compute again behind what was loaded, although a load brings it.
+
+        vLLM does not zero the blocks of a group that is named here, and a load leaves the slots behind the
+        prompt's end, and those before a window, as they were; the kernels of the groups named read no such
+        slots (the indices that vLLM's sparse_swa.py makes). Zeroing comes before the load: vLLM's runners
+        zero before they bind a step's metadata, and a load waits for that (`Worker.begin`).
+        """
+        return self._replayed
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         self._steps += 1
@@ -328,7 +323,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         config, options = self._vllm_config, self.options
         layers = Layers(self._kv_caches, self._kv_cache_config)
         number = config.parallel_config.rank  # in its engine; torch's world is all engines of a MoE instance
-        cache, shape = describe.cache_of(config, self._kv_cache_config, layers)
+        cache, shape = describe.cache_of(config, layers)
         describe.make_ready(cache.device, config.compilation_config.static_forward_context.values())
         links = make_factory(
             options.link,
@@ -342,7 +337,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self._hello is None:
             hello = describe.hello_of(config, options, cache, shape, number, links.kind)
         else:  # the weights are those of the first start, whatever lies in their files by now
-            hello = replace(self._hello, incarnation=describe.new_incarnation())
+            hello = replace(self._hello, incarnation=uuid.uuid4().hex)
         # At the first start vLLM has yet to capture its graphs.
         rank = Rank(hello, options, cache, links, serving=self._hello is not None)
         self._hello = hello

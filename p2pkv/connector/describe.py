@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,9 @@ from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -22,22 +25,23 @@ from p2pkv.config import ConfigError, Options
 from p2pkv.connector.block_room import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.planes import plane_views, row_form
-from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
+from p2pkv.connector.recurrent import conv_dim_first, is_recurrent, refuse_strange_state, state_groups
 from p2pkv.connector.rings import is_ring, ring_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import (
     DRAFTERS,
-    Described,
+    Layer,
     LocalGroup,
     exchange_with_stages,
     layer_order,
+    local_group,
     over_stages,
 )
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import DRAFTER
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +53,8 @@ def options_of(config: VllmConfig) -> Options:
     has_gpu = torch.cuda.is_available()
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     assert transfer is not None
+    stage = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    ranks = int(parallel.pipeline_parallel_size * stage)
     return Options.from_extra(
         transfer.kv_connector_extra_config,
         role=str(transfer.kv_role),
@@ -57,16 +63,9 @@ def options_of(config: VllmConfig) -> Options:
         has_gpu=has_gpu,
         # It asks NVML, so that a scheduler's process does not become a user of the device.
         gpu_bytes=current_platform.get_device_total_memory() if has_gpu else 0,
-        engine=(parallel.data_parallel_index, engine_ranks(config), data_parallel(config)),
+        engine=(parallel.data_parallel_index, ranks, data_parallel(config)),
         former=transfer.kv_connector == "P2pNcclConnector",
     )
-
-
-def engine_ranks(config: VllmConfig) -> int:
-    """The ranks of one engine; of a data-parallel instance each engine has so many."""
-    parallel = config.parallel_config
-    stage = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
-    return int(parallel.pipeline_parallel_size * stage)
 
 
 def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
@@ -129,27 +128,30 @@ def http_address(config: VllmConfig, options: Options) -> Address | None:
     return address
 
 
+ATTENTION = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    RSWASpec,  # of the tokens behind a prompt only, vLLM gives blocks back
+)
+"""What vLLM keeps of the attention layers that this version moves."""
+
+
 def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
     """Raises ConfigError for KV that this version does not move."""
-    from vllm.v1 import kv_cache_interface as vllm
-
-    known = (
-        vllm.FullAttentionSpec,
-        vllm.MLAAttentionSpec,
-        vllm.SlidingWindowSpec,
-        vllm.SlidingWindowMLASpec,
-        vllm.ChunkedLocalAttentionSpec,
-        # Of the tokens behind a prompt only, vLLM gives blocks back.
-        vllm.RSWASpec,
-    )
-    refuse_strange_states(vllm_config, config)
+    modules = vllm_config.compilation_config.static_forward_context
     for group in config.kv_cache_groups:
         for name in group.layer_names:
             spec = _spec_of(group, name)
+            if is_recurrent(spec):
+                tp = vllm_config.parallel_config.tensor_parallel_size
+                refuse_strange_state(name, spec, modules.get(name), tp)
             if keeps_state(spec):
                 continue
-            if type(spec) not in known:
-                names = ", ".join(kind.__name__ for kind in known)
+            if type(spec) not in ATTENTION:
+                names = ", ".join(kind.__name__ for kind in ATTENTION)
                 raise ConfigError(
                     f"this model keeps {type(spec).__name__} for {name}: this version of p2pkv moves "
                     f"recurrent states, rings, and of attention {names}; serve this model without p2pkv"
@@ -160,12 +162,11 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
 def computes_last_token(config: KVCacheConfig) -> bool:
     """Whether P computes the whole prompt. Where layers see a window or keep a state, P leaves the last token
     to D: once P has computed it, vLLM frees what D needs to compute it, and a state is that after it."""
-    specs = [
-        _spec_of(group, name)
-        for group in config.kv_cache_groups
-        for name in group.layer_names or ("",)  # all of its layers may lie on other stages
-    ]
-    return not any(_window(spec) or keeps_state(spec) for spec in specs)
+    for group in config.kv_cache_groups:
+        for name in group.layer_names or ("",):  # all of its layers may lie on other stages
+            if _window(spec := _spec_of(group, name)) or keeps_state(spec):
+                return False
+    return True
 
 
 def prompt_tail(config: VllmConfig) -> int:
@@ -175,37 +176,43 @@ def prompt_tail(config: VllmConfig) -> int:
     return max(1, int(config.num_prefill_lookahead_tokens))
 
 
+def replayed_window(spec: KVCacheSpec) -> int:
+    """Tokens before a cached prefix's end of which vLLM computes this layer's KV again, as its prefix cache
+    has none (--swa-bounded-replay of vLLM 0.33); 0: its KV is cached."""
+    return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
 def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
-    sizes, states = [], {}
-    for number, group in enumerate(kv_config.kv_cache_groups):
-        spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
-        sizes.append(0 if is_ring(spec) else spec.block_size * token_parts(config, spec))
-        if keeps_state(spec):
-            states[number] = spec
-    return BlockTables(tuple(sizes), states)
+    specs = _table_specs(kv_config)
+    sizes = (0 if is_ring(spec) else spec.block_size * token_parts(config, spec) for spec in specs)
+    states = {number: spec for number, spec in enumerate(specs) if keeps_state(spec)}
+    windows = {n: replayed_window(group.kv_cache_spec) for n, group in enumerate(kv_config.kv_cache_groups)}
+    replayed = {number: window for number, window in windows.items() if window}
+    return BlockTables(tuple(sizes), states, prompt_tail(config), computes_last_token(kv_config), replayed)
 
 
 def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlocks:
     tables = []
-    for group in kv_config.kv_cache_groups:
-        spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
+    for spec in _table_specs(kv_config):
         most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
         tables.append((spec.block_size * token_parts(config, spec), max(1, most)))
     return RequestBlocks(tables, config.num_speculative_tokens)
 
 
 def keeps_state(spec: KVCacheSpec) -> bool:
-    """Whether a request has one row of this layer, which is overwritten in place: a recurrent layer's state,
-    or a ring."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    return isinstance(spec, MambaSpec) or is_ring(spec)
+    """Whether a request has one row of this layer, which is overwritten in place."""
+    return is_recurrent(spec) or is_ring(spec)
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
     """vLLM's description of one layer."""
     inner: dict[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return inner.get(name, group.kv_cache_spec)
+
+
+def _table_specs(config: KVCacheConfig) -> list[KVCacheSpec]:
+    """By block table, vLLM's description of the first of its layers."""
+    return [_spec_of(group, next(iter(group.layer_names), "")) for group in config.kv_cache_groups]
 
 
 def _window(spec: KVCacheSpec) -> int:
@@ -223,11 +230,6 @@ def _chunked(spec: KVCacheSpec) -> bool:
 def notifies_of_sleep() -> bool:
     """Whether vLLM notifies a connector before it takes the memory of the KV cache away, as 0.33 does."""
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-
-
-def new_incarnation() -> str:
-    """A name that no other start of a rank has."""
-    return uuid.uuid4().hex
 
 
 def refuse_what_cannot_pair(config: VllmConfig) -> None:
@@ -256,41 +258,35 @@ class Layers:
     """The registered KV tensors in layer order, each piece of memory once.
 
     Attributes:
-        names, tensors: by the layers' numbers on this rank.
-        tables, specs: which block table is each layer's, and vLLM's description of the layer.
+        all: the layers, by number.
         indices: the number of each layer, by name.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], config: KVCacheConfig) -> None:
         groups = config.kv_cache_groups
         tables = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+        self.all: list[Layer] = []
         seen: set[tuple[int, int]] = set()
-        self.names: list[str] = []
         for name in layer_order(list(tensors)):
+            tensor, table = tensors[name], tables.get(name, 0)
             # Groups of layers lie in the same memory: each block is one group's at a time.
-            address = (tensors[name].data_ptr(), tables.get(name, 0))
-            if address not in seen:
+            if (address := (tensor.data_ptr(), table)) not in seen:
                 seen.add(address)
-                self.names.append(name)
-        self.tensors = [tensors[name] for name in self.names]
-        self.tables = [tables.get(name, 0) for name in self.names]
-        self.specs = [
-            _spec_of(groups[table], name) for name, table in zip(self.names, self.tables, strict=True)
-        ]
-        self.indices = {name: index for index, name in enumerate(self.names)}
-        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+                self.all.append(Layer(name, _spec_of(groups[table], name), tensor, table, len(self.all)))
+        self.indices = {layer.name: layer.number for layer in self.all}
+        self.device = self.all[0].tensor.device if self.all else torch.device("cpu")
 
-    def alike(self, config: VllmConfig) -> dict[tuple[object, ...], list[int]]:
-        """The numbers of attention layers that are alike: the same rows, planes, units, window and heads."""
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for number, (tensor, spec) in enumerate(zip(self.tensors, self.specs, strict=True)):
+    def alike(self, config: VllmConfig) -> dict[tuple[object, ...], list[Layer]]:
+        """Attention layers that are alike: the same rows, planes, units, window and heads."""
+        groups: dict[tuple[object, ...], list[Layer]] = {}
+        for layer in self.all:
+            spec, shape = layer.spec, tuple(layer.tensor.shape[1:])
             if keeps_state(spec):
                 continue
-            heads = _model_heads(config, self.names[number], spec, tensor.shape[1])
-            rows = row_form(self.names[number], spec)
-            seen = _window(spec), _chunked(spec)
-            form = tuple(tensor.shape[1:]), tensor.dtype, spec.block_size, rows, seen, heads
-            groups.setdefault(form, []).append(number)
+            heads = _model_heads(config, layer.name, spec, shape[0])
+            rows, seen = row_form(layer.name, spec), (_window(spec), _chunked(spec))
+            form = shape, layer.tensor.dtype, spec.block_size, rows, seen, heads
+            groups.setdefault(form, []).append(layer)
         return groups
 
 
@@ -321,62 +317,59 @@ def make_ready(device: torch.device, layers: Iterable[Any]) -> None:
         torch.cpu._init_amx()
 
 
-def cache_of(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> tuple[RankCache, Cache]:
+def cache_of(config: VllmConfig, layers: Layers) -> tuple[RankCache, Cache]:
     """This rank's cache, and its entry in the Hello. Raises ConfigError for sizes that do not add up."""
     parallel = config.parallel_config
-    groups = local_groups(config, kv_config, layers)
+    groups = local_groups(config, layers)
     mine = [group.described for group in groups]
     stages = exchange_with_stages(mine) if parallel.pipeline_parallel_size > 1 else [mine]
     cache, shapes = over_stages(groups, stages, layers.device)
     return cache, Cache(parallel.tensor_parallel_size, shapes, parallel.prefill_context_parallel_size)
 
 
-def local_groups(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> list[LocalGroup]:
+def local_groups(config: VllmConfig, layers: Layers) -> list[LocalGroup]:
     groups: list[LocalGroup] = []
-    for form, numbers in layers.alike(config).items():
-        groups += _groups_of(config, layers, form, numbers)
-    tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
-    states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
+    for form, alike in layers.alike(config).items():
+        groups += _groups_of(config, form, alike)
+    modules = config.compilation_config.static_forward_context
+    states = [replace(each, module=modules.get(each.name)) for each in layers.all if is_recurrent(each.spec)]
     tp = config.parallel_config.tensor_parallel_size
     once = state_groups(states, tp=tp, dim_first=conv_dim_first()) if states else []
-    once += ring_groups(layers.names, layers.specs, layers.tensors, layers.tables)
+    once += ring_groups(layers.all)
     return [*groups, *sorted(once, key=lambda group: group.numbers[0])]
 
 
-def _groups_of(
-    config: VllmConfig, layers: Layers, form: tuple[object, ...], numbers: list[int]
-) -> Iterator[LocalGroup]:
+def _groups_of(config: VllmConfig, form: tuple[object, ...], layers: list[Layer]) -> Iterator[LocalGroup]:
     """The KV groups of layers that are alike: one for each plane of their rows. Raises ConfigError."""
-    names, spec = [layers.names[n] for n in numbers], layers.specs[numbers[0]]
+    names, spec = [layer.name for layer in layers], layers[0].spec
     rows, parts, transfer = row_form(names[0], spec), token_parts(config, spec), config.kv_transfer_config
     assert transfer is not None
     keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
-    views = [plane_views(layers.names[n], rows, layers.tensors[n]) for n in numbers]
+    keeps_windows = keeps_windows and not replayed_window(spec)
+    views = [plane_views(layer.name, rows, layer.tensor) for layer in layers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]
         group = PagedCache.from_tensors(
             tensors,
             block_size=spec.block_size,
             codec=codec_of(config, names),
-            tables=[layers.tables[n] for n in numbers],
+            tables=[layer.table for layer in layers],
             tokens_per_row=rows.tokens,
         )
-        shape = KvGroup(
-            layers=(len(numbers),),
+        yield local_group(
+            group,
+            (layer.number for layer in layers),
+            names,
+            f"{form} {plane}",
+            plane,
             heads=_model_heads(config, names[0], spec, group.heads),
-            row_bytes=group.row_bytes,
-            unit_tokens=group.unit_tokens,
             dtype=_element_type(config, tensors[0]),
-            codec=group.codec,
-            layer_names="",
             window=_window(spec),
             block=spec.block_size if _window(spec) and keeps_windows else 1,
             dcp=parts,
             interleave=int(config.parallel_config.cp_kv_cache_interleave_size) if parts > 1 else 1,
             chunked=_chunked(spec),
         )
-        described = Described(f"{form} {plane}", plane, shape, tuple(names))
-        yield LocalGroup(group, tuple(numbers), described)
 
 
 def hello_of(
@@ -388,7 +381,7 @@ def hello_of(
     drafter = drafter_of(config, name)
     return Hello(
         version=PROTOCOL_VERSION,
-        incarnation=new_incarnation(),
+        incarnation=uuid.uuid4().hex,
         role="D" if options.decodes else "P",
         rank=rank,
         to="none",
@@ -420,7 +413,7 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if held == max(1, heads // tp):
         return int(heads)
-    # A layer with heads of its own: a rank that holds several has no copies. Slots are not heads (nvfp4).
+    # A layer with heads of its own: a rank that holds several has no copies.
     if held == getattr(spec, "num_kv_heads", 0) and (held > 1 or tp == 1):
         return int(held * tp)
     raise ConfigError(

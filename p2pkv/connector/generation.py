@@ -11,7 +11,6 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2pkv.connector.identity import source_of_weights, stamps, weight_files, weights_in_files
@@ -144,20 +143,17 @@ class Generation:
         if path := given.get("weights_path"):
             self._model = str(path), None
         local = given.get("weights_iterator") is None
-        before = stamps(self._files()) if local else ()
+        before = stamps(weight_files(*self._model, *self._load)) if local else ()
         try:
             result = make()
         except BaseException:
             self._mix()
             raise
         # Files that were written meanwhile may not be those that vLLM has read.
-        files = self._files()
+        files = weight_files(*self._model, *self._load)
         known = before and stamps(files) == before
         self._changed(f"files {weights_in_files(files)}" if known else "")
         return result
-
-    def _files(self) -> list[Path]:
-        return weight_files(*self._model, *self._load)
 
 
 def other_weights(theirs: str | None, mine: str) -> str:

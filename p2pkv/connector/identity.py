@@ -258,15 +258,12 @@ def _by_length(model: ModelConfig) -> str:
     starts = [
         each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"
     ]
-    return f"{[model.max_model_len > start for start in starts]} {_temperature(model)}"
-
-
-def _temperature(model: ModelConfig) -> object:
-    """Whether Llama 4 tunes its attention's temperature, by the rule of vLLM's `Llama4ForCausalLM`."""
-    if getattr(model.hf_text_config, "model_type", "") != "llama4_text":
-        return None
-    generation = {**model.try_get_generation_config(), **model.override_generation_config}
-    return generation.get("attn_temperature_tuning", model.max_model_len > 32768)
+    temperature: object = None
+    if getattr(model.hf_text_config, "model_type", "") == "llama4_text":
+        # By the rule of vLLM's `Llama4ForCausalLM`.
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        temperature = generation.get("attn_temperature_tuning", model.max_model_len > 32768)
+    return f"{[model.max_model_len > start for start in starts]} {temperature}"
 
 
 def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
@@ -330,7 +327,7 @@ class Pairs:
         halves: dict[Role, Address] = {"P": pair.prefill, "D": pair.decode}
         if self._role != "both":
             halves = {self._role: halves[self._role]}
-        mine: list[Role] = [side for side, address in halves.items() if address == self.mine]
+        mine = [side for side, address in halves.items() if address == self.mine]
         mine = mine or [side for side, address in halves.items() if self._ours(address)]
         if not mine:
             named = " and ".join(f"{address} as its {side}" for side, address in halves.items())

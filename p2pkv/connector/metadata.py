@@ -150,12 +150,6 @@ def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
     return kind(f"p2pkv_{name}", meaning, labelnames=list(labelnames))
 
 
-def _series_of(name: str) -> dict[str, str]:
-    """The names of the series that show this counter, and their help."""
-    new = RENAMED.get(name, name)
-    return {name: f"p2pkv: the old name of p2pkv_{new}_total", new: f"p2pkv: {new.replace('_', ' ')}"}
-
-
 class P2pKvMetrics(KVConnectorPromMetrics):
     """`p2pkv_<counter>_total` for each counter, by engine; some under two names, see RENAMED."""
 
@@ -163,13 +157,14 @@ class P2pKvMetrics(KVConnectorPromMetrics):
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {
-            name: [
-                _counter(self._counter_cls, series, meaning, *labelnames)
-                for series, meaning in _series_of(name).items()
+        self._metrics: dict[str, list[Any]] = {}
+        for name in Counters.NAMES:
+            new = RENAMED.get(name, name)
+            help_of = {name: f"the old name of p2pkv_{new}_total", new: new.replace("_", " ")}
+            self._metrics[name] = [
+                _counter(self._counter_cls, series, f"p2pkv: {text}", *labelnames)
+                for series, text in help_of.items()
             ]
-            for name in Counters.NAMES
-        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]

@@ -45,13 +45,15 @@ class MultiConnector(vllms.MultiConnector):
         """Tokens beyond those computed, and whether they come later; (None, False): ask again."""
         connectors = self.sub_connectors
         answers = [each.get_num_new_matched_tokens(request, num_computed_tokens) for each in connectors]
+        # So many tokens, and more, leave less than a block to compute, besides the last token.
+        enough = request.num_prompt_tokens - self._vllm_config.cache_config.block_size
         whole, undecided = [], []
         for number, (connector, (tokens, _)) in enumerate(zip(connectors, answers, strict=True)):
             pushed = isinstance(connector, P2pKvConnector)
             if tokens is None:
                 # On P it is no store's affair whether p2pkv has room for one more prompt of this D.
                 undecided.append(pushed and connector.waits_for_load(request))
-            elif tokens > 0 and not pushed and self._is_whole(request, num_computed_tokens + tokens):
+            elif tokens > 0 and not pushed and num_computed_tokens + tokens >= enough:
                 whole.append(number)
         if undecided and not (whole and all(undecided)):
             return None, False
@@ -63,8 +65,3 @@ class MultiConnector(vllms.MultiConnector):
             return 0, False
         self._requests_to_connector[request.request_id] = best
         return tokens, later
-
-    def _is_whole(self, request: Request, tokens: int) -> bool:
-        """Whether so many tokens leave less than a block to compute, besides the last token."""
-        block = self._vllm_config.cache_config.block_size
-        return bool(tokens > request.num_prompt_tokens - 1 - block)

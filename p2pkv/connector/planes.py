@@ -3,20 +3,23 @@
 vLLM registers a layer as [blocks, heads, rows, content] and calls a row's content bytes where a kernel gives
 them their meaning. A row mostly lies together, as its view shows it. But some kernels write two *planes*: in
 front the values of all rows of a block, behind them the scales of all rows. Then the view is only right in
-how many bytes a block has. And some have two *slots* in place of heads, one for K and one for V, in which a
-row has all heads.
+how many bytes a block has. And some have two *slots*, one for K and one for V: a row of a slot has all heads,
+or, with NVFP4, each slot has planes of its own.
 
-The planes or slots of a layer become layers of two KV groups with the same block table. What is not certain
+Each plane of a layer, or of its slots, and each slot without planes, becomes a layer of a KV group of its
+own; these groups have the same block table. What is not certain
 is refused, with the layer's name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.layouts import plane_of
@@ -25,51 +28,31 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
-class Plane(NamedTuple):
-    """A part of each row. `name`: "" where it is the whole row; `width`: bytes of it in a row."""
-
-    name: str
-    width: int
-
-
 class RowForm(NamedTuple):
     """Rows of one layer.
 
     Attributes:
         tokens: that a row stands for; it is written when the last of them is computed.
-        planes: in the order of memory; () if a row lies together.
-        slot_heads: KV heads in each of two slots; 0: heads are the view's own.
+        planes: bytes of a row in its values, and in its scales, in each slot; () if a row lies together.
+        slot_heads: KV heads in each of two slots; 0: there are none, and heads are the view's own.
     """
 
     tokens: int
-    planes: tuple[Plane, ...]
+    planes: tuple[int, ...]
     slot_heads: int = 0
 
 
-LATENT = {
-    584: (Plane("values", 576), Plane("scales", 8)),
-    528: (Plane("values", 512), Plane("scales", 16)),
-    288: (Plane("values", 256), Plane("scales", 32)),
-}
+LATENT = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
 """Latents, by bytes of a row. DeepSeek V4's `fp8_ds_mla`: 448 numbers of fp8 and 64 of bfloat16, and 7 scales
 and a byte of padding; V4.1's: 512 numbers of fp8 and 16 scales; its `nvfp4_ds_mla`: 512 of 4 bits and 32."""
 
-INDEXER = {
-    132: (Plane("values", 128), Plane("scales", 4)),
-    68: (Plane("values", 64), Plane("scales", 4)),
-}
+INDEXER = {132: (128, 4), 68: (64, 4)}
 """Keys of the indexers of DeepSeek V3.2 and V4, by bytes of a row: 128 numbers of fp8 and a float32, or 128
 of MXFP4 and a scale for each 32 of them."""
 
 
 def row_form(name: str, spec: KVCacheSpec) -> RowForm:
     """How the rows of this attention layer lie. Raises ConfigError if that is not known."""
-    if getattr(spec, "bounded_replay", False):
-        raise ConfigError(
-            f"this model's layer {name} keeps no windows in vLLM's prefix cache (--swa-bounded-replay): "
-            "behind a prefix vLLM computes its last window again, and cuts a load to whole blocks; set "
-            "--no-swa-bounded-replay on P and D"
-        )
     tokens: int | Fraction = getattr(spec, "tokens_per_state", 1)
     if tokens < 1 or int(tokens) != tokens:
         raise ConfigError(
@@ -81,31 +64,44 @@ def row_form(name: str, spec: KVCacheSpec) -> RowForm:
             f"this model's layer {name} has a row for each {tokens} tokens, and blocks of {spec.block_size}: "
             "expected whole rows in a block; choose another --block-size"
         )
+    if getattr(spec, "num_head_slots", None) and spec.kv_quant_mode.is_nvfp4:
+        return RowForm(int(tokens), _nvfp4_planes(name, spec), spec.num_kv_heads)
     return RowForm(int(tokens), _planes(name, spec), _slot_heads(name, spec))
+
+
+def _nvfp4_planes(name: str, spec: Any) -> tuple[int, ...]:
+    """Of K and of V, as `_nvfp4_kv_views` of vLLM's FlashInfer backend has them. Raises ConfigError."""
+    planes = (spec.head_size // 2, spec.head_size // 16)
+    if not any(current_platform.is_device_capability_family(family) for family in (80, 90, 120)):
+        raise ConfigError(
+            f"this model's layer {name} has NVFP4 numbers, and vLLM's kernels for this device mix the "
+            "scales of four tokens (swizzle_scale_offset in csrc/nvfp4_kv_cache_kernels.cu), but p2pkv moves "
+            "KV token by token: use a GPU of compute capability 8, 9 or 12, or another --kv-cache-dtype, "
+            "for example fp8"
+        )
+    if spec.num_head_slots != 2 * spec.num_kv_heads or spec.state_content_size_bytes != sum(planes):
+        raise _unknown(
+            name, spec, f"{spec.num_head_slots} slots of {spec.state_content_size_bytes} bytes in NVFP4"
+        )
+    return planes
 
 
 def _slot_heads(name: str, spec: Any) -> int:
     """See RowForm. Raises ConfigError."""
-    from vllm.platforms import current_platform
-
     slots, heads = getattr(spec, "num_head_slots", None), spec.num_kv_heads
     if slots is None:
         return 0
     if current_platform.is_rocm():
         raise _unknown(name, spec, "slots for K and V, which ROCm's kernels shuffle")
-    if (
-        spec.kv_quant_mode.is_nvfp4
-        or slots != 2
-        or 2 * spec.state_content_size_bytes
-        != (heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize)
-    ):
+    nbytes = heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    if slots != 2 or 2 * spec.state_content_size_bytes != nbytes:
         raise _unknown(
             name, spec, f"{slots} slots of {spec.state_content_size_bytes} bytes for {heads} heads"
         )
     return int(heads)
 
 
-def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
+def _planes(name: str, spec: Any) -> tuple[int, ...]:
     from vllm.version import __version_tuple__ as version
 
     width = getattr(spec, "state_content_bytes", None)
@@ -116,26 +112,18 @@ def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
             raise _unknown(name, spec, f"rows of {width} bytes")
         # Since vLLM 0.33 the scales of V4.1's rows lie behind each row's own values.
         return () if width < 584 and version >= (0, 33) else LATENT[width]
-    from vllm.platforms import current_platform
-
     if spec.kv_quant_mode.is_turboquant and current_platform.is_rocm():
         raise _unknown(name, spec, "scales in a region of each block, as ROCm's kernels write them")
-    if not _is_quantised_indexer(spec):
+    # An indexer's keys with scales are bytes, without a name for the type of numbers in them. Not all such
+    # layers of vLLM have the role of an indexer.
+    bare = isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str is None
+    if not bare or spec.dtype != torch.uint8 or width is not None:
         return ()
     if spec.head_size not in INDEXER:
         raise _unknown(name, spec, f"keys of {spec.head_size} bytes")
     if current_platform.is_rocm():
         raise _unknown(name, spec, "keys that ROCm's kernels shuffle")
     return INDEXER[spec.head_size]
-
-
-def _is_quantised_indexer(spec: Any) -> bool:
-    """Whether a layer holds an indexer's keys with scales: bytes, without a name for the type of numbers in
-    them. Not all such layers of vLLM have the role of an indexer."""
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    bare = isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str is None
-    return bare and spec.dtype == torch.uint8 and spec.state_content_bytes is None
 
 
 def _unknown(name: str, spec: KVCacheSpec, what: str) -> ConfigError:
@@ -147,20 +135,42 @@ def _unknown(name: str, spec: KVCacheSpec, what: str) -> ConfigError:
 
 def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Each plane's name, and the plane as a layer of its own. Raises ConfigError for views of other sizes."""
+    if form.slot_heads and form.planes:
+        return [
+            (f"{slot} {plane}".rstrip(), view)
+            for side, slot in enumerate(("keys", "values"))
+            for plane, view in _slot_planes(name, form, tensor, side)
+        ]
     if form.slot_heads:
         blocks, _, rows, _ = tensor.shape
         halves = (each.view(blocks, rows, form.slot_heads, -1).transpose(1, 2) for each in tensor.unbind(1))
         return list(zip(("keys", "values"), halves, strict=True))
     if not form.planes:
         return [("", tensor)]
-    widths = [plane.width for plane in form.planes]
-    if tensor.element_size() != 1 or tensor.shape[-1] != sum(widths):
+    if tensor.element_size() != 1 or tensor.shape[-1] != sum(form.planes):
         raise ConfigError(
             f"{name} is registered as {tensor.dtype} {list(tensor.shape)}: p2pkv expected rows of "
-            f"{sum(widths)} bytes, as vLLM 0.33 registers this layer"
+            f"{sum(form.planes)} bytes, as vLLM 0.33 registers this layer"
         )
-    begins = accumulate([0, *widths[:-1]])
-    return [
-        (plane.name, plane_of(tensor, before, plane.width))
-        for plane, before in zip(form.planes, begins, strict=True)
-    ]
+    values, scales = form.planes
+    return [("values", plane_of(tensor, 0, values)), ("scales", plane_of(tensor, values, scales))]
+
+
+def _slot_planes(
+    name: str, form: RowForm, tensor: torch.Tensor, side: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The planes of K (`side` 0) or V (1), each of all heads: [blocks, heads, rows, width], with the strides
+    of heads and rows in the order of `tensor`'s. Raises ConfigError."""
+    blocks, slots, rows, content = tensor.shape
+    heads_first = tensor.stride()[1:] == (rows * content, content, 1)
+    if not heads_first and tensor.stride()[1:] != (content, slots * content, 1):
+        raise ConfigError(
+            f"{name} is registered as {list(tensor.shape)} with strides {list(tensor.stride())}: p2pkv "
+            "expected blocks whose slots and rows lie together, as vLLM 0.33 registers this layer"
+        )
+    begin = int(tensor.storage_offset()) + side * form.slot_heads * rows * content
+    for plane, width in zip(("", "scales"), form.planes, strict=True):
+        strides = (rows * width, width) if heads_first else (width, form.slot_heads * width)
+        size = (blocks, form.slot_heads, rows, width)
+        yield plane, tensor.as_strided(size, (tensor.stride(0), *strides, 1), begin)
+        begin += form.slot_heads * rows * width

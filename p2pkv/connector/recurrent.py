@@ -19,25 +19,21 @@ What is not certain is refused, with the layer's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd, lcm, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from p2pkv.config import ConfigError
-from p2pkv.connector.stage_layers import Described, LocalGroup
+from p2pkv.connector.stage_layers import Layer, LocalGroup, local_group
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.copiers import ColumnCopier, copier_of
 from p2pkv.kv.layouts import LayerPages
 from p2pkv.packings import DENSE
-from p2pkv.protocol.messages import KvGroup
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 KEY_FIRST = "state:kv"
 """The codec of a gated delta net's state in vLLM's CPU kernels, [head, k, v]. In others it is [h, v, k]."""
@@ -47,49 +43,19 @@ _SIZES = lcm(*range(1, 17), 128)
 number of equal heads that divides it, so that P and D have the same heads whatever their sizes."""
 
 
-@dataclass(frozen=True)
-class RecurrentLayer:
-    """One recurrent layer of this rank, as vLLM describes and registers it."""
-
-    name: str
-    """vLLM's."""
-    spec: Any
-    """Its MambaSpec."""
-    module: Any
-    """The layer, as in vLLM's static_forward_context."""
-    pages: torch.Tensor
-    """The registered tensor, bytes [B, 1, 1, C]."""
-    table: int
-    """Number of the layer's block table."""
-    number: int
-    """The layer's number among all layers of this rank."""
+def is_recurrent(spec: Any) -> bool:
+    return isinstance(spec, MambaSpec)
 
 
-def recurrent_layers(
-    config: VllmConfig, kv_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], order: Sequence[str]
-) -> list[RecurrentLayer]:
-    """The recurrent layers among `order`: the names of this rank's layers, in the order of their numbers."""
-    modules: Mapping[str, Any] = config.compilation_config.static_forward_context
-    specs = _specs_of(kv_config)
-    return [
-        RecurrentLayer(name, specs[name][1], modules.get(name), tensors[name], specs[name][0], number)
-        for number, name in enumerate(order)
-        if name in specs
-    ]
+def refuse_strange_state(name: str, spec: Any, module: Any, tp: int) -> None:
+    """Raises ConfigError for a recurrent layer whose state this version does not move.
 
-
-def refuse_strange_states(config: VllmConfig, kv_config: KVCacheConfig) -> None:
-    """Raises ConfigError for recurrent layers whose state this version does not move.
-
-    It needs no registered tensors. Where this process has no model (vLLM's scheduler often has none), it
-    looks at the specs alone.
+    It needs no registered tensors. Without a `module` (vLLM's scheduler often has no model) it looks at the
+    spec alone.
     """
-    modules: Mapping[str, Any] = config.compilation_config.static_forward_context
-    tp = config.parallel_config.tensor_parallel_size
-    for name, (_, spec) in _specs_of(kv_config).items():
-        _check_kind(name, spec)
-        if name in modules:
-            form_of(name, spec, modules[name], tp=tp, dim_first=conv_dim_first())
+    _check_kind(name, spec)
+    if module is not None:
+        form_of(name, spec, module, tp=tp, dim_first=conv_dim_first())
 
 
 def conv_dim_first() -> bool:
@@ -99,18 +65,18 @@ def conv_dim_first() -> bool:
     return bool(is_conv_state_dim_first())
 
 
-def state_groups(layers: Sequence[RecurrentLayer], *, tp: int, dim_first: bool) -> list[LocalGroup]:
-    """The KV groups of these layers: of equal layers one for each segment, then one for the state.
+def state_groups(layers: Sequence[Layer], *, tp: int, dim_first: bool) -> list[LocalGroup]:
+    """The KV groups of these recurrent layers: of equal ones one for each segment, then one for the state.
 
     P and D make the same groups in the same order from the same model, whatever their tensor-parallel sizes
     and layouts are. `layers`: in the order of their numbers; `dim_first`: see `conv_dim_first`. Raises
     ConfigError with a sentence that names the layer, for a state that cannot be described.
     """
-    parts: dict[_StatePart, list[tuple[RecurrentLayer, int]]] = {}
+    parts: dict[_StatePart, list[tuple[Layer, int]]] = {}
     for layer in layers:
         form = form_of(layer.name, layer.spec, layer.module, tp=tp, dim_first=dim_first)
         _check_pages(layer)
-        for part, offset in _parts(form, layer.spec, layer.pages.device.type == "cpu", tp, dim_first):
+        for part, offset in _parts(form, layer.spec, layer.tensor.device.type == "cpu", tp, dim_first):
             parts.setdefault(part, []).append((layer, offset))
     return [_group(part, parts_of_layers, tp) for part, parts_of_layers in parts.items()]
 
@@ -125,20 +91,6 @@ def state_entry(spec: Any, tokens: int) -> int:
     assert tokens > 0
     per_block = getattr(spec, "mamba_cache_mode", "none") != "none"
     return (tokens - 1) // int(spec.block_size) if per_block else 0
-
-
-def _specs_of(kv_config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
-    """The number of the block table, and the spec, of every recurrent layer."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    found: dict[str, tuple[int, Any]] = {}
-    for table, group in enumerate(kv_config.kv_cache_groups):
-        own = getattr(group.kv_cache_spec, "kv_cache_specs", {})  # where the layers of a group differ
-        for name in group.layer_names:
-            spec = own.get(name, group.kv_cache_spec)
-            if isinstance(spec, MambaSpec):
-                found[name] = table, spec
-    return found
 
 
 # What a layer keeps, and how vLLM divides it. These are facts of the layers of vLLM 0.32 and 0.33.
@@ -163,10 +115,6 @@ class Axis:
         """The same, undivided: every rank has all of it."""
         return Axis(1, self.heads * self.size, shared=True)
 
-    def fits(self, tp: int) -> bool:
-        """Whether vLLM divides it as `Ownership.evenly` does."""
-        return self.heads % tp == 0 or (self.shared and self.heads == 1)
-
 
 @dataclass(frozen=True)
 class Form:
@@ -188,9 +136,10 @@ def form_of(name: str, spec: Any, module: Any, *, tp: int, dim_first: bool) -> F
     form = read(Sizes(name, module))
     if spec.tp_replicated:
         segments = tuple((segment, axis.whole()) for segment, axis in form.segments)
-        form = Form(form.steps, segments, None if form.state is None else form.state.whole())
+        form = replace(form, segments=segments, state=form.state and form.state.whole())
     for what, axis in [*form.segments, ("state", form.state)]:
-        if axis is not None and not axis.fits(tp):
+        # vLLM divides it as `Ownership.evenly` does, or all ranks have the one head.
+        if axis is not None and axis.heads % tp and not (axis.shared and axis.heads == 1):
             raise ConfigError(
                 f"{name} divides {what} of its state into {axis.heads} heads, and --tensor-parallel-size is "
                 f"{tp}: p2pkv expected a size that divides them; choose another"
@@ -223,26 +172,26 @@ def _fitted(name: str, form: Form, spec: Any, tp: int, dim_first: bool) -> Form:
             f"{form.state.held(tp)} heads of {form.state.size} elements: it does not know how this layer "
             "divides its state"
         )
-    return Form(form.steps, form.segments, form.state, room)
+    return replace(form, room=room)
 
 
+@dataclass(frozen=True)
 class Sizes:
     """The sizes that a layer of vLLM has as attributes."""
 
-    def __init__(self, name: str, module: Any) -> None:
-        self.name = name
-        self._module = module
+    name: str
+    module: Any
 
     def has(self, *names: str) -> bool:
-        return all(hasattr(self._module, each) for each in names)
+        return all(hasattr(self.module, each) for each in names)
 
     def __getitem__(self, path: str) -> int:
-        value = self._module
+        value = self.module
         for attribute in path.split("."):
             value = getattr(value, attribute, None)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{self.name} is a {type(self._module).__name__} with {path} = {value!r}: p2pkv expected a "
+                f"{self.name} is a {type(self.module).__name__} with {path} = {value!r}: p2pkv expected a "
                 "number, and without it does not know how this layer divides its state; use vLLM's own layers"
             )
         return value
@@ -353,15 +302,10 @@ class _StatePart:
     stride: int
     """Bytes between two time steps."""
 
-    @property
-    def row_bytes(self) -> int:
-        return self.axis.size * self.dtype.itemsize
-
 
 def _parts(form: Form, spec: Any, on_cpu: bool, tp: int, dim_first: bool) -> Iterator[tuple[_StatePart, int]]:
     """Every part of a layer's page, and where it begins in the page, in bytes."""
     kind = str(spec.mamba_type.name)
-    sizes = _state_bytes(spec)
     if form.segments:
         dtype = spec.dtypes[0]
         held = [axis.held(tp) * axis.size for _, axis in form.segments]
@@ -375,7 +319,7 @@ def _parts(form: Form, spec: Any, on_cpu: bool, tp: int, dim_first: bool) -> Ite
         dtype = spec.dtypes[-1]
         codec = KEY_FIRST if on_cpu and kind == "GDN_ATTN" else DENSE
         part = _StatePart(kind, "state", form, form.state, 1, dtype, codec, dtype.itemsize, 0)
-        yield part, sum(sizes[:-1])
+        yield part, sum(_state_bytes(spec)[:-1])
 
 
 def _state_bytes(spec: Any) -> list[int]:
@@ -383,29 +327,23 @@ def _state_bytes(spec: Any) -> list[int]:
     return [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
 
 
-def _check_pages(layer: RecurrentLayer) -> None:
+def _check_pages(layer: Layer) -> None:
     """Raises ConfigError unless the registered tensor holds the spec's states, one after the other."""
-    sizes = _state_bytes(layer.spec)
-    shape = list(layer.pages.shape)
-    if (
-        layer.pages.element_size() != 1
-        or shape[1:] != [1, 1, sum(sizes)]
-        or (shape[-1] > 1 and layer.pages.stride(-1) != 1)
-    ):
+    nbytes, pages = sum(_state_bytes(layer.spec)), layer.tensor
+    shape, strides = list(pages.shape), list(pages.stride())
+    if pages.element_size() != 1 or shape[1:] != [1, 1, nbytes] or (nbytes > 1 and strides[-1] != 1):
         raise ConfigError(
-            f"{layer.name} is registered as {layer.pages.dtype} {shape} with strides "
-            f"{list(layer.pages.stride())}: p2pkv expected bytes, [blocks, 1, 1, {sum(sizes)}], as vLLM 0.33 "
-            "registers a recurrent layer"
+            f"{layer.name} is registered as {pages.dtype} {shape} with strides {strides}: p2pkv expected "
+            f"bytes, [blocks, 1, 1, {nbytes}], as vLLM 0.33 registers a recurrent layer"
         )
 
 
-def _group(part: _StatePart, parts_of_layers: Sequence[tuple[RecurrentLayer, int]], tp: int) -> LocalGroup:
+def _group(part: _StatePart, parts_of_layers: Sequence[tuple[Layer, int]], tp: int) -> LocalGroup:
     """The KV group of a part; `parts_of_layers`: its layers, and where it begins in their pages."""
     pages, tensors, numbers = [], [], []
     for layer, offset in parts_of_layers:
-        tensor = layer.pages
+        tensor, block = layer.tensor, layer.tensor.stride(0)
         for step in range(part.steps):
-            block = tensor.stride(0)
             pages.append(
                 LayerPages(
                     storage=tensor.untyped_storage().data_ptr(),
@@ -429,20 +367,12 @@ def _group(part: _StatePart, parts_of_layers: Sequence[tuple[RecurrentLayer, int
         heads=part.axis.held(tp),
         block_size=1,
         unit_tokens=1,
-        row_bytes=part.row_bytes,
+        row_bytes=part.axis.size * size,
         element_bytes=size,
         codec=part.codec,
         device=tensors[0].device,
     )
-    shape = KvGroup(
-        layers=(len(pages),),
-        heads=part.axis.heads,
-        row_bytes=part.row_bytes,
-        unit_tokens=1,
-        dtype=str(part.dtype).removeprefix("torch."),
-        codec=part.codec,
-        layer_names="",
-        once=True,
+    names, dtype = (layer.name for layer, _ in parts_of_layers), str(part.dtype)
+    return local_group(
+        cache, numbers, names, repr(part), part.name, heads=part.axis.heads, dtype=dtype, once=True
     )
-    names = tuple(layer.name for layer, _ in parts_of_layers)
-    return LocalGroup(cache, tuple(numbers), Described(repr(part), part.name, shape, names))

@@ -12,60 +12,43 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from p2pkv.config import ConfigError
-from p2pkv.connector.stage_layers import Described, LocalGroup
+from p2pkv.connector.stage_layers import Layer, LocalGroup, local_group
 from p2pkv.kv.cache import PagedCache
-from p2pkv.protocol.messages import KvGroup
 
 
 def is_ring(spec: Any) -> bool:
-    from vllm.v1.kv_cache_interface import CircularBufferSpec
-
     return isinstance(spec, CircularBufferSpec)
 
 
-def ring_groups(
-    names: Sequence[str], specs: Sequence[Any], tensors: Sequence[torch.Tensor], tables: Sequence[int]
-) -> list[LocalGroup]:
+def ring_groups(layers: Sequence[Layer]) -> list[LocalGroup]:
     """A KV group for the rings that are alike, of all layers of this rank. Raises ConfigError."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for number, (name, spec, tensor) in enumerate(zip(names, specs, tensors, strict=True)):
-        if is_ring(spec):
-            if tensor.shape[2] != spec.block_size or tensor.stride(2) != tensor.shape[3]:
+    alike: dict[tuple[object, ...], list[Layer]] = {}
+    for layer in layers:
+        if is_ring(layer.spec):
+            tensor, slots = layer.tensor, layer.spec.block_size
+            if tensor.shape[2] != slots or tensor.stride(2) != tensor.shape[3]:
                 raise ConfigError(
-                    f"{name} is registered as {list(tensor.shape)} with strides {list(tensor.stride())}: "
-                    f"p2pkv expected a ring of {spec.block_size} slots that lie together, as vLLM 0.33 "
-                    "registers it"
+                    f"{layer.name} is registered as {list(tensor.shape)} with strides "
+                    f"{list(tensor.stride())}: p2pkv expected a ring of {slots} slots that lie together, as "
+                    "vLLM 0.33 registers it"
                 )
-            alike.setdefault((*tensor.shape[1:], tensor.dtype), []).append(number)
-    return [_group(form, numbers, names, tensors, tables) for form, numbers in alike.items()]
+            alike.setdefault((*tensor.shape[1:], tensor.dtype), []).append(layer)
+    return [_group(form, rings) for form, rings in alike.items()]
 
 
-def _group(
-    form: tuple[object, ...],
-    numbers: Sequence[int],
-    names: Sequence[str],
-    tensors: Sequence[torch.Tensor],
-    tables: Sequence[int],
-) -> LocalGroup:
+def _group(form: tuple[object, ...], rings: Sequence[Layer]) -> LocalGroup:
     """Each head's slots are one row, and a layer of the group: so a rank's heads are not divided."""
-    rows = [(number, head) for number in numbers for head in torch.split(tensors[number], 1, 1)]
+    rows = [(ring, head) for ring in rings for head in torch.split(ring.tensor, 1, 1)]
     cache = PagedCache.from_tensors(
         [head.flatten(2)[:, :, None] for _, head in rows],
         block_size=1,
-        tables=[tables[number] for number, _ in rows],
+        tables=[ring.table for ring, _ in rows],
     )
-    shape = KvGroup(
-        layers=(len(rows),),
-        heads=1,
-        row_bytes=cache.row_bytes,
-        unit_tokens=1,
-        dtype=str(tensors[numbers[0]].dtype).removeprefix("torch."),
-        codec=cache.codec,
-        layer_names="",
-        once=True,
-        window=tensors[numbers[0]].shape[2],
+    numbers, names = (ring.number for ring, _ in rows), (ring.name for ring in rings)
+    window, dtype = rings[0].spec.block_size, str(rings[0].tensor.dtype)
+    return local_group(
+        cache, numbers, names, f"ring {form}", "ring", heads=1, dtype=dtype, once=True, window=window
     )
-    described = Described(f"ring {form}", "ring", shape, tuple(names[number] for number in numbers))
-    return LocalGroup(cache, tuple(number for number, _ in rows), described)

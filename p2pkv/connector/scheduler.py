@@ -35,12 +35,23 @@ log = logging.getLogger("p2pkv")
 
 @dataclass(frozen=True)
 class BlockTables:
-    """How vLLM's tables of a request's blocks are read."""
+    """How vLLM's tables of a request's blocks are read, and which tokens of a prompt P and D compute."""
 
     sizes: tuple[int, ...]
     """Tokens in a block, of each table; 0: a ring's, of which no token has a block of its own."""
     states: Mapping[int, Any] = field(default_factory=dict)
     """Of the tables of recurrent layers and rings, vLLM's description of these layers."""
+    tail: int = 1
+    """The last tokens of a prompt, which D computes in any case; see `prompt_tail`."""
+    whole: bool = True
+    """P computes these, too; see `computes_last_token`."""
+    replayed: Mapping[int, int] = field(default_factory=dict)
+    """Of the tables whose windows vLLM computes again behind a cached prefix: see `replayed_window`."""
+
+    @property
+    def left_out(self) -> int:
+        """The last tokens of a prompt that P does not compute."""
+        return 0 if self.whole else self.tail
 
     def of(self, blocks: Iterable[Iterable[int]], tokens: int) -> Blocks:
         """The tables as the engine wants them: of a state the block that holds it after so many tokens."""
@@ -58,14 +69,11 @@ class BlockTables:
 class Half:
     """P's or D's part of the connector."""
 
-    def __init__(self, pairs: Pairs, tables: BlockTables, whole: bool, tail: int, room: Room | None) -> None:
-        """`whole`: P computes the last tokens of a prompt, too; see `computes_last_token`. `tail`: how many D
-        computes in any case; see `prompt_tail`. `room`: for the blocks of all requests of this half that wait
-        for another instance; None: there is no bound."""
+    def __init__(self, pairs: Pairs, tables: BlockTables, room: Room | None) -> None:
+        """`room`: for the blocks of all requests of this half that wait for another instance; None: there is
+        no bound."""
         self._pairs = pairs
         self._tables = tables
-        self._tail = tail
-        self._left_out = 0 if whole else tail
         self._room = room or Room()
         self._next = StepMetadata()
         self._generation = ""
@@ -110,17 +118,10 @@ class ProducerScheduler(Half):
     """A key is taken from the arrival of its request until the workers have reported it."""
 
     def __init__(
-        self,
-        pairs: Pairs,
-        tables: BlockTables,
-        held: HeldBlocks,
-        whole: bool = True,
-        tail: int = 1,
-        batches: int = 1,
-        room: Room | None = None,
+        self, pairs: Pairs, tables: BlockTables, held: HeldBlocks, batches: int = 1, room: Room | None = None
     ) -> None:
-        """`batches`: the most steps that vLLM has under way at once. The others: see `Half`."""
-        super().__init__(pairs, tables, whole, tail, room)
+        """`batches`: the most steps that vLLM has under way at once."""
+        super().__init__(pairs, tables, room)
         self._held = held
         self._batches = batches
         self._steps = 0
@@ -151,8 +152,8 @@ class ProducerScheduler(Half):
         if paired is None or paired.side != "P":
             return
         prompt = _Prompt(request, paired, prompt_digest(request))
-        if self._left_out:
-            leave_out_last(request, self._left_out)
+        if self._tables.left_out:
+            leave_out_last(request, self._tables.left_out)
         # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
         # router that lost its connection asks again, while the first one may be running still.
         if paired.key in self._taken:
@@ -220,10 +221,9 @@ class ProducerScheduler(Half):
         output: SchedulerOutput,
         fresh: Callable[[], set[int]],
     ) -> None:
-        request, key = prompt.request, prompt.paired.key
+        request, key, tokens = prompt.request, prompt.paired.key, prompt.request.num_prompt_tokens
         if not prompt.offered:
             prompt.offered = True
-            tokens = request.num_prompt_tokens
             offer = OfferPrompt(key, prompt.paired.decode, tokens, prompt.digest, self._generation)
             meta.offers.append(offer)
         state = output.kv_connector_block_state
@@ -235,8 +235,8 @@ class ProducerScheduler(Half):
             return
         prompt.unannounced = None
         # After a preemption even tokens of the answer may be cached.
-        start, stop = request.num_computed_tokens, request.num_computed_tokens + scheduled
-        start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
+        start = min(request.num_computed_tokens, tokens)
+        stop = min(request.num_computed_tokens + scheduled, tokens)
         cached = self._settled(fresh(), blocks, start) if start > prompt.announced else 0
         prompt.announced = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))
@@ -387,18 +387,10 @@ class ConsumerScheduler(Half):
     """A key is D's from the arrival of its first request until that has ended."""
 
     def __init__(
-        self,
-        pairs: Pairs,
-        world: int,
-        recompute: bool,
-        tables: BlockTables,
-        whole: bool = True,
-        tail: int = 1,
-        room: Room | None = None,
+        self, pairs: Pairs, world: int, recompute: bool, tables: BlockTables, room: Room | None = None
     ) -> None:
-        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead. The
-        others: see `Half`."""
-        super().__init__(pairs, tables, whole, tail, room)
+        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead."""
+        super().__init__(pairs, tables, room)
         self._too_long = RateLimit(seconds=TOO_LONG_SECONDS)
         self._world = world
         self._recompute = recompute
@@ -435,7 +427,7 @@ class ConsumerScheduler(Half):
         self._owners[paired.key] = request.request_id
         self.asking[request.request_id] = Asking(request, paired)
         tokens = request.num_prompt_tokens
-        tokens -= self._left_out if tokens > self._left_out else 0
+        tokens -= self._tables.left_out if tokens > self._tables.left_out else 0
         expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request))
         self._next.expects.append((request.request_id, expect))
 
@@ -449,9 +441,13 @@ class ConsumerScheduler(Half):
     def _matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         asking = self.asking.get(request.request_id)
         if asking is None:
-            return self._sibling(request), False
-        asking.local, external = local, request.num_prompt_tokens - self._tail - local
-        if asking.state is not LoadState.WAITING or external <= 0 or self._is_too_long(request):
+            # A further child of n waits until the first has loaded, and then takes the prefix cache.
+            owner = self.asking.get(self._owners.get(self._siblings.get(request.request_id, ""), ""))
+            return (0 if owner is None or owner.state is LoadState.SETTLED else None), False
+        asking.local, external = local, request.num_prompt_tokens - self._tables.tail - local
+        # A load begins behind what is cached here, so a shorter one would not bring the whole window.
+        least = max(1, max(self._tables.replayed.values(), default=0) if local else 0)
+        if asking.state is not LoadState.WAITING or external < least or self._is_too_long(request):
             return 0, False
         if self._failure(asking):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
@@ -478,18 +474,12 @@ class ConsumerScheduler(Half):
         others = {*asking.begun} - {None, self._generation}
         return asking.failure or (other_weights(others.pop(), self._generation) if others else "")
 
-    def _sibling(self, request: Request) -> int | None:
-        """A further child of n waits until the first has loaded, and then takes the prefix cache."""
-        key = self._siblings.get(request.request_id)
-        owner = self.asking.get(self._owners.get(key, "")) if key is not None else None
-        return 0 if owner is None or owner.state is LoadState.SETTLED else None
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has admitted the request: order the load, once."""
         asking = self.asking.get(request.request_id)
         if asking is None or asking.state is not LoadState.WAITING:
             return
-        key, rest = asking.paired.key, request.num_prompt_tokens - self._tail
+        key, rest = asking.paired.key, request.num_prompt_tokens - self._tables.tail
         failure = self._failure(asking) if asking.local < rest else ""
         if external <= 0:
             asking.state = LoadState.SETTLED
@@ -503,7 +493,7 @@ class ConsumerScheduler(Half):
         asking.state = LoadState.LOADING
         self._room.enter(request.request_id, request.num_prompt_tokens)
         self._decide(self._room.first)
-        if self._left_out and asking.local + external != rest:
+        if self._tables.left_out and asking.local + external != rest:
             failure = failure or "vLLM wants a part of what P sends, and a state is all or nothing"
         if failure:
             # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
@@ -566,8 +556,8 @@ class ConsumerScheduler(Half):
             for request_id, offered in news.begun.items():
                 if asking := self.asking.get(request_id):
                     asking.begun += offered
-                    settled = len(asking.begun) >= self._world or self._failure(asking)
-                    decided += [request_id] if settled else []
+                    if len(asking.begun) >= self._world or self._failure(asking):
+                        decided.append(request_id)
             for request_id, reason in news.failed.items():
                 self.fail(request_id, reason)
         self._decide(decided)

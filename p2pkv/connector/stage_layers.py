@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from msgspec.structs import replace
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.protocol.messages import KvGroup
 
-if TYPE_CHECKING:
-    import torch
-
 DRAFTERS = ("draft_model.", "mtp.")
 """What the names of some drafters' layers begin with; others have numbers behind the model's."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of this rank, as vLLM describes and registers it."""
+
+    name: str
+    spec: Any
+    """vLLM's description of what it keeps."""
+    tensor: torch.Tensor
+    table: int
+    """Number of its block table."""
+    number: int
+    """Among all layers of this rank."""
+    module: Any = None
+    """The layer itself, as in vLLM's static_forward_context, where that is looked at."""
 
 
 class Described(NamedTuple):
@@ -45,10 +60,34 @@ class LocalGroup(NamedTuple):
     described: Described
 
 
+def local_group(
+    cache: PagedCache,
+    numbers: Iterable[int],
+    names: Iterable[str],
+    kind: str,
+    word: str,
+    *,
+    heads: int,
+    dtype: str,
+    **form: Any,
+) -> LocalGroup:
+    """`heads`: of the model; `form`: what else is in the group's entry in a Hello."""
+    shape = KvGroup(
+        layers=(cache.layers,),
+        heads=heads,
+        row_bytes=cache.row_bytes,
+        unit_tokens=cache.unit_tokens,
+        dtype=dtype.removeprefix("torch."),
+        codec=cache.codec,
+        layer_names="",
+        **form,
+    )
+    return LocalGroup(cache, tuple(numbers), Described(kind, word, shape, tuple(names)))
+
+
 def exchange_with_stages(mine: Sequence[Described]) -> list[list[Described]]:
     """What each stage's rank with this rank's place in its stage describes, in the order of the stages. All
     of them call this at the same time, when vLLM registers their KV caches."""
-    import torch
     from vllm.distributed.parallel_state import get_pp_group
 
     group = get_pp_group()
@@ -82,13 +121,14 @@ def over_stages(
             for described in stage:
                 if described.shape.once is once:
                     of_kind.setdefault(described.kind, [None] * len(stages))[number] = described
-    here = {group.described.kind: group for group in groups}
+    here = {group.described.kind: (group.cache, group.numbers) for group in groups}
     caches, numbers, shapes = list[PagedCache](), list[Sequence[int]](), list[KvGroup]()
     for kind, parts in of_kind.items():
         shape = _whole(parts)
-        local = here.get(kind)
-        caches.append(local.cache if local is not None else _absent(shape, device))
-        numbers.append(local.numbers if local is not None else ())
+        absent = PagedCache.without_layers(shape.unit_tokens, shape.row_bytes, shape.codec, device)
+        cache, own = here.get(kind, (absent, ()))
+        caches.append(cache)
+        numbers.append(own)
         shapes.append(shape)
     return RankCache(caches, numbers), tuple(shapes)
 
@@ -115,11 +155,4 @@ def _whole(parts: Sequence[Described | None]) -> KvGroup:
         there[0].shape,
         layers=tuple(0 if part is None else part.shape.layers[0] for part in parts),
         layer_names=hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest(),
-    )
-
-
-def _absent(shape: KvGroup, device: torch.device) -> PagedCache:
-    """A KV group of which this stage has no layers: nothing is ever read from it or written to it."""
-    return PagedCache.without_layers(
-        unit_tokens=shape.unit_tokens, row_bytes=shape.row_bytes, codec=shape.codec, device=device
     )

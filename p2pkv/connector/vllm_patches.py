@@ -118,8 +118,7 @@ class Patch:
     any_version: ClassVar[bool] = False
     """Whether looks are enough. If not, it is installed only into versions that p2pkv is tested with."""
 
-    def __init__(self) -> None:
-        self.installed = False
+    installed = False
 
     def install(self, skipped: Container[str] = ()) -> str:
         """Install it, once in a process, unless `skipped` has its name. Returns "", or why it cannot be, and
@@ -139,8 +138,9 @@ class Patch:
     def _reason_against(self, skipped: Container[str]) -> str:
         if self.name in skipped:
             return f"the option skip_patches names {self.name}"
-        if not self.any_version and (reason := untested()):
-            return reason
+        installed = vllm_version() or "of unknown version"
+        if not self.any_version and doubt(installed):
+            return f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
         return next(filter(None, (each.misfit() for each in (*self.replaced, *self.required))), "")
 
     def _replace(self, function: Function) -> None:
@@ -152,14 +152,6 @@ class Patch:
             return method(original, *args, **kwargs)
 
         setattr(holder, function.last_name, wraps(original)(replacement))
-
-
-def untested() -> str:
-    """Why nothing of this vLLM is replaced, whatever it looks like; "" if p2pkv is tested with it."""
-    installed = vllm_version() or "of unknown version"
-    if not doubt(installed):
-        return ""
-    return f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
 
 
 class WeightWatch(Patch):
@@ -202,27 +194,23 @@ class WeightWatch(Patch):
             return make() if generation is None else generation.call(method, args, kwargs or {}, make)
 
     def instead_of_set_weight_version(self, original: Original, core: Any, weight_version: Any) -> Any:
-        with _watching(core) as generation:
-            if generation is not None:
-                generation.version(str(weight_version))
+        with _watching(core, lambda generation: generation.version(str(weight_version))):
             return original(core, weight_version)
 
     def instead_of_sleep(self, original: Original, core: Any, level: int = 1, mode: str = "abort") -> Any:
-        with _watching(core) as generation:
-            if generation is not None:
-                generation.sleeps(level)
+        with _watching(core, lambda generation: generation.sleeps(level)):
             return original(core, level, mode)
 
     def instead_of_wake_up(self, original: Original, core: Any, tags: list[str] | None = None) -> Any:
-        with _watching(core) as generation:
-            if generation is not None:
-                generation.wakes(tags)
+        with _watching(core, lambda generation: generation.wakes(tags)):
             return original(core, tags)
 
 
 @contextmanager
-def _watching(core: Any) -> Iterator[Generation | None]:
-    """The generation of this engine core's weights; None without p2pkv.
+def _watching(
+    core: Any, note: Callable[[Generation], None] = lambda generation: None
+) -> Iterator[Generation | None]:
+    """The generation of this engine core's weights, which `note` may change; None without p2pkv.
 
     If it changes meanwhile, all connectors empty their caches, also those beside p2pkv in a MultiConnector.
     """
@@ -235,6 +223,7 @@ def _watching(core: Any) -> Iterator[Generation | None]:
         return
     before = generation.changes
     try:
+        note(generation)
         yield generation
     finally:
         if generation.changes > before and not scheduler.reset_connector_cache():
@@ -272,16 +261,14 @@ class EngineCore(Patch):
         "paused"
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rests = False
-        self.seconds = 0.0
-        """How long to rest before the next step; used up by that rest."""
-        self.address = ""
-        """Where bells ring: an abstract Unix socket. "" until an engine core of this process can rest."""
-        self.core: Any = None
-        """vLLM's EngineCoreProc of this process, once its loop runs; None elsewhere."""
-        self._rung = False
+    rests = False
+    seconds = 0.0
+    """How long to rest before the next step; used up by that rest."""
+    address = ""
+    """Where bells ring: an abstract Unix socket. "" until an engine core of this process can rest."""
+    core: Any = None
+    """vLLM's EngineCoreProc of this process, once its loop runs; None elsewhere."""
+    _rung = False
 
     def rung(self) -> bool:
         """Whether a bell has ended the rest before this step."""
@@ -342,12 +329,10 @@ class SpinWait(Patch):
     )
     without = "vLLM's processes spin while they have nothing to compute"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle = False
-        """Whether the last step of this process had nothing to compute and might wait."""
-        self.worker = False
-        """Whether this process waits for steps only, and so has nothing to compute while none comes."""
+    idle = False
+    """Whether the last step of this process had nothing to compute and might wait."""
+    worker = False
+    """Whether this process waits for steps only, and so has nothing to compute while none comes."""
 
     def instead_of_wait(self, original: Original, condition: Any, timeout_ms: int | None = None) -> None:
         nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
@@ -386,10 +371,8 @@ class EarlyRevocation(Patch):
     required = (Function(_RUNNER, "GPUModelRunner.execute_model", mentions={"update_requests"}),)
     without = ""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.preempt: Callable[[StepMetadata], None] | None = None
-        """Of this process's P; None: there is none."""
+    preempt: Callable[[StepMetadata], None] | None = None
+    """Of this process's P; None: there is none."""
 
     def instead_of_update_requests(
         self, original: Original, runner: GPUModelRunner, scheduler_output: SchedulerOutput
@@ -420,15 +403,11 @@ class Deferral(Patch):
     without = "vLLM looks up each request that waits for P in every scheduling pass"
 
     def instead_of_add_request(self, original: Original, scheduler: Scheduler, request: Request) -> None:
-        if not isinstance(scheduler.waiting, DeferringQueue):
-            self._defer(scheduler)
-        original(scheduler, request)
-
-    def _defer(self, scheduler: Scheduler) -> None:
         half = getattr(scheduler.connector, "consuming", None)
-        if isinstance(half, ConsumerScheduler):
+        if isinstance(half, ConsumerScheduler) and not isinstance(scheduler.waiting, DeferringQueue):
             scheduler.waiting = queue = DeferringQueue(scheduler.waiting, half.undecided)
             half.decided = queue.resume
+        original(scheduler, request)
 
 
 class PausedLoads(Patch):
@@ -466,16 +445,13 @@ class PausedLoads(Patch):
         reset_connector: bool = False,
     ) -> Any:
         if reset_running_requests:
-            self._give_back(scheduler)
+            for request_id in tuple(scheduler.finished_recving_kv_req_ids):
+                request = scheduler.requests[request_id]
+                scheduler._update_waiting_for_remote_kv(request)
+                scheduler._free_request_blocks(request)
+                request.num_computed_tokens = 0
+                request.status = type(request.status)["PREEMPTED" if request.num_preemptions else "WAITING"]
         return original(scheduler, reset_running_requests, reset_connector)
-
-    def _give_back(self, scheduler: Scheduler) -> None:
-        for request_id in tuple(scheduler.finished_recving_kv_req_ids):
-            request = scheduler.requests[request_id]
-            scheduler._update_waiting_for_remote_kv(request)
-            scheduler._free_request_blocks(request)
-            request.num_computed_tokens = 0
-            request.status = type(request.status)["PREEMPTED" if request.num_preemptions else "WAITING"]
 
 
 WEIGHTS, ENGINE_CORE, SPIN_WAIT = WeightWatch(), EngineCore(), SpinWait()

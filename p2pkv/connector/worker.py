@@ -56,11 +56,6 @@ class Loads:
         self._results = KVConnectorTransferResults()
         self._news = WorkerNews()
 
-    @property
-    def requests(self) -> dict[str, str]:
-        """vLLM's ids of the requests that the engine knows, by key."""
-        return {key: load.request_id for key, load in self._known.items()}
-
     # Orders of vLLM's scheduler.
 
     def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:
@@ -287,7 +282,7 @@ class Worker:
         # An engine that is idle after this must not count as hung, and some runners leave out the end.
         self.rank.steps.end()
         self._take_events()
-        if self._idle_wait and not self._anything_new:
+        if self._idle_wait and not self.loads.anything_new and self._free.isdisjoint(self._ended):
             self.rank.wait_for_event(self._idle_wait)
             self._take_events()
         results = self.loads.results()
@@ -304,11 +299,6 @@ class Worker:
                 self._free.add(event.key)
             else:
                 self.loads.note(event)
-
-    @property
-    def _anything_new(self) -> bool:
-        """Whether this step has something to report to the scheduler."""
-        return self.loads.anything_new or not self._free.isdisjoint(self._ended)
 
     def news(self) -> WorkerNews | None:
         news = self.loads.news()

@@ -110,11 +110,6 @@ class Announcer:
         """To the child."""
         self._thread = threading.Thread(target=self._beat, name="p2pkv-announcer", daemon=True)
 
-    @property
-    def pid(self) -> int:
-        assert self._child is not None, "it has not been started"
-        return self._child.pid
-
     def start(self) -> None:
         """Start the child. Raises OSError if there can be no process."""
         self._spawn(self._announcement)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from p2pkv.control.announcer import BEAT_SECONDS, STOP, Announcement, Standing
-from p2pkv.control.discovery import Workload, encode_partners
+from p2pkv.control.discovery import Ping, encode_partners
 from p2pkv.control.pinger import Addresses, Pinger
 from p2pkv.control.security import members_of
 from p2pkv.control.warm_up import warm_up
@@ -37,10 +37,9 @@ _DATE_FORMAT = "%m-%d %H:%M:%S"
 class _Worker:
     """The worker that has started this process. Its thread ends the process when the worker is gone."""
 
-    def __init__(self, line: socket.socket, parent: int, stall: float) -> None:
+    def __init__(self, line: socket.socket, announcement: Announcement) -> None:
         self._line = line
-        self._parent = parent
-        self._stall = stall
+        self._task = announcement
         self._beaten = time.monotonic()
         self._silent = False
         self._last = self._shown = Standing()
@@ -55,7 +54,7 @@ class _Worker:
         while not self.stopping.is_set():
             ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
             # A process that the worker has forked may hold its end of the socket open.
-            gone = os.getppid() != self._parent
+            gone = os.getppid() != self._task.parent
             if ready and not gone:
                 beat = self._line.recv(_ORDERS_BYTES)
                 gone = not beat
@@ -80,27 +79,21 @@ class _Worker:
             self._shown, self._shown_at = now, self._beaten
             changed()
 
-    def paused(self) -> bool:
-        return self._last.paused
-
-    def workload(self) -> Workload | None:
-        """What its scheduler has to do, by its last beat."""
-        last = self._last
-        if last.workload is None:
-            return None
-        return msgspec.structs.replace(last.workload, age=max(0.0, time.monotonic() - last.at))
-
-    def vouched_for(self) -> bool:
-        """Whether the worker has beaten within `stall_seconds`, and its last beat does not forbid a ping."""
-        silent = time.monotonic() - self._beaten > self._stall
+    def ping(self) -> Ping | None:
+        """The ping that its last beat vouches for; None if that forbids one, or is `stall_seconds` ago."""
+        now, last, stall = time.monotonic(), self._last, self._task.stall_seconds
+        silent = now - self._beaten > stall
         if silent and not self._silent:
-            log.warning(
-                "the worker has been silent for %g s: it is not announced until it is back", self._stall
-            )
+            log.warning("the worker has been silent for %g s: it is not announced until it is back", stall)
         elif self._silent and not silent:
             log.warning("the worker is back: it is announced again")
         self._silent = silent
-        return not silent and not self._last.trouble
+        if silent or last.trouble:
+            return None
+        workload = last.workload
+        if workload is not None:
+            workload = msgspec.structs.replace(workload, age=max(0.0, now - last.at))
+        return msgspec.structs.replace(self._task.ping, paused=last.paused, workload=workload)
 
 
 def main() -> None:
@@ -112,7 +105,7 @@ def main() -> None:
     if not (orders := line.recv(_ORDERS_BYTES)):
         return  # the worker has gone before
     announcement = msgspec.json.decode(orders, type=Announcement)
-    worker = _Worker(line, announcement.parent, announcement.stall_seconds)
+    worker = _Worker(line, announcement)
     logging.basicConfig(level=announcement.log_level, format=_FORMAT, datefmt=_DATE_FORMAT)
 
     def pass_on(partners: Addresses) -> None:
@@ -125,10 +118,8 @@ def main() -> None:
         announcement.ping,
         announcement.interval,
         members_of(announcement.secret),
-        worker.vouched_for,
-        worker.paused,
+        worker.ping,
         pass_on,
-        worker.workload,
     )
     threading.Thread(target=worker.follow, args=(pinger.hurry,), name="p2pkv-worker", daemon=True).start()
     if announcement.warm_up is not None:

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ import zmq
 
 from p2pkv.control.security import (
     HANDSHAKE_SECONDS,
-    Failure,
     Members,
     Server,
     Watch,
@@ -162,22 +161,27 @@ class Endpoint:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._acts: dict[Any, Callable[[], object]] = {}
+        """What is done as soon as there is something on one of these sockets."""
+        self._watch_for(self._wake, lambda: os.eventfd_read(self._wake))
         self._failures: deque[ConnectionFailure] = deque(maxlen=MAX_STRANGERS)
         self._answered: dict[bytes, Connection] = {}
         self._dialed: dict[zmq.Socket[bytes], Connection] = {}
-        self._watched: dict[zmq.Socket[Any], Connection] = {}
         self._ready: list[Any] | None = None
         """What the last `wait` has found, until `receive` has read it."""
         self._zap = ZapHandler(members, allowed)
         self._asked = self._zap.open(self._context)
-        self._poller.register(self._asked, zmq.POLLIN)
+        self._watch_for(self._asked, self._admit)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._watch = Watch(self._router)
-        self._poller.register(self._watch.socket, zmq.POLLIN)
+        self._watch_for(self._watch.socket, self._refused)
         if address is not None:
             self._listen(address)
+
+    def _watch_for(self, socket: zmq.Socket[Any] | int, act: Callable[[], object]) -> None:
+        self._acts[socket] = act
+        self._poller.register(socket, zmq.POLLIN)
 
     def _listen(self, address: Address) -> None:
         if self._zap.needed:
@@ -233,9 +237,8 @@ class Endpoint:
             socket.setsockopt(zmq.IPV6, ":" in address.host)
             # A host that was away and drops packets would be tried again up to two minutes after it is back.
             socket.setsockopt(zmq.CONNECT_TIMEOUT, 30_000)
-        connection._watch = Watch(socket, dials=True)
-        self._watched[connection._watch.socket] = connection
-        self._poller.register(connection._watch.socket, zmq.POLLIN)
+        connection._watch = watch = Watch(socket, dials=True)
+        self._watch_for(watch.socket, lambda: self._look_after(connection, watch))
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
 
@@ -261,16 +264,8 @@ class Endpoint:
             seconds = 0.0
         self._ready = [each for each, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999)))]
         for each in self._ready:
-            if each is self._router or each in self._dialed:
-                continue  # for `receive`
-            if each == self._wake:
-                os.eventfd_read(self._wake)
-            elif each is self._asked:
-                self._admit()
-            elif each is self._watch.socket:
-                self._refused()
-            elif (connection := self._watched.get(each)) is not None and connection._watch is not None:
-                self._look_after(connection, connection._watch)
+            if act := self._acts.get(each):
+                act()
 
     def receive(self) -> Iterator[tuple[Connection, bytes]]:
         """The messages that have arrived. One of several frames comes as b"", which is no message."""
@@ -344,23 +339,17 @@ class Endpoint:
             return
         # Whether the peer's own thread was busy, so that it closed the connection, and not to refuse us.
         slow = watch.connected is not None and now - watch.connected > min(SLOW_SECONDS, self._patience / 2)
+        failure = failure._replace(late=failure.late or (slow and not failure.spoke))
+        restarting = not failure.spoke and now < connection.awaited
+        self._shut(connection)
         if failure.lost:
             # libzmq dials again by itself, but not after every kind of end.
-            self._shut(connection)
             if now - connection.since > LASTING:
                 self.redial(connection)
-        elif failure.late or (failure.gone and slow):
-            self._shut(connection)
-            reason = self._no_answer(connection, failure._replace(late=True))
-            self._failures.append(ConnectionFailure(connection, reason, late=True))
-        elif failure.gone and now < connection.awaited:
-            self._shut(connection)
-        else:
-            self._give_up(connection, self._no_answer(connection, failure))
-
-    def _no_answer(self, connection: Connection, failure: Failure) -> str:
-        name = f"the proxy at {connection.address}" if self._dials == "proxy" else connection.address
-        return no_answer(name, failure, self._members is not None)
+        elif failure.late or not restarting:
+            name = f"the proxy at {connection.address}" if self._dials == "proxy" else connection.address
+            reason = no_answer(name, failure, self._members is not None)
+            self._failures.append(ConnectionFailure(connection, reason, late=failure.late))
 
     def _give_up(self, connection: Connection, reason: str) -> None:
         self._shut(connection)
@@ -376,7 +365,7 @@ class Endpoint:
             if connection._watch.proven:
                 connection.awaited = time.monotonic() + RESTARTING
             self._poller.unregister(connection._watch.socket)
-            del self._watched[connection._watch.socket]
+            del self._acts[connection._watch.socket]
             connection._watch.close()
             connection._watch = None
         if socket in self._poller:

@@ -9,14 +9,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import msgspec
-
 from p2pkv.control.discovery import (
     MAX_PARTNERS_BYTES,
     PING_INTERVAL,
     BadPartners,
     Ping,
-    Workload,
     decode_partners,
     encode_ping,
     goodbye,
@@ -61,11 +58,10 @@ class Pinger:
     A proxy may be absent, come late, go and come back: nothing is queued for it meanwhile. Nothing is
     expected in return, and nothing is looked at unless the ping asks for partners.
 
-    Before each ping the thread calls `vouched_for`, and sends none where that is False, and `paused` and
-    `workload`, for the ping's fields of these names; `on_partners` takes the partners that any of the proxies
-    names. `members`: of the secret with which the pings are encrypted; None: they are sent in the
-    clear. Raises ValueError for a malformed address of a discovery socket, or an interval that is not
-    positive.
+    Before each ping the thread calls `current` for the ping as it is to be sent now, by default `ping`; None:
+    none is sent. `on_partners` takes the partners that any of the proxies names. `members`: of the secret
+    with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a malformed
+    address of a discovery socket, or an interval that is not positive.
     """
 
     def __init__(
@@ -74,19 +70,15 @@ class Pinger:
         ping: Ping,
         interval: float = PING_INTERVAL,
         members: Members | None = None,
-        vouched_for: Callable[[], bool] = lambda: True,
-        paused: Callable[[], bool] = lambda: False,
+        current: Callable[[], Ping | None] | None = None,
         on_partners: OnPartners = lambda addresses: None,
-        workload: Callable[[], Workload | None] = lambda: None,
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
         self._addresses = [*map(Address.parse, [proxies] if isinstance(proxies, str) else proxies)]
-        self._ping = ping
+        self._current = current or (lambda: ping)
         self._goodbye = encode_ping(goodbye(ping))
         self._interval = interval
-        self._vouched_for = vouched_for
-        self._paused, self._workload = paused, workload
         self._asks = ping.partners > 0
         self._on_partners = on_partners
         self._log_limit = RateLimit(seconds=_LOG_SECONDS)
@@ -140,34 +132,28 @@ class Pinger:
                 proxy.redial = now + _REDIAL_SECONDS
                 self._endpoint.redial(connection)
             if hurried or now >= proxy.due:
-                frame = self._frame()
-                if not self._vouched_for() or connection.send(frame):
+                ping = self._current()
+                if ping is None or connection.send(encode_ping(ping)):
                     proxy.due = now + self._interval
-
-    def _frame(self) -> bytes:
-        """The ping as it is now."""
-        paused, workload = self._paused(), self._workload()
-        return encode_ping(msgspec.structs.replace(self._ping, paused=paused, workload=workload))
 
     def _take_in(self) -> None:
         """What has come from proxies, and what went wrong with them."""
         for connection, frame in self._endpoint.receive():
             # Empty messages only show whether the connection stands.
             if frame and self._asks:
-                self._read(connection, frame)
+                try:
+                    self._proxies[connection].named = time.monotonic(), decode_partners(frame)
+                    self._pass_on_partners()
+                except BadPartners as error:
+                    log.debug("the proxy at %s: %s", connection.address, error)
         for failure in self._endpoint.failures():
             assert failure.connection is not None
             self._proxies[failure.connection].redial = time.monotonic() + _REDIAL_SECONDS
             if self._log_limit.admits(failure.connection):
                 log.warning("not registered: %s", failure.reason)
 
-    def _read(self, connection: Connection, frame: bytes) -> None:
-        now = time.monotonic()
-        try:
-            self._proxies[connection].named = now, decode_partners(frame)
-        except BadPartners as error:
-            log.debug("the proxy at %s: %s", connection.address, error)
-            return
-        answers = [proxy.named for proxy in self._proxies.values()]
-        valid = [names for answered, names in answers if now - answered < _NAMED_SECONDS]
+    def _pass_on_partners(self) -> None:
+        oldest = time.monotonic() - _NAMED_SECONDS
+        answers = (proxy.named for proxy in self._proxies.values())
+        valid = (names for answered, names in answers if answered > oldest)
         self._on_partners(tuple(dict.fromkeys(itertools.chain(*valid))))

@@ -29,13 +29,6 @@ _LABEL = b"p2pkv membership 1"
 _ROUNDS = 200_000  # about a tenth of a second, once per process
 
 
-class Keys(NamedTuple):
-    """A CURVE key pair as ZMQ takes it, Z85 text of 40 bytes each."""
-
-    public: bytes
-    secret: bytes
-
-
 class NoCurve(RuntimeError):
     """A secret is set, and this libzmq cannot do anything with it."""
 
@@ -55,24 +48,23 @@ class Members:
 
     def serve(self, socket: zmq.Socket[Any], server: Server) -> None:
         """Before it binds: `socket` answers only those who know its key. It needs a ZapHandler, too."""
-        keys = self._keys[server]
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys[server][1])
 
     def join(self, socket: zmq.Socket[Any], server: Server) -> None:
         """Before it connects: `socket` shows the members' key to a server that proves its own."""
-        mine = self._keys["member"]
+        public, secret = self._keys["member"]
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.key_of(server))
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, mine.secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
     def key_of(self, server: Server) -> bytes:
         """The public key by which members know a server."""
-        return self._keys[server].public
+        return self._keys[server][0]
 
     def include(self, public: bytes) -> bool:
         """Whether `public`, 32 bytes, is the key that members show."""
-        return public == z85.decode(self._keys["member"].public)
+        return public == z85.decode(self._keys["member"][0])
 
     def __repr__(self) -> str:
         return "Members()"
@@ -84,11 +76,12 @@ def members_of(secret: bytes | None) -> Members | None:
 
 
 @lru_cache(maxsize=8)
-def _derive(secret: bytes) -> dict[str, Keys]:
+def _derive(secret: bytes) -> dict[str, tuple[bytes, bytes]]:
+    """CURVE key pairs as ZMQ takes them, public and secret, Z85 text of 40 bytes each."""
     slow, keys = hashlib.pbkdf2_hmac("sha256", secret, _LABEL, _ROUNDS), {}
     for name in ("rank", "proxy", "member"):
         own = z85.encode(hashlib.blake2b(name.encode(), key=slow, digest_size=32).digest())
-        keys[name] = Keys(zmq.curve_public(own), own)
+        keys[name] = zmq.curve_public(own), own
     return keys
 
 
@@ -176,11 +169,6 @@ class Failure(NamedTuple):
     """The handshake had succeeded; the connection has ended since."""
     late: bool = False
     """The other side has not finished the handshake in time: nothing is known of it."""
-
-    @property
-    def gone(self) -> bool:
-        """The other side has sent nothing."""
-        return not (self.spoke or self.refused)
 
 
 class Watch:

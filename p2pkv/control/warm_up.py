@@ -24,11 +24,9 @@ REQUEST_MARK = "p2pkv-warm-up-"
 ANSWER_TOKENS = 2
 """A step that prefills, and one that decodes."""
 
-_GREEDY = {"temperature": 0.0}
-_SAMPLED = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "n": 3}
 # vLLM compiles parts of its sampler when they are first used: log-probabilities, random tokens, and each of
 # them again for a batch that is not the first one's.
-_KINDS = (_GREEDY, _SAMPLED)
+_KINDS = ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "n": 3})
 
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 2.0
@@ -53,15 +51,19 @@ class WarmUp(Struct, frozen=True):
     """See `discovery.Ping`."""
 
 
-def warm_up(plan: WarmUp) -> bool:
-    """Wait until the instance serves, and send it a few prompts. Whether it has answered all of them."""
-    failure = _wait_for_health(plan) or _ask_all(plan)
+def warm_up(plan: WarmUp) -> None:
+    """Wait until the instance serves, and send it a prompt of each kind, one after the other."""
+    failure, begun = _wait_for_health(plan), time.monotonic()
+    for kind in _KINDS:
+        failure = failure or _ask(plan, kind, begun + plan.seconds)
     if failure:
         log.warning(
             "not warmed up: %s; the instance is announced all the same, and its first request may be slow",
             failure,
         )
-    return not failure
+        return
+    took = time.monotonic() - begun
+    log.info("warmed up: %d prompts of %d tokens were answered in %.1f s", len(_KINDS), plan.tokens, took)
 
 
 def _wait_for_health(plan: WarmUp) -> str:
@@ -81,17 +83,6 @@ def _wait_for_health(plan: WarmUp) -> str:
         f"{plan.url}/health did not answer 200 in {plan.seconds:g} s ({seen}): is http_port the number given "
         "to --port, and does --host include this address? With TLS set warm_up_tls"
     )
-
-
-def _ask_all(plan: WarmUp) -> str:
-    """A prompt of each kind, one after the other; "" if all were answered, else what is wrong."""
-    begun = time.monotonic()
-    for kind in _KINDS:
-        if failure := _ask(plan, kind, begun + plan.seconds):
-            return failure
-    took = time.monotonic() - begun
-    log.info("warmed up: %d prompts of %d tokens were answered in %.1f s", len(_KINDS), plan.tokens, took)
-    return ""
 
 
 def _ask(plan: WarmUp, kind: dict[str, float], end: float) -> str:

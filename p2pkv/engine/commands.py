@@ -94,11 +94,8 @@ class Expect(Command, frozen=True):
 
 
 class Load(Command, frozen=True):
-    """The request has blocks: load tokens [start, stop); an empty range releases P.
-
-    `fence`: until it is passed the step before may still write to these blocks, which were another
-    request's; None: no other step does.
-    """
+    """The request has blocks: load tokens [start, stop); an empty range releases P. `fence`: until it is
+    passed the step before may still write to these blocks; None: no other step does."""
 
     key: str
     start: int
@@ -115,10 +112,7 @@ class Invalidate(Command, frozen=True):
 
 
 class NamePartners(Command, frozen=True):
-    """The proxy has named these P's, by the addresses of their rank 0, the likeliest first.
-
-    It comes from the announcer's thread, to rank 0 of D only.
-    """
+    """The proxy has named these P's to rank 0 of D, by the addresses of their rank 0, the likeliest first."""
 
     addresses: tuple[str, ...]
 
@@ -134,8 +128,8 @@ class Drop(Command, frozen=True):
 
 
 class Forget(Command, frozen=True):
-    """The forward thread orders nothing more for this key. `role`: the half of the rank that had it, as two
-    transfers, one in each direction, may have one key; "": whichever had it."""
+    """The forward thread orders nothing more for this key. `role`: the half of the rank that had it, as one
+    key may go in both directions; "": whichever had it."""
 
     key: str
     role: Literal["P", "D", ""] = ""

@@ -1,5 +1,4 @@
-"""What the parts of one rank share: what it was made with, its effects, timers and counters, copies under
-way."""
+"""What the parts of one rank share: what it was made with, effects, timers, counters, copies under way."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -24,10 +24,8 @@ from p2pkv.protocol.messages import AnyMessage, Hello, encode
 
 
 class Counters:
-    """Named numbers of one rank; written by the engine thread, read by any thread.
-
-    A gauge that reads a dict of the engine thread's copies its values first: the dict may grow meanwhile.
-    """
+    """Named numbers of one rank; written by the engine thread, read by any thread. So a gauge that reads a
+    dict copies its values first."""
 
     NAMES = (
         "bytes_sent",  # KV bytes gathered and handed to a link
@@ -66,6 +64,42 @@ class Counters:
         return self.values | {name: sum(read() for read in parts) for name, parts in self.gauges.items()}
 
 
+_Value = TypeVar("_Value")
+
+
+class Remembered(Generic[_Value]):
+    """Values by key, each for some seconds after it was added; of more than `most` the oldest go."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._known: dict[str, tuple[float, _Value]] = {}
+        """The oldest first."""
+
+    def add(self, key: str, value: _Value, now: float) -> None:
+        self.discard(key)
+        self._known[key] = now, value
+        self.expire(now)
+
+    def get(self, key: str) -> _Value | None:
+        """As of the last `expire`."""
+        found = self._known.get(key)
+        return found[1] if found is not None else None
+
+    def discard(self, key: str) -> None:
+        self._known.pop(key, None)
+
+    def expire(self, now: float) -> None:
+        while self._known:
+            key = next(iter(self._known))
+            if len(self._known) <= self._most and now - self._known[key][0] <= self._seconds:
+                return
+            del self._known[key]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
 Action = Callable[[float], None]
 """What to do; called with the time."""
 
@@ -80,10 +114,7 @@ class _Launch:
 
 
 class Copies:
-    """Launched copies in their order. They share a stream, so they are done in that order.
-
-    All calls come from the engine thread but `wait`, which is for any.
-    """
+    """Launched copies. They share a stream, so they are done in their order. `wait` is for any thread."""
 
     def __init__(self, record: Callable[[], Fence] | None) -> None:
         """`record`: makes a fence behind what has been launched; None: all is done when it is launched."""
@@ -138,8 +169,7 @@ class Copies:
 
 class Revocations:
     """Prompts whose blocks were taken back, and how often, until the engine thread has carried that out.
-
-    `reading` guards `keys`, and is held while gathers are launched: its holder knows that none is then.
+    `reading` guards `keys`, and is held while gathers are launched.
     """
 
     def __init__(self) -> None:
@@ -161,8 +191,7 @@ log = logging.getLogger("p2pkv.engine")
 log.addFilter(Throttle())
 
 LOOK_SECONDS = 0.25
-"""Seconds between two looks at all peers and at the engine core; the turns between look only at those peers
-that have something to do."""
+"""Seconds between two looks at the engine core and at all peers, also those that have nothing to do."""
 
 BURST = 4
 """Messages copied for one peer before the others, and the control plane, get their turn. Each turn of the
@@ -201,10 +230,7 @@ class Context:
 
     def form(self, theirs: Hello) -> tuple[tuple[RowFormat, ...], tuple[Rectangles, ...]]:
         """How rows of each KV group travel between this rank and a peer that `negotiate` has accepted, and
-        our cache in that form.
-
-        Raises Refused if our blocks cannot be brought into it.
-        """
+        our cache in that form. Raises Refused if our blocks cannot be brought into it."""
         wires = row_formats(self.hello.cache, theirs.cache)
         try:
             rows = self.cache.seen_as([wire.codec for wire in wires])

@@ -18,9 +18,10 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.context import LOOK_SECONDS, Context, Counters, log
-from p2pkv.engine.effects import Emit, SendMessage
+from p2pkv.engine.effects import Emit, SendMessage, Timer
+from p2pkv.engine.from_prefill import PrefillPeer
 from p2pkv.engine.liveness import Liveness
-from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role, Unowned
+from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import RateLimit
@@ -47,8 +48,7 @@ QUIET_SECONDS = 60.0
 class HeldClock:
     """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
     process, its machine): a silence counts against a peer only while its messages could have been read.
-
-    `turned`: when the last turn began, by the owner's clock. `held`: for how many seconds this one has stood.
+    `turned`: when the last turn began, by the owner's clock. `held`: seconds for which this one has stood.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Tables(NamedTuple):
 
     commands: dict[type, list[Handle]]
     messages: dict[tuple[type, type], Receive]
-    unowned: dict[type, Unowned]
+    unowned: dict[type, Receive]
     effects: dict[type, Handle]
     disconnected: dict[type, Handle]
 
@@ -88,11 +88,8 @@ class Tables(NamedTuple):
 class Core:
     """A rank's roles, and all that reaches them. It owns what it was made with: see `close`.
 
-    `context` is what the rank works with: for the owner's thread alone, as are the roles.
-
-    `do`, `revoke`, `events` and `steps` are for the forward thread, `do` for others, too; none of them waits
-    for the network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
-    All else is for one thread, which may be the same.
+    `do`, `revoke`, `events` and `steps` are for the forward thread, `do` for others, too; only `revoke`
+    waits, for the device's gathers that are under way. All else is for one thread, which may be the same.
 
     Attributes:
         prefill, decode: its roles; None: it does not have that one.
@@ -125,8 +122,8 @@ class Core:
         self.table = self._make_table()
         self.clock = HeldClock()
         self._soon = False
-        self._tick = self.context.timers.new(self._check)
-        self._look = self.context.timers.new(self._look_around)
+        self._tick = Timer(self.context.timers, self._check)
+        self._look = Timer(self.context.timers, self._look_around)
         self._look.at(0.0)
         self._quiet = RateLimit(seconds=QUIET_SECONDS)
         self._trouble = ""
@@ -141,7 +138,7 @@ class Core:
             for kind, take in role.unowned.items():
                 table.unowned.setdefault(kind, take)  # a rank that is P, too, refuses no Hello as a D does
             table.effects.update(role.effects)
-            table.disconnected[role.peer] = role.disconnected
+            table.disconnected[role.peer] = role.peers.disconnected
         return table
 
     # The forward thread.
@@ -188,11 +185,8 @@ class Core:
     # The owner.
 
     def turn(self, now: float) -> None:
-        """Take in messages and commands, move data, look at what is due. Never waits.
-
-        `now`: seconds of any clock that never goes back. What this raises is a fault of ours: the turn is
-        lost, and the next one goes on.
-        """
+        """Take in messages and commands, move data, look at what is due. Never waits. What this raises is a
+        fault of ours: the turn is lost. `now`: seconds of any clock that never goes back."""
         now, context, soon = self.clock.turn(now), self.context, False
         if context.steps.held != self.clock.held:
             context.steps.held_up(self.clock.held)
@@ -200,7 +194,7 @@ class Core:
         self._listen(now)
         self._obey(now)
         for role in self.roles:
-            role.poll(now)
+            role.peers.poll(now)
         self._apply(now)
         for role in self.roles:
             soon = role.after(now) or soon
@@ -216,8 +210,12 @@ class Core:
 
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
-        if self.ordered:
-            pause = self._blocked_pause() if self._blocked() else 0.0
+        if self.ordered and self._blocked():
+            # Each look at a fence is a call to the driver: look as often as at links only while one is busy.
+            seconds = self.context.links.poll_seconds
+            pause = seconds if self._soon else max(seconds, FENCE_SECONDS)
+        elif self.ordered:
+            pause = 0.0
         elif self._soon:
             pause = self.context.links.poll_seconds
         else:
@@ -226,10 +224,7 @@ class Core:
         return pause
 
     def leave(self, now: float, finish: bool = True) -> None:
-        """See Role.leave."""
-        self._leave(now - self.clock.held, finish)
-
-    def _leave(self, now: float, finish: bool = True) -> None:
+        now -= self.clock.held
         for role in self.roles:
             role.leave(now, finish)
         self._apply(now)
@@ -245,7 +240,7 @@ class Core:
 
     def close(self) -> None:
         """Notify peers, and close the links and the endpoint."""
-        context, closes = self.context, [role.close for role in self.roles]
+        context, closes = self.context, [role.peers.close for role in self.roles]
         for step in (context.copies.close, *closes, context.links.close, context.endpoint.close):
             try:
                 step()
@@ -285,9 +280,10 @@ class Core:
             raise RemoteProtocolError(
                 f"{type(message).__name__} is not for a rank of role {self.context.options.role}"
             )
-        elif not isinstance(message, Stranger):  # two ranks of both roles would answer each other without end
-            for role in self.roles:
-                role.stranger(connection)
+        elif self.prefill is not None and not isinstance(message, Stranger):
+            # Two ranks of both roles would answer each other's Stranger without end. What comes to a D is
+            # late: of ranks of P that are not its peers any more.
+            self.context.answer(connection, Stranger())
 
     def _obey(self, now: float) -> None:
         commands = self.commands
@@ -304,11 +300,6 @@ class Core:
         """Whether the next command waits for the device."""
         head = self.commands[0]
         return isinstance(head, Computed) and not head.fence.ready()
-
-    def _blocked_pause(self) -> float:
-        """Each look at a fence is a call to the driver: look as often as at links only while one is busy."""
-        seconds = self.context.links.poll_seconds
-        return seconds if self._soon else max(seconds, FENCE_SECONDS)
 
     def _apply(self, now: float) -> None:
         """Do what was decided, and what follows from that, until nothing is left to do."""
@@ -333,16 +324,14 @@ class Core:
             if failure.late:
                 log.warning("%s It is dialed again while a request waits for it.", failure.reason)
             elif failure.connection is not None:
-                for role in self.roles:
-                    if isinstance(failure.connection.tag, role.peer):
-                        role.unreachable(failure.connection.tag, failure.reason, now)
-                self._apply(now)
+                peer = failure.connection.tag
+                if self.decode is not None and isinstance(peer, PrefillPeer):
+                    self.decode.peers.refused(peer, failure.reason, now)
+                    self._apply(now)
             elif not failure.quiet:
                 log.warning("%s", failure.reason)
             elif self._quiet.admits(now=now):
                 log.warning("%s; logged once a minute", failure.reason)
-
-    # What is due.
 
     def _check(self, now: float) -> None:
         for role in self.roles:
@@ -359,9 +348,8 @@ class Core:
         steps, address = self.steps, self.context.hello.address
         paused_since = steps.paused_since
         steps.look(now)
-        if steps.paused_since != paused_since:
-            for role in self.roles:
-                role.paused(now)
+        if self.prefill is not None and steps.paused_since != paused_since:
+            self.prefill.transfers.paused(now)
         trouble = steps.trouble(now)
         if bool(trouble) != bool(self._trouble):
             if trouble:
@@ -369,7 +357,7 @@ class Core:
             else:
                 log.warning("%s renews leases again: its engine gets on", address)
         self._trouble = trouble
-        if steps.orphaned and not self._given_up:
+        if steps.beat is not None and steps.beat.orphaned and not self._given_up:
             self._given_up = True
             log.error(
                 "%s gives up what it holds: the process that started its engine core is gone, so no "
@@ -377,7 +365,7 @@ class Core:
                 '"Engines without an HTTP server")',
                 address,
             )
-            self._leave(now)
+            self.leave(now + self.clock.held)
 
     def _inspect(self, connection: Connection) -> None:
         hello = self.context.hello

@@ -1,6 +1,6 @@
 """The transfers of a rank as D: its requests, the messages of ranks of P about each, and the scatter.
 
-It decides only: what is to be done is appended to the rank's effects.
+It calls the ranks of P (`from_prefill`), and is called by none of them: see `effects`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from p2pkv.device import Fence
 from p2pkv.engine import commands as do
 from p2pkv.engine import from_prefill
 from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
-from p2pkv.engine.effects import Emit, SendMessage
-from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers, Receiving
-from p2pkv.engine.prefetch import ArrivedChunk, Check, PrefetchBuffer, PrefetchBuffers
+from p2pkv.engine.effects import Emit, SendMessage, Timer
+from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
+from p2pkv.engine.prefetch import ArrivedChunk, PrefetchBuffer, PrefetchBuffers
 from p2pkv.kv.cache import KeptTables
 from p2pkv.pairing import Address
 from p2pkv.protocol import machine
@@ -35,7 +35,7 @@ MAX_TRIES = 3
 WAITING_AT_ONCE = 1024
 """Transfers that one `Heartbeat` names at most."""
 
-TransferMessage = m.Offer | m.Chunk | m.Failed
+TransferMessage = m.Offer | m.Chunk | m.Sent | m.Failed
 
 
 @dataclass
@@ -85,6 +85,11 @@ class RequestEntry:
         """The rank of P that `peer` is for this request; None if it is none, or none is connected yet."""
         return next((rank for rank, each in self.peers.items() if each is peer), None)
 
+    def unwanted(self) -> None:
+        """It has ended: post no receive for its chunks any more."""
+        for peer in self.peers.values():
+            peer.link.unwanted(self.expect.key)
+
     def extents(self, rank: int) -> Extents:
         """What this rank of P owes of the wanted tokens; only of a request that loads."""
         if rank not in self._extents:
@@ -114,8 +119,8 @@ class Decode:
         may stay until the next `connect`."""
         self._kept: deque[RequestEntry] = deque()
         """Loads of which a part is in a prefetch buffer."""
-        self._leases = context.timers.new(self._expire)
-        self._beat = context.timers.new(self._send_heartbeats)
+        self._leases = Timer(context.timers, self._expire)
+        self._beat = Timer(context.timers, self._send_heartbeats)
         self._beat.at(0.0)
         context.counters.add_gauges(
             ahead_bytes=lambda: self._buffers.used,
@@ -157,7 +162,8 @@ class Decode:
                 self._breach(entry, error, now)
             self._look_by(entry)  # a load may stall sooner
             if entry.buffer is not None:
-                self._ctx.effects.append(from_prefill.Admitted(tuple(entry.peers.values()), command.key))
+                for peer in entry.peers.values():
+                    peer.link.admitted(command.key)
                 self._kept.append(entry)
 
     def drop(self, command: do.Drop, now: float) -> None:
@@ -176,8 +182,7 @@ class Decode:
     def _forget(self, entry: RequestEntry) -> None:
         if self.entries.pop(entry.expect.key, None):
             self._out_of_tables(entry)
-            if entry.peers and not entry.receiver.load.ended:
-                self._ctx.effects.append(from_prefill.Unwanted(tuple(entry.peers.values()), entry.expect.key))
+            entry.unwanted()
 
     def invalidate(self, command: do.Invalidate, now: float) -> None:
         """D's weights have changed, or its caches were reset: let go of all that came before its request."""
@@ -200,19 +205,6 @@ class Decode:
         self._of.setdefault(entry.prefill, {})[key] = entry
         self._unconnected.setdefault(entry.prefill, {})[key] = entry
         self._look_by(entry)
-
-    def _connected(self, entry: RequestEntry, peers: dict[int, PrefillPeer]) -> None:
-        """All ranks of P that this request needs are connected."""
-        entry.peers = peers
-        for peer in peers.values():
-            self._of.setdefault(peer.address, {})[entry.expect.key] = entry
-        self._unconnected.get(entry.prefill, {}).pop(entry.expect.key, None)
-
-    def _disconnected(self, entry: RequestEntry) -> None:
-        """The request must connect to its ranks of P again."""
-        self._out_of_tables(entry)
-        entry.peers = {}
-        self._await_connection(entry)
 
     def _out_of_tables(self, entry: RequestEntry) -> None:
         for address in [entry.prefill, *(peer.address for peer in entry.peers.values())]:
@@ -271,8 +263,8 @@ class Decode:
         if entry.peers or entry.receiver.load.ended:
             return
         first = self._ranks.need(entry.expect.prefill, now)
-        if first.refusal is not None:
-            self._decided(entry, entry.receiver.lost(first.refusal), now)
+        if first.dialing.reason:
+            self._decided(entry, entry.receiver.lost(first.dialing.reason), now)
             return
         if not first.welcomed:
             return
@@ -283,8 +275,10 @@ class Decode:
         if stray := next((peer for peer in peers.values() if not peer.is_of_the_engine_of(first)), None):
             self._stray(entry, stray, first, now)
             return
-        self._connected(entry, peers)
+        entry.peers = peers
+        self._unconnected.get(entry.prefill, {}).pop(entry.expect.key, None)
         for peer in peers.values():
+            self._of.setdefault(peer.address, {})[entry.expect.key] = entry
             beat = m.Heartbeat(((entry.expect.key, entry.receiver.attempt),))
             self._ctx.effects.append(SendMessage(peer, beat))
         assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
@@ -318,9 +312,10 @@ class Decode:
 
     # Messages of ranks of P.
 
-    def holding(self, peer: PrefillPeer, held: m.Transfers, now: float) -> None:
+    def acknowledged(self, peer: PrefillPeer, message: m.HeartbeatAck, now: float) -> None:
         """P vouches for these transfers."""
-        for key, attempt in held:
+        self._ranks.answered(peer)
+        for key, attempt in message.held:
             entry = self.entries.get(key)
             if entry is not None and entry.receiver.attempt == attempt and peer.hello is not None:
                 entry.lost = None
@@ -371,6 +366,8 @@ class Decode:
                     decided = receiver.cancel("P computes it with other weights than D has")
                 case m.Offer():
                     decided = receiver.offer(rank, message, now)
+                case m.Sent():
+                    decided = receiver.sent(rank, message, now)
                 case m.Failed():
                     decided = receiver.failed(rank, message)
         except RemoteProtocolError as error:
@@ -378,15 +375,9 @@ class Decode:
         else:
             self._decided(entry, decided, now)
 
-    def sent(self, effect: from_prefill.ChunkSent, now: float) -> None:
-        peer, message = effect.peer, effect.message
-        entry = self.entries.get(message.key)
-        if entry is None or peer.hello is None:
-            return
-        try:
-            entry.receiver.sent(peer.hello.rank, message, now)
-        except RemoteProtocolError as error:
-            self._breach(entry, error, now)
+    def sent(self, peer: PrefillPeer, message: m.Sent, now: float) -> None:
+        if self._ranks.sent(peer, message, now):
+            self.message(peer, message, now)
 
     def _breach(self, entry: RequestEntry, error: RemoteProtocolError, now: float) -> None:
         """A peer's breach of the protocol ends this transfer only."""
@@ -405,7 +396,9 @@ class Decode:
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.
                 entry.receiver = receiver.again(self._next_attempt(), entry.lost)
-                self._disconnected(entry)
+                self._out_of_tables(entry)
+                entry.peers = {}
+                self._await_connection(entry)
             else:
                 self._decided(entry, receiver.lost(reason, entry.rank_of(peer)), now)
 
@@ -423,17 +416,13 @@ class Decode:
         peer, chunk = effect.peer, effect.chunk
         entry = self.entries.get(effect.key)
         if entry is not None and peer.hello is not None:
-            decided = entry.receiver.posted(peer.hello.rank, chunk, effect.link, effect.slot)
-            self._decided(entry, decided, now)
-        else:
-            grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
-            self._ctx.effects.append(SendMessage(peer, grant))
+            entry.receiver.posted(peer.hello.rank, chunk)
+        grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
+        self._ctx.effects.append(SendMessage(peer, grant))
 
     def land(self, effect: from_prefill.Arrived, now: float) -> None:
-        """A receive is complete: write its bytes where they belong, unless the transfer has ended.
-
-        While the step before may still write to those blocks, it is left for the next turn.
-        """
+        """A receive is complete: write its bytes where they belong, unless the transfer has ended; in the
+        next turn, if the step before may still write to those blocks."""
         peer, receiving = effect.peer, effect.receiving
         entry, chunk = self.entries.get(receiving.key), receiving.chunk
         if not receiving.live or peer.hello is None:
@@ -446,22 +435,18 @@ class Decode:
             if entry is None or not pieces:
                 self._ctx.counters.add("chunks_dropped")
                 return
-            check = self.check(peer, receiving) if peer.verify else None
-            arrived = ArrivedChunk(peer, rank, chunk, receiving.receive.buffer, peer.rows, check)
-            if check is not None and check.refuted:
+            assert receiving.sent is not None
+            buffer = receiving.receive.buffer
+            digest = self._ctx.cache.digest(buffer) if peer.verify else None  # before the scatter
+            arrived = ArrivedChunk(peer, rank, chunk, receiving.sent, buffer, peer.rows, digest)
+            if digest is not None and digest.known and arrived.differs():
                 self._corrupt(entry, entry.receiver, arrived, now)
             elif entry.ahead:
                 self._keep(entry, arrived, now)
             else:
                 self._write(entry, arrived, now)
         finally:
-            self._ctx.effects.append(from_prefill.Landed(peer, receiving))
-
-    def check(self, peer: PrefillPeer, receiving: Receiving) -> Check | None:
-        """The checksum of the bytes that arrived, computed before the scatter."""
-        if receiving.sent is None:
-            return None
-        return Check(self._ctx.cache.digest(receiving.receive.buffer), receiving.sent)
+            self._ranks.landed(peer, receiving, now)
 
     def _keep(self, entry: RequestEntry, arrived: ArrivedChunk, now: float) -> None:
         """The request has no blocks yet: copy the chunk to its buffer."""
@@ -472,10 +457,8 @@ class Decode:
         self._count["bytes_ahead"] += arrived.chunk.nbytes
 
     def write_kept(self, now: float) -> bool:
-        """Write what came before its request to the blocks that it has now, some of it each turn.
-
-        Returns whether there is more.
-        """
+        """Write what came before its request to the blocks that it has now, some of it each turn; whether
+        there is more."""
         waiting = self._kept
         for _ in range(BURST):
             while waiting and not (waiting[0].buffer and waiting[0].buffer.kept):
@@ -514,7 +497,7 @@ class Decode:
 
     def _written(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
         """The device has written this chunk to the blocks, and computed its checksum."""
-        if arrived.check is not None and arrived.check.differs():
+        if arrived.digest is not None and arrived.differs():
             self._corrupt(entry, receiver, arrived, now)
             return
         self._count["bytes_scattered"] += arrived.chunk.nbytes
@@ -523,31 +506,28 @@ class Decode:
 
     def _corrupt(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
         """The bytes are not what P gathered: end the transfer, and the link, which may spoil others."""
-        peer, check = arrived.peer, arrived.check
-        assert check is not None
+        peer, sent = arrived.peer, arrived.sent
+        assert arrived.digest is not None
         self._ctx.counters.add("chunks_corrupt")
-        theirs, ours = check.sent.digest.hex() or "none", check.digest.value().hex()
+        theirs, ours = sent.digest.hex() or "none", arrived.digest.value().hex()
         reason = (
-            f"chunk {check.sent.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its "
-            "bytes changed on the way"
+            f"chunk {sent.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its bytes "
+            "changed on the way"
         )
         self._decided(entry, receiver.cancel(reason), now)
         given_up = f"the link is given up: {reason}"
-        self._ctx.effects.append(from_prefill.AbortPrefillLink(peer, check.sent.link, given_up))
+        self._ctx.effects.append(from_prefill.AbortPrefillLink(peer, sent.link, given_up))
 
-    # Time.
+    # Time, and the end.
 
     def _expire(self, now: float) -> None:
         """End what has outlived its lease, and note when the next lease may end, without news from P."""
         lease = self._ctx.options.lease_seconds
         # The earliest end of a lease or of a wait that begins later.
         first = now + min(lease, self._ctx.options.wait_seconds)
-        for prefill, waiting in self._unconnected.items():
-            peer = self._ranks.get(prefill)
-            for entry in waiting.values():
-                entry.receiver.reached(peer is not None and peer.reached)
         for entry in list(self.entries.values()):
-            self._decided(entry, entry.receiver.tick(now), now)
+            peer = self._ranks.get(entry.prefill)
+            self._decided(entry, entry.receiver.tick(now, peer is not None and peer.reached), now)
             ends = [entry.receiver.deadline or inf]
             if entry.receiver.ahead and entry.buffer is not None:
                 ends.append(entry.buffer.touched + lease)
@@ -577,8 +557,6 @@ class Decode:
                 some = tuple(transfers[first : first + WAITING_AT_ONCE])
                 self._ctx.effects.append(SendMessage(peer, m.Heartbeat(some)))
 
-    # The end.
-
     def leave(self, reason: str, now: float) -> None:
         """This rank stops: nothing is loaded any more, and P need not keep anything."""
         for entry in list(self.entries.values()):
@@ -587,8 +565,6 @@ class Decode:
     @property
     def over(self) -> bool:
         return all(entry.receiver.load.ended for entry in self.entries.values())
-
-    # What a receiver has decided.
 
     def _decided(self, entry: RequestEntry, decided: list[machine.Decision], now: float) -> None:
         effects, key = self._ctx.effects, entry.expect.key
@@ -600,7 +576,7 @@ class Decode:
                 case machine.Post(rank, chunk):
                     if (peer := entry.peers.get(rank)) is not None:
                         reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
-                        effects.append(from_prefill.Announced(peer, key, chunk, reserve))
+                        self._ranks.announced(peer, from_prefill.Announced(key, chunk, reserve))
                 case machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
                 case machine.Finished(ok, reason):
@@ -609,8 +585,7 @@ class Decode:
     def _finished(self, entry: RequestEntry, ok: bool, reason: str, now: float) -> None:
         """Emit the outcome once nothing writes to the request's blocks any more."""
         key = entry.expect.key
-        if entry.peers:
-            self._ctx.effects.append(from_prefill.Unwanted(tuple(entry.peers.values()), key))
+        entry.unwanted()
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None

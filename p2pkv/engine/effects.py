@@ -1,8 +1,9 @@
-"""What the parts of a rank decide, and what the core then does: one queue, in order, and one heap of timers.
+"""What the parts of a rank report, and what the core then does: one queue, in order, and one heap of timers.
 
-Peers and transfers never act on each other. They append what has happened, or what is to be done, to
-`Context.effects`; the core takes one after the other until the queue is empty (see `Core`). The effects that
-are about ranks of D are in `to_decode`, those about ranks of P in `from_prefill`.
+Calls go down, from transfers to peers to links; effects go up. What has happened to a peer, and what is to be
+sent or emitted, is appended to `Context.effects`, of which the core takes one after the other until none is
+left (see `Core`). So no handler runs inside another. The effects that are about ranks of D are in
+`to_decode`, those about ranks of P in `from_prefill`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -28,7 +29,11 @@ Effects = deque[Effect]
 
 
 class Peer(Protocol):
-    """A rank that messages can be sent to."""
+    """A rank of the other side."""
+
+    @property
+    def key(self) -> Any:
+        """What it can be found by."""
 
     def send(self, message: AnyMessage, now: float) -> bool:
         """Hand over one message; False if the connection has ended or its queue is full."""
@@ -48,7 +53,7 @@ class Emit(Effect, frozen=True, eq=False):
 
 
 class Timer:
-    """Calls `act` once at `due`; inf: not at all. Made by `Timers.new`."""
+    """Calls `act`, with the time, once at `due`; inf: not at all."""
 
     __slots__ = ("_timers", "act", "due")
 
@@ -74,10 +79,6 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._serial = itertools.count()
-
-    def new(self, act: Callable[[float], object]) -> Timer:
-        """A timer that is not set. `act` is called with the time."""
-        return Timer(self, act)
 
     def push(self, timer: Timer) -> None:
         heapq.heappush(self._heap, (timer.due, next(self._serial), timer))

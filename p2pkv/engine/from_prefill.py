@@ -1,7 +1,7 @@
 """D's view of the ranks of P: the connection to each, the link from it, and what is announced and posted on
 it.
 
-What happens to them is appended to the rank's effects; what a rank of D sends them comes as effects, too.
+What happens to them is appended to the rank's effects.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -66,69 +67,32 @@ class Posted(Effect, frozen=True, eq=False):
 
 
 class Arrived(Effect, frozen=True, eq=False):
-    """The oldest receive is complete: write its bytes, and `Landed`; or leave it for the next turn."""
+    """The oldest receive is complete: write its bytes, and call `landed`; or leave it for the next turn."""
 
     peer: PrefillPeer
     receiving: Receiving
-
-
-# What is to be done.
-
-
-class Announced(Effect, frozen=True, eq=False):
-    """This chunk waits for a receive. `reserve`: bytes of the rank's staging that must stay free then."""
-
-    peer: PrefillPeer
-    key: str
-    chunk: Chunk
-    reserve: int
-
-
-class Admitted(Effect, frozen=True, eq=False):
-    """This request has blocks now: its chunks may use all of the staging."""
-
-    peers: tuple[PrefillPeer, ...]
-    key: str
-
-
-class Unwanted(Effect, frozen=True, eq=False):
-    """This transfer has ended: post no receive for its chunks any more."""
-
-    peers: tuple[PrefillPeer, ...]
-    key: str
-
-
-class Landed(Effect, frozen=True, eq=False):
-    """The bytes of the oldest receive have been read."""
-
-    peer: PrefillPeer
-    receiving: Receiving
-
-
-class ChunkSent(Effect, frozen=True, eq=False):
-    """P has sent a chunk, and the link knows of it."""
-
-    peer: PrefillPeer
-    message: Sent
 
 
 class AbortPrefillLink(Effect, frozen=True, eq=False):
-    """Give up the link of that number."""
+    """Give up the link of that number, once P has been sent what was decided before."""
 
     peer: PrefillPeer
     link: int
     reason: str
 
 
-# One link.
+class Announced(NamedTuple):
+    """A chunk that waits for a receive. `reserve`: bytes of the rank's staging that must stay free then."""
+
+    key: str
+    chunk: Chunk
+    reserve: int
 
 
 @dataclass(eq=False, slots=True)
 class Receiving:
-    """A receive that is posted for an announced chunk, and P's `Sent` message about it, if it has come.
-
-    `live`: its link is there, and the bytes have not been read yet.
-    """
+    """A receive that is posted for an announced chunk, and P's `Sent` message, if it has come. `live`: its
+    link is there, and the bytes have not been read yet."""
 
     receive: Receive
     key: str
@@ -144,9 +108,8 @@ class Receiving:
 @dataclass(eq=False)
 class InboundLink:
     """The link from one rank of P, if there is one (`number` is -1 if not), and what is on it: announced
-    chunks that wait for a receive, and receives that are posted, the oldest first.
-
-    `burst`: how many more receives may land in this turn.
+    chunks that wait for a receive, and receives that are posted, the oldest first. `burst`: how many more of
+    these may land in this turn.
     """
 
     ctx: Context
@@ -185,7 +148,6 @@ class InboundLink:
         return blob
 
     def abort(self) -> None:
-        """Give the link up, and all that it carried."""
         if self._inbound is not None:
             self.ctx.counters.add("links_aborted")
             self._inbound.abort()
@@ -205,7 +167,6 @@ class InboundLink:
         return self._overdue.check(oldest, now, lease)
 
     def poll(self) -> None:
-        """Move what can be moved. Raises LinkError."""
         if self._inbound is not None:
             self._inbound.poll()
             if not self._up:
@@ -214,10 +175,8 @@ class InboundLink:
                     self._up = self._inbound.ready()
 
     def post(self) -> Receiving | None:
-        """Post a receive for the next announced chunk, if the link and the rank's staging have room.
-
-        Chunks of requests that have blocks go before those that no request has asked for yet.
-        """
+        """Post a receive for the next announced chunk, if there is room: chunks of requests that have blocks
+        go before those that no request has asked for yet."""
         if self._inbound is None or not self.waiting:
             return None
         if self.waiting[0].reserve:
@@ -245,20 +204,16 @@ class InboundLink:
                 return
 
     def admitted(self, key: str) -> None:
-        if any(each.key == key for each in self.waiting):
-            self.waiting = deque(
-                replace(each, reserve=0) if each.key == key else each for each in self.waiting
-            )
+        """This request has blocks now: its chunks may use all of the staging."""
+        self.waiting = deque(each._replace(reserve=0) if each.key == key else each for each in self.waiting)
 
     def unwanted(self, key: str) -> None:
-        if any(each.key == key for each in self.waiting):
-            self.waiting = deque(each for each in self.waiting if each.key != key)
+        """This transfer has ended: post no receive for its chunks any more."""
+        self.waiting = deque(each for each in self.waiting if each.key != key)
 
     def sent(self, message: Sent) -> None:
-        """P launches a send: it belongs to the oldest posted receive without a `Sent`. Launch that, too.
-
-        Raises LinkError if P names another chunk: which receive holds what is then unknown.
-        """
+        """P launches a send: launch the oldest posted receive without a `Sent`, too. Raises LinkError if P
+        names another chunk than its: which receive holds what is then unknown."""
         if message.link != self.number:
             return
         posted = next((posted for posted in self.posted if posted.sent is None), None)
@@ -285,9 +240,6 @@ class InboundLink:
         receiving.live = False
         receiving.receive.release()
         return True
-
-
-# One rank.
 
 
 @dataclass(eq=False)
@@ -331,11 +283,6 @@ class PrefillPeer:
     def welcomed(self) -> bool:
         """Whether it has accepted our Hello, and knows us still."""
         return self.dialing.open and self.hello is not None and self.plan is not None
-
-    @property
-    def refusal(self) -> str | None:
-        """Why it has refused us, or we it."""
-        return self.dialing.reason if self.dialing.refused else None
 
     @property
     def needed(self) -> bool:
@@ -428,13 +375,11 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             links=lambda: sum(1 for peer in self if peer.link.linked),
         )
 
-    # Dialing.
-
     def need(self, address: Address, now: float) -> PrefillPeer:
         """A rank of P that a request needs; notes whether its address accepts a connection."""
         peer = self.get(str(address))
         if peer is not None and not peer.needed and not peer.dialing.open:
-            peer.dialing = Dialing(peer.address, now)  # a failed preconnect must not fail this request
+            peer.dialing = Dialing(now)  # a failed preconnect must not fail this request
         peer = self.dial(address, now)
         peer.used, peer.reached = now, peer.connection.reached
         return peer
@@ -443,8 +388,8 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         """A rank of P: dialed if it is not yet, and asked again if it has not answered."""
         peer = self.get(str(address))
         if peer is None:
-            connection, dialing = self._ctx.endpoint.dial(address), Dialing(str(address), now)
-            peer = PrefillPeer(self._ctx, str(address), connection, dialing, InboundLink(self._ctx))
+            connection = self._ctx.endpoint.dial(address)
+            peer = PrefillPeer(self._ctx, str(address), connection, Dialing(now), InboundLink(self._ctx))
             connection.assign(peer)
             self.add(peer)
         peer.greet(now)
@@ -501,14 +446,14 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         if message.link == peer.link.number:
             self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, notify=False)
 
-    def sent(self, peer: PrefillPeer, message: Sent, now: float) -> None:
+    def sent(self, peer: PrefillPeer, message: Sent, now: float) -> bool:
+        """P has sent a chunk: tell the link; False if that is then lost."""
         try:
             peer.link.sent(message)
         except LinkError as error:
             self.lose_link(peer, f"the link from {peer.address} is out of step: {error}", now)
-        self._ctx.effects.append(ChunkSent(peer, message))
-
-    # What breaks.
+            return False
+        return True
 
     def lose_link(self, peer: PrefillPeer, reason: str, now: float, notify: bool = True) -> None:
         """Give up this link; `notify`: whether P must be sent a LinkDown."""
@@ -541,19 +486,9 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         self._ctx.endpoint.hang_up(peer.connection)
         self.remove(peer)
 
-    # The data.
-
-    def announced(self, effect: Announced, now: float) -> None:
-        effect.peer.link.waiting.append(effect)
-        self._active[effect.peer] = None
-
-    def admitted(self, effect: Admitted, now: float) -> None:
-        for peer in effect.peers:
-            peer.link.admitted(effect.key)
-
-    def unwanted(self, effect: Unwanted, now: float) -> None:
-        for peer in effect.peers:
-            peer.link.unwanted(effect.key)
+    def announced(self, peer: PrefillPeer, chunk: Announced) -> None:
+        peer.link.waiting.append(chunk)
+        self._active[peer] = None
 
     def poll(self, now: float) -> None:
         for peer in self.active:
@@ -570,13 +505,12 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     @property
     def moving(self) -> bool:
-        """Whether any receive is posted."""
         return any(peer.link.posted for peer in self._active)
 
-    def landed(self, effect: Landed, now: float) -> None:
-        peer = effect.peer
+    def landed(self, peer: PrefillPeer, receiving: Receiving, now: float) -> None:
+        """The bytes of the oldest receive have been read."""
         try:
-            if peer.link.landed(effect.receiving):
+            if peer.link.landed(receiving):
                 self._post(peer)
                 self._arrive(peer)
         except LinkError as error:
@@ -597,14 +531,13 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def _broken(self, peer: PrefillPeer, error: LinkError, now: float) -> None:
         self.lose_link(peer, f"the link from {peer.address} broke: {error}", now)
 
-    # Time.
+    # Time, and the end.
 
     @property
     def busy(self) -> bool:
         return any(peer.link.busy for peer in self.active)
 
     def check(self, now: float) -> None:
-        """End links that stand still."""
         lease = self._ctx.options.lease_seconds
         for peer in self.active:
             if peer.link.overdue(now, lease):
@@ -633,8 +566,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         for peer in surplus(len(linked) - self._ctx.options.max_links, idle, lambda peer: peer.used):
             log.info("closing the link from %s: %s", peer.address, IDLE_REASON)
             peer.abort(IDLE_REASON)
-
-    # The end.
 
     def close(self) -> None:
         for peer in self:

@@ -18,11 +18,9 @@ LATE_BEAT_SECONDS = 4.0
 
 class Beat(Struct, frozen=True, kw_only=True):
     """What vLLM's engine core sends each of its ranks, from a thread of its own, several times in a second:
-    how many steps it has scheduled, and whether there is `work`, so that it must make steps.
-
-    `paused`: vLLM's /pause has been called, and /resume has not. `orphaned`: the process that started it,
-    which has the HTTP server, is gone. `workload`: of its scheduler, None if that is
-    not known, and `at`, by this host's monotonic clock, the time of it.
+    how many steps it has scheduled, and whether there is `work`, so that it must make steps. `paused`: by
+    vLLM's /pause. `orphaned`: the process that started it, which has the HTTP server, is gone. `workload`: of
+    its scheduler, None if that is not known; `at`: the time of it, by this host's monotonic clock.
     """
 
     steps: int
@@ -42,6 +40,7 @@ class Liveness:
     Attributes:
         stall: seconds without progress after which an engine that has work counts as hung.
         held: by how much the engine thread's clock is behind the forward thread's; see Core.turn.
+        beat: the last one.
         read_beats: returns the beats that have come since its last call; called by the engine thread.
         paused_since: when the engine core was paused, by the engine thread's clock; None if it is not.
         serving: False while vLLM still warms up and captures graphs: to build a link meanwhile would end a
@@ -56,7 +55,7 @@ class Liveness:
         self.paused_since: float | None = None
         self._number = 0
         self._since: float | None = None
-        self._beat: Beat | None = None
+        self.beat: Beat | None = None
         self._beaten = 0.0
         self._moved = 0.0
 
@@ -86,49 +85,38 @@ class Liveness:
             self.note(beat, now)
 
     def note(self, beat: Beat, now: float) -> None:
-        if self._beat is None or beat.steps != self._beat.steps or not beat.work:
+        if self.beat is None or beat.steps != self.beat.steps or not beat.work:
             self._moved = now
         if not beat.paused:
             self.paused_since = None
         elif self.paused_since is None:
             self.paused_since = now
-        self._beaten, self._beat = now, beat
+        self._beaten, self.beat = now, beat
         self.serving = True
-
-    @property
-    def beat(self) -> Beat | None:
-        """The last one."""
-        return self._beat
 
     @property
     def scheduled(self) -> int:
         """How many steps the engine core has scheduled, by its last beat."""
-        return self._beat.steps if self._beat is not None else 0
+        return self.beat.steps if self.beat is not None else 0
 
     @property
     def paused(self) -> bool:
         return self.paused_since is not None
 
-    @property
-    def orphaned(self) -> bool:
-        return self._beat is not None and self._beat.orphaned
-
     def trouble(self, now: float, silence: float | None = None) -> str:
-        """Why this engine's requests do not get on, a sentence; "" if they do.
-
-        `silence`: for how long the engine core may send no beat; by default for `stall` seconds.
-        """
+        """Why this engine's requests do not get on, a sentence; "" if they do. `silence`: seconds without a
+        beat that count; by default `stall`."""
         since, stall = self._since, self.stall
         if since is not None and now + self.held - since > stall:
             return f"its engine has been in one step for more than {stall:g} s"
-        if self._beat is None:
+        if self.beat is None:
             return ""
         silence = stall if silence is None else silence
-        if self._beat.orphaned:
+        if self.beat.orphaned:
             return "the process that started its engine core is gone, and with it the HTTP server"
         if now - self._beaten > silence:
             return f"its engine core has sent no beat for more than {silence:g} s: it is stopped or dead"
-        if self._beat.work and now - self._moved > stall:
+        if self.beat.work and now - self._moved > stall:
             return f"its engine core has work and has made no step for more than {stall:g} s"
         if self.paused_since is not None and now - self.paused_since > stall:
             return f"its engine core has been paused for more than {stall:g} s"

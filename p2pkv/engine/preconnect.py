@@ -106,15 +106,14 @@ class Preconnect:
 
     def _take(self, addresses: Iterable[str], now: float) -> None:
         named = dict.fromkeys(filter(_dialable, addresses))
-        for address, partner in self._partners.items():
-            if address not in named:
-                partner.until = min(partner.until, now + LEFT_SECONDS)
-        known = self._partners
+        left = dict(self._partners)
         # In the order in which they are named, which is the order in which they are tried.
-        self._partners = {address: known.get(address) or Partner(address) for address in named}
+        self._partners = {address: left.pop(address, Partner(address)) for address in named}
         for partner in self._partners.values():
             partner.until = inf
-        self._partners |= {address: each for address, each in known.items() if address not in named}
+        for partner in left.values():
+            partner.until = min(partner.until, now + LEFT_SECONDS)
+        self._partners |= left
 
     def _pass_on(self) -> None:
         """Pass on to the other ranks of this engine what they do not know yet."""
@@ -177,7 +176,6 @@ class Preconnect:
         return [peer for peer in found if peer is not None]
 
     def _dial(self, partner: Partner, places: tuple[str, ...], now: float) -> list[PrefillPeer]:
-        """The ranks of this P at these addresses."""
         partner.places = places
         self._of |= dict.fromkeys(places, partner)
         return [self._peers.dial(Address.parse(place), now) for place in places]
@@ -207,8 +205,8 @@ class Preconnect:
         """The ranks of this P that this rank has to do with, all of them dialed; and what is wrong, or ""."""
         if partner.since is None and not first.dialing.open:
             return [first], ""
-        if first.refusal is not None:
-            return [first], first.refusal
+        if first.dialing.reason:
+            return [first], first.dialing.reason
         if not first.welcomed:
             return self._dial(partner, (partner.address,), now), ""
         edges, places = first.ranks()
@@ -217,7 +215,7 @@ class Preconnect:
             return self._dialed(partner), f"{len(edges)} of its ranks send to this one, more than max_links"
         addresses = dict.fromkeys([partner.address, *map(str, places.values())])
         peers = self._dial(partner, tuple(addresses), now)
-        return peers, next((peer.refusal for peer in peers if peer.refusal is not None), "")
+        return peers, next((peer.dialing.reason for peer in peers if peer.dialing.reason), "")
 
     def _all_up(self, partner: Partner, first: PrefillPeer, peers: list[PrefillPeer]) -> bool:
         """Whether every rank of this P that sends to us has its link, and all are connected."""
@@ -247,8 +245,6 @@ class Preconnect:
         for peer in peers:
             if now - peer.used > BEAT_SECONDS:
                 self._ctx.effects.append(SendMessage(peer, m.Heartbeat(())))
-
-    # The end of a try.
 
     def _give_up(self, partner: Partner, reason: str, now: float) -> None:
         if not partner.logged:

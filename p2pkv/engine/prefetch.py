@@ -16,37 +16,22 @@ from p2pkv.links.staging import ALIGNMENT, Slots
 from p2pkv.protocol.messages import Chunk, Sent
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The checksum of the bytes that arrived, and P's message with its own."""
-
-    digest: Checksum
-    sent: Sent
-
-    @property
-    def refuted(self) -> bool:
-        """Whether ours is computed by now, and differs from P's."""
-        return self.digest.known and self.differs()
-
-    def differs(self) -> bool:
-        """Whether ours differs from P's. Call it only once the device has computed ours."""
-        return self.digest.value() != self.sent.digest
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class ArrivedChunk:
-    """One chunk that has arrived: its bytes, and our cache in the form that they have, by KV group.
-
-    By the time it is written to our blocks the peer may have disconnected, or have been replaced by another
-    incarnation. `check`: None where no checksum is wanted.
-    """
+    """One chunk that has arrived: its bytes, and our cache in their form, by KV group: the peer may be gone
+    when it is written to our blocks. `digest`: our checksum of it; None where none is wanted."""
 
     peer: PrefillPeer
     rank: int
     chunk: Chunk
+    sent: Sent
     buffer: torch.Tensor
     rows: tuple[Rectangles, ...]
-    check: Check | None
+    digest: Checksum | None
+
+    def differs(self) -> bool:
+        """Whether ours differs from P's. Call it only once the device has computed ours."""
+        return self.digest is not None and self.digest.value() != self.sent.digest
 
 
 @dataclass(eq=False)

@@ -1,30 +1,32 @@
 """The transfers of a rank as P: its prompts, the messages of ranks of D about each, and the gather.
 
-It decides only: what is to be done is appended to the rank's effects.
+It calls the ranks of D (`to_decode`), and is called by none of them: see `effects`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
-from p2pkv.engine.context import Context, log
-from p2pkv.engine.effects import Emit, SendMessage
-from p2pkv.engine.peers import Peers
+from p2pkv.engine.context import Context, Remembered, log
+from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.engine.referrals import Referrals
-from p2pkv.engine.to_decode import DecodePeer, DecodeRank, PendingSent
+from p2pkv.engine.to_decode import DecodePeer, DecodePeers, Flight
 from p2pkv.kv.cache import KeptTables
-from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Send
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import is_engine_of
 from p2pkv.protocol.machine import RemoteProtocolError, Transmit
 from p2pkv.protocol.sender import PromptPhase, Sender, Terms
+
+MOST_ENDED = 1024
+"""Failed transfers whose reasons are kept for late claims."""
 
 TransferMessage = m.Want | m.Grant | m.Done | m.Cancel
 
@@ -47,23 +49,23 @@ class PromptEntry:
 
 
 class Prefill:
-    """All prompts. `ranks`: the ranks of D that have sent Hello; only looked up here."""
+    """All prompts. `ranks`: the ranks of D that have sent Hello."""
 
-    def __init__(self, context: Context, ranks: Peers[DecodeRank, DecodePeer]) -> None:
+    def __init__(self, context: Context, ranks: DecodePeers) -> None:
         self._ctx = context
         self._ranks = ranks
         options = context.options
         self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
         self._claims = PendingClaims(options.lease_seconds)
         self._referrals = Referrals(context)
-        self._ended = EndedTransfers(options.lease_seconds)
-        self._leaving = ""
+        self._ended = Remembered[str](options.lease_seconds, MOST_ENDED)
+        """The reasons of transfers that have failed, by key."""
         self._count = context.counters.values
         self.entries: dict[str, PromptEntry] = {}
         self._of: dict[str, dict[str, PromptEntry]] = {}
         """The entries of each D, by the address of its rank 0 and by key."""
-        self._leases = context.timers.new(self._expire)
-        self._expiry = context.timers.new(self._expire_claims)
+        self._leases = Timer(context.timers, self._expire)
+        self._expiry = Timer(context.timers, self._expire_claims)
         self._leases.at(0.0)
         context.counters.add_gauges(
             prompts=lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
@@ -154,17 +156,18 @@ class Prefill:
 
     # Messages of ranks of D.
 
-    def heartbeat(self, peer: DecodePeer, transfers: m.Transfers, now: float) -> None:
+    def heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
         """D's rank waits for these; answer which of them P knows."""
+        self._ranks.heartbeat(peer, bool(message.transfers), now)
         effects = self._ctx.effects
         self._ended.expire(now)
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
-        for key, attempt in transfers:
+        for key, attempt in message.transfers:
             reason = self._ended.get(key)
             entry = self.entries.get(key)
-            if entry is None and self._leaving:
-                reason = reason or self._leaving
+            if entry is None and self._ranks.leaving:
+                reason = reason or self._ranks.leaving
             if entry is None and reason is None and (engine := self._referrals.of(key, now)):
                 effects.append(SendMessage(peer, m.Referral(key, attempt, engine)))
                 continue
@@ -206,8 +209,7 @@ class Prefill:
             return known
         sender, rank = entry.sender, peer.hello.rank
         entry.peers[rank] = peer
-        if sender.expects is not peer.served:
-            sender.serves(peer.served)
+        sender.serves(peer.served)
         if peer.assignment is None:
             self._decided(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True
@@ -230,10 +232,10 @@ class Prefill:
     def message(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
         key = message.key
         if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
-            self._ctx.effects.append(to_decode.Confirmed(peer, key, message.attempt))
+            peer.confirmed(key, message.attempt)
         entry = self.entries.get(key)
         if entry is None or not self._is_for(entry, peer):
-            self._unknown(peer, message)
+            self._unknown(peer, message, now)
             return
         sender, rank = entry.sender, peer.hello.rank
         entry.peers[rank] = peer
@@ -250,19 +252,17 @@ class Prefill:
         except RemoteProtocolError as error:
             self._ctx.counters.add("messages_refused")
             log.warning("%s: %s", peer.address, error)
-            if isinstance(message, m.Grant):
+            if isinstance(message, m.Grant) and peer.link.invited:
                 # D has posted a receive that no send of ours will fill, so the link is out of step.
-                breach = f"{peer.address} granted what was not announced"
-                self._ctx.effects.append(to_decode.AbortDecodeLink(peer, peer.link.number, breach))
+                self._ranks.lose_link(peer, f"{peer.address} granted what was not announced", now)
             effects = sender.lost(rank, str(error))
         self._decided(entry, effects, now)
 
-    def _unknown(self, peer: DecodePeer, message: TransferMessage) -> None:
+    def _unknown(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
         """P does not have this prompt, or has it for another D."""
         match message:
             case m.Grant(key):
-                order = Transmit(peer.hello.rank, message, ())
-                self._ctx.effects.append(to_decode.Order(peer, key, order, known=False))
+                self._ranks.order(peer, key, Transmit(peer.hello.rank, message, ()), now, known=False)
             case m.Want(key) | m.Cancel(key):
                 self._claims.keep(key, peer.key, message)
             case m.Done(key):
@@ -285,9 +285,9 @@ class Prefill:
         """What the link carried fails; a claim waits for the next link."""
         for entry in self._for(effect.peer):
             self._decided(entry, entry.sender.unlinked(effect.peer.hello.rank, effect.reason), now)
+        self._ranks.rebuild(effect.peer, now)
 
     def gone(self, effect: to_decode.DecodeGone, now: float) -> None:
-        """This incarnation is gone: its transfers fail."""
         rank = effect.peer.hello.rank
         for entry in self._for(effect.peer):
             if entry.peers.get(rank) is effect.peer:
@@ -297,10 +297,8 @@ class Prefill:
     # The gather.
 
     def fill(self, effect: to_decode.Fill, now: float) -> None:
-        """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile.
-
-        On a device the gather is only queued. The send is ordered behind it, and `Copies` knows of it, so
-        that taking blocks back waits for it.
+        """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile. On a
+        device the gather is only queued: the send is ordered behind it, and taking blocks back waits for it.
         """
         peer, key, order, send = effect.peer, effect.key, effect.order, effect.send
         if not peer.link.linked:
@@ -317,17 +315,18 @@ class Prefill:
                 except ValueError as error:
                     filler, wrong = True, str(error)
                 self._ctx.copies.launched(key)
-        nbytes = 0 if filler else order.grant.nbytes
+        digest = None
+        if peer.verify and not filler:
+            digest = self._ctx.cache.digest(send.buffer)
+            self._ctx.copies.launched(key)  # as it may only be queued
+        flight = Flight(send, key, order, filler, digest, summed=digest is None)
         self._count["chunks_filler" if filler else "chunks_sent"] += 1
-        self._count["bytes_sent"] += nbytes
-        digest = self._digest(key, send) if peer.verify and not filler else None
-        pending = PendingSent(key, order, filler, digest, summed=digest is None)
-        self._ctx.effects.append(to_decode.Commit(peer, send, nbytes, pending))
+        self._count["bytes_sent"] += 0 if filler else order.grant.nbytes
+        self._ranks.commit(peer, flight, now)
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if digest is not None:
-            summed = to_decode.Summed(peer, pending)
-            self._ctx.copies.then(key, lambda _: self._ctx.effects.append(summed), now)
+            self._ctx.copies.then(key, partial(self._ranks.summed, peer, flight), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
         assert peer.assignment is not None
@@ -345,15 +344,9 @@ class Prefill:
             ours.gather(part, layers, tokens, heads, entry.blocks)
             offset += size
 
-    def _digest(self, key: str, send: Send) -> Checksum:
-        """The checksum of the gathered bytes. It may only be queued, so `Copies` knows of it, too."""
-        digest = self._ctx.cache.digest(send.buffer)
-        self._ctx.copies.launched(key)
-        return digest
-
     def sent(self, effect: to_decode.SendDue, now: float) -> None:
         """The link launches this send after its `Sent` message: send D what it holds."""
-        peer, sent = effect.peer, effect.sent
+        peer, sent = effect.peer, effect.flight
         entry, grant = self.entries.get(sent.key), sent.order.grant
         digest = b"" if sent.digest is None else sent.digest.value()
         if entry is not None and entry.peers.get(peer.hello.rank) is peer:
@@ -367,7 +360,7 @@ class Prefill:
         if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
             self._count["bytes_early"] += effect.nbytes
 
-    # Time.
+    # Time, and the end.
 
     def _expire(self, now: float) -> None:
         """End what has outlived its lease, or P's patience; messages from D may put that off."""
@@ -391,14 +384,11 @@ class Prefill:
         """P has been paused or resumed: leases may end sooner."""
         self._leases.at(now)
 
-    # The end.
-
     def leave(self, reason: str, now: float, finish: bool) -> bool:
         """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
-
-        Returns whether some rank of D was sent that.
-        """
-        self._leaving, notified = reason, False
+        Returns whether some rank of D was sent that."""
+        self._ranks.leave(reason)
+        notified = False
         for key in self._claims.known():
             for rank, claim in self._claims.take(key).items():
                 if peer := self._ranks.get(rank):
@@ -414,8 +404,6 @@ class Prefill:
     def over(self) -> bool:
         return not any(self.live(*self.entries))
 
-    # What a sender has decided.
-
     def _decided(self, entry: PromptEntry, decided: list[machine.Decision], now: float) -> None:
         effects = self._ctx.effects
         for each in decided:
@@ -425,7 +413,7 @@ class Prefill:
                         effects.append(SendMessage(peer, message))
                 case machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
-                        effects.append(to_decode.Order(peer, entry.sender.key, each))
+                        self._ranks.order(peer, entry.sender.key, each, now)
                 case machine.Released():
                     self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
                 case machine.Finished(ok, reason):
@@ -443,36 +431,3 @@ class Prefill:
         else:
             self._ended.add(key, reason, now)
             log.warning("transfer %s was not sent: %s", key, reason)
-
-
-class EndedTransfers:
-    """Keys of transfers that have ended, each with the reason; bounded in number and in time."""
-
-    MOST = 1024
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._reasons: dict[str, tuple[float, str]] = {}
-        """The oldest first."""
-
-    def add(self, key: str, reason: str, now: float) -> None:
-        self.discard(key)
-        self._reasons[key] = now, reason
-        self.expire(now)
-
-    def get(self, key: str) -> str | None:
-        found = self._reasons.get(key)
-        return found[1] if found is not None else None
-
-    def discard(self, key: str) -> None:
-        self._reasons.pop(key, None)
-
-    def expire(self, now: float) -> None:
-        while self._reasons:
-            key = next(iter(self._reasons))
-            if len(self._reasons) <= self.MOST and now - self._reasons[key][0] <= self.seconds:
-                return
-            del self._reasons[key]
-
-    def __len__(self) -> int:
-        return len(self._reasons)

@@ -9,7 +9,8 @@ request.
 from __future__ import annotations
 
 from p2pkv.control.endpoint import Connection
-from p2pkv.engine.context import Context, log
+from p2pkv.engine.context import Context, Remembered, log
+from p2pkv.engine.effects import Timer
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import is_engine_of
@@ -38,11 +39,11 @@ class Referrals:
         self._unsent: dict[str, dict[str, None]] = {}
         """By engine: the requests that it has not been sent."""
         self._engines: dict[str, Connection] = {}
-        self._elsewhere: dict[str, tuple[str, float]] = {}
-        """Requests that name this engine: which has each, and until when that counts. The next end first."""
         self._lease = context.options.lease_seconds
-        self._retry = context.timers.new(self._pass_on)
-        self._repeat = context.timers.new(self._renew)
+        self._elsewhere = Remembered[str](self._lease, MOST_ELSEWHERE)
+        """By key of the requests that name this engine: the one that has it."""
+        self._retry = Timer(context.timers, self._pass_on)
+        self._repeat = Timer(context.timers, self._renew)
         self._logged = False
 
     def announce(self, key: str, named: Address, now: float) -> None:
@@ -75,21 +76,12 @@ class Referrals:
         if message.engine == mine.addresses[0] or not (mine.instance and is_engine_of(message.engine, mine)):
             raise RemoteProtocolError(f"{message.engine} is no other engine of {mine.address}'s instance")
         for key in message.keys:
-            self._elsewhere.pop(key, None)
-            self._elsewhere[key] = message.engine, now + self._lease
-        self._expire(now)
+            self._elsewhere.add(key, message.engine, now)
 
     def of(self, key: str, now: float) -> str | None:
         """The engine that has this request; None if none is known to."""
-        engine, until = self._elsewhere.get(key, ("", 0.0))
-        return engine if now < until else None
-
-    def _expire(self, now: float) -> None:
-        while self._elsewhere:
-            key = next(iter(self._elsewhere))
-            if now < self._elsewhere[key][1] and len(self._elsewhere) <= MOST_ELSEWHERE:
-                return
-            del self._elsewhere[key]
+        self._elsewhere.expire(now)
+        return self._elsewhere.get(key)
 
     def _pass_on(self, now: float) -> None:
         """Send each engine what it has not been sent; what cannot be sent yet is tried again."""

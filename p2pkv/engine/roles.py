@@ -24,43 +24,29 @@ Handle = Callable[[Any, float], object]
 """What takes a command or an effect, and the time."""
 
 Receive = Callable[[Any, Any, float], object]
-"""What takes the peer that a message comes from, the message, and the time."""
-
-Unowned = Callable[[Connection, Any, float], object]
-"""The same for a message that may come on a connection of no peer."""
+"""What takes the peer that a message comes from, the message, and the time; where a message may come on a
+connection of no peer (`unowned`), the connection."""
 
 
 class Role(ABC):
     """P's half of a rank, or D's.
 
     Attributes:
-        peer: the class of its peers.
+        peers, peer: the table of its peers, and their class.
         notified: peers were sent the end of something, and need time to read it.
-        unreachable: the peer at a dialed address is not a member, or must not be dialed: why.
-        disconnected: a message to this peer could not be sent.
-        poll: move what can be moved now.
         check: look at what is under way.
         look: look at all peers.
-        paused: this engine has been paused or resumed.
     """
 
     peer: ClassVar[type]
+    peers: DecodePeers | PrefillPeers
     commands: Mapping[type, Handle]
     messages: Mapping[type, Receive]
-    unowned: Mapping[type, Unowned]
+    unowned: Mapping[type, Receive]
     effects: Mapping[type, Handle]
     notified = False
-    unreachable: Callable[[Any, str, float], object]
-    disconnected: Handle
-    poll: Callable[[float], object]
     check: Callable[[float], object]
     look: Callable[[float], object]
-    paused: Callable[[float], object]
-    close: Callable[[], object]
-
-    @abstractmethod
-    def stranger(self, connection: Connection) -> None:
-        """A message that no role expects came on a connection of no peer."""
 
     @abstractmethod
     def after(self, now: float) -> bool:
@@ -85,6 +71,7 @@ class PrefillRole(Role):
     """A rank as P: answers the ranks of D, and pushes to them what its prompts' blocks hold."""
 
     peer: ClassVar[type] = DecodePeer
+    peers: DecodePeers
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
@@ -102,7 +89,7 @@ class PrefillRole(Role):
             do.Forget: transfers.forget,
         }
         self.messages = {
-            m.Heartbeat: self._heartbeat,
+            m.Heartbeat: transfers.heartbeat,
             m.LinkAccept: peers.accept,
             m.LinkDown: peers.link_down,
             m.Want: transfers.message,
@@ -113,38 +100,14 @@ class PrefillRole(Role):
         self.unowned = {m.Hello: peers.hello, m.Elsewhere: transfers.elsewhere}
         self.effects = {
             to_decode.DecodeLinked: transfers.linked,
-            to_decode.DecodeLinkLost: self._link_lost,
+            to_decode.DecodeLinkLost: transfers.unlinked,
             to_decode.DecodeGone: transfers.gone,
             to_decode.Fill: transfers.fill,
             to_decode.Taken: transfers.taken,
             to_decode.SendDue: transfers.sent,
-            to_decode.Order: peers.order,
-            to_decode.Commit: peers.commit,
-            to_decode.Summed: peers.summed,
-            to_decode.Confirmed: peers.confirmed,
-            to_decode.AbortDecodeLink: peers.abort_link,
         }
-        self.disconnected = peers.disconnected
-        self.poll = peers.poll
         self.check = peers.check
         self.look = peers.look
-        self.paused = transfers.paused
-        self.close = peers.close
-
-    def _heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
-        self.peers.heartbeat(peer, bool(message.transfers), now)
-        self.transfers.heartbeat(peer, message.transfers, now)
-
-    def _link_lost(self, effect: to_decode.DecodeLinkLost, now: float) -> None:
-        self.transfers.unlinked(effect, now)
-        self.peers.rebuild(effect.peer, now)
-
-    def stranger(self, connection: Connection) -> None:
-        self._ctx.answer(connection, m.Stranger())
-
-    def unreachable(self, peer: DecodePeer, reason: str, now: float) -> None:
-        """A P dials no peer."""
-        raise AssertionError(reason)
 
     def after(self, now: float) -> bool:
         return self.peers.moving
@@ -154,9 +117,8 @@ class PrefillRole(Role):
         return self.peers.busy
 
     def leave(self, now: float, finish: bool = True) -> None:
-        leaving = f"{self._ctx.hello.address} is gone: it is shutting down"
-        self.peers.leave(leaving)
-        self.notified |= self.transfers.leave(leaving, now, finish)
+        reason = f"{self._ctx.hello.address} is gone: it is shutting down"
+        self.notified |= self.transfers.leave(reason, now, finish)
 
     @property
     def over(self) -> bool:
@@ -167,6 +129,7 @@ class DecodeRole(Role):
     """A rank as D: dials the ranks of P, and writes what they push to its requests' blocks."""
 
     peer: ClassVar[type] = PrefillPeer
+    peers: PrefillPeers
     # D need not wait until its last messages are read (`notified`): P gets them even if D closes right after.
 
     def __init__(self, context: Context) -> None:
@@ -186,14 +149,14 @@ class DecodeRole(Role):
             m.Welcome: peers.welcome,
             m.Refuse: peers.refuse,
             m.Stranger: peers.stranger,
-            m.HeartbeatAck: self._acknowledged,
+            m.HeartbeatAck: transfers.acknowledged,
             m.Referral: transfers.referred,
             m.Ahead: transfers.prefetch,
             m.LinkInvite: peers.invited,
             m.LinkDown: peers.link_down,
             m.Offer: transfers.message,
             m.Chunk: transfers.message,
-            m.Sent: peers.sent,
+            m.Sent: transfers.sent,
             m.Failed: transfers.message,
         }
         self.unowned = {m.Hello: self._hello, m.Partners: self.preconnect.received}
@@ -202,29 +165,13 @@ class DecodeRole(Role):
             from_prefill.PrefillLost: transfers.lost,
             from_prefill.PrefillFailed: transfers.fail,
             from_prefill.Posted: transfers.posted,
-            from_prefill.ChunkSent: transfers.sent,
             from_prefill.Arrived: transfers.land,
-            from_prefill.Announced: peers.announced,
-            from_prefill.Admitted: peers.admitted,
-            from_prefill.Unwanted: peers.unwanted,
-            from_prefill.Landed: peers.landed,
             from_prefill.AbortPrefillLink: peers.abort_link,
         }
-        self.unreachable = peers.refused
-        self.disconnected = peers.disconnected
-        self.poll = peers.poll
-        self.close = peers.close
-
-    def _acknowledged(self, peer: PrefillPeer, message: m.HeartbeatAck, now: float) -> None:
-        self.peers.answered(peer)
-        self.transfers.holding(peer, message.held, now)
 
     def _hello(self, connection: Connection, message: m.Hello, now: float) -> None:
         reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers and are dialed by none"
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
-
-    def stranger(self, connection: Connection) -> None:
-        """Late messages of a rank of P that is not a peer any more."""
 
     def after(self, now: float) -> bool:
         return self.transfers.write_kept(now) or self.peers.moving
@@ -246,9 +193,6 @@ class DecodeRole(Role):
                 self.peers.activate(peer)
         self.peers.close_idle_links(self.transfers.used, now)
         self.preconnect.look(now)
-
-    def paused(self, now: float) -> None:
-        """D waits on, for as long as the client does."""
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Load nothing any more, whatever `finish`: no request would use it."""

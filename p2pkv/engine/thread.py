@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 
 from p2pkv.config import Options
@@ -31,10 +32,8 @@ STOP_SECONDS = FINISH_SECONDS + 3.0
 
 
 class Rank:
-    """A Core with a thread of its own. Listens from the start on; `stop` it.
-
-    Raises PortTaken, NoCurve or RuntimeError with a sentence. `core`: for its own thread alone, but for what
-    `Core` gives the forward thread. `failure`: a sentence: what ended the thread before `stop`.
+    """A Core with a thread of its own. Listens from the start on; `stop` it. `failure`: a sentence: what
+    ended the thread before `stop`. Raises PortTaken, NoCurve or RuntimeError with a sentence.
     """
 
     def __init__(
@@ -99,10 +98,8 @@ class Rank:
         self._call = call
 
     def stop(self) -> None:
-        """End the thread, the sockets and the links, by a deadline. Idempotent.
-
-        P first pushes what it has computed and D waits for, for FINISH_SECONDS at most; all else ends at
-        once, on both sides, and peers are sent the reason.
+        """End the thread, the sockets and the links, by a deadline. Idempotent. P first pushes what it has
+        computed and D waits for, for FINISH_SECONDS at most; all else ends at once, with a reason for peers.
         """
         self._stopping = True
         self._endpoint.wake()
@@ -149,16 +146,17 @@ class Rank:
 
     def finish(self) -> None:
         """Carry out what was ordered before the stop, then end by a deadline what can end well."""
+        hurried = partial(self._round, TICK)
         end, left = time.monotonic() + FINISH_SECONDS, False
         while time.monotonic() < end and not (left and self.core.over):
-            self._guarded(self._hurried)
+            self._guarded(hurried)
             if not left and not self.core.ordered:
                 left = True
                 self._guarded(lambda: self.core.leave(time.monotonic()))
         self._guarded(lambda: self.core.leave(time.monotonic(), finish=False))
         end = time.monotonic() + LAST_WORDS_SECONDS
         while self.core.notified and time.monotonic() < end:
-            self._guarded(self._hurried)
+            self._guarded(hurried)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """A fault of ours in one turn must not end the thread: leases end what it broke."""
@@ -166,9 +164,6 @@ class Rank:
             act()
         except Exception:
             log.exception("an error in p2pkv's engine thread; it goes on")
-
-    def _hurried(self) -> None:
-        self._round(most=TICK)
 
     def _round(self, most: float = inf) -> None:
         self._asleep = True  # before the look at the commands: who adds one later wakes us

@@ -1,6 +1,6 @@
 """P's view of the ranks of D: the connection to each, the link to it, and what is queued on that link.
 
-What happens to them is appended to the rank's effects; what a rank of P sends them comes as effects, too.
+What happens to them is appended to the rank's effects.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DecodeLinkLost(Effect, frozen=True, eq=False):
 
 
 class Fill(Effect, frozen=True, eq=False):
-    """There is room for the send that D has granted: gather it, and `Commit`."""
+    """There is room for the send that D has granted: gather it, and call `commit`."""
 
     peer: DecodePeer
     key: str
@@ -85,62 +85,18 @@ class SendDue(Effect, frozen=True, eq=False):
     """The link may launch this send: send D its `Sent` message, after which the link launches it."""
 
     peer: DecodePeer
-    sent: PendingSent
-
-
-# What is to be done.
-
-
-class Order(Effect, frozen=True, eq=False):
-    """D has granted this send. `known`: P has this prompt."""
-
-    peer: DecodePeer
-    key: str
-    order: Transmit
-    known: bool = True
-
-
-class Commit(Effect, frozen=True, eq=False):
-    """The send is full. `nbytes`: 0 if it is filler."""
-
-    peer: DecodePeer
-    send: Send
-    nbytes: int
-    pending: PendingSent
-
-
-class Summed(Effect, frozen=True, eq=False):
-    """The checksum of this send is known, and those of all before it."""
-
-    peer: DecodePeer
-    sent: PendingSent
-
-
-class Confirmed(Effect, frozen=True, eq=False):
-    """D has all of this transfer, or wants nothing more of it."""
-
-    peer: DecodePeer
-    key: str
-    attempt: int
-
-
-class AbortDecodeLink(Effect, frozen=True, eq=False):
-    """Give up the link that has this number now."""
-
-    peer: DecodePeer
-    link: int
-    reason: str
-
-
-# One link.
+    flight: Flight
 
 
 @dataclass(eq=False, slots=True)
-class PendingSent:
-    """A `Sent` message that D has not been sent: it waits for its checksum (`summed`), for those before it,
-    and until the link may launch the send (`due`: it goes out in this turn). `digest`: None: none is wanted.
+class Flight:
+    """A committed send that D has not taken yet. `digest`: None: none is wanted.
+
+    Its `Sent` message waits for the checksum (`summed`), for those before it, and until the link may launch
+    the send (`due`: it goes out in this turn).
     """
 
+    send: Send
     key: str
     order: Transmit
     filler: bool
@@ -148,14 +104,10 @@ class PendingSent:
     summed: bool
     due: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A send that D has not taken yet."""
-
-    send: Send
-    key: str
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV."""
+        return 0 if self.filler else self.order.grant.nbytes
 
 
 @dataclass(eq=False)
@@ -167,7 +119,7 @@ class OutboundLink:
         window: bytes that D can take on it at a time.
         parked: it was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
-        pending: the `Sent` messages of committed sends that have not gone out, in the order of the sends.
+        pending: those of them whose `Sent` messages have not gone out.
     """
 
     ctx: Context
@@ -178,7 +130,7 @@ class OutboundLink:
     parked: bool = False
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
-    pending: deque[PendingSent] = field(default_factory=deque)
+    pending: deque[Flight] = field(default_factory=deque)
     _invitation: bytes | None = None
     """What D was invited with; None: it was not."""
     _outbound: Outbound | None = None
@@ -203,7 +155,6 @@ class OutboundLink:
 
     @property
     def busy(self) -> bool:
-        """Whether it has something to send or to report."""
         return bool(self.orders or self.flights or self.pending)
 
     @property
@@ -216,10 +167,8 @@ class OutboundLink:
         return self._outbound.used if self._outbound is not None else 0
 
     def invite(self, now: float) -> m.LinkInvite | None:
-        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`.
-
-        Raises LinkError if this rank can make none now.
-        """
+        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`. Raises
+        LinkError."""
         if self.invited or self.parked or now < self._next:
             return None
         self._invitation = b""
@@ -293,14 +242,14 @@ class OutboundLink:
         self.orders.popleft()
         return key, order, send
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, flight: Flight) -> None:
         """This send is full. Raises LinkError."""
-        commit.send.commit()
-        self.flights.append(Flight(commit.send, commit.pending.key, commit.nbytes))
-        self.pending.append(commit.pending)
+        flight.send.commit()
+        self.flights.append(flight)
+        self.pending.append(flight)
 
-    def next_due(self) -> PendingSent | None:
-        """The oldest `Sent` message, once, when the link may launch its send. Raises LinkError."""
+    def next_due(self) -> Flight | None:
+        """The oldest send that is pending, once, when the link may launch it. Raises LinkError."""
         if not self.pending or self._outbound is None:
             return None
         first = self.pending[0]
@@ -314,9 +263,6 @@ class OutboundLink:
         if self.pending and self.pending[0].due and self._outbound is not None:
             self.pending.popleft()
             self._outbound.launch()
-
-
-# One rank.
 
 
 @dataclass(eq=False)
@@ -371,7 +317,7 @@ class DecodePeer:
             if len(self.unconfirmed) > MAX_UNCONFIRMED:
                 del self.unconfirmed[next(iter(self.unconfirmed))]
         elif isinstance(message, m.Failed):
-            self.unconfirmed.pop((message.key, message.attempt), None)
+            self.confirmed(message.key, message.attempt)
         sent = self.connection.send(m.encode(message))
         if sent and isinstance(message, m.Sent):
             self._launch(message)
@@ -385,6 +331,10 @@ class DecodePeer:
         with contextlib.suppress(LinkError):  # the next poll raises it
             self.link.launch()
             self.announce()
+
+    def confirmed(self, key: str, attempt: int) -> None:
+        """D has all of this transfer, or wants nothing more of it."""
+        self.unconfirmed.pop((key, attempt), None)
 
     def announce(self) -> None:
         """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
@@ -513,10 +463,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         self._abort(peer, now)
         self._ctx.effects.append(DecodeLinkLost(peer, reason))
 
-    def abort_link(self, effect: AbortDecodeLink, now: float) -> None:
-        if effect.link == effect.peer.link.number and effect.peer.link.invited:
-            self.lose_link(effect.peer, effect.reason, now)
-
     def rebuild(self, peer: DecodePeer, now: float) -> None:
         """The link was lost: begin another, unless neither side has a use for it."""
         peer.link.parked = self.idle(peer, now)  # else a dead D would be invited for ever
@@ -546,16 +492,14 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """Whether one link more would be one too many."""
         return sum(1 for peer in self if peer.link.invited) >= self._ctx.options.max_links
 
-    # The data.
-
-    def order(self, effect: Order, now: float) -> None:
-        peer = effect.peer
-        if not peer.link.carries(effect.order.grant.link):
+    def order(self, peer: DecodePeer, key: str, order: Transmit, now: float, known: bool = True) -> None:
+        """D has granted this send. `known`: P has this prompt."""
+        if not peer.link.carries(order.grant.link):
             return
-        if not effect.known and len(peer.link.orders) >= MAX_ORDERS:
+        if not known and len(peer.link.orders) >= MAX_ORDERS:
             self.lose_link(peer, f"{peer.address} grants without end", now)
             return
-        peer.link.orders.append((effect.key, effect.order))
+        peer.link.orders.append((key, order))
         self._active[peer] = None
 
     def poll(self, now: float) -> None:
@@ -574,36 +518,33 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                         break
                     effects.append(Fill(peer, *found))
             except LinkError as error:
-                self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
+                self._broken(peer, error, now)
             if was_settled and peer.settled:
                 self.deactivate(peer)
 
     @property
     def moving(self) -> bool:
-        """Whether a link has something to send."""
         return any(peer.link.busy for peer in self._active)
 
-    def commit(self, effect: Commit, now: float) -> None:
-        peer = effect.peer
-        if not peer.link.linked:
-            return
+    def commit(self, peer: DecodePeer, flight: Flight, now: float) -> None:
         try:
-            peer.link.commit(effect)
+            peer.link.commit(flight)
             peer.announce()
         except LinkError as error:
-            self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
+            self._broken(peer, error, now)
 
-    def summed(self, effect: Summed, now: float) -> None:
-        effect.sent.summed = True
+    def summed(self, peer: DecodePeer, flight: Flight, now: float) -> None:
+        """The checksum of this send is known, and those of all before it."""
+        flight.summed = True
         try:
-            effect.peer.announce()
+            peer.announce()
         except LinkError as error:
-            self.lose_link(effect.peer, f"the link to {effect.peer.address} broke: {error}", now)
+            self._broken(peer, error, now)
 
-    def confirmed(self, effect: Confirmed, now: float) -> None:
-        effect.peer.unconfirmed.pop((effect.key, effect.attempt), None)
+    def _broken(self, peer: DecodePeer, error: LinkError, now: float) -> None:
+        self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
 
-    # Time.
+    # Time, and the end.
 
     def check(self, now: float) -> None:
         """End links that stand still or do not come up."""
@@ -643,8 +584,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                 self._park(peer, now, "it has been idle for long")
         for peer in self:
             self.activate(peer)
-
-    # The end.
 
     def leave(self, reason: str) -> None:
         """This rank stops: no rank of D is accepted any more."""

@@ -7,9 +7,6 @@ A *row* is what moves undivided: the bytes of one (layer, unit, head). A unit is
 that one row stands for, where a model keeps fewer rows than tokens; or, if a kernel packs tokens together (a
 page codec), all tokens of one kernel block. A *rectangle* is [layer, unit, head, row_bytes], dense, uint8,
 whatever the memory's own layout. `seen_as` shows packed pages token by token.
-
-A layer whose rows lie in two *planes* of a block (values, then scales) is a layer of two groups with the same
-block table: `plane_of` makes the view of each.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +50,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class KeptTables(tuple[Sequence[int], ...]):
-    """Block tables that do not change any more: what was looked up in them is kept, for the pieces that lie
-    in the same blocks."""
+    """Block tables that do not change any more: what was looked up in them is kept."""
 
     @cached_property
     def kept(self) -> dict[tuple[int, int, int, int], Index]:
@@ -111,17 +107,13 @@ class PagedCache:
         """The cache whose layer i is `tensors[i]`, of logical shape [B, H, N, C] and any strides.
 
         B counts kernel blocks of N rows, H the KV heads of this rank; C is one row of one head, mostly the K
-        and V of a token, and lies together in memory. Layers that share KV register one tensor twice: pass it
-        once, and map the layers onto it outside.
+        and V of a token, and lies together in memory. Raises ValueError for tensors that this class cannot
+        address.
 
         Args:
             block_size: tokens in a logical block, a multiple of those of N rows.
-            codec: "dense" or "page:<isa>".
             tables: each layer's block table, by number; all 0 by default.
             tokens_per_row: tokens that a row stands for.
-
-        Raises:
-            ValueError: with a sentence, for tensors that this class cannot address.
         """
         tables = [0] * len(tensors) if tables is None else tables
         if not tensors or len(tables) != len(tensors):
@@ -155,10 +147,8 @@ class PagedCache:
         )
 
     @classmethod
-    def without_layers(
-        cls, *, unit_tokens: int, row_bytes: int, codec: str, device: torch.device
-    ) -> PagedCache:
-        """A KV group of which this rank has no layers."""
+    def without_layers(cls, unit_tokens: int, row_bytes: int, codec: str, device: torch.device) -> PagedCache:
+        """A KV group of which this rank has no layers: nothing is ever read from it or written to it."""
         return cls(
             [],
             copier_of([], []),
@@ -177,20 +167,15 @@ class PagedCache:
         )
 
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
-        """Bytes on the wire of `layers` layers x tokens [start, stop) x `heads` heads.
-
-        Raises ValueError if `start` is inside a unit.
-        """
+        """Bytes on the wire of tokens [start, stop). Raises ValueError if `start` is inside a unit."""
         first, last = self._units((start, stop))
         return layers * (last - first) * heads * self.row_bytes
 
     def gather(
         self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
-        """Copy a rectangle from the pages to `out`.
-
-        On CUDA the copy is queued on the current stream; on a CPU it has ended on return, and the
-        GIL is free while it runs.
+        """Copy a rectangle from the pages to `out`. On CUDA the copy is queued on the current stream; on a
+        CPU it has ended on return, and the GIL is free while it runs.
 
         Args:
             out: uint8 [nbytes], contiguous, on the cache's device.
@@ -198,9 +183,8 @@ class PagedCache:
                 `tokens` may also be the numbers of some tokens, in their order.
             blocks: the request's block tables, logical block ids; token t is in blocks[n][t // block_size].
 
-        Raises:
-            ValueError: for a rectangle outside the cache, a start inside a unit, a wrong `out`, a
-                block table that ends too early or names a block that does not exist.
+        Raises ValueError for a rectangle outside the cache, a start inside a unit, a wrong `out`, a block
+        table that ends too early or names a block that does not exist.
         """
         for span, cut, part in self.parts(out, layers, tokens, heads, blocks):
             self.copier.take(span, cut, part)
@@ -208,19 +192,13 @@ class PagedCache:
     def scatter(
         self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
-        """Copy a rectangle from `src` to the pages; the arguments and errors are gather's.
-
-        Nothing has been written if this raises ValueError.
-        """
+        """The reverse; see `gather`. Nothing has been written if it raises ValueError."""
         for span, cut, part in self.parts(src, layers, tokens, heads, blocks):
             self.copier.put(span, cut, part)
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
-        """The checksum of uint8 [n] on the cache's device, as a link's buffer is.
-
-        On CUDA it is queued on the current stream, so that it comes behind a gather and before a scatter
-        of the calling thread; on a CPU it is known on return, and the GIL is free while it is computed.
-        """
+        """The checksum of uint8 [n] on the cache's device: on CUDA queued on the current stream, on a CPU
+        known on return, and the GIL is free while it is computed."""
         return self.copier.digest(buffer)
 
     def fence(self) -> Fence:
@@ -228,7 +206,6 @@ class PagedCache:
         return self._record()
 
     def warm_up(self) -> None:
-        """Compile now what gather and scatter run on the device, so that the first transfer does not wait."""
         self.copier.warm_up()
 
     def check(self, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables) -> None:
@@ -340,26 +317,6 @@ def _check_interval(what: str, interval: Bounds, size: int) -> None:
 # why), a batch of layers at a time.
 
 
-class Rectangles(Protocol):
-    """What moves rectangles [layer, unit, head, row_bytes]; PagedCache describes the methods."""
-
-    @property
-    def unit_tokens(self) -> int: ...
-
-    @property
-    def row_bytes(self) -> int: ...
-
-    def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int: ...
-
-    def gather(
-        self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
-    ) -> None: ...
-
-    def scatter(
-        self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
-    ) -> None: ...
-
-
 def seen_as(cache: PagedCache, codec: str) -> Rectangles:
     """The cache with its rows arranged by `codec`: its own, or "dense"; as it is if it has no layers.
 
@@ -374,22 +331,19 @@ def seen_as(cache: PagedCache, codec: str) -> Rectangles:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Some layers and tokens of a rectangle whose packed pages are rearranged together.
-
-    Attributes:
-        layers, pages: what to read or write in the cache; `pages` are tokens, in whole pages.
-        inside: which tokens of `pages` are meant; fewer than all only where `pages` is one page.
-        raw: uint8, room for the packed pages.
-        packed: the same memory, elements [L, U, H, N * C].
-        wire: the part's elements in the caller's buffer, [L, tokens, H, C].
-    """
+    """Some layers and tokens of a rectangle whose packed pages are rearranged together."""
 
     layers: Bounds
     pages: Bounds
+    """Tokens, in whole pages."""
     inside: Bounds
+    """Which tokens of `pages` are meant; fewer than all only where that is one page."""
     raw: torch.Tensor
+    """Uint8, room for the packed pages."""
     packed: NDArray[Any]
+    """The same memory, elements [L, U, H, N * C]."""
     wire: NDArray[Any]
+    """The part's elements in the caller's buffer, [L, tokens, H, C]."""
 
     @property
     def whole(self) -> bool:
@@ -402,7 +356,8 @@ class _Part:
 
 
 class DenseView:
-    """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head).
+    """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head). PagedCache
+    describes the methods.
 
     Scatter fills a part of a page by reading, changing and writing it, so nothing else may write to the
     pages that its tokens lie in meanwhile. Raises ValueError for pages that cannot be undone.
@@ -436,7 +391,7 @@ class DenseView:
     def scatter(
         self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
-        """As PagedCache's; tokens beside the rectangle keep what they hold."""
+        """Tokens beside the rectangle keep what they hold."""
         for part in self.parts(src, layers, tokens, heads, blocks):
             if part.whole:
                 self._packing.pack(part.packed, part.by_page(self._tokens))
@@ -487,6 +442,10 @@ class DenseView:
                 )
 
 
+Rectangles = PagedCache | DenseView
+"""What moves rectangles [layer, unit, head, row_bytes]."""
+
+
 # All KV groups of a rank.
 
 
@@ -497,7 +456,6 @@ class RankCache:
     Attributes:
         layers: for each group, the numbers of its layers among all layers of this rank, in order. Two groups
             may share a layer, as the two states of a recurrent layer do.
-        digest_name: see PagedCache.
     """
 
     def __init__(self, groups: Sequence[PagedCache], layers: Sequence[Sequence[int]] | None = None) -> None:
@@ -518,10 +476,8 @@ class RankCache:
         self.groups = tuple(groups)
         self.layers = tuple(layers)
         self.device = groups[0].device
-        self._some = next((group for group in groups if group.layers), groups[0])
-        """A group that this rank has layers of."""
-        self.digest_name = self._some.digest_name
-        self.fence = self._some.fence
+        some = next((group for group in groups if group.layers), groups[0])  # that this rank has layers of
+        self.digest_name, self.digest, self.fence = some.digest_name, some.digest, some.fence
 
     def seen_as(self, codecs: Sequence[str]) -> tuple[Rectangles, ...]:
         """Each group with its rows arranged by the codec of its number. Raises ValueError; see `seen_as`."""
@@ -532,10 +488,6 @@ class RankCache:
         rows = [(each.heads * each.row_bytes, each.unit_tokens) for each in self.groups if each.layers]
         return max(1, min(tokens * nbytes // unit for nbytes, unit in rows)) if rows else 1
 
-    def digest(self, buffer: torch.Tensor) -> Checksum:
-        return self._some.digest(buffer)
-
     def warm_up(self) -> None:
-        """See PagedCache.warm_up."""
         for group in self.groups:
             group.warm_up()

@@ -9,7 +9,6 @@ algorithms find accidents. Neither is safe against bytes that were chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,22 +21,9 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST = 31
 
 
-class Checksum(Protocol):
-    """The checksum of one buffer, which a device may still be computing."""
-
-    @property
-    def known(self) -> bool:
-        """Whether `value` may be read at once, as on a CPU."""
-        ...
-
-    def value(self) -> bytes:
-        """8 bytes. Unless `known`, wait for a fence recorded after the call that made this."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A checksum that has been computed."""
+    """A checksum that has been computed: `value` may be read at once."""
 
     digest: bytes
     known: bool = True
@@ -47,7 +33,8 @@ class Known:
 
 
 class Queued:
-    """A sum, int64 [1], that a device may still be computing: its copy to the host is queued behind it."""
+    """A sum, int64 [1], that a device may still be computing: its copy to the host is queued behind it. Wait
+    for a fence recorded after the call that made this before `value` is read."""
 
     known = False
 
@@ -60,6 +47,10 @@ class Queued:
         return (int(self._host) & _MASK).to_bytes(8, "big")
 
 
+Checksum = Known | Queued
+"""The checksum of one buffer; its `value` is 8 bytes."""
+
+
 def digest_on_host(buffer: torch.Tensor) -> Checksum:
     """XXH3 of uint8 [n] on a CPU; a large one with the interpreter's lock released."""
     import xxhash  # here, since a rank on a GPU does without
@@ -68,12 +59,8 @@ def digest_on_host(buffer: torch.Tensor) -> Checksum:
 
 
 def digest_by_torch(buffer: torch.Tensor) -> Checksum:
-    """The fold of uint8 [n], queued on the current stream in some ten operations; for want of the kernel."""
-    return Queued(fold(buffer))
-
-
-def fold(buffer: torch.Tensor) -> torch.Tensor:
-    """The fold of uint8 [n] as int64 [1] on its device; int64 wraps, as the kernel's unsigned words do."""
+    """The fold of uint8 [n], queued on the current stream in some ten operations; for want of the kernel.
+    Int64 wraps, as the kernel's unsigned words do."""
     count = -(-buffer.numel() // 8)
     padded = torch.zeros(8 * count, dtype=torch.uint8, device=buffer.device)
     padded[: buffer.numel()] = buffer
@@ -83,7 +70,7 @@ def fold(buffer: torch.Tensor) -> torch.Tensor:
         words ^= _shifted(words, shift)
         words *= _signed(factor)
     words ^= _shifted(words, _LAST)
-    return words.sum().reshape(1)
+    return Queued(words.sum().reshape(1))
 
 
 def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:

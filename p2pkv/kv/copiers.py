@@ -7,20 +7,20 @@ kernels, which are the kernels' reference too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from math import gcd
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from p2pkv.kv.checksum import FOLD, Checksum, digest_by_torch
-from p2pkv.kv.host import HostColumns, HostCopier, RowLists, flat_bytes
-from p2pkv.kv.layouts import Columns, Cut, LayerPages, Rows, Span, spans_of
+from p2pkv.kv.host import HostCopier, RowLists, columns_on_host, flat_bytes, grid
+from p2pkv.kv.layouts import Columns, Cut, LayerPages, Rows, Span, runs_of, spans_of
 from p2pkv.kv.uploads import Digests, Uploads
 
 log = logging.getLogger("p2pkv")
@@ -43,149 +43,74 @@ BLOCKS_PER_PROCESSOR = 8
 """Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
 
 
-class Copier(Protocol):
-    """Moves rows of its spans of layers. It decides itself which layers share a span.
-
-    Attributes:
-        digest_name: the algorithm of `digest`.
-    """
-
-    spans: Sequence[Span]
-    digest_name: str
-
-    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
-        ...
-
-    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        """Copy `src` (as `out` in take) to the cut."""
-        ...
-
-    def digest(self, buffer: torch.Tensor) -> Checksum:
-        """The checksum of what `out` holds behind a take, or `src` before a put."""
-        ...
-
-    def warm_up(self) -> None:
-        """Prepare now what the first copy would otherwise wait for."""
-        ...
-
-
 def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
     """Numpy's on a CPU; on CUDA the kernels', if CuPy is there to launch them, else torch's."""
     if not tensors or (device := tensors[0].device).type == "cpu":
         return HostCopier(pages, tensors)
     if device.type == "cuda" and (launcher := cupy_launcher(device)) is not None:
         return KernelCopier(pages, tensors, launcher)
-    return StorageCopier(pages, storages_of(pages, tensors))
+    return StorageCopier(pages, tensors)
 
 
 # Rows listed on the host, and copied by torch.
 
 
 class StorageCopier(RowLists):
-    """Lists the rows of a cut on the host, and lets its storage copy them."""
+    """Lists the rows of a cut on the host, and lets torch copy them. The copies are queued on the current
+    stream when the calls return."""
 
     digest_name = FOLD
 
-    def __init__(self, pages: Sequence[LayerPages], storages: Mapping[int, DeviceStorage]) -> None:
+    def __init__(self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(pages)
-        self._storages = storages
+        self._flat = {page.storage: flat_bytes(one) for page, one in zip(pages, tensors, strict=True)}
+        self._device = tensors[0].device
+        self.uploads = Uploads(self._device, torch.int64)
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        self._storages[span.pages.storage].take(self.rows(span, cut), out)
+        self.take_rows(self._flat[span.pages.storage], self.rows(span, cut), out)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        self._storages[span.pages.storage].put(self.rows(span, cut), src)
+        self.put_rows(self._flat[span.pages.storage], self.rows(span, cut), src)
+
+    def take_rows(self, flat: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        torch.index_select(grid(flat, rows), 0, self.uploads(rows.index), out=out.view(-1, rows.atom))
+
+    def put_rows(self, flat: torch.Tensor, rows: Rows, src: torch.Tensor) -> None:
+        grid(flat, rows).index_copy_(0, self.uploads(rows.index), src.view(-1, rows.atom))
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         return digest_by_torch(buffer)
 
     def warm_up(self) -> None:
-        """Load torch's kernels, and take the memory that a copy needs."""
-        for storage in self._storages.values():
-            storage.warm_up()
-        device = next(iter(self._storages.values())).device
-        self.digest(torch.zeros(WIDTHS[0], dtype=torch.uint8, device=device))
-
-
-def storages_of(pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> dict[int, DeviceStorage]:
-    """The storages on an accelerator that these layers lie in, by address. They share their uploads."""
-    uploads = Uploads(tensors[0].device, torch.int64)
-    each = zip(pages, tensors, strict=True)
-    return {page.storage: DeviceStorage(flat_bytes(tensor), uploads) for page, tensor in each}
-
-
-class DeviceStorage:
-    """A storage on an accelerator, as flat bytes. Keeps it alive. The copies are queued on the current stream
-    when the calls return."""
-
-    def __init__(self, flat: torch.Tensor, uploads: Uploads) -> None:
-        self.device = flat.device
-        self._flat = flat
-        self._uploads = uploads
-
-    def take(self, rows: Rows, out: torch.Tensor) -> None:
-        """Copy the rows, in their order, to `out`: uint8, contiguous, same device, exactly as large."""
-        torch.index_select(self._grid(rows), 0, self._uploads(rows.index), out=out.view(-1, rows.atom))
-
-    def put(self, rows: Rows, src: torch.Tensor) -> None:
-        """Copy `src` (as `out` in take) to the rows, in their order."""
-        self._grid(rows).index_copy_(0, self._uploads(rows.index), src.view(-1, rows.atom))
-
-    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
-        """See ColumnStorage."""
-        memory, dense = self._matrices(columns, out)
-        dense.copy_(memory)
-
-    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
-        """See ColumnStorage."""
-        memory, dense = self._matrices(columns, src)
-        memory.copy_(dense)
-
-    def warm_up(self) -> None:
-        """Run each of torch's kernels once, on a scratch storage: a first use loads it."""
+        """Take the memory that a copy needs, and run each of torch's kernels once: a first use loads it."""
         side = 4
-        self._uploads.warm_up()
-        scratch = DeviceStorage(torch.zeros(256, dtype=torch.uint8, device=self.device), self._uploads)
+        self.uploads.warm_up()
+        scratch = torch.zeros(256, dtype=torch.uint8, device=self._device)
         for word in _WORDS:
+            dense = torch.zeros(side * side * word, dtype=torch.uint8, device=self._device)
             rows = Rows(word, 0, np.arange(side))
-            columns = Columns(0, side, side, word, side * word)
-            dense = torch.zeros(side * word, dtype=torch.uint8, device=self.device)
-            many = torch.zeros(side * side * word, dtype=torch.uint8, device=self.device)
-            scratch.take(rows, dense)
-            scratch.put(rows, dense)
-            scratch.take_columns(columns, many)
-            scratch.put_columns(columns, many)
-
-    def _matrices(self, columns: Columns, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements in memory and in `dense`, [column, element, word]; all is aligned to a word."""
-        size, step = columns.element, columns.step
-        word = gcd(size, step, columns.offset, self._flat.numel(), dense.data_ptr(), self._flat.data_ptr())
-        bits = _WORDS[gcd(word, max(_WORDS))]
-        word = bits.itemsize
-        shape = columns.count, columns.elements, size // word
-        strides = size // word, step // word, 1
-        memory = self._flat.view(bits).as_strided(shape, strides, columns.offset // word)
-        return memory, dense.view(bits).view(shape)
-
-    def _grid(self, rows: Rows) -> torch.Tensor:
-        count = (self._flat.numel() - rows.base) // rows.atom
-        return self._flat[rows.base : rows.base + count * rows.atom].view(count, rows.atom)
+            self.take_rows(scratch, rows, dense[: side * word])
+            self.put_rows(scratch, rows, dense[: side * word])
+            memory, matrix = columns_on_device(scratch, Columns(0, side, side, word, side * word), dense)
+            memory.copy_(matrix)
+        self.digest(scratch)
 
 
 # Rows whose elements do not lie together: as columns of a matrix whose rows are the elements.
 
 
-class ColumnStorage(Protocol):
-    """One storage of torch's that layers lie in, for copies of columns."""
-
-    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
-        """Copy one column after the other to `out`: uint8, contiguous, same device, exactly as large."""
-        ...
-
-    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
-        """Copy `src` to one column after the other."""
-        ...
+def columns_on_device(
+    flat: torch.Tensor, columns: Columns, dense: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements in a storage and in `dense`, [column, element, word]; all is aligned to a word."""
+    size, step = columns.element, columns.step
+    word = gcd(size, step, columns.offset, flat.numel(), dense.data_ptr(), flat.data_ptr())
+    bits = _WORDS[gcd(word, max(_WORDS))]
+    word = bits.itemsize
+    shape = columns.count, columns.elements, size // word
+    memory = flat.view(bits).as_strided(shape, (size // word, step // word, 1), columns.offset // word)
+    return memory, dense.view(bits).view(shape)
 
 
 class ColumnCopier:
@@ -200,32 +125,29 @@ class ColumnCopier:
         self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor], element: int, step: int
     ) -> None:
         """`element`: bytes of an element."""
-        self._storages: Mapping[int, ColumnStorage]
-        self._rows: Copier
+        self._copy: Callable[[Any, Any], object]
+        self._views: Callable[[torch.Tensor, Columns, torch.Tensor], tuple[Any, Any]]
+        rows: HostCopier | StorageCopier
         if tensors[0].device.type == "cpu":
-            self._rows = host = HostCopier(pages, tensors)
-            self._storages = {address: HostColumns(flat) for address, flat in host.flat.items()}
+            rows, self._views, self._copy = HostCopier(pages, tensors), columns_on_host, np.copyto
         else:
-            self._storages = storages = storages_of(pages, tensors)
-            self._rows = StorageCopier(pages, storages)
-        self.spans, self.digest_name = self._rows.spans, self._rows.digest_name
+            rows, self._views = StorageCopier(pages, tensors), columns_on_device
+            self._copy = torch.Tensor.copy_
+        self.spans, self.digest_name = rows.spans, rows.digest_name
+        self.digest, self.warm_up = rows.digest, rows.warm_up
+        self._flat = {page.storage: flat_bytes(one) for page, one in zip(pages, tensors, strict=True)}
         self._element, self._step = element, step
 
-    def digest(self, buffer: torch.Tensor) -> Checksum:
-        return self._rows.digest(buffer)
-
-    def warm_up(self) -> None:
-        self._rows.warm_up()
-
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        for columns, rows in self._matrices(span, cut, out):
-            self._storages[span.pages.storage].take_columns(columns, rows)
+        for memory, dense in self._matrices(span, cut, out):
+            self._copy(dense, memory)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        for columns, rows in self._matrices(span, cut, src):
-            self._storages[span.pages.storage].put_columns(columns, rows)
+        for memory, dense in self._matrices(span, cut, src):
+            self._copy(memory, dense)
 
-    def _matrices(self, span: Span, cut: Cut, buffer: torch.Tensor) -> Iterator[tuple[Columns, torch.Tensor]]:
+    def _matrices(self, span: Span, cut: Cut, buffer: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+        """Layers that begin an element after each other: their elements in memory and in `buffer`."""
         assert len(cut.table) == 1 and cut.units == (0, 1), "columns are rows of one unit"
         length = (cut.heads[1] - cut.heads[0]) * cut.row_bytes
         steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
@@ -236,7 +158,7 @@ class ColumnCopier:
             columns = Columns(
                 first + int(steps[start]), stop - start, length // self._element, self._element, self._step
             )
-            yield columns, buffer[start * length : stop * length]
+            yield self._views(self._flat[span.pages.storage], columns, buffer[start * length : stop * length])
 
 
 # One CUDA kernel for a whole rectangle. Nothing is listed row by row on the host: the kernel gets strides,
@@ -254,20 +176,6 @@ def kernel_names() -> list[str]:
     return [*(f"p2pkv_{what}_{width}" for what in ("gather", "scatter") for width in WIDTHS), "p2pkv_digest"]
 
 
-class Launcher(Protocol):
-    """What runs a kernel of `kernel_source`.
-
-    Attributes:
-        most_blocks: of a grid; the kernels' loops do the rest.
-    """
-
-    most_blocks: int
-
-    def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
-        """Queue one kernel on torch's current stream of the device."""
-        ...
-
-
 class KernelCopier:
     """Copies rectangles of the given layers with kernels; `keep`: what owns the layers' memory.
 
@@ -276,7 +184,9 @@ class KernelCopier:
 
     digest_name = FOLD
 
-    def __init__(self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: Launcher) -> None:
+    def __init__(
+        self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: CupyLauncher
+    ) -> None:
         # An address is an offset into a storage that begins at 0 and that all layers share.
         self.spans: Sequence[Span] = spans_of(
             [replace(page, storage=0, offset=page.storage + page.offset) for page in pages]
@@ -292,11 +202,9 @@ class KernelCopier:
         }
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
         self._copy("gather", span, cut, out)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        """Copy `src` (as `out` in take) to the cut."""
         self._copy("scatter", span, cut, src)
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
@@ -320,7 +228,7 @@ class KernelCopier:
 
     def _copy(self, way: str, span: Span, cut: Cut, dense: torch.Tensor) -> None:
         pages, table = span.pages, self.upload(cut.table)
-        beside, run = shape_of(span, cut)
+        beside, run = runs_of(span, cut)
         units = cut.units[1] - cut.units[0]
         rows = (cut.layers[1] - cut.layers[0]) * units * beside
         assert rows < MOST_ROWS, "no staging holds so many rows"
@@ -349,17 +257,9 @@ class KernelCopier:
         self._launcher.launch(f"p2pkv_{way}_{width}", blocks, (lanes, high), args)
 
 
-def shape_of(span: Span, cut: Cut) -> tuple[int, int]:
-    """Runs of one unit, and the bytes of a run: the heads of a unit are one run if they touch."""
-    heads = cut.heads[1] - cut.heads[0]
-    if heads == 1 or span.pages.head_stride == cut.row_bytes:
-        return 1, heads * cut.row_bytes
-    return heads, cut.row_bytes
-
-
 def width_of(span: Span, cut: Cut, dense: int) -> int:
     """The widest access, in bytes, that every run of the cut and of `dense` (an address) is aligned to."""
-    pages, (beside, run) = span.pages, shape_of(span, cut)
+    pages, (beside, run) = span.pages, runs_of(span, cut)
     first = pages.offset + int(span.steps[0]) + cut.heads[0] * pages.head_stride
     common = gcd(dense, run, first, span.grain, pages.block_stride, pages.unit_stride)
     if beside > 1:
@@ -375,17 +275,22 @@ def lanes_for(elements: int) -> int:
     return lanes
 
 
+Copier = HostCopier | StorageCopier | ColumnCopier | KernelCopier
+"""Moves rows of its `spans` of layers, as `HostCopier` describes. It decides itself which layers share a
+span."""
+
+
 # CuPy as the launcher of the kernels. It is imported only where a CUDA cache is made.
 
 
+@dataclass(frozen=True)
 class _Borrowed:
     """A stream of another library, by the protocol that CUDA's Python packages share."""
 
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
+    pointer: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
+        return 0, self.pointer
 
 
 class CupyLauncher:
@@ -404,10 +309,9 @@ class CupyLauncher:
             self._functions = {name: module.get_function(name) for name in kernel_names()}
         self._streams: dict[int, Any] = {}
         count = torch.cuda.get_device_properties(self._index).multi_processor_count
-        self.most_blocks = BLOCKS_PER_PROCESSOR * count
+        self.most_blocks = BLOCKS_PER_PROCESSOR * count  # of a grid; the kernels' loops do the rest
 
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
-        """Queue one kernel."""
         with self._cupy.cuda.Device(self._index), self._stream():
             self._functions[name]((blocks,), threads, tuple(map(np.int64, args)))
 

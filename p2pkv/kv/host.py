@@ -92,6 +92,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
+def grid(flat: Any, rows: Rows) -> Any:
+    """A storage, of numpy or torch, as [row, byte]; rows lie side by side."""
+    count = (len(flat) - rows.base) // rows.atom
+    return flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
+
+
 class RowLists:
     """Lists the rows of a cut, once for parts that lie alike, as layers in separate storages mostly do."""
 
@@ -110,27 +116,24 @@ class RowLists:
 
 
 class HostCopier(RowLists):
-    """Moves rows of layers in CPU memory. The copies have ended when the calls return.
-
-    Attributes:
-        flat: the bytes of each storage that layers lie in, by address.
-    """
+    """Moves rows of layers in CPU memory. The copies have ended when the calls return."""
 
     digest_name = XXH3
 
     def __init__(self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(pages)
         each = zip(pages, tensors, strict=True)
-        self.flat: dict[int, NDArray[Any]] = {page.storage: flat_bytes(one).numpy() for page, one in each}
+        self._flat: dict[int, NDArray[Any]] = {page.storage: flat_bytes(one).numpy() for page, one in each}
         self._blocks = Recent[KernelBlocks]()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        """Copy the cut, which is not empty, to `out`: uint8, contiguous, exactly as large."""
+        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
         dense = out.numpy()
         if _listed(span, cut):
             rows = self.rows(span, cut)
             # "raise" would copy through a buffer; the index comes from checked block ids.
-            np.take(self._grid(span, rows), rows.index, 0, dense.reshape(-1, rows.atom), mode="clip")
+            memory = grid(self._flat[span.pages.storage], rows)
+            np.take(memory, rows.index, 0, dense.reshape(-1, rows.atom), mode="clip")
             return
         for layers, chosen, part in self._parts(span, cut, dense):
             part[...] = layers[:, chosen]
@@ -140,23 +143,17 @@ class HostCopier(RowLists):
         dense = src.numpy()
         if _listed(span, cut):
             rows = self.rows(span, cut)
-            self._grid(span, rows)[rows.index] = dense.reshape(-1, rows.atom)
+            grid(self._flat[span.pages.storage], rows)[rows.index] = dense.reshape(-1, rows.atom)
             return
         for layers, chosen, part in self._parts(span, cut, dense):
             layers[:, chosen] = part
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
-        """The checksum of what `out` holds behind a take, or `src` before a put."""
+        """The checksum, `digest_name`, of what `out` holds behind a take, or `src` before a put."""
         return digest_on_host(buffer)
 
     def warm_up(self) -> None:
-        """Nothing: numpy is ready."""
-
-    def _grid(self, span: Span, rows: Rows) -> NDArray[Any]:
-        """[row, byte]; rows lie side by side."""
-        flat = self.flat[span.pages.storage]
-        count = (flat.size - rows.base) // rows.atom
-        return flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
+        """Prepare now what the first copy would otherwise wait for. Nothing: numpy is ready."""
 
     def _parts(self, span: Span, cut: Cut, dense: NDArray[np.uint8]) -> list[Part]:
         pages, row, heads = span.pages, cut.row_bytes, cut.heads[1] - cut.heads[0]
@@ -177,7 +174,7 @@ class HostCopier(RowLists):
             for layer in range(first, stop, many):
                 offset = lies + int(span.steps[layer])
                 shape, strides = (many, blocks.last + 1, *inner), (apart, pages.block_stride, *here)
-                layers = np.ndarray(shape, np.uint8, self.flat[pages.storage], offset, strides)
+                layers = np.ndarray(shape, np.uint8, self._flat[pages.storage], offset, strides)
                 offset = ((layer - first) * units + unit - begin) * unit_bytes
                 shape, strides = (many, count, *inner), (units * unit_bytes, each * unit_bytes, *there)
                 wire = np.ndarray(shape, np.uint8, dense, offset, strides)
@@ -201,23 +198,15 @@ def _listed(span: Span, cut: Cut) -> bool:
     return coarsest >= LARGE_BYTES and grid_of(span, cut).atom >= LARGE_BYTES
 
 
-class HostColumns:
-    """Copies columns of a storage in CPU memory, whose bytes are `flat`; see `copiers.ColumnStorage`."""
-
-    def __init__(self, flat: NDArray[Any]) -> None:
-        self._flat = flat
-
-    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
-        """Copy one column after the other to `out`."""
-        matrix = self._matrix(columns)
-        out.numpy().view(matrix.dtype).reshape(matrix.shape)[...] = matrix
-
-    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
-        """Copy `src` to one column after the other."""
-        matrix = self._matrix(columns)
-        matrix[...] = src.numpy().view(matrix.dtype).reshape(matrix.shape)
-
-    def _matrix(self, columns: Columns) -> NDArray[Any]:
-        """The elements, [column, element], as bits; numpy does not mind where they begin."""
-        shape, strides = (columns.count, columns.elements), (columns.element, columns.step)
-        return np.ndarray(shape, f"u{columns.element}", self._flat, columns.offset, strides)
+def columns_on_host(
+    flat: torch.Tensor, columns: Columns, dense: torch.Tensor
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The elements in a storage and in `dense`, [column, element], as bits; numpy does not mind where they
+    begin."""
+    bits, shape, strides = (
+        f"u{columns.element}",
+        (columns.count, columns.elements),
+        (columns.element, columns.step),
+    )
+    memory = np.ndarray(shape, bits, flat.numpy(), columns.offset, strides)
+    return memory, dense.numpy().view(bits).reshape(shape)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -34,10 +34,8 @@ MOST_PLACES = 1 << 31
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Where the rows of one layer lie: byte offsets into its storage.
-
-    The row of (kernel block k, unit u in it, head h) starts at
-    `offset + k * block_stride + u * unit_stride + h * head_stride`.
+    """Where the rows of one layer lie in its storage: that of (kernel block k, unit u in it, head h) starts
+    at `offset + k * block_stride + u * unit_stride + h * head_stride`.
 
     Attributes:
         storage: address of the storage; layers of one storage can be copied together.
@@ -57,10 +55,6 @@ class LayerPages:
     unit_stride: int
     head_stride: int
     offset: int
-
-    def lies_like(self, other: LayerPages) -> bool:
-        """Whether the two differ in nothing but their offset."""
-        return replace(self, offset=0) == replace(other, offset=0)
 
     @cached_property
     def block_units(self) -> int:
@@ -101,10 +95,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a flat storage: number i is the `atom` bytes from base + i * atom on.
-
-    `index` is int64 [rows], in the wire's order.
-    """
+    """Rows of a flat storage, in the wire's order: number i is the `atom` bytes from base + i * atom on."""
 
     atom: int
     base: int
@@ -114,8 +105,7 @@ class Rows:
 @dataclass(frozen=True)
 class Columns:
     """Columns of a matrix in memory, `count` side by side, of so many `elements`, which have `element` bytes
-    and are `step` bytes apart. `offset`: of the first element of the first column, in bytes of a storage.
-    """
+    and are `step` bytes apart. `offset`: of the first element of the first column."""
 
     offset: int
     count: int
@@ -210,11 +200,8 @@ def pages_of(tensor: torch.Tensor, table: int, block_rows: int, paged: bool) -> 
 
 
 class Runs:
-    """Some units of a prompt as runs of one length, each of which is a block of its own, so that what copies
-    blocks copies them.
-
-    `positions`: the units, in their order, not empty.
-    """
+    """Some units of a prompt (`positions`, in their order, not empty) as runs of one length, each of which is
+    a block of its own, so that what copies blocks copies them."""
 
     def __init__(self, positions: Index) -> None:
         self._positions = positions
@@ -265,13 +252,13 @@ def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
     """Cut layers into the longest spans, in order."""
     spans: list[Span] = []
     first = 0
-    for stop in range(1, len(layers) + 1):
-        if stop == len(layers) or not layers[stop].lies_like(layers[first]):
-            steps = np.array([layer.offset - layers[first].offset for layer in layers[first:stop]], np.int64)
-            apart = set(np.diff(steps).tolist()) or {0}
-            even = apart.pop() if len(apart) == 1 else None
-            spans.append(Span(first, stop, layers[first], steps, int(np.gcd.reduce(steps)), even))
-            first = stop
+    for _, alike in groupby(layers, lambda layer: replace(layer, offset=0)):
+        pages = list(alike)
+        steps = np.array([layer.offset - pages[0].offset for layer in pages], np.int64)
+        apart = set(np.diff(steps).tolist()) or {0}
+        even = apart.pop() if len(apart) == 1 else None
+        spans.append(Span(first, first + len(pages), pages[0], steps, int(np.gcd.reduce(steps)), even))
+        first += len(pages)
     return spans
 
 
@@ -279,38 +266,43 @@ class Grid(NamedTuple):
     """How the rows of a cut lie on a regular grid, whose places are `atom` bytes apart, as each row has.
 
     `run`: bytes that lie together in memory and on the wire, a multiple of `atom`; they hold `stride` units.
-    `joined`: whether the heads of a unit are one run.
+    `beside`: runs of a unit.
     """
 
     atom: int
     run: int
     stride: int
-    joined: bool
+    beside: int
+
+
+def runs_of(span: Span, cut: Cut) -> tuple[int, int]:
+    """Runs of one unit, and the bytes of a run: the heads of a unit are one run if they touch."""
+    heads = cut.heads[1] - cut.heads[0]
+    if heads == 1 or span.pages.head_stride == cut.row_bytes:
+        return 1, heads * cut.row_bytes
+    return heads, cut.row_bytes
 
 
 def grid_of(span: Span, cut: Cut) -> Grid:
     """The coarsest grid for a cut that is not empty."""
-    pages, beside = span.pages, cut.heads[1] - cut.heads[0]
-    joined = beside == 1 or pages.head_stride == cut.row_bytes
-    run = beside * cut.row_bytes if joined else cut.row_bytes
-    stride = 1
-    if joined and run == pages.unit_stride:
+    pages, (beside, run), stride = span.pages, runs_of(span, cut), 1
+    if beside == 1 and run == pages.unit_stride:
         stride = gcd(cut.units[0], cut.units[1], pages.units)
         run *= stride
     atom = gcd(run, pages.block_stride, stride * pages.unit_stride, span.grain)
-    return Grid(atom if joined else gcd(atom, pages.head_stride), run, stride, joined)
+    return Grid(atom if beside == 1 else gcd(atom, pages.head_stride), run, stride, beside)
 
 
 def locate(span: Span, cut: Cut) -> Rows:
     """The rows of a cut that is not empty."""
     layers, units, heads, table = cut.layers, cut.units, cut.heads, cut.table
     pages = span.pages
-    atom, run, stride, joined = grid_of(span, cut)
+    atom, run, stride, beside = grid_of(span, cut)
     first = pages.offset + int(span.steps[layers[0] - span.first]) + heads[0] * pages.head_stride
     lift = span.steps[layers[0] - span.first : layers[1] - span.first] - span.steps[layers[0] - span.first]
     index = (lift // atom + first // atom)[:, None] + _unit_rows(pages, units, stride, atom, table)
-    if not joined:
-        index = index[..., None] + np.arange(heads[1] - heads[0]) * (pages.head_stride // atom)
+    if beside > 1:
+        index = index[..., None] + np.arange(beside) * (pages.head_stride // atom)
     if run > atom:
         index = index[..., None] + np.arange(run // atom)
     return Rows(atom, first % atom, index.reshape(-1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -114,7 +115,6 @@ class Uploads:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
-        self._ring: Ring | None = None
         self._recent = Recent[tuple[int, torch.Tensor]]()
 
     def __call__(self, array: NDArray[Any]) -> torch.Tensor:
@@ -124,29 +124,24 @@ class Uploads:
         """
         if self._device.type == "cpu":
             return torch.tensor(array, dtype=self._dtype)
-        ring = self._made()
         known = self._recent.find(array)
-        if known is not None and ring.holds(known[0]):
+        if known is not None and self._ring.holds(known[0]):
             return known[1]
-        if len(array) > ring.segment:
-            return self._alone(array)
-        return self._recent.add(array, ring.copy(array))[1]
+        if len(array) <= self._ring.segment:
+            return self._recent.add(array, self._ring.copy(array))[1]
+        # Memory of its own for an array that is too large for the ring: millions of tokens.
+        pinned = torch.empty(array.shape, dtype=self._dtype, pin_memory=True)
+        pinned.numpy()[...] = array
+        return pinned.to(self._device, non_blocking=True)
 
     def warm_up(self) -> None:
         """Take all memory now, and make a first copy."""
         if self._device.type != "cpu":
-            self._made().copy(np.zeros(1, np.int64))
+            self._ring.copy(np.zeros(1, np.int64))
 
-    def _made(self) -> Ring:
-        if self._ring is None:
-            self._ring = Ring(self._device, self._dtype)
-        return self._ring
-
-    def _alone(self, array: NDArray[Any]) -> torch.Tensor:
-        """Memory of its own for an array that is too large for the ring: millions of tokens."""
-        pinned = torch.empty(array.shape, dtype=self._dtype, pin_memory=True)
-        pinned.numpy()[...] = array
-        return pinned.to(self._device, non_blocking=True)
+    @cached_property
+    def _ring(self) -> Ring:
+        return Ring(self._device, self._dtype)
 
 
 class Digests:

@@ -13,9 +13,8 @@ from p2pkv.links.base import LinkFactory, LinkSettings
 
 def make_factory(kind: str, **settings: Any) -> LinkFactory:
     """The factory of links for one rank. `kind`: as the option `link`; `settings`: those of LinkSettings.
-
-    Raises ValueError for an unknown kind, for one that this machine lacks, a bad host, or no memory.
-    """
+    Raises ValueError for a kind that is unknown or that this machine lacks, a bad host, or no memory."""
     chosen = kind_of(kind, torch.cuda.is_available())
-    factory: LinkFactory = import_module(chosen.module).make_links(LinkSettings(**settings))
+    module = import_module(f"p2pkv.links.{chosen.name}")
+    factory: LinkFactory = module.make_links(LinkSettings(**settings))
     return factory

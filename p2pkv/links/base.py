@@ -10,9 +10,10 @@ written again, only after the work that the calling thread's current stream hold
 a stream of its own for its operations: they wait for the peer, and no copy of blocks may queue behind them.
 
 To *launch* an operation is to give it to the device, where it occupies hardware until the peer launches the
-matching one. With `LinkFactory.announced` its owner says when: P sends `Sent` to D and then calls
-`Outbound.launch`, and D calls `Inbound.launch` when that has come. So no receive waits on D's device for
-what P has not decided yet. Links that need no device launch nothing, and may be called the same way.
+matching one. With `LinkFactory.announced` its owner says when, and only then `due` and `launch` are called: P
+sends `Sent` to D and then calls `Outbound.launch`, and D calls `Inbound.launch` when that has come. So no
+receive waits on D's device for what P has not decided yet. Links that need no device launch nothing, and may
+be called the same way; there each send is due once committed.
 
 A link is set up by two opaque blobs, which the control plane carries:
 
@@ -48,10 +49,8 @@ class LinkError(Exception):
 
 
 class Receive(Protocol):
-    """One posted receive.
-
-    `buffer`: uint8 [nbytes], readable from the moment `done()` is True until `release()`. `remote_slot`: for
-    the sender; opaque, 0 <= remote_slot <= 2**62.
+    """One posted receive. `buffer`: uint8 [nbytes], readable from the moment `done()` is True until
+    `release()`. `remote_slot`: for the sender; opaque, 0 <= remote_slot <= 2**62.
     """
 
     @property
@@ -105,11 +104,8 @@ class Inbound(End):
 
     @abstractmethod
     def post(self, nbytes: int) -> Receive | None:
-        """Post the next receive in order, or None while the window has no room for `nbytes`.
-
-        Whether the rank's staging has room for it beside other links: see `take`.
-        Raises ValueError if `nbytes` could never fit, LinkError after `abort`.
-        """
+        """Post the next receive in order, or None while the window has no room for `nbytes`. Raises
+        ValueError if they could never fit, LinkError after `abort`."""
 
     def take(self, nbytes: int, reserve: int = 0) -> Receive | None:
         """`post`, if both ends are up, and staging has room beside other links and `reserve` bytes."""
@@ -123,10 +119,7 @@ class Inbound(End):
         return ""
 
     def launch(self) -> None:
-        """P has announced its next send: the next posted receive may be launched, by a `poll` from now on.
-
-        Only with `LinkFactory.announced`.
-        """
+        """P has announced its next send: a `poll` may launch the next posted receive from now on."""
 
     @property
     def used(self) -> int:
@@ -141,17 +134,12 @@ class Outbound(End):
         """A buffer for the next send in order, or None while this end has no room for it."""
 
     def due(self) -> bool:
-        """Whether the next committed send may be announced and launched now. Raises LinkError.
-
-        Only with `LinkFactory.announced`. Of a link that launches nothing, each send is due once committed.
-        """
+        """Whether the next committed send may be announced and launched now. Raises LinkError."""
         return True
 
     def launch(self) -> None:
-        """D has `Sent` for the send that is `due`: launch it, or as soon as the one before it is done.
-
-        Only with `LinkFactory.announced`. Raises LinkError.
-        """
+        """D has `Sent` for the send that is `due`: launch it, once the one before it is done. Raises
+        LinkError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +196,9 @@ class LinkFactory(ABC):
         return 0
 
     def rescue(self, reason: str, wherever: bool) -> None:
-        """The owner hangs in a call to the device: break every link, from a thread that is not the owner's,
-        so that nothing on the device waits for a peer. `wherever`: also the link that the owner is calling.
-
-        Of links that launch nothing there is nothing to break.
-        """
+        """The owner hangs in a call to the device: break every link that launches something, from a thread
+        that is not the owner's, so that nothing on the device waits for a peer. `wherever`: also the link
+        that the owner is calling."""
         return
 
     @abstractmethod
@@ -221,10 +207,8 @@ class LinkFactory(ABC):
 
     @abstractmethod
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
-        """D's end, with room for `window` bytes of posted receives, and D's answer to the invitation.
-
-        Raises LinkError for an invitation that it cannot take, and why, in a sentence.
-        """
+        """D's end, with room for `window` bytes of posted receives, and D's answer to the invitation. Raises
+        LinkError, with a sentence, for an invitation that it cannot take."""
 
     @abstractmethod
     def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
@@ -245,8 +229,7 @@ Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """An invitation or an acceptance of one kind of link, which is its tag. `name`: which of the two it is,
-    for people."""
+    """An invitation or an acceptance of one kind of link, which is its tag. `name`: which, for people."""
 
     name: ClassVar[str]
 
@@ -276,10 +259,8 @@ _decoders: dict[type[SetupBlob], msgspec.msgpack.Decoder[Any]] = {}
 
 
 def _decoder(kind: type[_AnyBlob]) -> msgspec.msgpack.Decoder[_AnyBlob]:
-    """The decoder of this kind of blob.
-
-    msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for the
-    first time together. So one of them does, and the others wait.
+    """msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for
+    the first time together. So one of them does, and the others wait.
     """
     with _looking:
         if kind not in _decoders:
@@ -309,10 +290,7 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
 
 
 class Guard:
-    """The checks that every call to one end of a link makes first.
-
-    The first caller's thread becomes the owner; the factory, which may run elsewhere, does not count.
-    """
+    """The checks that every call to one end of a link makes first. The first caller's thread is the owner."""
 
     __slots__ = ("_ident", "_name", "_what", "reason")
 
@@ -352,10 +330,23 @@ class Guard:
 
 
 class GuardedEnd(End):
-    """An end that its factory may close, too. `closed`: it was, or it was aborted."""
+    """An end that its factory may close, too. `closed`: it was, or it was aborted. `up`: both ends are."""
 
     guard: Guard
+    share: StagingShare
     closed = False
+    up = False
+
+    @property
+    def used(self) -> int:
+        """Of the rank's staging. What an abort has not given back yet is the rank's."""
+        return 0 if self.closed else self.share.held
+
+    def ready(self) -> bool:
+        if not self.up:
+            self.poll()
+        self.guard.check()
+        return self.up
 
     def abort(self) -> None:
         self.guard.owned()

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import struct
 from collections.abc import Callable
 from ctypes import (
     POINTER,
@@ -74,21 +75,20 @@ def allocate(driver: CudaMemory, nbytes: int) -> ExportedBlock:
         if error.result == _OUT_OF_MEMORY:
             raise MemoryError(str(error)) from None
         raise
-    with contextlib.ExitStack() as undo:
-        undo.callback(driver.drop, handle)
+    try:
         fd = driver.export_fd(handle)
-        with contextlib.ExitStack() as failed:
-            failed.callback(os.close, fd)
+        try:
             tensor = _mapped(driver, handle, whole)
-            failed.pop_all()
+        except BaseException:
+            os.close(fd)
+            raise
+    finally:
+        driver.drop(handle)
     return ExportedBlock(tensor[:nbytes], fd, whole)
 
 
 def open_block(driver: CudaMemory, fd: int, nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes]: the memory of another process, all of it, unmapped when no tensor of it exists.
-
-    Raises CudaError.
-    """
+    """uint8 [nbytes]: all memory of another process, while a tensor of it exists. Raises CudaError."""
     handle = driver.import_fd(fd)
     try:
         return _mapped(driver, handle, nbytes)
@@ -172,7 +172,6 @@ class CudaMemory:
     CudaError. Sizes are multiples of `granularity`."""
 
     def __init__(self, index: int) -> None:
-        """`index`: the device's number in this process. Raises CudaError."""
         self._call("cuInit", 0)  # once more does no harm
         self._index = index
         self._device = self._number(index)
@@ -278,26 +277,9 @@ def _function(name: str) -> Any:
 
 _CPU, _CUDA = 1, 2  # kDLCPU, kDLCUDA
 _UNSIGNED = 1  # kDLUInt
-
-
-class _DLTensor(Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        ("device_type", c_int),
-        ("device_id", c_int),
-        ("ndim", c_int),
-        ("code", c_ubyte),
-        ("bits", c_ubyte),
-        ("lanes", c_ushort),
-        ("shape", POINTER(ctypes.c_int64)),
-        ("strides", POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _DLManagedTensor(Structure):
-    _fields_ = (("tensor", _DLTensor), ("context", c_void_p), ("deleter", c_void_p))
-
+_MANAGED = struct.Struct("@PiiiBBHPPQPP")
+"""DLManagedTensor: data, device_type, device_id, ndim; code, bits and lanes of an element; shape, strides,
+byte_offset; manager_ctx, deleter."""
 
 _alive: dict[int, tuple[Any, Callable[[], None]]] = {}
 """By the address of a DLManagedTensor: what it consists of, and what to call when its tensor is gone."""
@@ -319,12 +301,11 @@ def tensor_at(
     address: int, nbytes: int, device_type: int, device: int, gone: Callable[[], None]
 ) -> torch.Tensor:
     """See CudaMemory.tensor. `device_type`: DLPack's."""
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    managed = _DLManagedTensor(
-        _DLTensor(address, device_type, device, 1, _UNSIGNED, 8, 1, shape, None, 0),
-        None,
-        ctypes.cast(_deleter, c_void_p).value,
+    shape, deleter = (ctypes.c_int64 * 1)(nbytes), ctypes.cast(_deleter, c_void_p).value
+    packed = _MANAGED.pack(
+        address, device_type, device, 1, _UNSIGNED, 8, 1, ctypes.addressof(shape), 0, 0, 0, deleter
     )
+    managed = ctypes.create_string_buffer(packed, _MANAGED.size)
     place = ctypes.addressof(managed)
     _alive[place] = (managed, shape), gone
     new_capsule = ctypes.pythonapi.PyCapsule_New

@@ -1,7 +1,5 @@
-"""What links between GPUs stand on: a device and its streams, slots in its memory, and helper threads.
-
-Calls that may wait for a peer or for the device are made on helper threads: the engine's thread must not wait
-with them.
+"""What links between GPUs stand on: a device and its streams, slots in its memory, and helper threads for the
+calls that may wait for a peer or for the device: the engine's thread must not wait with them.
 """
 
 from __future__ import annotations
@@ -24,14 +22,8 @@ Allocate = Callable[[int], torch.Tensor]
 """Makes uint8 [nbytes], or raises MemoryError."""
 
 
-# The device.
-
-
 class CudaStream:
-    """One link end's own stream, which nothing else in this process uses; see `device.make_stream`.
-
-    `number`: the raw handle that NCCL takes.
-    """
+    """One link end's own stream; see `device.make_stream`. `number`: the raw handle that NCCL takes."""
 
     def __init__(self, device: int) -> None:
         """On the calling thread's current device, which is this one. Raises RuntimeError."""
@@ -64,10 +56,6 @@ class CudaDevice:
         ignore_captures()
 
     def memory(self, nbytes: int, allocate: Allocate | None = None) -> torch.Tensor:
-        """uint8 [nbytes] for staging, whatever it holds: torch's, or what `allocate` returns.
-
-        Raises MemoryError with a sentence.
-        """
         return take_memory(nbytes, self._device, "staging_bytes", allocate)
 
     def free_bytes(self) -> int:
@@ -82,17 +70,12 @@ class CudaDevice:
         return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
 
 
-# Device memory: what is being sent, or received, lies in its slots.
-
-
 class DevicePool(Slots):
     """Slots in one block of device memory, taken once and for all: a full device fails at the start.
-
-    `beside`: uint8 [beside] in the same block, which no slot ever takes.
-    """
+    `beside`: uint8 [beside] in the same block, which no slot ever takes."""
 
     def __init__(self, allocate: Allocate, nbytes: int, beside: int = 0) -> None:
-        """`allocate`: makes uint8 [nbytes], or raises. Raises ValueError if `nbytes` is not positive."""
+        """Raises ValueError if `nbytes` is not positive."""
         super().__init__(nbytes)
         self._bytes = allocate(self.capacity + beside)
         self.beside = self._bytes[self.capacity :]
@@ -102,14 +85,8 @@ class DevicePool(Slots):
         return self._bytes[offset : offset + nbytes]
 
 
-# Threads for the calls that may never return.
-
-
 class Helpers:
-    """Runs work on threads of its own. One that outlives its time is left behind, counted, never joined.
-
-    Threads are daemons: a process ends with stuck ones in it.
-    """
+    """Runs work on daemon threads of its own. One that outlives its time is left behind, and counted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

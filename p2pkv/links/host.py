@@ -26,16 +26,15 @@ from p2pkv.links.base import (
     LinkSettings,
     Nonce,
 )
+from p2pkv.links.door import Door
 from p2pkv.links.shared_memory import Arena, PidNamespace, SharedArena, SharedOutbound, this_namespace
 from p2pkv.links.staging import StagingBudget, StagingShare
-from p2pkv.links.tcp import TcpListener, TcpOutbound, TcpReader, is_loopback, numeric
+from p2pkv.links.tcp import MAGIC, TcpOutbound, TcpReader, is_loopback, listen, numeric
 from p2pkv.trust import Networks
 
 logger = logging.getLogger(__name__)
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
-
-
 _ON_THE_WIRE = {"namespace": "place"}
 
 
@@ -46,13 +45,8 @@ class HostInvitation(Invitation, frozen=True, tag="host", rename=_ON_THE_WIRE):
 
 
 class HostAcceptance(Acceptance, frozen=True, tag="host", rename=_ON_THE_WIRE):
-    """D's answer.
-
-    Attributes:
-        nonce, namespace: D's own; the latter is None where the system has none.
-        window: bytes of D's window.
-        shared: how P finds the arena; None if D does not share it.
-        host, port: where D listens for TCP; `host` is numeric.
+    """D's answer. `nonce`, `namespace`: D's own; None where the system has no namespaces. `shared`: how P
+    finds the arena; None if D does not share it. `host`, `port`: where D listens for TCP; `host` is numeric.
     """
 
     nonce: Nonce
@@ -77,10 +71,8 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
     def __init__(
         self, host: str, staging_bytes: int, shared_memory: bool = True, allowed: Networks | None = None
     ) -> None:
-        """See LinkSettings. Raises ValueError for a host that peers cannot dial or no staging.
-
-        On D posted receives take staging, on P sends over TCP. Sends through shared memory take none.
-        """
+        """See LinkSettings. Raises ValueError for a host that peers cannot dial or no staging: posted
+        receives and sends over TCP take some, sends through shared memory none."""
         super().__init__(weakref.WeakSet())
         self.host = numeric(host)
         self.shared_memory = shared_memory and memory.can_share()
@@ -93,7 +85,6 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
         )
 
     def _accept(self, invited: HostInvitation, window: int) -> tuple[HostInbound, HostAcceptance]:
-        """D's end, listening, with its arena made."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         shared = (
             self.shared_memory and invited.namespace is not None and invited.namespace == this_namespace()
@@ -112,7 +103,6 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
         )
 
     def _complete(self, invited: HostInvitation, accepted: HostAcceptance) -> SharedOutbound | TcpOutbound:
-        """P's end. Over TCP it is not `ready` yet; shared memory is."""
         outbound = self._share(invited, accepted) or self._dial(invited, accepted)
         logger.info("link to %s:%d: %r", accepted.host, accepted.port, outbound)
         return outbound
@@ -142,9 +132,6 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
             )
         address = (accepted.host, accepted.port)
         return TcpOutbound(address, accepted.nonce, invited.nonce, StagingShare(self.staging, sends=True))
-
-
-# D's end.
 
 
 class HostReceive:
@@ -203,10 +190,8 @@ class HostReceive:
 
 
 class HostInbound(GuardedInbound):
-    """D's end. The first thing that P does shows whether P shares the arena or connects by TCP.
-
-    Invariant: a slot that P may still write is never posted again. `abort` gives up the whole arena,
-    so what a frozen P writes afterwards lands in memory that no link uses.
+    """D's end. The first thing that P does shows whether P shares the arena or connects by TCP. A slot that P
+    may still write is never posted again: `abort` gives up the whole arena.
     """
 
     def __init__(
@@ -218,8 +203,9 @@ class HostInbound(GuardedInbound):
         self.lost: str | None = None
         self._peer_nonce, nonce = nonces
         self._arena: Arena | None = memory.create_arena(window, nonce, shared=shared)
-        self._listener: TcpListener | None = TcpListener(host, nonce)
-        self.port = self._listener.port
+        listener = listen(host)
+        self.port = int(listener.getsockname()[1])
+        self._door = Door(listener, nonce, MAGIC)
         self._reader: TcpReader | None = None
         self._ready = False
         self._next = 0
@@ -269,7 +255,7 @@ class HostInbound(GuardedInbound):
         self._arena.pool.tidy()
 
     def _free(self) -> None:
-        self._close_listener()
+        self._door.close()
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -282,9 +268,7 @@ class HostInbound(GuardedInbound):
 
     def give(self, receive: HostReceive) -> None:
         """A receive has been released: its room returns now, or when its bytes have arrived."""
-        if self._arena is None:
-            return
-        if self.guard.reason is not None:
+        if self._arena is None or self.guard.reason is not None:
             return  # P may still write there; the arena goes as a whole
         if not receive.arrived():
             self._released.append(receive)
@@ -303,18 +287,18 @@ class HostInbound(GuardedInbound):
             self.give(receive)
 
     def _meet(self) -> None:
-        assert self._arena is not None and self._listener is not None
+        assert self._arena is not None
         if self._arena.greeted(self._peer_nonce):
             self._ready = True
         else:
-            connection = self._listener.admit()
+            connection = self._door.admit()
             if connection is None:
                 return
             self._reader = TcpReader(connection, self._peer_nonce, self._place, self._landed)
             self._ready = True
             self._pump(self._reader)
         self._arena.seal_off()
-        self._close_listener()
+        self._door.close()
 
     def _pump(self, reader: TcpReader) -> None:
         try:
@@ -337,8 +321,3 @@ class HostInbound(GuardedInbound):
 
     def _landed(self, sequence: int) -> None:
         self._live[sequence].land()
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None

@@ -84,10 +84,7 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
     def __init__(
         self, device: CudaDevice, driver: CudaMemory, staging_bytes: int, receives: bool = True
     ) -> None:
-        """Raises ValueError with a sentence, MemoryError if the device has no room.
-
-        `driver`: of the device. `receives`: False: this rank only sends, and takes no memory.
-        """
+        """Raises ValueError with a sentence, MemoryError. `receives`: False: this rank takes no memory."""
         super().__init__()
         self._host = this_host()
         self.staging = StagingBudget(staging_bytes)
@@ -123,8 +120,17 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
         return IpcInvitation(version=1, nonce=nonce, boot=boot, network=network)
 
     def _accept(self, invited: IpcInvitation, window: int) -> tuple[IpcInbound, IpcAcceptance]:
-        """D's end, which waits for P at a unix socket."""
-        self._refuse_elsewhere(invited)
+        boot, network = self._host
+        if invited.boot != boot:
+            raise LinkError(
+                "P runs on another host, and the link ipc works within one; use link=nccl on both sides"
+            )
+        if invited.network != network:
+            raise LinkError(
+                "P runs in another network namespace of this host, where D's unix socket cannot be reached: "
+                "give both containers the host's network, put them into one pod, or use link=nccl on both "
+                "sides"
+            )
         if self.shared.block is None:
             raise LinkError("this rank only sends, so it has no memory for a peer to write to")
         inbound = IpcInbound(self.shared, invited.nonce, window)
@@ -138,7 +144,6 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
         )
 
     def _complete(self, invited: IpcInvitation, accepted: IpcAcceptance) -> IpcOutbound:
-        """P's end, which connects to D's socket."""
         try:
             reached = self.shared.driver.reaches(accepted.device)
         except CudaError as error:
@@ -166,26 +171,9 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
         if sends:
             self.shared.aborts.join(CLOSE_SECONDS)
 
-    def _refuse_elsewhere(self, invited: IpcInvitation) -> None:
-        boot, network = self._host
-        if invited.boot != boot:
-            raise LinkError(
-                "P runs on another host, and the link ipc works within one; use link=nccl on both sides"
-            )
-        if invited.network != network:
-            raise LinkError(
-                "P runs in another network namespace of this host, where D's unix socket cannot be reached: "
-                "give both containers the host's network, put them into one pod, or use link=nccl on both "
-                "sides"
-            )
-
 
 def make_links(settings: LinkSettings) -> IpcLinks:
     """On a CUDA device, the current one by default. Raises ValueError with a sentence."""
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "the link ipc needs a CUDA device, and torch finds none; set the option `link` to `host`"
-        )
     index = cuda_index(settings.device)
     try:
         on = CudaDevice(torch.device("cuda", index))

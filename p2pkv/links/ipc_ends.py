@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -17,10 +18,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import Guard, GuardedInbound, GuardedOutbound, LinkError
+from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
+from p2pkv.links.door import Door
 from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, wait_out
-from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Door, Line, Record
+from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Line, Record, listen, same_user
 from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
 
@@ -45,11 +47,10 @@ class MappedBlock:
 
 @dataclass
 class IpcContext:
-    """What all CUDA IPC links of one rank share.
-
-    `pool`, `block`: this rank's memory, into which its peers write; None if it does not receive. `mapped`: of
-    peers, by the random name of their memory, while a link uses it. `openings`, `aborts`: threads that map a
-    peer's memory, and that wait for the end of a link's writes.
+    """What all CUDA IPC links of one rank share. `pool`, `block`: this rank's memory, into which its peers
+    write; None if it does not receive. `mapped`: of peers, by the random name of their memory, while a link
+    uses it. `openings`, `aborts`: threads that map a peer's memory, and that wait for the end of a link's
+    writes.
     """
 
     device: CudaDevice
@@ -83,20 +84,16 @@ class IpcContext:
                 raise LinkError(f"the device has failed: {error}") from None
 
 
-# D's end.
-
-
+@dataclass(eq=False, slots=True)
 class IpcReceive:
     """One posted receive: a slot that P fills."""
 
-    __slots__ = ("_link", "arrived", "buffer", "offset", "released", "remote_slot")
-
-    def __init__(self, link: IpcInbound, offset: int, sequence: int, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.remote_slot = to_remote_slot(offset, sequence)
-        self.offset = offset
-        self.arrived = self.released = False
-        self._link = link
+    _link: IpcInbound
+    offset: int
+    remote_slot: int
+    buffer: torch.Tensor
+    arrived: bool = False
+    released: bool = False
 
     def done(self) -> bool:
         """Whether P has announced that all bytes are there, as of the last `poll`."""
@@ -114,53 +111,33 @@ class IpcInbound(GuardedInbound):
         """`nonce`: of P's invitation. Raises LinkError."""
         assert shared.pool is not None
         self.guard = Guard("the CUDA IPC link from a peer")
-        self.share = StagingShare(shared.staging)
+        self.share = StagingShare(shared.staging, window=aligned(window))
         self._shared = shared
         self._pool = shared.pool
-        self._window = aligned(window)
         self._sequence = 0
         self._arrived = 0
         self._posted: deque[IpcReceive] = deque()  # P has not filled them yet
         self._held: set[IpcReceive] = set()  # filled, and not released
         self._line: Line | None = None
-        self._mapped = self._left = False
+        self._left = False
+        self.name = secrets.token_bytes(NONCE_BYTES)
+        """Where P finds this end."""
         try:
-            self._door = Door(nonce)
+            self._door = Door(listen(self.name), nonce, trusts=same_user)
         except OSError as error:
             raise LinkError(f"no unix socket for a CUDA IPC link: {error}") from None
 
-    @property
-    def name(self) -> bytes:
-        """Where P finds this end."""
-        return self._door.name
-
-    def ready(self) -> bool:
-        """Whether P has mapped this rank's memory."""
-        if not self._mapped:
-            self.poll()
-        self.guard.check()
-        return self._mapped
-
     def post(self, nbytes: int) -> IpcReceive | None:
         self.guard.check()
-        if nbytes > self._window:
-            raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self._window} bytes")
-        self._pool.check(nbytes)
         self._shared.reap()
-        if self.used + aligned(nbytes) > self._window:
-            return None
         offset = self._pool.take(nbytes, self.share)
         if offset is None:
             return None
-        receive = IpcReceive(self, offset, self._sequence, self._pool.tensor(offset, nbytes))
+        slot = to_remote_slot(offset, self._sequence)
+        receive = IpcReceive(self, offset, slot, self._pool.tensor(offset, nbytes))
         self._sequence += 1
         self._posted.append(receive)
         return receive
-
-    @property
-    def used(self) -> int:
-        """Bytes that this end's receives hold. What an abort has not given back yet is the rank's."""
-        return 0 if self.closed else self.share.held
 
     def poll(self) -> None:
         """Let P in, and see which receives it has filled. Raises LinkError."""
@@ -168,9 +145,9 @@ class IpcInbound(GuardedInbound):
         self._shared.reap()
         try:
             if self._line is None:
-                self._line = self._door.line()
-                if self._line is not None:
+                if (caller := self._door.admit()) is not None:
                     assert self._shared.block is not None
+                    self._line = Line(caller)
                     self._line.send_fd(self._shared.block.fd)
                 return
             self._line.flush()
@@ -207,7 +184,7 @@ class IpcInbound(GuardedInbound):
 
     def _read(self, record: Record) -> None:
         if record.what == MAPPED:
-            self._mapped = True
+            self.up = True
         elif record.what == COMMITTED:
             self._fill(record)
         elif record.what == GOODBYE:
@@ -248,20 +225,15 @@ class IpcInbound(GuardedInbound):
             self._pool.give(offset)
 
 
-# P's end.
-
-
+@dataclass(eq=False, slots=True)
 class IpcSend:
     """One send; its buffer is D's slot."""
 
-    __slots__ = ("_link", "buffer", "finished", "sequence", "written")
-
-    def __init__(self, link: IpcOutbound, sequence: int, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.sequence = sequence
-        self.written: CudaEvent | None = None
-        self.finished = False
-        self._link = link
+    _link: IpcOutbound
+    sequence: int
+    buffer: torch.Tensor
+    written: CudaEvent | None = None
+    finished: bool = False
 
     def commit(self) -> None:
         """The buffer is full when what the current stream holds now is done; then D is notified."""
@@ -277,7 +249,6 @@ class IpcOutbound(GuardedOutbound):
     """P's end. It needs no memory of this rank."""
 
     def __init__(self, shared: IpcContext, line: Line, name: bytes, nbytes: int) -> None:
-        """`name`, `nbytes`: of D's memory."""
         self.guard = Guard("the CUDA IPC link to a peer")
         self._shared = shared
         self._line = line
@@ -288,16 +259,8 @@ class IpcOutbound(GuardedOutbound):
         self._opened: MappedBlock | None = None
         self._block: MappedBlock | None = None
         self._next = 0
-        self._used = 0
         self._unannounced: deque[IpcSend] = deque()
         self._unfinished: deque[IpcSend] = deque()
-
-    def ready(self) -> bool:
-        """Whether D's memory is mapped here."""
-        if self._block is None:
-            self.poll()
-        self.guard.check()
-        return self._block is not None
 
     def reserve(self, nbytes: int, remote_slot: int) -> IpcSend | None:
         """D's slot, or None while its memory is not mapped. Raises LinkError for a slot of another grant."""
@@ -310,7 +273,6 @@ class IpcOutbound(GuardedOutbound):
             raise self.guard.fail(f"remote slot {remote_slot} lies outside D's {self._nbytes} bytes")
         send = IpcSend(self, self._next, self._block.bytes[offset : offset + nbytes])
         self._next += 1
-        self._used += nbytes
         self._unannounced.append(send)
         return send
 
@@ -321,7 +283,7 @@ class IpcOutbound(GuardedOutbound):
 
     @property
     def used(self) -> int:
-        return self._used
+        return sum(send.buffer.numel() for send in (*self._unannounced, *self._unfinished))
 
     def poll(self) -> None:
         """Map D's memory, announce what is written, and see what D has taken. Raises LinkError."""
@@ -344,7 +306,6 @@ class IpcOutbound(GuardedOutbound):
         written, mapped, self._block = self._shared.device.here(), [self._block], None
         self._unannounced.clear()
         self._unfinished.clear()
-        self._used = 0
         self._shared.aborts.run("p2pkv-ipc-abort-P", ABORT_SECONDS, lambda: self._leave(written, mapped))
 
     def _leave(self, written: CudaEvent, mapped: list[MappedBlock | None]) -> None:
@@ -357,7 +318,6 @@ class IpcOutbound(GuardedOutbound):
         self._line.close()
 
     def _map(self) -> None:
-        """Begin to, or see whether it is done."""
         if not self._asked:
             fd = self._line.receive_fd()
             if fd is None:
@@ -367,7 +327,7 @@ class IpcOutbound(GuardedOutbound):
         if self._failure:
             raise self.guard.fail(self._failure)
         if self._opened is not None:
-            self._block, self._opened = self._opened, None
+            self._block, self._opened, self.up = self._opened, None, True
             self._line.send(MAPPED)
 
     def _open(self, fd: int) -> None:
@@ -394,9 +354,7 @@ class IpcOutbound(GuardedOutbound):
                 f"the peer sent a record of kind {record.what} about message {record.sequence}, which is "
                 "not what D has to send next"
             )
-        send = self._unfinished.popleft()
-        send.finished = True
-        self._used -= send.buffer.numel()
+        self._unfinished.popleft().finished = True
 
     def _announce(self) -> None:
         while self._unannounced:

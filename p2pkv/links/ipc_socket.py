@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import struct
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from p2pkv.links.base import NONCE_BYTES
 
 MAPPED = 1
 """P has mapped D's memory."""
@@ -30,7 +27,7 @@ _RECORD = struct.Struct("<BQQ")
 _CREDENTIALS = struct.Struct("3i")
 _WELCOME = b"p2pkv"
 _CALLERS = 4
-"""Connections that may wait to be looked at; a stranger's is closed."""
+"""Connections that may wait to be looked at."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,6 @@ class Line:
             raise Closed(f"closed by the peer ({error})") from None
 
     def records(self) -> Iterator[Record]:
-        """What has come."""
         while (data := self._receive()) is not None:
             if len(data) != _RECORD.size:
                 raise Closed(f"closed: the peer sent {len(data)} bytes where {_RECORD.size} belong")
@@ -126,62 +122,25 @@ class Line:
         return data
 
 
-class Door:
-    """D's listening socket for one link, until its P has come.
-
-    Attributes:
-        name: random; the socket's address.
-    """
-
-    def __init__(self, expected: bytes) -> None:
-        """`expected`: what P shows first. Raises OSError."""
-        self.name = secrets.token_bytes(NONCE_BYTES)
-        self._expected = expected
-        self._callers: list[socket.socket] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._listener.setblocking(False)
-            self._listener.bind(_address(self.name))
-            self._listener.listen(_CALLERS)
-        except OSError:
-            self._listener.close()
-            raise
-
-    def line(self) -> Line | None:
-        """The line to P, once it has come; the door is then closed. None until then."""
-        with contextlib.suppress(BlockingIOError):
-            while len(self._callers) < _CALLERS:
-                self._callers.append(self._listener.accept()[0])
-                self._callers[-1].setblocking(False)
-        for caller in tuple(self._callers):
-            try:
-                shown = caller.recv(64)
-            except BlockingIOError:
-                continue
-            except OSError:
-                shown = b""
-            self._callers.remove(caller)
-            if shown == self._expected and _same_user(caller):
-                self.close()
-                return Line(caller)
-            caller.close()
-        return None
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._listener.close()
-        for caller in self._callers:
-            caller.close()
-        self._callers.clear()
+def listen(name: bytes) -> socket.socket:
+    """D's listening socket of that name. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(_address(name))
+        listener.listen(_CALLERS)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def dial(name: bytes, shown: bytes) -> Line:
-    """P's line to the door of that name. Raises OSError, PermissionError for one of another user."""
+    """P's line to the listener of that name. Raises OSError, PermissionError for one of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.setblocking(False)
         connection.connect(_address(name))
-        if not _same_user(connection):
+        if not same_user(connection):
             raise PermissionError("the peer's process belongs to another user")
         connection.send(shown)
     except OSError:
@@ -194,6 +153,7 @@ def _address(name: bytes) -> bytes:
     return b"\0p2pkv-ipc-" + name.hex().encode()
 
 
-def _same_user(connection: socket.socket) -> bool:
+def same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this one's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1]) == os.getuid()

@@ -37,7 +37,7 @@ from p2pkv.links.nccl_bindings import (
 )
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
 from p2pkv.links.nccl_ends import NcclEnd, NcclInbound, NcclOutbound
-from p2pkv.links.staging import StagingBudget
+from p2pkv.links.staging import StagingBudget, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,6 @@ peer, one on each channel of each link that has something under way."""
 
 UniqueId = Annotated[bytes, Meta(min_length=UNIQUE_ID_BYTES, max_length=UNIQUE_ID_BYTES)]
 Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
-
-
-# What the two ends send each other over the control plane.
 
 
 class NcclInvitation(Invitation, frozen=True, tag="nccl", rename={"nonce": "tag"}):
@@ -83,14 +80,9 @@ def check_versions(mine: int, theirs: int) -> None:
         )
 
 
-# A rank's links.
-
-
 class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
-    """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused.
-
-    `kind` names NCCL's exact version, so that peers with another one are refused at the handshake.
-    """
+    """Makes NCCL links for one rank. One thread owns all of them. `kind` names NCCL's exact version, so that
+    peers with another one are refused at the handshake."""
 
     blobs = NcclInvitation, NcclAcceptance
     too_many_stuck = (
@@ -105,10 +97,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         staging_bytes: int,
         init_seconds: float = INIT_SECONDS,
     ) -> None:
-        """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
-
-        `init_seconds`: how long a communicator may take to come up.
-        """
+        """Raises ValueError if there is no staging, MemoryError if the device has no room for it."""
         super().__init__()
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
@@ -145,7 +134,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
 
     def _accept(self, invited: NcclInvitation, window: int) -> tuple[NcclInbound, NcclAcceptance]:
         check_versions(self._version, invited.nccl)
-        inbound = NcclInbound(self.shared, invited.unique_id, window, self.announced)
+        inbound = NcclInbound(self.shared, invited.unique_id, self.announced, aligned(window))
         return inbound, NcclAcceptance(version=1, answers=invited.nonce, nccl=self._version)
 
     def _complete(self, invited: NcclInvitation, accepted: NcclAcceptance) -> NcclOutbound:
@@ -169,14 +158,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
 
 
 def make_links(settings: LinkSettings) -> NcclLinks:
-    """NCCL links on a CUDA device, the current one by default.
-
-    Raises ValueError with a sentence if there is no device, no binding, or no memory.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "the NCCL link needs a CUDA device, and torch finds none; set the option `link` to `host`"
-        )
+    """On a CUDA device, the current one by default. Raises ValueError with a sentence."""
     try:
         on = CudaDevice(torch.device("cuda", cuda_index(settings.device)))
         nccl = load_nccl(settings.nccl_channels)

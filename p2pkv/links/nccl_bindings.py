@@ -1,4 +1,4 @@
-"""NCCL as p2pkv uses it: a dozen calls that take raw integers, and the two Python bindings that make them.
+"""NCCL as p2pkv uses it: a few calls that take raw integers, and the two Python bindings that make them.
 
 One owner thread per device makes these calls, except those that may block. `init` and the first message
 wait for as long as the peer is absent, and `abort` may wait for ever. They run on helper threads, and never
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import itertools
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -60,9 +59,12 @@ class NcclMissing(Exception):
     """NCCL cannot be used here; the message is why, and what to do."""
 
 
+Comm = Any
+"""A communicator: whatever the binding takes for one."""
+
+
 class Nccl(ABC):
-    """NCCL through one binding: name and version of the Python package. Pointers, streams and communicators
-    are integers.
+    """NCCL through one binding: name and version of the Python package. Pointers and streams are integers.
 
     Attributes:
         blocking: True if `init` returns a communicator that is complete, and `send` and `recv` return
@@ -75,16 +77,12 @@ class Nccl(ABC):
     blocking: bool
     channels: int
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, error: type[Exception], binding: str, channels: int) -> None:
+        """`error`: what the library raises where NCCL refuses a call."""
         self._nccl = library
-        self._numbers = itertools.count(1)
-        self._comms: dict[int, Any] = {}
-
-    def _number(self, comm: Any) -> int:
-        """The number of a new communicator."""
-        number = next(self._numbers)
-        self._comms[number] = comm
-        return number
+        self._error = error
+        self.binding = binding
+        self.channels = channels
 
     def version(self) -> int:
         """The loaded library's number, 23203 for 2.32.3."""
@@ -95,24 +93,32 @@ class Nccl(ABC):
         """A new name for a communicator, bytes [128]; this process listens until all ranks have met."""
 
     @abstractmethod
-    def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
+    def init(self, ranks: int, unique_id: bytes, rank: int) -> Comm:
         """Join the communicator of that name on the calling thread's current device. Raises NcclError."""
 
     @abstractmethod
-    def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+    def send(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
         """Queue a send of device memory on a CUDA stream. Raises NcclError."""
 
     @abstractmethod
-    def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+    def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
         """Queue a receive into device memory on a CUDA stream. Raises NcclError."""
 
     @abstractmethod
-    def async_error(self, comm: int) -> int:
+    def async_error(self, comm: Comm) -> int:
         """SUCCESS, IN_PROGRESS, or the number of an error that the communicator met since."""
 
     @abstractmethod
-    def abort(self, comm: int) -> None:
-        """End the communicator and all that it has queued; its number means nothing afterwards."""
+    def abort(self, comm: Comm) -> None:
+        """End the communicator and all that it has queued; it means nothing afterwards."""
+
+    def _call(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return call(*arguments)
+        except self._error as error:
+            raise NcclError(name, int(getattr(error, "status", 0)), str(error)) from None
+        except KeyError as error:  # CuPy has no name for this result
+            raise NcclError(name, int(error.args[0]), "a result that CuPy has no name for") from None
 
     def describe(self) -> str:
         """Version, binding and library in one phrase."""
@@ -135,10 +141,8 @@ def library_paths() -> list[str]:
 
 
 def load_nccl(channels: int = 8) -> Nccl:
-    """NCCL through nccl4py where that is installed, else through CuPy.
-
-    nccl4py comes first: it starts communicators without blocking, aborts them cleanly, and bounds
-    their channels one by one. `channels` is the most that a communicator may use.
+    """NCCL through nccl4py where that is installed, as it starts communicators without blocking, aborts them
+    cleanly, and bounds their channels one by one; else through CuPy. `channels`: the most of a communicator.
     Raises NcclMissing with what was wrong with each.
     """
     reasons: list[str] = []
@@ -154,10 +158,8 @@ def load_nccl(channels: int = 8) -> Nccl:
 
 
 def allow_shared_gpus(nccl: Nccl) -> None:
-    """Let two ranks be on one GPU, which NCCL refuses since 2.30 unless this is set before its first init.
-
-    Older versions refuse it always. What the user has set there stays.
-    """
+    """Let two ranks be on one GPU, which NCCL refuses since 2.30 unless this is set before its first init,
+    and refused always before. What the user has set there stays."""
     if nccl.version() >= SHARED_GPU_VERSION:
         os.environ.setdefault(SHARED_GPU, "1")
 
@@ -214,42 +216,34 @@ class Nccl4pyNccl(Nccl):
     blocking = False
 
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
-        super().__init__(nccl)
-        self.binding = binding
         self._channels = min(channels, MOST_CTAS)
-        self.channels = _power_of_two(_variable(MAX_CTAS) or self._channels)
+        channels = _power_of_two(_variable(MAX_CTAS) or self._channels)
+        super().__init__(nccl, nccl.NCCLError, binding, channels)
 
     def unique_id(self) -> bytes:
-        return bytes(self._call("get_unique_id"))
+        return bytes(self._call("get_unique_id", self._nccl.get_unique_id))
 
-    def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
+    def init(self, ranks: int, unique_id: bytes, rank: int) -> Comm:
         """Begins it; the binding takes NCCL's "in progress" for success, here and in all calls."""
         assert len(unique_id) == UNIQUE_ID_BYTES
         config = self._nccl.Config()
         config.blocking = 0
         config.max_ctas = self._channels
         name = self._nccl.UniqueId.from_buffer(unique_id)
-        return self._number(self._call("comm_init_rank_config", ranks, name, rank, config))
+        init = self._nccl.comm_init_rank_config
+        return self._call("comm_init_rank_config", init, ranks, name, rank, config)
 
-    def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
-        self._call("send", ptr, nbytes, UINT8, peer, self._comms[comm], stream)
+    def send(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
+        self._call("send", self._nccl.send, ptr, nbytes, UINT8, peer, comm, stream)
 
-    def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
-        self._call("recv", ptr, nbytes, UINT8, peer, self._comms[comm], stream)
+    def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
+        self._call("recv", self._nccl.recv, ptr, nbytes, UINT8, peer, comm, stream)
 
-    def async_error(self, comm: int) -> int:
-        return int(self._call("comm_get_async_error", self._comms[comm]))
+    def async_error(self, comm: Comm) -> int:
+        return int(self._call("comm_get_async_error", self._nccl.comm_get_async_error, comm))
 
-    def abort(self, comm: int) -> None:
-        self._call("comm_abort", self._comms[comm])
-        del self._comms[comm]
-
-    def _call(self, name: str, *arguments: object) -> Any:
-        call: Callable[..., Any] = getattr(self._nccl, name)
-        try:
-            return call(*arguments)
-        except self._nccl.NCCLError as error:
-            raise NcclError(name, int(error.status), str(error)) from None
+    def abort(self, comm: Comm) -> None:
+        self._call("comm_abort", self._nccl.comm_abort, comm)
 
 
 # CuPy, p2pkv's stated dependency on a GPU: complete, and blocking. It knows no non-blocking communicators.
@@ -258,10 +252,8 @@ class Nccl4pyNccl(Nccl):
 
 
 def make_cupy(channels: int) -> CupyNccl:
-    """Load CuPy's binding. Raises NcclMissing with a sentence.
-
-    CuPy cannot give a communicator its number of channels, so the environment must, before NCCL is
-    first used in this process; what the user has set there stays.
+    """Load CuPy's binding. Raises NcclMissing with a sentence. CuPy cannot give a communicator its number of
+    channels, so the environment must, before NCCL is first used; what the user has set there stays.
     """
     try:
         cupy = importlib.import_module("cupy")
@@ -279,46 +271,39 @@ class CupyNccl(Nccl):
     blocking = True
 
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
-        super().__init__(nccl)
-        self.binding = binding
-        self.channels = channels
+        super().__init__(nccl, nccl.NcclError, binding, channels)
+        self._kept: set[Comm] = set()
 
     def unique_id(self) -> bytes:
         """CuPy 14 gives bytes, CuPy 13 a tuple of signed numbers."""
         name = self._call("get_unique_id", self._nccl.get_unique_id)
         return name if isinstance(name, bytes) else bytes(part & 0xFF for part in name)
 
-    def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
+    def init(self, ranks: int, unique_id: bytes, rank: int) -> Comm:
         assert len(unique_id) == UNIQUE_ID_BYTES
         name: object = unique_id
         if int(self.binding.split()[1].split(".")[0]) < 14:
             name = tuple(part - 256 if part > 127 else part for part in unique_id)
-        return self._number(self._call("init", self._nccl.NcclCommunicator, ranks, name, rank))
+        comm = self._call("init", self._nccl.NcclCommunicator, ranks, name, rank)
+        self._kept.add(comm)
+        return comm
 
-    def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
-        self._call("send", self._comms[comm].send, ptr, nbytes, UINT8, peer, stream)
+    def send(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
+        self._call("send", comm.send, ptr, nbytes, UINT8, peer, stream)
 
-    def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
-        self._call("recv", self._comms[comm].recv, ptr, nbytes, UINT8, peer, stream)
+    def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
+        self._call("recv", comm.recv, ptr, nbytes, UINT8, peer, stream)
 
-    def async_error(self, comm: int) -> int:
+    def async_error(self, comm: Comm) -> int:
         try:
-            self._call("async_error", self._comms[comm].check_async_error)
+            self._call("async_error", comm.check_async_error)
         except NcclError as error:
             return error.status
         return SUCCESS
 
-    def abort(self, comm: int) -> None:
-        self._call("abort", self._comms[comm].abort)
-        del self._comms[comm]
-
-    def _call(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
-        try:
-            return call(*arguments)
-        except self._nccl.NcclError as error:
-            raise NcclError(name, int(error.status), str(error)) from None
-        except KeyError as error:  # CuPy has no name for this result
-            raise NcclError(name, int(error.args[0]), "a result that CuPy has no name for") from None
+    def abort(self, comm: Comm) -> None:
+        self._call("abort", comm.abort)
+        self._kept.discard(comm)
 
 
 def _set_channels(channels: int) -> int:
@@ -344,10 +329,8 @@ def _set_channels(channels: int) -> int:
 
 
 def _nccl_in_use() -> bool:
-    """Whether torch runs collectives over NCCL in this process: the usual other user.
-
-    vLLM names the backend in each worker; one that is alone has no peer, and uses none.
-    """
+    """Whether torch runs collectives over NCCL in this process. vLLM names the backend in each worker; one
+    that is alone uses none."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())):

@@ -1,8 +1,4 @@
-"""What a rank's NCCL links share, and NCCL's communicators as they come up.
-
-NCCL may wait for an absent peer in the calls that bring a communicator up, and in those that end one. The
-engine's thread must not wait with it, so these calls are made on helper threads.
-"""
+"""What a rank's NCCL links share, and NCCL's communicators as they come up, on helper threads."""
 
 from __future__ import annotations
 
@@ -11,9 +7,11 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import torch
+
 from p2pkv.links.base import Guard, LinkError
 from p2pkv.links.gpu import CudaDevice, CudaStream, DevicePool, Helpers, wait_out
-from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError, advice
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, Nccl, NcclError, advice
 from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
@@ -22,13 +20,9 @@ FIRST_MESSAGE_BYTES = 64
 _PAUSE = 0.001
 
 
-# What a rank's links share, and one communicator.
-
-
 class BusyEnds:
     """Ends whose kernels may hold multiprocessors, at most so many at once, in the order in which they asked.
-
-    NCCL's kernels spin on their multiprocessors until the peer has done its part.
+    They spin there until the peer has done its part.
     """
 
     def __init__(self, most: int) -> None:
@@ -68,7 +62,6 @@ class BusyEnds:
         self._inside.discard(end)
 
     def leave(self, end: object) -> None:
-        """This end has been closed."""
         self._waiting.pop(end, None)
         self.rest(end)
 
@@ -97,11 +90,9 @@ class NcclContext:
         self.busy_sends = self.busy
 
     def carry_both_ways(self) -> None:
-        """This rank sends and receives: half of the busy ends are for each.
-
-        A send that is launched waits for the peer's receive, and a receive is launched only when its send is.
-        So if sends may not take all, two ranks that send to each other do not wait for ever.
-        """
+        """Half of the busy ends send, and half receive. A send that is launched waits for the peer's receive,
+        and a receive is launched only when its send is: if sends could take all, two ranks that send to each
+        other might wait for ever."""
         half = self.busy.most // 2
         self.busy_sends, self.busy = BusyEnds(max(1, half)), BusyEnds(max(1, self.busy.most - half))
 
@@ -111,11 +102,8 @@ class _GivenUp(Exception):
 
 
 class Opening:
-    """Joins a communicator of two ranks and carries its first message, from P (rank 0) to D (rank 1).
-
-    The first message makes NCCL connect the two, which may wait for the peer as `init` does: so it
-    belongs here, and not in a request.
-    """
+    """Joins a communicator of two ranks and carries its first message, from P (rank 0) to D (rank 1): NCCL
+    then connects the two, which may wait for the peer as `init` does."""
 
     def __init__(self, shared: NcclContext, unique_id: bytes, rank: int) -> None:
         self._shared = shared
@@ -127,10 +115,10 @@ class Opening:
         self._lock = threading.Lock()
         self._given_up = threading.Event()
         self._reason = ""
-        self._comm: int | None = None
+        self._comm: Comm | None = None
         shared.openings.run(f"p2pkv-nccl-init-{'PD'[rank]}", shared.init_seconds, self._main)
 
-    def comm(self) -> int | None:
+    def comm(self) -> Comm | None:
         """The communicator once it is up, else None. Raises LinkError if it failed or took too long."""
         if self._comm is not None:
             return self._comm
@@ -141,11 +129,9 @@ class Opening:
             raise LinkError(f"NCCL did not come up in {seconds:g} s: the peer is absent or out of reach")
         return None
 
-    def give_up(self) -> int | None:
-        """Stop waiting. Returns the communicator if it is up, and the caller aborts it.
-
-        If it is not up, returns None, and the helper thread aborts it as soon as NCCL lets it.
-        """
+    def give_up(self) -> Comm | None:
+        """Stop waiting. The caller aborts the communicator, if it is up; else the helper thread does, as soon
+        as NCCL lets it."""
         with self._lock:
             self._given_up.set()
             return self._comm
@@ -158,7 +144,7 @@ class Opening:
             stream = self.stream = self._shared.device.stream()
             comm = self._shared.nccl.init(2, self._unique_id, self._rank)
             self._settle(comm)
-            self._say_something(comm, stream)
+            self._carry_first_message(comm, stream)
             logger.info(
                 "an NCCL communicator came up in %.2f s; the device has %.1f MiB less than before",
                 time.monotonic() - self._began,
@@ -180,17 +166,22 @@ class Opening:
             wait_out(self.stream.record())
             self.stream.close()
 
-    def _say_something(self, comm: int, stream: CudaStream) -> None:
-        nccl, buffer = self._shared.nccl, self._shared.pool.beside
+    def queue(self, comm: Comm, buffer: torch.Tensor) -> None:
+        """Have NCCL send these bytes, or receive them, behind what the stream holds. Raises NcclError."""
+        assert self.stream is not None
+        nccl = self._shared.nccl
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
-        call(buffer.data_ptr(), FIRST_MESSAGE_BYTES, peer, comm, stream.number)
+        call(buffer.data_ptr(), buffer.numel(), peer, comm, self.stream.number)
+
+    def _carry_first_message(self, comm: Comm, stream: CudaStream) -> None:
+        self.queue(comm, self._shared.pool.beside[:FIRST_MESSAGE_BYTES])
         self._settle(comm)
         event = stream.record()
         while not event.ready():
             self._pause()
             self._settle(comm)
 
-    def _settle(self, comm: int) -> None:
+    def _settle(self, comm: Comm) -> None:
         while (state := self._shared.nccl.async_error(comm)) == IN_PROGRESS:
             self._pause()
         if state != SUCCESS:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from math import inf
+from typing import ClassVar
 
 import torch
 
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import Guard, GuardedEnd, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.gpu import wait_out
-from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
-from p2pkv.links.staging import StagingShare, aligned
+from p2pkv.links.staging import StagingShare
 
 ABORT_SECONDS = 10.0
-"""An abort that takes longer counts as stuck; the slots that it holds stay lost until it comes back."""
+"""An abort that takes longer counts as stuck."""
 
 ON_DEVICE = 1
 """Operations of a link that are launched and unfinished. A second one would wait in its stream for the first,
@@ -66,27 +68,28 @@ class Operation:
 
 
 class NcclEnd(GuardedEnd):
-    """What both ends have in common. `rank` 0 is P and sends, 1 is D and receives.
+    """What both ends have in common. `rank`: in the communicator; 0 is P and sends, 1 is D and receives.
 
-    NCCL's kernels of an end run on a stream of its own, never on one of the engine's. An operation is
-    launched only when nothing on the device is before it: what the owner thread had queued on its *current*
-    stream before `commit`, or `post`, is done, and so are the end's earlier operations. So none of them waits
-    at the head of a hardware queue. A receive is done only when its bytes are there, so what is queued
-    afterwards, on any stream, reads them.
+    An operation is launched on the end's own stream, and only when nothing on the device is before it: what
+    the owner thread had queued on its *current* stream before `commit`, or `post`, is done, and so are the
+    end's earlier operations. So none of them waits at the head of a hardware queue. A receive is done only
+    when its bytes are there, so what is queued afterwards, on any stream, reads them.
 
     With `announced` an operation is launched only once `launch` was called for it. Only ends with something
     launched count as busy then; otherwise all that have an operation.
     """
 
-    def __init__(self, shared: NcclContext, what: str, unique_id: bytes, rank: int, announced: bool) -> None:
-        self.guard = Guard(what)
+    rank: ClassVar[int]
+    what: ClassVar[str]
+
+    def __init__(self, shared: NcclContext, unique_id: bytes, announced: bool, window: float = inf) -> None:
+        self.guard = Guard(self.what)
         self.shared = shared
-        self.share = StagingShare(shared.staging, sends=rank == 0)
-        self._busy = shared.busy_sends if rank == 0 else shared.busy
+        self.share = StagingShare(shared.staging, sends=self.rank == 0, window=window)
+        self._busy = shared.busy_sends if self.rank == 0 else shared.busy
         self.sequence = 0
         self.operations: set[Operation] = set()
         """The operations that hold a slot."""
-        self._rank = rank
         self._announced = announced
         self._told = 0
         """Operations at the front of the queue that `launch` was called for."""
@@ -96,17 +99,12 @@ class NcclEnd(GuardedEnd):
         self._calling = threading.Lock()  # held while the owner is inside a call to the communicator
         self._ending = threading.Lock()
         self._ended = False
-        self._opening = Opening(shared, unique_id, rank)
+        self._opening = Opening(shared, unique_id, self.rank)
 
     def ready(self) -> bool:
         """Whether the communicator is up and has carried a message. Raises LinkError if it never will be."""
         self.check()
         return self._comm() is not None
-
-    @property
-    def used(self) -> int:
-        """Bytes that this end's operations hold. What an abort has not given back yet is the rank's."""
-        return 0 if self.closed else self.share.held
 
     def poll(self) -> None:
         """Launch what can be, and see what the device has finished. Raises LinkError."""
@@ -158,8 +156,6 @@ class NcclEnd(GuardedEnd):
         self.shared.owner.owned()
         self.guard.check()
 
-    # For the two kinds of ends.
-
     def admitted(self) -> bool:
         """Whether this end may have another operation; how many may be launched is seen to elsewhere if they
         are announced."""
@@ -187,19 +183,17 @@ class NcclEnd(GuardedEnd):
         self.operations.discard(operation)
         self.shared.pool.give(operation.offset)
 
-    # Inside.
-
     @property
     def _on_device(self) -> int:
         return len(self._flying) + (self._launching is not None)
 
-    def _comm(self) -> int | None:
+    def _comm(self) -> Comm | None:
         try:
             return self._opening.comm()
         except LinkError as error:
             raise self.guard.fail(str(error)) from None
 
-    def _advance(self, comm: int) -> None:
+    def _advance(self, comm: Comm) -> None:
         """See what is done, and launch what may follow; again while that is launched at once."""
         again = True
         while again:
@@ -221,23 +215,19 @@ class NcclEnd(GuardedEnd):
                     self.free(operation)
             again = state == SUCCESS and self._launch(comm)
 
-    def _launch(self, comm: int) -> bool:
+    def _launch(self, comm: Comm) -> bool:
         """Launch the next operation, if it may be; whether it was."""
         if self._on_device >= ON_DEVICE or not self._queue or not self._may_launch(self._queue[0]):
             return False
-        nccl = self.shared.nccl
-        call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
         operation = self._queue.popleft()
         self._told -= self._announced
         self._launching = operation  # from here on the device may touch its slot
-        stream = self._opening.stream
-        assert stream is not None
         self._time(operation)
         with self._calling:
             self.guard.check()
-            call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, stream.number)
+            self._opening.queue(comm, operation.buffer)
         self._time(operation)
-        if nccl.blocking:
+        if self.shared.nccl.blocking:
             self._record(operation)
             self._launching = None
         return True
@@ -267,12 +257,12 @@ class NcclEnd(GuardedEnd):
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
-    def _abort_communicator(self, comm: int, offsets: list[int]) -> None:
+    def _abort_communicator(self, comm: Comm, offsets: list[int]) -> None:
         """Begin to; `offsets`: of the slots that the device may touch until then."""
-        name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
+        name = f"p2pkv-nccl-abort-{'PD'[self.rank]}"
         self.shared.aborts.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
 
-    def _end(self, comm: int, offsets: list[int]) -> None:
+    def _end(self, comm: Comm, offsets: list[int]) -> None:
         """On a helper thread: abort, and give the slots back when the device can no longer touch them."""
         stream = self._opening.stream
         assert stream is not None
@@ -285,9 +275,6 @@ class NcclEnd(GuardedEnd):
                 self._ended = True
         for offset in offsets:
             self.shared.pool.give(offset)
-
-
-# D's end, and P's.
 
 
 class NcclReceive(Operation):
@@ -308,25 +295,17 @@ class NcclReceive(Operation):
 
 
 class NcclInbound(NcclEnd, GuardedInbound):
-    """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
+    """D's end. `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out
+    would wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers)."""
 
-    `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
-    wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers).
-    """
-
-    def __init__(self, shared: NcclContext, unique_id: bytes, window: int, announced: bool = False) -> None:
-        self._window = aligned(window)
-        super().__init__(shared, "the NCCL link from a peer", unique_id, 1, announced)
+    rank = 1
+    what = "the NCCL link from a peer"
 
     def post(self, nbytes: int) -> NcclReceive | None:
         """Post the next receive, or None while there is no room for it, or too many links are busy."""
         self.check()
-        if nbytes > self._window:
-            raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self._window} bytes")
-        self.shared.pool.check(nbytes)
-        if self.used + aligned(nbytes) > self._window or not self.admitted():
-            return None
-        offset = self.shared.pool.take(nbytes, self.share)
+        self.shared.pool.check(nbytes, self.share)
+        offset = self.shared.pool.take(nbytes, self.share) if self.admitted() else None
         if offset is None:
             return None
         receive = NcclReceive(self, offset, nbytes)
@@ -354,14 +333,12 @@ class NcclSend(Operation):
 class NcclOutbound(NcclEnd, GuardedOutbound):
     """P's end."""
 
-    def __init__(self, shared: NcclContext, unique_id: bytes, announced: bool = False) -> None:
-        super().__init__(shared, "the NCCL link to a peer", unique_id, 0, announced)
+    rank = 0
+    what = "the NCCL link to a peer"
 
     def reserve(self, nbytes: int, remote_slot: int) -> NcclSend | None:
-        """A buffer, or None while the rank's slots are taken. ValueError if it never has room.
-
-        Raises LinkError if the grant is not the next one, or for another size: NCCL would not notice.
-        """
+        """A buffer, or None while the rank's slots are taken. ValueError if it never has room. LinkError if
+        the grant is not the next one, or for another size: NCCL would not notice."""
         self.check()
         self.shared.pool.check(nbytes)
         if remote_slot != to_remote_slot(self.sequence, nbytes):
@@ -369,9 +346,8 @@ class NcclOutbound(NcclEnd, GuardedOutbound):
                 f"remote slot {remote_slot} is not that of message {self.sequence} with {nbytes} bytes; "
                 "grants must be used in order, and filled"
             )
-        if not self.admitted() or not self.share.grants(nbytes):
-            return None
-        offset = self.shared.pool.take(nbytes, self.share)
+        admitted = self.admitted() and self.share.grants(nbytes)
+        offset = self.shared.pool.take(nbytes, self.share) if admitted else None
         if offset is None:
             return None
         send = NcclSend(self, offset, nbytes, released=True)

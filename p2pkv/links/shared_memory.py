@@ -74,14 +74,9 @@ def can_share() -> bool:
     return hasattr(os, "memfd_create") and this_namespace() is not None
 
 
-# The arena.
-
-
 class Arena:
-    """A mapped arena. `words` are the header's 64-bit words.
-
-    P and D order data and flags with `fence`: P writes data, fence, flag; D reads flag, fence, data.
-    """
+    """A mapped arena. `words`: the header, by 64 bits. P writes data, then a flag, D reads the flag, then
+    data, with a `fence` between."""
 
     def __init__(self, memory: mmap.mmap, window: int, advice: int, fd: int | None = None) -> None:
         self.words: memoryview[int] = memoryview(memory)[:HEADER_BYTES].cast("B").cast("Q")
@@ -111,10 +106,8 @@ class Arena:
 
 
 def create_arena(window: int, nonce: bytes, *, shared: bool) -> Arena:
-    """D's new arena; a memfd if `shared`: it has no name to squat, and vanishes with its last process.
-
-    Raises LinkError if the system has no memory or descriptor for it.
-    """
+    """D's new arena; a memfd if `shared`: it has no name to squat, and vanishes with its last process. Raises
+    LinkError."""
     size = arena_bytes(window)
     try:
         if shared:
@@ -142,10 +135,7 @@ def _map_new(fd: int, size: int, window: int) -> Arena:
 
 
 def open_arena(offer: SharedArena | None, namespace: PidNamespace | None, window: int, nonce: bytes) -> Arena:
-    """P's mapping of D's arena. Raises LinkError with the reason if it cannot be had.
-
-    The arguments are those of HostAcceptance: `window` is what the arena has room for.
-    """
+    """P's mapping of D's arena. The arguments are those of HostAcceptance. Raises LinkError."""
     if offer is None or namespace is None or namespace != this_namespace():
         raise LinkError("the peer runs on another host or in another pid namespace")
     path = f"/proc/{offer.pid}/fd/{offer.fd}"
@@ -235,9 +225,6 @@ def _lock_twice() -> None:
 fence: Callable[[], None] = _nothing if platform.machine() in ("x86_64", "AMD64", "i686") else _lock_twice
 
 
-# P's end.
-
-
 class SharedSend:
     """One send; its buffer is D's slot, so committing it is setting a flag."""
 
@@ -275,16 +262,11 @@ class SharedOutbound(GuardedOutbound):
     def __init__(self, arena: Arena, nonce: bytes) -> None:
         """`nonce`: P's own, by which D knows who has mapped the arena."""
         self.guard = Guard("the link to a peer on this host")
+        self.up = True  # D made its end before P mapped it
         self._arena: Arena | None = arena
         self._next = 0
-        self._used = 0
         self._unfinished: dict[int, SharedSend] = {}
         arena.greet(nonce)
-
-    def ready(self) -> bool:
-        """Always True: D made its end before P mapped it."""
-        self.guard.check()
-        return True
 
     def reserve(self, nbytes: int, remote_slot: int) -> SharedSend | None:
         """D's slot. Never None: D has granted it. Raises LinkError for a slot of another grant."""
@@ -299,17 +281,15 @@ class SharedOutbound(GuardedOutbound):
             )
         send = SharedSend(self, self._arena, self._next, pool.tensor(offset, nbytes))
         self._unfinished[self._next] = send
-        self._used += nbytes
         self._next += 1
         return send
 
     @property
     def used(self) -> int:
-        return self._used
+        return sum(send.buffer.numel() for send in tuple(self._unfinished.values()))
 
     def finish(self, send: SharedSend) -> None:
-        if self._unfinished.pop(send.sequence, None) is not None:
-            self._used -= send.buffer.numel()
+        self._unfinished.pop(send.sequence, None)
 
     def poll(self) -> None:
         """End the sends that D has taken, whether or not their `done` was called."""
@@ -323,7 +303,6 @@ class SharedOutbound(GuardedOutbound):
     def _free(self) -> None:
         self._arena = None  # unmapped when no tensor of it is held any more
         self._unfinished.clear()
-        self._used = 0
 
     def __repr__(self) -> str:
-        return f"SharedOutbound({len(self._unfinished)} of {self._next} sends unfinished, {self._used} bytes)"
+        return f"SharedOutbound({len(self._unfinished)} of {self._next} sends unfinished, {self.used} bytes)"

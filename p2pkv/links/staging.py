@@ -1,6 +1,5 @@
-"""A rank's staging: the budget that all its links share, the slots of a pool, and host links' pool.
-
-The pool of NCCL links lies in device memory (`nccl_communicator`) and has the same slots.
+"""A rank's staging: the budget that all its links share, the slots of a pool, and host links' pool. The pool
+of links between GPUs (`gpu`) has the same slots.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ import mmap
 import threading
 import time
 from bisect import bisect_left
+from math import inf
 
 import torch
 
@@ -23,10 +23,8 @@ def aligned(nbytes: int) -> int:
 
 
 class StagingBudget:
-    """How many bytes of staging one rank has, and how many of them slots of its links hold.
-
-    Slots are counted where they are taken and given back, in `Slots`. All others only ask. `most`: bytes that
-    the slots of one direction, sends or receives, may hold.
+    """How many bytes of staging one rank has, and how many of them slots of its links hold (`Slots` counts
+    them). `most`: bytes that the slots of one direction, sends or receives, may hold.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,26 +45,22 @@ class StagingBudget:
 
 
 class StagingShare:
-    """What one link holds of its rank's staging: `held` bytes. `sends`: it is P's end."""
+    """What one link holds of its rank's staging, of `limit` bytes: `held`, `window` at most. `sends`: it is
+    P's end."""
 
-    __slots__ = ("_budget", "_sends", "held")
+    __slots__ = ("_budget", "_sends", "held", "limit", "window")
 
-    def __init__(self, budget: StagingBudget, sends: bool = False) -> None:
+    def __init__(self, budget: StagingBudget, sends: bool = False, window: float = inf) -> None:
         self._budget = budget
         self._sends = sends
         self.held = 0
-
-    @property
-    def limit(self) -> int:
-        """Bytes of the rank's staging."""
-        return self._budget.limit
+        self.limit = budget.limit
+        self.window = window
 
     def grants(self, nbytes: int, reserve: int = 0) -> bool:
-        """Whether this link may have `nbytes` more and leave `reserve` bytes of the rank's staging free.
-
-        A link that holds something must leave as much free as it would then hold. So each silent peer takes
-        at most half of what is left.
-        """
+        """Whether this link may have `nbytes` more and leave `reserve` bytes of the rank's staging free. If
+        it holds something, it must leave as much free as it would then hold: so each silent peer takes at
+        most half of what is left."""
         need, budget = aligned(nbytes), self._budget
         if (budget.sends if self._sends else budget.receives) + need > budget.most:
             return False
@@ -83,11 +77,8 @@ class StagingShare:
 
 
 class Slots:
-    """Which parts of a space of `capacity` bytes (rounded up to 64) are taken, and for whom.
-
-    Offsets are multiples of 64. A slot takes its size rounded up to 64 bytes. The owner thread takes slots;
-    a thread that has seen a device finish with them may give them back.
-    """
+    """Which parts of a space of `capacity` bytes are taken, and for whom; all in multiples of 64. The owner
+    thread takes slots; a thread that has seen a device finish with them may give them back."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -106,14 +97,12 @@ class Slots:
         return not self._taken
 
     def take(self, nbytes: int, share: StagingShare | None = None) -> int | None:
-        """The lowest offset with room for `nbytes`, or None while there is none.
-
-        The slot counts as a part of `share`; None: it is no part of a rank's staging.
-
-        Raises ValueError if `nbytes` is not positive or could never fit.
-        """
-        self.check(nbytes)
+        """The lowest offset with room for `nbytes`, or None while there is none. The slot counts as a part of
+        `share`; None: it is no part of a rank's staging. Raises as `check` does."""
+        self.check(nbytes, share)
         need = aligned(nbytes)
+        if share is not None and share.held + need > share.window:
+            return None
         with self._lock:
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= need:
@@ -124,12 +113,13 @@ class Slots:
                     return start
         return None
 
-    def check(self, nbytes: int) -> None:
+    def check(self, nbytes: int, share: StagingShare | None = None) -> None:
         """Raises ValueError if `nbytes` is not positive or could never fit."""
         if nbytes < 1:
             raise ValueError(f"a message of {nbytes} bytes cannot be sent; it needs at least 1 byte")
-        if nbytes > self.capacity:
-            raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self.capacity} bytes")
+        room = self.capacity if share is None else min(self.capacity, share.window)
+        if nbytes > room:
+            raise ValueError(f"a message of {nbytes} bytes can never fit a window of {room} bytes")
 
     def leave(self, offset: int) -> None:
         """The slot at `offset` stays taken, and is no part of a rank's staging any more: it is about to be
@@ -162,10 +152,7 @@ class Slots:
 
 class MappedPool(Slots):
     """Slots of one mapping: allocation, views, and the return of pages that have not been used for a while.
-
-    Tensors and views keep the mapping alive: dropping this object and them unmaps it. Nothing closes the
-    mapping by hand: a tensor would not prevent that, and would then read freed memory.
-    """
+    Tensors and views keep the mapping alive, and nothing else ends it."""
 
     def __init__(self, memory: mmap.mmap, start: int, capacity: int, advice: int) -> None:
         """`start`: where slots begin, a multiple of a page. `advice`: madvise's advice that frees pages."""
@@ -192,7 +179,6 @@ class MappedPool(Slots):
         return self._bytes[offset : offset + nbytes]
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The same bytes, for a socket."""
         return self._view[offset : offset + nbytes]
 
     def tidy(self) -> None:

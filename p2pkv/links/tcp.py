@@ -1,4 +1,4 @@
-"""A host link over TCP: D's listener and its reader into the arena, P's end and its staging.
+"""A host link over TCP: D's reader into the arena, P's end and its staging.
 
 P sends its 24-byte hello (magic and D's nonce), D answers with P's nonce. Then P sends messages, each a
 header (sequence number, size) and its bytes; D answers each with the count of messages taken. These are
@@ -8,7 +8,6 @@ costs no memory beyond a hello.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import mmap
 import socket
@@ -23,91 +22,27 @@ from p2pkv.links.shared_memory import from_remote_slot
 from p2pkv.links.staging import MappedPool, StagingShare, aligned
 
 MAGIC = b"p2pkv\x00L1"
-HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 HEADER = struct.Struct("<QQ")  # sequence number, bytes that follow
 TAKEN = struct.Struct("<Q")  # messages taken so far
 PIECE_BYTES = 1 << 20
 BURST_BYTES = 8 << 20  # what one poll may move: a few milliseconds at most
-_GUESTS = 8
 _BACKLOG = 64  # connections between two polls; the kernel drops the rest, and they try again
 
 
-# D's end.
-
-
-class TcpListener:
-    """A listening socket that lets in the one connection which knows the nonce, and then closes.
-
-    Strangers are dropped at their first wrong byte; at most 8 may be undecided, then the oldest goes.
-    """
-
-    def __init__(self, host: str, nonce: bytes) -> None:
-        """`host` is numeric. Raises LinkError if it cannot be bound."""
-        self._hello = MAGIC + nonce
-        self._guests: list[tuple[socket.socket, bytearray]] = []
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise LinkError(
-                f"cannot listen on {host}: {error}; `host` must be an address of this machine"
-            ) from error
-        self._socket.setblocking(False)
-        self.port = int(self._socket.getsockname()[1])
-
-    def admit(self) -> socket.socket | None:
-        """The connection that has shown the nonce, if there is one now."""
-        self._accept()
-        for guest in list(self._guests):
-            verdict = self._read_hello(*guest)
-            if verdict is None:
-                continue
-            self._guests.remove(guest)
-            if verdict:
-                return guest[0]
-            guest[0].close()
-        return None
-
-    def close(self) -> None:
-        """Close the listener and connections without a whole hello. Idempotent."""
-        self._socket.close()
-        for guest, _ in self._guests:
-            guest.close()
-        self._guests.clear()
-
-    def _accept(self) -> None:
-        for _ in range(_GUESTS):
-            try:
-                guest, _address = self._socket.accept()
-            except OSError:  # no process there, gone again, or no descriptor left: no connection in each case
-                return
-            guest.setblocking(False)
-            self._guests.append((guest, bytearray()))
-            if len(self._guests) > _GUESTS:
-                self._guests.pop(0)[0].close()
-
-    def _read_hello(self, guest: socket.socket, received: bytearray) -> bool | None:
-        """True: the hello is right; False: it never will be; None: not all of it has arrived."""
-        try:
-            part = guest.recv(HELLO_BYTES - len(received))
-        except BlockingIOError:
-            return None
-        except OSError:
-            return False
-        received += part
-        if not part or not MAGIC.startswith(received[: len(MAGIC)]):
-            return False
-        if len(received) < HELLO_BYTES:
-            return None
-        return hmac.compare_digest(bytes(received), self._hello)
+def listen(host: str) -> socket.socket:
+    """A listening socket, at any port. `host` is numeric. Raises LinkError if it cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise LinkError(
+            f"cannot listen on {host}: {error}; `host` must be an address of this machine"
+        ) from error
 
 
 class TcpReader:
-    """Takes messages off P's connection, in order, into the slots that `slot_of` names.
-
-    slot_of(sequence, nbytes) -> memoryview [nbytes]; it raises LinkError if no such receive is posted.
-    landed(sequence) is called when all bytes of a message are there.
-    """
+    """Takes messages off P's connection, in order, into slots: slot_of(sequence, nbytes) -> memoryview
+    [nbytes], or LinkError. landed(sequence) is called when all bytes are there."""
 
     def __init__(
         self,
@@ -179,9 +114,6 @@ class TcpReader:
             del self._answers[:count]
 
 
-# P's end.
-
-
 class TcpSend:
     """One send; its bytes are staged here until D has taken them."""
 
@@ -215,16 +147,13 @@ class TcpOutbound(GuardedOutbound):
     """P's end. Connects without blocking; `ready` once D has answered the hello."""
 
     def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: StagingShare) -> None:
-        """`hello`: D's nonce, which P shows; `answer`: P's nonce, which D must show.
-
-        Raises LinkError if the address is malformed or there is no socket.
-        """
+        """`hello`: D's nonce, which P shows; `answer`: P's nonce, which D must show. Raises LinkError if the
+        address is malformed or there is no socket."""
         self.guard = Guard(f"the link to {address[0]}:{address[1]}")
         self.taken = 0
         self.lost: str | None = None
-        self._share = share
+        self.share = share
         self._expected = answer
-        self._greeted = False
         self._next = 0
         self._outgoing: deque[TcpSend] = deque()  # not yet all in the kernel's hands
         self._unfinished: deque[TcpSend] = deque()
@@ -234,12 +163,6 @@ class TcpOutbound(GuardedOutbound):
         self._pool: MappedPool | None = _new_pool(share.limit)
         self._socket = _connect(address)
 
-    def ready(self) -> bool:
-        if not self._greeted:
-            self.poll()
-        self.guard.check()
-        return self._greeted
-
     def reserve(self, nbytes: int, remote_slot: int) -> TcpSend | None:
         self.guard.check()
         if self.lost is not None:
@@ -247,9 +170,9 @@ class TcpOutbound(GuardedOutbound):
         assert self._pool is not None
         self._pool.check(nbytes)
         from_remote_slot(remote_slot, self._next, self.guard)
-        if not self._share.grants(nbytes):
+        if not self.share.grants(nbytes):
             return None
-        offset = self._pool.take(nbytes, self._share)
+        offset = self._pool.take(nbytes, self.share)
         if offset is None:
             return None
         send = TcpSend(self, self._next, offset, self._pool.tensor(offset, nbytes))
@@ -257,10 +180,6 @@ class TcpOutbound(GuardedOutbound):
         self._outgoing.append(send)
         self._unfinished.append(send)
         return send
-
-    @property
-    def used(self) -> int:
-        return self._share.held
 
     def poll(self) -> None:
         self.guard.check()
@@ -270,7 +189,7 @@ class TcpOutbound(GuardedOutbound):
                 self._speak()
             except OSError as error:
                 self.lost = f"{self} broke: {error}"
-        if self.lost is not None and (self._unfinished or not self._greeted):
+        if self.lost is not None and (self._unfinished or not self.up):
             raise LinkError(self.lost)
         assert self._pool is not None
         self._pool.tidy()
@@ -290,7 +209,7 @@ class TcpOutbound(GuardedOutbound):
         if self._unsaid:
             del self._unsaid[: self._send([self._unsaid])]
         budget = BURST_BYTES
-        while self._greeted and self._outgoing and self._outgoing[0].committed and budget > 0:
+        while self.up and self._outgoing and self._outgoing[0].committed and budget > 0:
             send = self._outgoing[0]
             count = self._send(self._rest(send))
             if count == 0:
@@ -322,19 +241,15 @@ class TcpOutbound(GuardedOutbound):
             self.lost = f"{self}: the peer closed the connection"
             return
         self._received += part
-        if not self._greeted:
-            self._greet()
-        while self._greeted and len(self._received) >= TAKEN.size:
-            (count,) = TAKEN.unpack_from(self._received)
-            del self._received[: TAKEN.size]
-            self._finish(count)
-
-    def _greet(self) -> None:
-        if len(self._received) >= NONCE_BYTES:
+        if not self.up and len(self._received) >= NONCE_BYTES:
             if self._received[:NONCE_BYTES] != self._expected:
                 raise self.guard.fail("who answered there does not know this link")
             del self._received[:NONCE_BYTES]
-            self._greeted = True
+            self.up = True
+        while self.up and len(self._received) >= TAKEN.size:
+            (count,) = TAKEN.unpack_from(self._received)
+            del self._received[: TAKEN.size]
+            self._finish(count)
 
     def _finish(self, count: int) -> None:
         sent = self._next - len(self._outgoing)
@@ -373,9 +288,6 @@ def _connect(address: tuple[str, int]) -> socket.socket:
         if connection is not None:
             connection.close()
         raise LinkError(f"cannot connect to {host}:{port}: {error}") from error
-
-
-# Addresses.
 
 
 def numeric(host: str) -> str:

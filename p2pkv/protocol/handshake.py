@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from enum import Enum, auto
 from functools import cached_property
 from math import lcm
 
@@ -124,7 +123,6 @@ class GroupAssignment(Struct, frozen=True):
     wire: RowFormat
 
     def extent(self, start: int, stop: int) -> Extent:
-        """See `Assignment.extents`."""
         edge, wire = self.edge, self.wire
         row = len(edge.heads) * wire.row_bytes
         ready = stop if wire.once else None
@@ -145,11 +143,8 @@ class Assignment(Struct, frozen=True, dict=True):
         return cls(tuple(GroupAssignment(edge, wires[edge.group]) for edge in edges))
 
     def extents(self, start: int, stop: int) -> Extents:
-        """What of it a D needs that has tokens [0, start) and will compute token `stop`: all of a state, of a
-        sliding window its last tokens.
-
-        Raises RemoteProtocolError if `start` is inside a row of the wire.
-        """
+        """What of it a D needs that has tokens [0, start) and will compute token `stop`. Raises
+        RemoteProtocolError if `start` is inside a row of the wire."""
         return Extents({each.edge.group: each.extent(start, stop) for each in self.groups})
 
     @cached_property
@@ -284,7 +279,8 @@ def _check_windows(prefill: Hello, decode: Hello) -> None:
                 f"blocks of a sliding window{_of_group(number, prefill)} have {on_p.block} tokens at "
                 f"{prefill.address} and {on_d.block} at {decode.address}, which caches prefixes: P gives "
                 "blocks back that have left the window, so their size has to be a multiple of D's; set "
-                "--block-size on both sides, or --no-enable-prefix-caching on D"
+                "--block-size and --swa-bounded-replay alike on both sides, or "
+                "--no-enable-prefix-caching on D"
             )
 
 
@@ -386,56 +382,38 @@ def _form(group: KvGroup) -> dict[str, object]:
     return form | {"memory layout": DENSE if _can_be_dense(group) else _as_it_lies(group)}
 
 
-class DialPhase(Enum):
-    ASKING = auto()
-    OPEN = auto()
-    REFUSED = auto()
-
-
 class Dialing:
-    """D's view of one P rank: when to say Hello, and what came of it."""
+    """D's view of one P rank: when to say Hello, and what came of it.
 
-    def __init__(self, address: str, now: float) -> None:
-        self.address = address
-        self.phase = DialPhase.ASKING
+    `open`: both have accepted each other. `reason`: why one has refused the other; "" if none has.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.open = False
         self.reason = ""
         self.next_try = now
         self._pause = FIRST_RETRY
-
-    @property
-    def open(self) -> bool:
-        return self.phase is DialPhase.OPEN
-
-    @property
-    def refused(self) -> bool:
-        return self.phase is DialPhase.REFUSED
 
     def due(self, now: float) -> bool:
         """Whether to say Hello now; the next time is then set, with a growing pause."""
         if self.open or now < self.next_try:
             return False
-        if self.refused:
-            self.phase = DialPhase.ASKING
+        self.reason = ""
         self.next_try = now + self._pause
         self._pause = min(2 * self._pause, LAST_RETRY)
         return True
 
     def welcomed(self) -> None:
         """P has accepted us, and `negotiate` has accepted P."""
-        self.phase, self.reason = DialPhase.OPEN, ""
-        self._pause = FIRST_RETRY
+        self.open, self.reason, self._pause = True, "", FIRST_RETRY
 
     def refuse(self, reason: str, now: float) -> None:
         """P has refused us, or `negotiate` has refused P."""
-        self.phase, self.reason = DialPhase.REFUSED, reason
+        self.open, self.reason, self._pause = False, reason or "it does not say why", FIRST_RETRY
         self.next_try = now + REFUSED_FOR
-        self._pause = FIRST_RETRY
 
     def lost(self, now: float) -> None:
-        """The peer does not know us any more, or is gone: start over.
-
-        Who is asking already keeps to its pauses, so that a peer that goes again and again is not
-        asked without end.
-        """
+        """The peer does not know us any more, or is gone: start over. Who is asking already keeps to its
+        pauses, so that a peer that goes again and again is not asked without end."""
         if self.open:
-            self.phase, self.next_try = DialPhase.ASKING, now
+            self.open, self.next_try = False, now

@@ -75,10 +75,8 @@ class SendTo(Decision, frozen=True):
 
 
 class Transmit(Decision, frozen=True):
-    """P: this chunk has been granted. Gather it into the link's next send and commit, in this order.
-
-    Without pieces it is filler: the grant must be obeyed, but its bytes will be dropped.
-    """
+    """P: this chunk has been granted. Gather it into the link's next send and commit, in this order. Without
+    pieces it is filler: the grant must be obeyed, but its bytes will be dropped."""
 
     rank: int
     grant: Grant

@@ -303,10 +303,8 @@ class Grant(TransferMessage, frozen=True, tag="Grant"):
 
 
 class Sent(TransferMessage, frozen=True, tag="Sent"):
-    """P to D: this chunk has gone out on the link. `filler`: what went out is filler, drop it.
-
-    `digest` is the checksum of its bytes between ranks of which one wants that, else empty.
-    """
+    """P to D: this chunk has gone out on the link. `filler`: what went out is to be dropped. `digest`: the
+    checksum of its bytes, if one of the two ranks wants that, else empty."""
 
     chunk: Small
     link: Small
@@ -350,11 +348,8 @@ _KNOWN = frozenset(field.encode_name for kind in _STRUCTS for field in msgspec.s
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """The message in `data`, without optional fields that this version does not know. Raises BadMessage, and
-    nothing else, for whatever is not one.
-
-    Every message has one form only, so that the same bytes are never two messages.
-    """
+    """The message in `data`, without optional fields that this version does not know. Every message has one
+    form only. Raises BadMessage, and nothing else, for whatever is not one."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise BadMessage(f"a control message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     try:

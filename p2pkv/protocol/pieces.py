@@ -83,10 +83,8 @@ class Extent:
         return (piece.layer_stop - piece.layer) * ((piece.stop - piece.start) // self.unit) * self.row
 
     def within(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
-        """What of `piece` lies in this extent, cut so that each part's bytes lie together in the piece's.
-
-        With each part goes where its bytes begin.
-        """
+        """What of `piece` lies in this extent, cut so that each part's bytes lie together in the piece's, and
+        where they begin."""
         start, stop = max(piece.start, self.start), min(piece.stop, self.ceiling)
         if (start, stop) == (piece.start, piece.stop):
             yield 0, piece
@@ -166,8 +164,7 @@ class Cutter:
     def chunks(
         self, computed: Computed, limit: int, flush: bool, most: int
     ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
-        """At most so many chunks of `limit` bytes, and with `flush` the rest: the bytes and pieces of
-        each."""
+        """The bytes and pieces of at most so many chunks of `limit` bytes, and with `flush` of the rest."""
         if not self.left:
             return
         ready = deque(self._pending(computed))
@@ -178,11 +175,9 @@ class Cutter:
             left, most = left - nbytes, most - 1
 
     def _cut(self, ready: deque[Piece], limit: int) -> tuple[int, tuple[Piece, ...]]:
-        """A chunk of up to `limit` bytes (one row at the least) from the front of these pieces.
-
-        Pieces whose rows are aligned best come first, so that each begins in the chunk where its rows may be
-        read and written as widely as they allow: a GPU's kernels do so.
-        """
+        """A chunk of up to `limit` bytes (one row at the least) from the front of these pieces. Those whose
+        rows are aligned best come first, so that a GPU may read and write each as widely as its rows
+        allow."""
         taken: list[Piece] = []
         room = limit
         while ready and len(taken) < MAX_PIECES:

@@ -25,7 +25,7 @@ from p2pkv.protocol.machine import (
     SendTo,
     Table,
 )
-from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Coverage
 
 # Every legal move.
@@ -58,9 +58,6 @@ LOAD: Table[LoadPhase, LoadEvent] = {
     _S.DONE: {},
     _S.ENDED: {},
 }
-
-
-# One rank of P.
 
 
 MAX_CHUNKS = 256
@@ -164,7 +161,6 @@ class Source:
         self.last_heard = now
 
     def fill(self, chunk: int, now: float) -> None:
-        """Its bytes are in D's blocks."""
         announced = self.chunks.pop(chunk)
         assert self._coverage is not None and announced.sent
         self._coverage.filled(announced.chunk.nbytes)
@@ -173,15 +169,10 @@ class Source:
         self.last_heard = now
 
 
-# One load.
-
-
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds that hold for every load of a rank; all but the lease even if P's heartbeats come.
-
-    `stall`: without a byte, after which a load ends. `wait`: for P to begin, and again for blocks on D.
-    """
+    """Seconds after which a load ends: `lease`: without an answer of P's; `stall`: without a byte; `wait`:
+    for P to begin, and again for blocks on D."""
 
     lease: float
     stall: float = inf
@@ -218,13 +209,11 @@ class Receiver:
         self.nothing = False
         """D has said that it wants none of it."""
         self.ahead = ahead
-        self._reached = False
 
     # What D's own engine does.
 
     def attach(self, assignments: Mapping[int, Assignment], now: float) -> list[Decision]:
-        """P's shape is known: these ranks of P hold what this rank needs; with none there is nothing to
-        load."""
+        """P's shape is known: these of its ranks hold what this rank needs."""
         if self.sources or self.load.state is not LoadPhase.WAITING:
             return []
         self.sources = {rank: Source(assignment, now) for rank, assignment in assignments.items()}
@@ -243,10 +232,8 @@ class Receiver:
         return [Offered(self.generation)] if self.load.state is LoadPhase.AHEAD else []
 
     def want(self, start: int, stop: int, now: float) -> list[Decision]:
-        """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P.
-
-        Raises ValueError for tokens that the prompt does not have, or a start inside a row of the wire.
-        """
+        """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P. Raises
+        ValueError for tokens that the prompt does not have, or a start inside a row of the wire."""
         if self.load.ended:
             return []
         if stop <= start:
@@ -264,13 +251,11 @@ class Receiver:
         ahead = self.load.state is LoadPhase.AHEAD
         self.load.local(LoadEvent.WANT)
         if ahead:
-            rest = [SendTo(rank, self._rest(source)) for rank, source in self.sources.items()]
+            # A rank of P that has sent all that was taken ahead is released.
+            stops = {rank: 0 if each.satisfied else self.tokens for rank, each in self.sources.items()}
+            rest = [SendTo(rank, Want(self.key, self.attempt, 0, stop)) for rank, stop in stops.items()]
             return rest + self._completed()
         return self._ask(start, stop, now) + self._completed()
-
-    def _rest(self, source: Source) -> Want:
-        """Ask for a part of what was taken ahead. A rank of P that has sent all of it is released."""
-        return Want(self.key, self.attempt, 0, 0 if source.satisfied else self.tokens)
 
     def _ask(self, start: int, stop: int, now: float) -> list[Decision]:
         out: list[Decision] = []
@@ -292,10 +277,6 @@ class Receiver:
     def cancel(self, reason: str) -> list[Decision]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
         return self._end(reason, Cancel(self.key, self.attempt, reason))
-
-    def reached(self, reached: bool) -> None:
-        """Whether there is a connection to P's rank 0, which may not have answered yet."""
-        self._reached = reached
 
     def again(self, attempt: int, lease_from: float) -> Receiver:
         """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
@@ -347,11 +328,12 @@ class Receiver:
             return []
         return [Post(rank, message)]
 
-    def sent(self, rank: int, message: Sent, now: float) -> None:
+    def sent(self, rank: int, message: Sent, now: float) -> list[Decision]:
         """P has sent this chunk. If it was filler, it may be announced again under another number."""
         source = self._source(rank, message.attempt)
         if source is not None:
             source.sent(message, now)
+        return []
 
     def failed(self, rank: int, message: Failed) -> list[Decision]:
         source = self._source(rank, message.attempt)
@@ -360,33 +342,26 @@ class Receiver:
         return self._end(message.reason, Cancel(self.key, self.attempt, "another rank of P failed"), but=rank)
 
     def lost(self, reason: str, rank: int | None = None) -> list[Decision]:
-        """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks.
-
-        A rank whose part has arrived completely may go.
-        """
+        """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks, which
+        may go if its part has arrived completely."""
         source = self.sources.get(rank) if rank is not None else None
         return [] if source is not None and source.satisfied else self.cancel(reason)
 
     # What the engine reports back.
 
-    def posted(self, rank: int, message: Chunk, link: int, slot: int) -> list[Decision]:
-        """A receive is posted for this chunk; the grant goes out, whatever has happened meanwhile."""
+    def posted(self, rank: int, message: Chunk) -> None:
+        """A receive is posted for this chunk. The grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
             source.posted(message.chunk)
-        return [SendTo(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, slot))]
 
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
-        """Where the bytes of this chunk belong; () if they are not wanted now (they are late, or filler).
-
-        Bytes may be written only after P's Sent for them: until then they may turn out to be filler.
-        """
+        """Where the bytes of this chunk belong, after P's Sent for them; () if they are late, or filler."""
         source = self._source(rank, attempt)
         return source.pieces(chunk) if source is not None else ()
 
     def kept(self, rank: int, chunk: int, now: float) -> None:
-        """The bytes of this chunk are on D, and wait there for blocks. Counts as delivered by this rank of
-        P."""
+        """The bytes of this chunk are on D, and wait there for blocks. This rank of P has delivered them."""
         assert self.load.state is LoadPhase.AHEAD
         self.sources[rank].keep(chunk, now)
 
@@ -428,8 +403,9 @@ class Receiver:
             return self._moved + self.bounds.stall
         return None if self.ahead or self._idle else self.waits_since + self.bounds.wait
 
-    def tick(self, now: float) -> list[Decision]:
-        """End what has outlived its lease or its bound."""
+    def tick(self, now: float, reached: bool = False) -> list[Decision]:
+        """End what has outlived its lease or its bound. `reached`: there is a connection to P's rank 0, which
+        may not have answered yet."""
         answered_by, bound = self._answered_by, self._bound
         if self.load.ended:
             return []
@@ -437,7 +413,7 @@ class Receiver:
             return self.cancel(self._too_long())
         if answered_by is None or now < answered_by:
             return []
-        if not self.sources and not self._reached:
+        if not self.sources and not reached:
             return self.cancel(
                 f"P could not be reached: there was no connection to it for {self.bounds.lease:g} s; is it "
                 "up, and is its address right?"
@@ -465,8 +441,6 @@ class Receiver:
             f"D has had no room for this prompt for {self.bounds.wait:g} s (wait_seconds) since P began it, "
             "and P does not keep its blocks for longer"
         )
-
-    # Inside.
 
     @property
     def _idle(self) -> bool:
@@ -496,6 +470,3 @@ class Receiver:
         self.load.local(LoadEvent.END)
         ends = [SendTo(rank, last) for rank in self.sources if rank != but]
         return [*ends, Finished(False, reason)]
-
-    def __repr__(self) -> str:
-        return f"<{self.load} attempt {self.attempt} sources {sorted(self.sources)}>"

@@ -98,9 +98,6 @@ SEND: Table[SendPhase, SendEvent] = {
 }
 
 
-# One rank of D.
-
-
 MAX_ANNOUNCED = 64
 """Chunks for one rank of D that may be announced and not yet sent; bounds what D has to remember."""
 
@@ -177,19 +174,14 @@ class SendState:
         return self.cutter is not None and not self.cutter.left and not self.announced
 
     def _owed(self, computed: Sequence[int]) -> Computed:
-        """Of the layers that it owes."""
         return {group: [computed[layer] for layer in layers] for group, layers in self.layers.items()}
-
-
-# One prompt.
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for every transfer of a rank. A message is filled up to `chunk_bytes`.
-
-    `lease`: seconds for which blocks wait for a silent D, and for any D while P is paused. `wait`: for which
-    they wait for a D that claims them and takes nothing.
+    """What holds for every transfer of a rank. `chunk_bytes`: of a full message. `lease`: seconds for which
+    blocks wait for a silent D, and for any D while P is paused; `wait`: for a D that claims them and takes
+    nothing.
     """
 
     chunk_bytes: int
@@ -277,9 +269,7 @@ class Sender:
         self, rank: int, assignment: Assignment, attempt: int, limit: int, now: float
     ) -> list[Decision]:
         """A rank of D waits for this prompt. Each of its heartbeats claims it again, which renews the lease.
-
-        A claim of a transfer that has ended is answered with Failed each time. A later attempt replaces the
-        one before. `assignment`, `limit`: see SendState.
+        A transfer that has ended is answered with Failed each time. A later attempt replaces the one before.
         """
         send = self.sends.get(rank)
         known = send is not None and send.attempt == attempt and not send.gone
@@ -292,7 +282,11 @@ class Sender:
         if send is not None and not send.machine.ended:
             send.machine.remote(SendEvent.END)
         machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
-        send = SendState(assignment, self._numbers(assignment), attempt, limit, now, machine)
+        layers = {
+            group: self._layers[group][edge.source_layer : edge.source_layer + len(edge.layers)]
+            for group, edge in assignment.edges.items()
+        }
+        send = SendState(assignment, layers, attempt, limit, now, machine)
         self.sends[rank] = send
         self._withdrawn.pop(rank, None)
         if self._since is not None:
@@ -365,10 +359,8 @@ class Sender:
         return self._settle()
 
     def lost(self, rank: int, reason: str, restarted: bool = False) -> list[Decision]:
-        """D's rank is gone, or broke the protocol; nothing of it may be waited for.
-
-        `restarted`: what it says from now on is another incarnation's, or follows a new Hello.
-        """
+        """D's rank is gone, or broke the protocol; nothing of it may be waited for. `restarted`: what it says
+        from now on is another incarnation's, or follows a new Hello."""
         if restarted:
             self._withdrawn.pop(rank, None)
         send = self.sends.get(rank)
@@ -417,10 +409,8 @@ class Sender:
     @property
     def deadline(self) -> float | None:
         """When to call `tick`: the end of the earliest lease, or of P's patience; None while neither runs.
-
-        The lease of a send runs from D's last word. Once the prompt is computed another runs until every
-        rank of D has claimed it, anew from each rank that does.
-        """
+        The lease of a send runs from D's last word. Once the prompt is computed another runs until every rank
+        of D has claimed it, anew from each rank that does."""
         ends = [end for end in (self._leased_until, self.kept_until()) if end is not None]
         return min(ends, default=None)
 
@@ -434,11 +424,8 @@ class Sender:
         return min(times) + self.terms.lease if times else None
 
     def kept_until(self, paused_since: float | None = None) -> float | None:
-        """For how long P keeps the blocks of the whole prompt although D takes nothing of it; None while it
-        is not computed.
-
-        `paused_since`: when P was paused, if it is. vLLM's /pause may wait until all blocks are free.
-        """
+        """Until when P keeps the blocks of the whole prompt although D takes nothing; None while it is not
+        computed. `paused_since`: when P was paused, if it is: /pause may wait until all blocks are free."""
         if self.prompt.state is not PromptPhase.COMPUTED:
             return None
         end = self._moved + self.terms.wait
@@ -464,15 +451,6 @@ class Sender:
             )
         nothing = f"D has taken nothing of this prompt for {self.terms.wait:g} s (wait_seconds)"
         return self.abort(f"{nothing}: P has let its KV go")
-
-    # Inside.
-
-    def _numbers(self, assignment: Assignment) -> dict[int, Sequence[int]]:
-        """By KV group, the numbers on this rank of the layers that are owed."""
-        return {
-            group: self._layers[group][edge.source_layer : edge.source_layer + len(edge.layers)]
-            for group, edge in assignment.edges.items()
-        }
 
     def _open(self) -> list[tuple[int, SendState]]:
         return [(rank, send) for rank, send in self.sends.items() if not send.machine.ended]
@@ -520,6 +498,3 @@ class Sender:
 
     def _all_claimed(self) -> bool:
         return self.expects is not None and self.expects <= self.sends.keys()
-
-    def __repr__(self) -> str:
-        return f"<{self.prompt} {' '.join(map(repr, (send.machine for send in self.sends.values())))}>"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import aiohttp
 
@@ -24,12 +23,8 @@ from .registry import Registry
 
 
 class Membership:
-    """Keeps one registry up to date, and sends D's the P's that they may be paired with.
-
-    Args:
-        session: asks instances; not closed here.
-        clock: monotonic seconds.
-    """
+    """Keeps one registry up to date, and sends D's the P's that they may be paired with. The session asks
+    instances and is not closed here; `clock` is monotonic seconds."""
 
     def __init__(
         self,
@@ -43,13 +38,13 @@ class Membership:
         self.partners = PartnerLists(self.registry)
         self._session = session
         self._listeners: list[Listener] = []
-        self._watches: list[Callable[[], Coroutine[Any, Any, None]]] = [self.prober.run]
+        self._watches: list[ListedWatch] = []
 
     def take(self, ping: Ping, source: PingSource) -> None:
         """One ping, from a discovery socket or made up for a listed instance."""
         now = self.clock()
         if self.registry.observe(ping, now, source) is not None:
-            self.prober.hurry()
+            self.prober.hurry.set()
         self.partners.answer(ping, source, now)
 
     def on_change(self, call: Callable[[], None]) -> None:
@@ -58,20 +53,19 @@ class Membership:
 
     def listen(self, endpoint: str, members: Members | None = None) -> Listener:
         """Takes pings at this ZMQ endpoint, while it runs. Raises OSError if it cannot be bound."""
-        listener = Listener(endpoint, self.take, members)
-        self._listeners.append(listener)
-        self._watches.append(listener.run)
-        return listener
+        self._listeners.append(Listener(endpoint, self.take, members))
+        return self._listeners[-1]
 
     def watch(self, listed: Sequence[ListedInstance], members: Members | None = None) -> None:
         """These are there without a ping, as long as their /health answers, while it runs."""
-        for each in listed:
-            watch = ListedWatch(each, self._session, self.registry, self.take, members, self.clock)
-            self._watches.append(watch.run)
+        self._watches += (
+            ListedWatch(each, self._session, self.registry, self.take, members, self.clock) for each in listed
+        )
 
     async def run(self) -> None:
         """Until cancelled."""
-        await asyncio.gather(*(each() for each in self._watches))
+        members: list[Prober | Listener | ListedWatch] = [self.prober, *self._listeners, *self._watches]
+        await asyncio.gather(*(each.run() for each in members))
 
     def close(self) -> None:
         """Frees the ports. Idempotent."""

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
 from typing import Literal, Protocol
 
@@ -81,13 +80,8 @@ class PingSource(Protocol):
 
 @dataclass(eq=False)
 class ListedSource:
-    """In place of such a connection, of an instance that the command line lists. An instance's own
-    pings count more.
-
-    Attributes:
-        answers: its port does.
-        pinged: it has pinged by itself since.
-    """
+    """In place of such a connection, of an instance that the command line lists, and whose port answers. Its
+    own pings count more: whether it has `pinged` since."""
 
     answers: bool = True
     pinged: bool = False
@@ -103,13 +97,11 @@ class ListedSource:
 class Breaker:
     """Whether an instance that fails again and again is given requests.
 
-    It opens when many of the latest requests failed. After a pause it lets one request through, the trial: if
-    that succeeds the breaker closes, if it fails the next pause is about twice as long; what becomes of other
-    requests decides nothing. A trial that ends without an outcome, because its client left, or that has none
-    for long, makes room for another.
-
-    Args:
-        uniform: draws the jitter of its pauses.
+    It opens when many of the latest requests failed. After a pause, to which `uniform` draws the jitter, it
+    lets one request through, the trial: if that succeeds the breaker closes, if it fails the next pause is
+    about twice as long; what becomes of other requests decides nothing. A trial that ends without an outcome,
+    because its client left, or that has none for long, makes room for another; until there is one its outcome
+    may still come.
 
     Attributes:
         opened: how often in a row it has opened; 0 when it has no past.
@@ -121,10 +113,9 @@ class Breaker:
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_BREAKER_OUTCOMES)
         self._resume: float | None = None
         self._trial: object | None = None
-        self._left: object | None = None
-        """A trial that has ended without an outcome: one that comes later counts, until there is another."""
-        self._patience = 0.0
-        self._last_failure = float("-inf")
+        self._patience = -math.inf
+        """Until then no other may be the trial."""
+        self._last_failure = -math.inf
         self.opened = 0
         self.changed: Callable[[], None] = lambda: None
 
@@ -134,32 +125,26 @@ class Breaker:
 
     def admits(self, now: float) -> bool:
         """Whether a request may be sent now."""
-        if self._resume is None:
-            return True
-        return now >= self._resume and (self._trial is None or now >= self._patience)
+        return self._resume is None or now >= max(self._resume, self._patience)
 
     def sent(self, owner: object, now: float) -> None:
         """`owner` has been chosen for this instance; if the pause is over, it is the trial."""
         if self._resume is not None and self.admits(now):
-            self._trial, self._left = owner, None
-            self._patience = now + _BREAKER_LONGEST_PAUSE
+            self._trial, self._patience = owner, now + _BREAKER_LONGEST_PAUSE
 
     def given_up(self, owner: object) -> None:
         """`owner` has ended, perhaps without an outcome: then another one may be the trial."""
         if self._trial is owner:
-            self._trial, self._left = None, owner
-
-    def _is_trial(self, owner: object | None) -> bool:
-        return owner is not None and (owner is self._trial or owner is self._left)
+            self._patience = -math.inf
 
     def succeeded(self, now: float, owner: object | None = None) -> bool:
         """`owner` got an answer. True if that closes the breaker."""
         if self._resume is None:
             self._outcomes.append((now, True))
             return False
-        if not self._is_trial(owner):
+        if owner is None or owner is not self._trial:
             return False  # asked before the pause, or in it for want of another
-        self._resume = self._trial = self._left = None
+        self._resume = self._trial = None
         self._outcomes.clear()
         self.changed()
         return True
@@ -171,36 +156,30 @@ class Breaker:
         self._last_failure = now
         if self._resume is None:
             self._outcomes.append((now, False))
-            bad = self._too_many(now)
+            recent = [success for when, success in self._outcomes if now - when <= _BREAKER_WINDOW_SECONDS]
+            failures = recent.count(False)
+            bad = failures >= _BREAKER_FAILURES and failures >= _BREAKER_SHARE * len(recent)
         else:
-            bad = self._is_trial(owner)
+            bad = owner is not None and owner is self._trial
         if bad:
-            self._open(now)
+            self.opened += 1
+            longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
+            self._resume = now + self._uniform(longest / 2, longest)
+            self._trial, self._patience = None, -math.inf
+            self.changed()
         return bad
 
     def clear(self) -> None:
         """Forget all outcomes: they predict nothing."""
         self._outcomes.clear()
         self._resume = self._trial = None
-        self._last_failure = float("-inf")
+        self._last_failure = -math.inf
         self.opened = 0
         self.changed()
 
     def forgettable(self, now: float) -> bool:
         """Whether it has no past that matters."""
         return now - self._last_failure > _BREAKER_FORGET_SECONDS
-
-    def _too_many(self, now: float) -> bool:
-        recent = [success for when, success in self._outcomes if now - when <= _BREAKER_WINDOW_SECONDS]
-        failures = recent.count(False)
-        return failures >= _BREAKER_FAILURES and failures >= _BREAKER_SHARE * len(recent)
-
-    def _open(self, now: float) -> None:
-        self.opened += 1
-        longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
-        self._resume = now + self._uniform(longest / 2, longest)
-        self._trial = self._left = None
-        self.changed()
 
 
 class _Candidacy:
@@ -221,20 +200,23 @@ class _Candidacy:
 @dataclass(eq=False)
 class Instance:
     """One living engine: an instance, or a data-parallel rank of one, which may share its HTTP server with
-    others. A restart makes a new one.
+    others. A restart makes a new one. It is `drained` for an operator of the proxy's, and `paused` by vLLM's
+    /pause.
 
     Attributes:
         ping: what is equal in all its pings, see `lasting`.
-        last_seen: when that came.
         report: of the last ping that had one.
-        last_answer: when it answered last, or began to: a first token of a D, a P's answer.
+        last_sign: when it last pinged or answered, or began to: a first token of a D, a P's answer.
         life: seconds without either after which it counts as silent.
         source: where from; None if that is not known, and then any other may take its address.
         healthy: its /health has answered 200, and its port has not been found closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
-        context: tokens of its models' context; 0 while unknown.
+        context: tokens; 0 while unknown.
         kind: equal for instances that `matches` treats alike.
-        in_flight: requests that this proxy has open there.
+        written_addresses: as they may stand in its answers.
+        name: its address, and which of the replicas there it is: the same after a restart.
+        cache: names its cache of KV, which is empty after a restart.
+        point: where it lies on the ring of partners; the same after a restart.
         places: requests that have a place at this D and have not ended.
         alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
         coming: requests that this P has been chosen for, and that are not in flight yet.
@@ -242,13 +224,8 @@ class Instance:
             the requests that have a place at this D.
         turn: the number of the latest choice that fell on it.
         order: the smaller, the less busy: work in tokens, requests, turn.
-        room: places of this D at most.
-        full: the D's whose places are all taken; it is in there, too, while it is one of them.
+        full: the D's whose `room` for places is taken; it is in there, too, while it is one of them.
         changed: called when it may be given requests and could not before, or the other way round.
-        neighbours: the others behind its HTTP server.
-        breaker: whether it is given requests, after what became of the last ones.
-        drained: it gets no new requests, because an operator has asked the proxy for it.
-        paused: it gets none, because vLLM's /pause has been called there.
         left: when it said goodbye; None if it has not.
     """
 
@@ -269,7 +246,6 @@ class Instance:
     breaker: Breaker = field(default_factory=Breaker)
     order: tuple[float, int, int] = (0.0, 0, 0)
     left: float | None = None
-    last_answer: float = -math.inf
     report: WorkloadReport | None = None
     kind: Kind = field(init=False)
     changed: Callable[[], None] = field(default=lambda: None)
@@ -279,7 +255,15 @@ class Instance:
     _ends: set[Callable[[Loss], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.role: InstanceRole = self.ping.type
+        ping, self.last_sign = self.ping, self.last_seen
+        http, self.zmq_address = Address.parse(ping.http_address), Address.parse(ping.zmq_address)
+        self.role: InstanceRole = ping.type
+        self.key: InstanceKey = self.role, http, ping.dp_rank
+        self.url = f"http://{http}"
+        self.written_addresses = tuple({ping.http_address, ping.zmq_address, str(self.zmq_address)})
+        self.name = f"{ping.http_address}/{ping.dp_rank}"
+        self.cache = self.name, ping.incarnation
+        self.point = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest())
         self.learn(frozenset())
 
     def learn(self, served: frozenset[str], context: int = 0) -> None:
@@ -302,38 +286,6 @@ class Instance:
     def fits_unknown(self) -> bool:
         """Whether it is not known what it fits: it is listed, and its ranks have not answered."""
         return isinstance(self.source, ListedSource) and not self.ping.fit
-
-    @cached_property
-    def key(self) -> InstanceKey:
-        return self.ping.type, Address.parse(self.ping.http_address), self.ping.dp_rank
-
-    @cached_property
-    def url(self) -> str:
-        return f"http://{Address.parse(self.ping.http_address)}"
-
-    @cached_property
-    def zmq_address(self) -> Address:
-        return Address.parse(self.ping.zmq_address)
-
-    @cached_property
-    def written_addresses(self) -> tuple[str, ...]:
-        """As they may stand in its answers."""
-        return tuple({self.ping.http_address, self.ping.zmq_address, str(self.zmq_address)})
-
-    @cached_property
-    def name(self) -> str:
-        """Its address, and which of the replicas there it is: the same after a restart."""
-        return f"{self.ping.http_address}/{self.ping.dp_rank}"
-
-    @cached_property
-    def cache(self) -> tuple[str, str]:
-        """Names its cache of KV, which is empty after a restart."""
-        return self.name, self.ping.incarnation
-
-    @cached_property
-    def point(self) -> int:
-        """Where it lies on the ring of partners; the same after a restart."""
-        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest())
 
     @property
     def replica(self) -> int | None:
@@ -362,18 +314,14 @@ class Instance:
         return "ready" if self.breaker.closed else "paused"
 
     def answered(self, now: float) -> None:
-        """What it has computed shows that it lives, as a ping does: pings alone may be lost, of half a fleet
-        at once, whose other half must not get all requests then."""
-        self.last_answer = now
-
-    @property
-    def last_sign(self) -> float:
-        """When it was last seen to live."""
-        return max(self.last_seen, self.last_answer)
+        """This shows that it lives, as a ping does: pings of half a fleet may be lost at once, and its other
+        half must not get all requests then."""
+        self.last_sign = max(self.last_sign, now)
 
     def pinged(self, ping: Ping, now: float) -> None:
         """Takes in when this ping of its came, and what its scheduler has to do."""
         self.last_seen = max(self.last_seen, now)
+        self.last_sign = max(self.last_sign, now)
         if ping.workload is not None:
             self.report = WorkloadReport(ping.workload, now - ping.workload.age)
 
@@ -402,31 +350,22 @@ class Instance:
             return mine.fit == theirs.fit
         return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
 
-    def take_place(self, *, alone: bool, tokens: int = 0) -> None:
-        """This D gets one request more; `alone`: it computes the prompt in a P's place."""
-        self.places += 1
-        self.alone += alone
-        self._weigh(tokens)
+    def count_place(self, more: int, *, alone: bool, tokens: int = 0) -> None:
+        """This D gets so many requests `more`, of so many tokens each; -1: one has ended, or goes elsewhere.
+        `alone`: it computes the prompt in a P's place."""
+        self.places += more
+        self.alone += more * alone
+        self._weigh(more * tokens)
         if self.places >= self.room:
             self.full.add(self)
-
-    def leave_place(self, *, alone: bool, tokens: int = 0) -> None:
-        """That request has ended, or goes elsewhere."""
-        self.places -= 1
-        self.alone -= alone
-        self._weigh(-tokens)
-        if self.places < self.room:
+        else:
             self.full.discard(self)
 
-    def expect(self, tokens: int = 0) -> None:
-        """This P has been chosen for one request more."""
-        self.coming += 1
-        self._weigh(tokens)
-
-    def expect_no_more(self, tokens: int = 0) -> None:
-        """That request is in flight now, has ended, or goes elsewhere."""
-        self.coming -= 1
-        self._weigh(-tokens)
+    def expect(self, more: int, tokens: int = 0) -> None:
+        """This P has been chosen for so many requests `more`; -1: one is in flight, has ended, or goes
+        elsewhere."""
+        self.coming += more
+        self._weigh(more * tokens)
 
     @contextmanager
     def busy(self, end: Callable[[Loss], None], tokens: int = 0) -> Iterator[None]:

@@ -69,13 +69,8 @@ class ListedInstance:
 
 @dataclass(eq=False)
 class ListedWatch:
-    """Keeps one listed instance in the registry for as long as it answers.
-
-    Attributes:
-        take: takes in what stands for a ping.
-        members: of whom rank 0 is one, if there is a secret.
-        clock: the registry's.
-    """
+    """Keeps one listed instance in the registry for as long as it answers: `take` takes in what stands for
+    its pings. If there is a secret, rank 0 is one of the `members`."""
 
     listed: ListedInstance
     session: aiohttp.ClientSession
@@ -119,13 +114,11 @@ class ListedWatch:
             if is_ours(error):
                 return  # for want of a descriptor of this proxy's: nothing is known of the instance
             trouble = f"its /health cannot be asked: {error}"
-        if trouble:
-            self._down(trouble)
-        elif not self._source.pinged:
-            await self._up()
-        # Else it has said goodbye, or is lost: it may be stopping, and counts when /health has failed once.
-
-    def _down(self, trouble: str) -> None:
+        if not trouble:
+            if not self._source.pinged:
+                await self._up()
+            # Else it has said goodbye or is lost, and may be stopping: it counts after a /health that failed.
+            return
         known = self.registry.at(self.listed.key)
         if known is not None and known.source is self._source:
             known.healthy = False  # until its /health answers again
@@ -151,14 +144,8 @@ class ListedWatch:
         try:
             report = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self.members)
             rank = msgspec.convert(report, _Rank)
-            full = msgspec.structs.replace(
-                ping,
-                tp_size=rank.ranks,
-                version=DISCOVERY_VERSION,
-                incarnation=rank.incarnation,
-                protocol=rank.protocol,
-                fit=rank.fit,
-            )
+            known = {"incarnation": rank.incarnation, "protocol": rank.protocol, "fit": rank.fit}
+            full = msgspec.structs.replace(ping, tp_size=rank.ranks, version=DISCOVERY_VERSION, **known)
             full = decode_ping(encode_ping(full))  # within the bounds of a ping
         except (TimeoutError, ValueError, zmq.ZMQError) as error:
             self._log(f"what it fits is not known, so it is paired with any other: {error}")

@@ -20,7 +20,6 @@ from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
 
-_FRAMES = 2  # the peer's identity, which ZMQ adds, and the ping
 _COMPLAIN_SECONDS = 10.0
 # Messages that are taken in before other work gets its turn. With one at a time a loop that is busy with
 # streams would take in pings more slowly than they come, and a goodbye would wait behind them.
@@ -31,18 +30,21 @@ _BURST = 16
 class PingConnection:
     """A PingSource. libzmq gives each connection an identity of its own."""
 
-    listener: Listener
+    router: zmq.asyncio.Socket
     identity: bytes
-
-    @property
-    def member(self) -> bool:
-        return self.listener.guarded
+    member: bool
 
     def stands(self) -> bool:
-        return self.listener.reaches(self.identity)
+        """An empty message, which no instance reads, could be sent to it."""
+        return isinstance(self._send(b""), zmq.Again | None)
 
     def answer(self, frame: bytes) -> bool:
-        return self.listener.send(self.identity, frame)
+        return self._send(frame) is None
+
+    def _send(self, frame: bytes) -> BaseException | None:
+        # With this flag it has been tried by the time that the future is there.
+        sent = self.router.send_multipart([self.identity, frame], zmq.DONTWAIT)
+        return cast("asyncio.Future[None]", sent).exception()
 
 
 Take = Callable[[Ping, PingConnection], None]
@@ -56,15 +58,13 @@ class Listener:
         members: whose pings are taken; None for all, in the clear.
 
     Attributes:
-        endpoint: where it is bound.
-        guarded: only members get through.
         refused: how many messages were no pings.
         shut_out: how many connections failed in the handshake.
     """
 
     def __init__(self, endpoint: str, take: Take, members: Members | None = None) -> None:
         self._take = take
-        self.guarded = members is not None
+        self._guarded = members is not None
         self._context = zmq.asyncio.Context()
         self._zap = ZapHandler(members, None)
         self._asked = cast("zmq.asyncio.Socket", self._zap.open(self._context))
@@ -103,11 +103,31 @@ class Listener:
                 await asyncio.sleep(0)  # a flood must not starve the requests
 
     async def _take_ping(self) -> None:
+        frames = await self._receive()
         try:
-            self._handle(await self._receive())
+            if len(frames) != 2:
+                raise BadPing(
+                    f"a discovery ping is one frame without a delimiter, this had {len(frames) - 1} or more"
+                )
+            ping = decode_ping(frames[1])
         except BadPing as error:
             self.refused += 1
             self._complain(f"discovery message refused ({self.refused} so far): {error}")
+        else:
+            self._take(ping, PingConnection(self._router, frames[0], self._guarded))
+
+    async def _receive(self) -> list[bytes]:
+        """One message: the peer's identity, which ZMQ adds, and its frames, no more than one too many."""
+        frames: list[bytes] = []
+        more = True
+        while more:
+            frame = await self._router.recv()
+            more = bool(self._router.getsockopt(zmq.RCVMORE))
+            if len(frames) <= 2:
+                frames.append(frame)
+            else:
+                await asyncio.sleep(0)
+        return frames
 
     async def _admit(self) -> None:
         """Answers one question of libzmq's about who wants to connect."""
@@ -124,46 +144,12 @@ class Listener:
                 f"a connection to {self.endpoint} was refused ({self.shut_out} so far): {failure.detail}"
             )
 
-    def reaches(self, identity: bytes) -> bool:
-        """Whether a connection stands: an empty message, which no instance reads, could be sent to it."""
-        failure = self._try(identity, b"")
-        return failure is None or isinstance(failure, zmq.Again)
-
-    def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send one message to a connection; whether it stands and has room."""
-        return self._try(identity, frame) is None
-
-    def _try(self, identity: bytes, frame: bytes) -> BaseException | None:
-        # With this flag it has been tried by the time that the future is there.
-        sent = self._router.send_multipart([identity, frame], zmq.DONTWAIT)
-        return cast("asyncio.Future[None]", sent).exception()
-
     def close(self) -> None:
         """Frees the port. Idempotent."""
         self._watch.close()
         self._router.close(linger=0)
         self._asked.close(linger=0)
         self._context.term()
-
-    async def _receive(self) -> list[bytes]:
-        """One message; of its frames no more than one too many are kept."""
-        frames: list[bytes] = []
-        more = True
-        while more:
-            frame = await self._router.recv()
-            more = bool(self._router.getsockopt(zmq.RCVMORE))
-            if len(frames) <= _FRAMES:
-                frames.append(frame)
-            else:
-                await asyncio.sleep(0)
-        return frames
-
-    def _handle(self, frames: list[bytes]) -> None:
-        if len(frames) != _FRAMES:
-            raise BadPing(
-                f"a discovery ping is one frame without a delimiter, this had {len(frames) - 1} or more"
-            )
-        self._take(decode_ping(frames[1]), PingConnection(self, frames[0]))
 
     def _complain(self, sentence: str) -> None:
         """One line in ten seconds, however much garbage comes."""

@@ -25,17 +25,15 @@ RING_SECONDS = 1.0
 REPEAT_SECONDS = 60.0
 
 
-class _Ring:
-    """Some P's in the order of the hashes of their names."""
+_Ring = list[tuple[int, str]]
+"""The points of some P's, in order, and their ZMQ addresses."""
 
-    def __init__(self, members: list[Instance]) -> None:
-        self._members = sorted((each.point, each.ping.zmq_address) for each in members)
 
-    def after(self, point: int, most: int) -> Iterator[str]:
-        """Addresses from `point` on, once around, at most so many."""
-        first = bisect_left(self._members, (point, ""))
-        for step in range(min(most, len(self._members))):
-            yield self._members[(first + step) % len(self._members)][1]
+def _after(ring: _Ring, point: int, most: int) -> Iterator[str]:
+    """Addresses from `point` on, once around, at most so many."""
+    first = bisect_left(ring, (point, ""))
+    for step in range(min(most, len(ring))):
+        yield ring[(first + step) % len(ring)][1]
 
 
 class PartnerLists:
@@ -51,9 +49,9 @@ class PartnerLists:
         """Send the sender of this ping its partners, unless it knows them or did not ask."""
         if ping.type == "P" or ping.leaving or not ping.partners:
             return
-        instance = self._registry.sender(ping, source)
-        if instance is None:
-            return
+        instance = self._registry.of(ping)
+        if instance is None or instance.source != source:
+            return  # it is not registered, or from another source
         frame = encode_partners(self.of(instance, now))
         known, sent, when = self._sent.get(instance, (None, b"", now))
         if (known, sent) == (source, frame) and now - when < REPEAT_SECONDS:
@@ -66,7 +64,7 @@ class PartnerLists:
         that get requests now. A drained P gets none, so it is left out."""
         most = min(decode.ping.partners, MAX_PARTNERS)
         around = self._around(decode, now)
-        found = chain.from_iterable(ring.after(decode.point, most + 1) for ring in around)
+        found = chain.from_iterable(_after(ring, decode.point, most + 1) for ring in around)
         others = (address for address in found if address != decode.ping.zmq_address)
         return [address for address, _ in zip(others, range(most), strict=False)]
 
@@ -75,25 +73,18 @@ class PartnerLists:
         if now - self._made >= RING_SECONDS:
             self._rings, self._made = {}, now
         if decode.kind not in self._rings:
-            fitting = [
-                each for each in self._registry.known("P") if each.matches(decode) and not each.drained
-            ]
-            ready = set(self._registry.routable("P", now))
-            self._rings[decode.kind] = (
-                _Ring([each for each in fitting if each in ready]),
-                _Ring([each for each in fitting if each not in ready]),
-            )
+            ready, well, others = set(self._registry.routable("P", now)), _Ring(), _Ring()
+            for each in self._registry.known("P"):
+                if each.matches(decode) and not each.drained:
+                    (well if each in ready else others).append((each.point, each.ping.zmq_address))
+            self._rings[decode.kind] = sorted(well), sorted(others)
         return self._rings[decode.kind]
 
 
 class Nearby:
-    """With which D's a P makes pairs in a fleet in which not every pair can keep its link: those that connect
-    to it before any request, as `PartnerLists` has told them. A request for another pair would have to build
-    a link, and close one that others need.
-
-    Args:
-        most: links that an instance keeps.
-    """
+    """With which D's a P makes pairs in a fleet where an instance keeps links to `most` others only: those
+    that connect to it before any request, as `PartnerLists` has told them. A request for another pair would
+    have to build a link, and close one that others need."""
 
     def __init__(self, prefillers: Sequence[Instance], decoders: Sequence[Instance], most: int) -> None:
         self._ps = sorted(each.point for each in prefillers)

@@ -17,6 +17,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -48,51 +49,39 @@ class _Models(msgspec.Struct):
 _models = msgspec.json.Decoder(_Models)
 
 
+@dataclass(eq=False)
 class Prober:
-    """Makes instances routable, and keeps the registry free of dead ones.
+    """Makes instances routable, and keeps the registry, whose clock this is, free of dead ones. `changed` is
+    called when an instance may have become routable, and once in a while."""
 
-    Args:
-        clock: the registry's.
-
-    Attributes:
-        changed: called when an instance may have become routable, and once in a while.
-    """
-
-    def __init__(
-        self, session: aiohttp.ClientSession, registry: Registry, clock: Callable[[], float]
-    ) -> None:
-        self._session = session
-        self._registry = registry
-        self._clock = clock
-        self.changed: Callable[[], None] = lambda: None
-        self._hurry = asyncio.Event()
-        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
-        self._gone: set[Instance] = set()
-        """Instances that are no longer registered, and have requests or were chosen for some."""
-
-    def hurry(self) -> None:
-        """A new instance is there: probe without waiting for the next round."""
-        self._hurry.set()
+    _session: aiohttp.ClientSession
+    _registry: Registry
+    _clock: Callable[[], float]
+    changed: Callable[[], None] = lambda: None
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """A new instance is there: probe without waiting for the next round."""
+    _complaints: RateLimit = field(default_factory=lambda: RateLimit(seconds=_COMPLAIN_SECONDS))
+    _gone: set[Instance] = field(default_factory=set)
+    """Instances that are no longer registered, and have requests or were chosen for some."""
 
     async def run(self) -> None:
         """Probes until cancelled."""
         while True:
-            self._hurry.clear()
+            self.hurry.clear()
             try:
                 await self.round()
             except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
-                    await self._hurry.wait()
+                    await self.hurry.wait()
             except TimeoutError:
                 continue
 
     async def round(self) -> None:
         """Asks each once that has to be asked now."""
         now = self._clock()
-        self._gone.update(self._registry.expire(now))
-        self._gone = {each for each in self._gone if each.load}
+        self._gone = {each for each in self._gone.union(self._registry.expire(now)) if each.load}
         doubtful = {*self._registry.late(now), *self._gone}
         await asyncio.gather(
             *(self._probe(instance) for instance in self._registry.unready()),
@@ -105,8 +94,15 @@ class Prober:
         one that has said goodbye, or only pings no more, those whose answer has not begun. See Call.lose."""
         try:
             await self._health(instance)
-            if instance.left is None and self._registry.overdue(instance, self._clock()):
-                self._hung(instance)
+            if instance.left is None and self._registry.overdue(instance, now := self._clock()):
+                if self._complaints.admits(instance.name):
+                    logger.warning(
+                        "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so "
+                        "requests that it has not begun to answer go to others, where there are any",
+                        instance,
+                        now - instance.last_seen,
+                    )
+                instance.lost("hung")
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
             now = self._clock()
@@ -126,16 +122,6 @@ class Prober:
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
 
-    def _hung(self, instance: Instance) -> None:
-        if self._complaints.admits(instance.name):
-            logger.warning(
-                "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so requests "
-                "that it has not begun to answer go to others, where there are any",
-                instance,
-                self._clock() - instance.last_seen,
-            )
-        instance.lost("hung")
-
     async def _health(self, instance: Instance) -> bool:
         async with self._session.get(
             f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
@@ -144,16 +130,14 @@ class Prober:
 
     async def _probe(self, instance: Instance) -> None:
         try:
-            ready = await self._health(instance)
-            if ready:
-                await self._learn_models(instance)
+            if not await self._health(instance):
+                return
+            await self._learn_models(instance)
         except (aiohttp.ClientError, OSError) as error:
             logger.debug("%s is not ready: %r", instance, error)
-            return
         except Exception:  # one instance's answer must not end the probing of all
             logger.exception("%s could not be probed", instance)
-            return
-        if ready:
+        else:
             instance.healthy = True
             logger.info("%s is ready", instance)
             self.changed()
@@ -166,20 +150,16 @@ class Prober:
         ) as answer:
             try:
                 if answer.status == 200:
-                    listed = _models.decode(await _read(answer)).data
+                    body = bytearray()
+                    async for chunk in answer.content.iter_any():
+                        body += chunk
+                        if len(body) > _MOST_BYTES:
+                            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+                    listed = _models.decode(body).data
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)
         context = max((model.max_model_len or 0 for model in listed), default=0)
         instance.learn(frozenset(model.id for model in listed), context)
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    return bytes(body)
 
 
 # What this machine may lack for one connection more: descriptors, ports, memory.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
 from p2pkv.control.discovery import Ping, are_alike, goodbye, lasting
@@ -53,6 +54,7 @@ def random_turn() -> int:
     return -random.randrange(1 << 30)
 
 
+@dataclass(eq=False)
 class Registry:
     """The living instances, one for each (role, HTTP address, data-parallel rank).
 
@@ -64,37 +66,33 @@ class Registry:
     Attributes:
         claims_refused: pings under the address of another live instance.
         full: the D's whose places are all taken.
-        version: grows whenever an instance comes, goes, or may be given requests that it might not before, or
-            the other way round; unless time alone is the reason.
+        version: grows when an instance comes, goes, or may be given requests and could not before, or the
+            other way round; unless time alone is the reason.
     """
 
-    def __init__(
-        self,
-        life: float = LIFE,
-        capacity: int = MAX_INSTANCES,
-        lease: float = LEASE,
-        first_turn: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._first_turn = first_turn
-        self._life = life
-        self._lease = max(life, lease)
-        self._silent: set[Instance] = set()
-        self._leavers: list[Instance] = []
-        """Those that have said goodbye since the last `expire`."""
-        self._misfits: set[Instance] = set()
-        """Those that the log has named."""
-        self._capacity = capacity
-        self.claims_refused = 0
-        self.version = 0
-        self._room = float("inf")
-        self.full: set[Instance] = set()
-        # Once a minute: the other one tries again every few seconds.
-        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
-        self._instances: dict[InstanceKey, Instance] = {}
-        self._breakers: dict[InstanceKey, Breaker] = {}
-        """A crash is no way to get a clean record: they outlive their instances for a while."""
-        self._drained: dict[InstanceKey, str] = {}
-        """Who is drained, and in which incarnation: a restart ends it, a lost connection does not."""
+    life: float = LIFE
+    capacity: int = MAX_INSTANCES
+    lease: float = LEASE
+    first_turn: Callable[[], int] = lambda: 0
+    claims_refused: int = 0
+    version: int = 0
+    full: set[Instance] = field(default_factory=set)
+    _room: float = float("inf")
+    _instances: dict[InstanceKey, Instance] = field(default_factory=dict)
+    _leavers: list[Instance] = field(default_factory=list)
+    """Those that have said goodbye since the last `expire`."""
+    _silent: set[Instance] = field(default_factory=set)
+    _misfits: set[Instance] = field(default_factory=set)
+    """Those that the log has named."""
+    _breakers: dict[InstanceKey, Breaker] = field(default_factory=dict)
+    """A crash is no way to get a clean record: they outlive their instances for a while."""
+    _drained: dict[InstanceKey, str] = field(default_factory=dict)
+    """Who is drained, and in which incarnation: a restart ends it, a lost connection does not."""
+    # Once a minute: the other one tries again every few seconds.
+    _complaints: RateLimit = field(default_factory=lambda: RateLimit(seconds=_COMPLAIN_SECONDS))
+
+    def __post_init__(self) -> None:
+        self.lease = max(self.life, self.lease)
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
@@ -103,9 +101,9 @@ class Registry:
             known.pinged(ping, now)
             self._renew(known, ping.paused, source)
             return None
-        newcomer = Instance(lasting(ping), now, source, self._life)
+        newcomer = Instance(lasting(ping), now, source, self.life)
         newcomer.pinged(ping, now)
-        newcomer.take_turn(self._first_turn())
+        newcomer.take_turn(self.first_turn())
         newcomer.paused = ping.paused
         known = self._instances.get(newcomer.key)
         if ping.leaving:
@@ -115,9 +113,9 @@ class Registry:
         if holder is not None:
             self._refuse(newcomer, holder, now)
             return None
-        if known is None and len(self._instances) >= self._capacity:
+        if known is None and len(self._instances) >= self.capacity:
             if self._complaints.admits("full", now):
-                logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
+                logger.warning("%s ignored: %d instances are known already", newcomer, self.capacity)
             return None
         if known is not None and isinstance(known.source, ListedSource) and source != known.source:
             known.source.pinged = True
@@ -162,26 +160,24 @@ class Registry:
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
-        others = [
-            each
-            for each in self._instances.values()
-            if (newcomer.role == "both" or each.may_be(newcomer.role))
-            and each.ping.zmq_address == newcomer.ping.zmq_address
-            and each.url != newcomer.url
-        ]
-        candidates = others if known is None else [known, *others]
-        return next((each for each in candidates if self._holds(each, newcomer, now)), None)
+        for each in self._instances.values():
+            same = (
+                (newcomer.role == "both" or each.may_be(newcomer.role))
+                and each.ping.zmq_address == newcomer.ping.zmq_address
+                and each.url != newcomer.url
+            )
+            if (same or each is known) and self._holds(each, newcomer, now):
+                return each
+        return None
 
     def _holds(self, holder: Instance, newcomer: Instance, now: float) -> bool:
         """Whether the holder still is who it was, as far as its own connection shows. A ping of
         a sender without the key does not keep a member out."""
-        if holder.source is None or holder.source == newcomer.source:
-            return False
-        if isinstance(holder.source, ListedSource):
+        if holder.source in (None, newcomer.source) or isinstance(holder.source, ListedSource):
             return False
         if newcomer.source is not None and newcomer.source.member and not holder.source.member:
             return False
-        return now - holder.last_seen <= self._life * _DOUBT and holder.source.stands()
+        return now - holder.last_seen <= self.life * _DOUBT and holder.source.stands()
 
     def _refuse(self, newcomer: Instance, holder: Instance, now: float) -> None:
         self.claims_refused += 1
@@ -203,7 +199,8 @@ class Registry:
         if self._holds(known, leaver, now):
             self._refuse(leaver, known, now)
         else:
-            self._remove(known)
+            del self._instances[known.key]
+            self._change()
             self._breakers.pop(known.key, None)
             self._drained.pop(known.key, None)
             known.left = now
@@ -236,14 +233,17 @@ class Registry:
         call."""
         dead = [instance for instance in self._instances.values() if not self.alive(instance, now)]
         for instance in dead:
-            self._remove(instance)
+            del self._instances[instance.key]
+            self._change()
             lost = "" if self.overdue(instance, now) else ", and its connection is closed"
             logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
         self._log_silent(now)
         self._log_misfits()
-        for key in [key for key in self._breakers if key not in self._instances]:
-            if self._breakers[key].forgettable(now):
-                del self._breakers[key]
+        self._breakers = {
+            key: each
+            for key, each in self._breakers.items()
+            if key in self._instances or not each.forgettable(now)
+        }
         leavers, self._leavers = self._leavers, []
         return dead + leavers
 
@@ -255,7 +255,7 @@ class Registry:
                 "and it is removed after %.0f s",
                 instance,
                 now - instance.last_seen,
-                self._lease,
+                self.lease,
             )
         for instance in self._silent - silent:
             if self._instances.get(instance.key) is instance:
@@ -268,13 +268,12 @@ class Registry:
         kinds: dict[tuple[InstanceRole, Kind], list[Instance]] = {}
         for each in self._instances.values():
             kinds.setdefault((each.role, each.kind), []).append(each)
-        # An instance of both roles fits itself.
         # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
         ones = [alike[0] for alike in kinds.values()]
         found: dict[Instance, Differences] = {}
         for one, alike in zip(ones, kinds.values(), strict=True):
             if one.role == "both":
-                continue
+                continue  # it fits itself
             partners = [other for other in ones if other.role != one.role and one.shares_model(other)]
             if partners and not any(one.fits(other) for other in partners):
                 found |= dict.fromkeys(alike, min((differences(one, each) for each in partners), key=len))
@@ -313,13 +312,8 @@ class Registry:
 
     def late(self, now: float) -> list[Instance]:
         """Those with requests in flight whose ping is late."""
-        late = now - self._life * _DOUBT
+        late = now - self.life * _DOUBT
         return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
-
-    def sender(self, ping: Ping, source: PingSource) -> Instance | None:
-        """Whose ping this is; None if its sender is not registered, or is registered from another source."""
-        known = self.of(ping)
-        return known if known is not None and known.source == source else None
 
     def of(self, ping: Ping) -> Instance | None:
         """The one whose latest ping this is."""
@@ -341,13 +335,8 @@ class Registry:
 
     def candidates(self) -> list[Instance]:
         """Those that are neither drained nor paused, and were healthy when they were last asked."""
-        return [
-            each for each in self._instances.values() if each.healthy and not (each.drained or each.paused)
-        ]
-
-    def _remove(self, instance: Instance) -> None:
-        del self._instances[instance.key]
-        self._change()
+        everyone = self._instances.values()
+        return [each for each in everyone if each.healthy and not (each.drained or each.paused)]
 
     def _change(self) -> None:
         self.version += 1
@@ -360,4 +349,4 @@ class Registry:
 
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
-        return now - instance.last_sign > self._lease
+        return now - instance.last_sign > self.lease

@@ -223,25 +223,23 @@ def timed(section: str, system: str, first: float, **more: Any) -> dict[str, Any
 
 def everything() -> dict[str, Any]:
     """A small run in which all was measured, and one system was not there."""
+    p_first = {"p": 2.1, "d": 0.1, "after": 0.1}
+    example = {"p": 2.6, "d": 0.4, "after": 0.4}
     records: list[dict[str, Any]] = []
     for number in range(5):
         records.append(timed("series", "plain", 2.0, round=number, gaps=[0.1, 0.1], answer=3))
         records.append(timed("series", "p2pkv", 2.205, round=number, p=2.1, d=2.205, after=0.105))
         records.append(timed("series", "p2pkv P first", 2.6, round=number, p=2.1, d=0.5, after=0.5))
-        records.append(
-            {"group": "p2pkv", "section": "decode", "system": "p2pkv", "round": number, "step": 0.1}
-        )
-        records.append(
-            {"group": "p2pkv", "section": "decode", "system": "p2pkv no naps", "round": number, "step": 0.1}
-        )
+        for system in ("p2pkv", "p2pkv no naps"):
+            decode = {"group": "p2pkv", "section": "decode", "system": system, "step": 0.1}
+            records.append({**decode, "round": number})
     for number in range(3):
         files = {"group": "files", "round": number}
         records.append(timed("lengths", "plain", 2.0, **files))
         records.append(timed("lengths", "p2pkv", 2.2 + number / 100, p=2.1, d=2.2, after=0.1, **files))
-        records.append(timed("lengths", "p2pkv P first", 2.2, p=2.1, d=0.1, after=0.1, **files))
-        records.append(timed("lengths", "Example", 3.0, p=2.6, d=0.4, after=0.4, **files))
-        records.append(timed("legs", "p2pkv P first", 2.2, p=2.1, d=0.1, after=0.1, **files))
-        records.append(timed("legs", "Example", 3.0, p=2.6, d=0.4, after=0.4, **files))
+        for section in ("lengths", "legs"):
+            records.append(timed(section, "p2pkv P first", 2.2, **p_first, **files))
+            records.append(timed(section, "Example", 3.0, **example, **files))
     failed = {"group": "nixl", "section": "lengths", "system": "NIXL", "tokens": 2000, "round": 0}
     records.append({**failed, "failed": "not answered within 60 s"})
     for name, first in (("plain", 1.0), ("p2pkv", 0.9), ("Example", 2.0)):
@@ -250,8 +248,9 @@ def everything() -> dict[str, Any]:
             | {"seconds": 2.0, "failed": ["it | broke"], "first": [first], "gaps": [0.05, 0.06]}
         )
     records.append(timed("small", "plain", 0.08, tokens=64, gaps=[0.04, 0.04]))
-    records.append(timed("small", "p2pkv", 0.13, tokens=64))
-    records.append(timed("small", "p2pkv P first", 0.14, tokens=64))
+    records += [
+        timed("small", name, at, tokens=64) for name, at in (("p2pkv", 0.13), ("p2pkv P first", 0.14))
+    ]
     for waits, first in ((False, 0.05), (True, 0.056)):
         arrived = {"group": "p2pkv", "section": "arrivals", "system": "p2pkv", "round": 0}
         records.append({**arrived, "waits": waits, "first": [first] * 10})

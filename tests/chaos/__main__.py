@@ -6,16 +6,14 @@ It has parts of a minute or more, each with engines of its own and a model, most
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import sys
-from collections import Counter
 from dataclasses import dataclass
 
 from chaos.jobs import GRACE
 from chaos.live_run import LiveRun, draw_machines
 from chaos.model import ONE_GROUP, Model, draw_hybrid
-from chaos.schedule import DECODES, KINDS, LEASE, PREFILLS, Fault, schedule
+from chaos.schedule import LEASE, Fault, schedule
 
 from p2pkv.protocol.handshake import REFUSED_FOR
 
@@ -55,30 +53,10 @@ def afterwards(live: LiveRun) -> None:
     live.turn_until(lambda: not live.jobs.open, 2 * (LEASE + GRACE) + 1, "the end of every request")
     quiet = live.now + REFUSED_FOR + 1  # a P that failed a handshake is left alone for so long
     live.turn_until(lambda: live.now >= quiet, REFUSED_FOR + 5, "silence")
-    if not live.turn_until(live.baseline, 10.0, "the baseline after the faults"):
-        live.broken(f"still held: {live.held()}")
-    for p, d in itertools.product(PREFILLS, DECODES):
-        live.ask(p, d)
-    live.turn_until(lambda: not live.jobs.open, LEASE + GRACE, "a transfer of every pair")
-    if not live.turn_until(live.baseline, 10.0, "the baseline at the end"):
-        live.broken(f"still held: {live.held()}")
+    live.rest()
+    live.ask_all()
+    live.rest()
     live.stop_all()
-
-
-def report(part: Part, live: LiveRun) -> None:
-    """What has happened, for a person."""
-    due = Counter(fault.kind for fault in part.faults)
-    print(f"seed {part.seed}: {live.faults.total()} faults in {live.now:.0f} s")
-    print(f"the model has {part.model}")
-    print("ranks: " + ", ".join(f"{name} {each.build.tp}" for name, each in live.machines.items()))
-    groups = sorted({name[0] for name, each in live.machines.items() if each.build.engines > 1})
-    print(f"one data-parallel instance: {' and '.join(groups) or 'none'}")
-    for kind in KINDS:
-        print(f"  {live.faults[kind]:5} of {due[kind]:4} planned  {kind}")
-    live.jobs.report()
-    print(f"{len(live.violations)} violations")
-    for each in live.violations:
-        print(f"  {each}")
 
 
 def main() -> int:
@@ -96,7 +74,8 @@ def main() -> int:
         with LiveRun(part.seed, draw_machines(part.seed, part.model)) as live:
             live.run(part.faults, part.seconds)
             afterwards(live)
-        report(part, live)
+        live.report(part.seed)
+        print(f"{len(live.violations)} violations", *live.violations, sep="\n  ")
         violations += len(live.violations)
     if not args.plan:
         print("FAIL" if violations else "PASS")

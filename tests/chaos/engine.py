@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -32,6 +32,7 @@ from faulty_links import Faults, FaultyLinks
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.engine import thread as thread_module
+from p2pkv.engine.core import Core
 from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
@@ -85,9 +86,27 @@ class Build:
         """Those of all ranks."""
         return [make_rank_pages(self.model, rank, self.tp, self.cut) for rank in range(self.ranks)]
 
+    def options(self, role: Literal["P", "D"], outside: Address, **more: Any) -> Options:
+        """Of an engine that advertises this address."""
+        return Options(
+            role=role, host=outside.host, kv_port=outside.port - self.index * self.ranks,
+            engine_index=self.index, engine_ranks=self.ranks, data_parallel=self.engines > 1,
+            lease_seconds=LEASE, verify=role == "P",  # it is enough that one side asks
+            **more,
+        )  # fmt: skip
+
+    def forward(
+        self, role: str, pages: list[RankPages], ranks: Sequence[Core], say: Callable[..., None],
+        broken: Callable[[str], None],
+    ) -> Forward:  # fmt: skip
+        """The forward thread of an engine with these ranks."""
+        crew = Crew(ranks, broken, [each.layers for each in pages])
+        side = PrefillSide if role == "P" else DecodeSide
+        return side(crew, Memory(self.model, pages), say, broken)
+
 
 class Side:
-    """A P or a D. `inside` is where it listens, `outside` what it advertises; `links` are a rank's own."""
+    """A P or a D. `inside`: where it listens; `outside`: what it advertises; `links`: those of a rank."""
 
     def __init__(
         self,
@@ -95,7 +114,7 @@ class Side:
         outside: Address,
         inside: Address,
         wire: Connection,
-        links: Callable[[], LinkFactory],
+        links: Callable[[str], LinkFactory],
         build: Build,
     ) -> None:
         self._wire = wire
@@ -106,25 +125,17 @@ class Side:
         thread_module.Endpoint = lambda place, *rest: Endpoint(  # type: ignore[misc, assignment]
             inside.shifted(place.port - outside.port), *rest
         )
-        self.links = [FaultyLinks(links(), Faults()) for _ in range(build.ranks)]
+        self.links = [FaultyLinks(links(inside.host), Faults()) for _ in range(build.ranks)]
         # What a P sends in shared memory lies in the windows of the D's ranks, each within its own staging.
         self._staging = STAGING * (MOST_TP * len(DECODES) if role == "P" else 1)
-        options = Options(
-            role=role, host=outside.host, kv_port=outside.port - build.index * build.ranks,
-            engine_index=build.index, engine_ranks=build.ranks, data_parallel=build.engines > 1,
-            lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
-            verify=role == "P",  # it is enough that one side asks
-            prefetch_bytes=STAGING,
-        )  # fmt: skip
+        room = {"staging_bytes": STAGING, "prefetch_bytes": STAGING, "chunk_bytes": 16384}
+        options = build.options(role, outside, secret=SECRET, **room)
         pages = build.pages()
-        self.memory = Memory(build.model, pages)
         self.ranks = [
             Rank(hello_of(options, build.model, each, its.kind), options, each.cache, its)
             for each, its in zip(pages, self.links, strict=True)
         ]
-        forward = PrefillSide if role == "P" else DecodeSide
-        crew = Crew(self.ranks, self.broken, [each.layers for each in pages])
-        self.forward: Forward = forward(crew, self.memory, self.say, self.broken)
+        self.forward = build.forward(role, pages, self.ranks, self.say, self.broken)
         self._thaw_at: float | None = None
         self._next_look = 0.0
         self._looks: list[deque[dict[str, int]]] = [deque() for _ in self.ranks]
@@ -175,6 +186,9 @@ class Side:
                     links.change(
                         flip_at=draw.randrange(4), flip_place=draw.random(), flip_bit=draw.randrange(8)
                     )
+            case "manner":
+                for links in self.links:
+                    vars(links.inner.manner).update(order["values"])  # type: ignore[attr-defined]
             case "baseline":
                 # What was to go wrong with a later message of a link must not do so in peace.
                 for links in self.links:
@@ -223,7 +237,7 @@ class Side:
             if value
         }
         empty = self.forward.empty()
-        self.say(baseline=empty and not busy, held=busy, blocks=self.memory.held)
+        self.say(baseline=empty and not busy, held=busy, blocks=self.forward.memory.held)
 
     def _count(self, rank: Rank, looks: deque[dict[str, int]]) -> None:
         counts = rank.counters.snapshot()
@@ -241,21 +255,23 @@ class Side:
         return not any(rank.alive for rank in self.ranks)
 
 
+def shared(host: str) -> LinkFactory:
+    """Links of a rank that share memory."""
+    return HostLinks(host, STAGING)
+
+
 def main(
     name: str,
-    outside: str,
-    inside: str,
+    outside: Address,
+    inside: Address,
     wire: Connection,
     build: Build | None = None,
-    links: Callable[[], LinkFactory] | None = None,
-    kind: type[Side] = Side,
+    links: Callable[[str], LinkFactory] = shared,
 ) -> None:
-    """The whole life of an engine, whose links share memory unless it is told otherwise."""
+    """The whole life of an engine. `links`: those of a rank on a host."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
-    links = links or (lambda: HostLinks(Address.parse(inside).host, STAGING))
-    role: Literal["P", "D"] = "P" if name.startswith("P") else "D"
-    side = kind(role, Address.parse(outside), Address.parse(inside), wire, links, build or Build())
+    side = Side("P" if name.startswith("P") else "D", outside, inside, wire, links, build or Build())
     try:
         side.run()
         ended = side.stop()

@@ -190,3 +190,32 @@ class Jobs:
         for reason, count in self.reasons.most_common(12):
             print(f"  {count:5} {reason}")
         print(f"the longest time without progress of a request: {self.slowest:.1f} s")
+
+
+class Run:
+    """What a run on any clock has: a model in its engines, requests, and the faults that have happened."""
+
+    machines: dict[str, Any]
+    jobs: Jobs
+    faults: Counter[str]
+    now: float
+
+    def of(self, role: str) -> list[Any]:
+        """The engines of this role."""
+        return [machine for machine in self.machines.values() if machine.name.startswith(role)]
+
+    def ask_all(self, must: bool = True, longest: int = LONGEST) -> None:
+        """A request of every pair."""
+        for p, d in itertools.product(self.of("P"), self.of("D")):
+            self.jobs.ask(p, d, must=must, longest=longest)
+
+    def report(self, seed: str) -> None:
+        """What has happened, for a person."""
+        print(f"seed {seed}: {self.faults.total()} faults in {self.now:.0f} s")
+        print(f"the model has {next(iter(self.machines.values())).build.model}")
+        print("ranks: " + ", ".join(f"{name} {each.build.ranks}" for name, each in self.machines.items()))
+        groups = sorted({name[0] for name, each in self.machines.items() if each.build.engines > 1})
+        print(f"one data-parallel instance: {' and '.join(groups) or 'none'}")
+        for kind, count in sorted(self.faults.items()):
+            print(f"  {count:5} {kind}")
+        self.jobs.report()

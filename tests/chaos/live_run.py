@@ -14,7 +14,7 @@ from typing import Any
 
 from chaos.engine import MOST_TP, Build
 from chaos.hostile import harass
-from chaos.jobs import GRACE, Jobs
+from chaos.jobs import GRACE, Jobs, Run
 from chaos.machines import Machine, hear
 from chaos.model import Model
 from chaos.rough import BACK, THERE
@@ -52,7 +52,7 @@ def draw_machines(seed: int | str, model: Model) -> list[Machine]:
     return machines
 
 
-class LiveRun:
+class LiveRun(Run):
     """The run itself. A context manager: entering starts the engines, leaving ends them by force."""
 
     def __init__(self, seed: int | str, machines: Sequence[Machine]) -> None:
@@ -182,10 +182,6 @@ class LiveRun:
         """A request in peace."""
         self._baselines.clear()
         self.jobs.ask(self.machines[prefill], self.machines[decode], must=True)
-
-    def of(self, role: str) -> list[Any]:
-        """The machines of this role."""
-        return [machine for machine in self.machines.values() if machine.name.startswith(role)]
 
     def baseline(self) -> bool:
         """Whether every engine holds nothing; asks again those that did."""

@@ -7,13 +7,15 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from chaos.engine import Build, main
+from chaos.engine import Build, main, shared
 from chaos.rough import Manner, Relay
 
 from p2pkv.demo.processes import free_ports
+from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 
 # Every engine is forked by one process that has imported torch, so that a restart takes no seconds.
@@ -38,12 +40,14 @@ class Machine:
     """
 
     def __init__(
-        self, name: str, build: Build, place: Address | None = None, instance: Address | None = None
-    ) -> None:
+        self, name: str, build: Build, place: Address | None = None, instance: Address | None = None,
+        links: Callable[[str], LinkFactory] = shared,
+    ) -> None:  # fmt: skip
         """`place`: where it listens, and no door before it. `instance`: where the first engine of its
-        data-parallel instance is."""
+        data-parallel instance is. `links`: those of a rank on a host."""
         self.name = name
         self.build = build
+        self._links = links
         first = place or instance or Address("127.0.0.1", free_ports(build.tp))
         self.named = tuple(first.shifted(each * build.tp) for each in range(build.engines))
         self.inside = self.outside = self.named[build.index]
@@ -66,9 +70,8 @@ class Machine:
 
     def _spawn(self, wire: Connection) -> Any:
         """A process that has `pid`, `kill` and `join`, at the other end of `wire`."""
-        process = CONTEXT.Process(
-            target=main, args=(self.name, str(self.outside), str(self.inside), wire, self.build), daemon=True
-        )
+        life = self.name, self.outside, self.inside, wire, self.build, self._links
+        process = CONTEXT.Process(target=main, args=life, daemon=True)
         process.start()
         return process
 

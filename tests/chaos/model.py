@@ -7,18 +7,18 @@ A state after `n` tokens is what a row of token `n` would be.
 from __future__ import annotations
 
 import random
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from math import lcm
 
+import engine_support
 import torch
 
 from p2pkv.config import Options
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.kv.layouts import plane_of
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.protocol.messages import Cache, Hello, KvGroup
 from p2pkv.sharding import Shape
 
 CANARY = 0x5AFE5AFE
@@ -248,7 +248,6 @@ def make_rank_pages(model: Model, rank: int, tp: int, cut: int = 0) -> RankPages
 
 def hello_of(options: Options, model: Model, pages: RankPages, link: str, incarnation: str = "") -> Hello:
     """What the rank says of itself."""
-    place = options.address
 
     def stages(group: Group) -> tuple[int, ...]:
         first = sum(layer < pages.cut for layer in group.layers)
@@ -261,23 +260,9 @@ def hello_of(options: Options, model: Model, pages: RankPages, link: str, incarn
         )
         for group, cache in zip(model.groups, pages.cache.groups, strict=True)
     )  # fmt: skip
-    return Hello(
-        version=PROTOCOL_VERSION,
-        incarnation=incarnation or uuid.uuid4().hex,
-        role=options.role,
-        rank=pages.rank,
-        to="none",
-        address=str(place.shifted(pages.rank)),
-        addresses=tuple(str(place.shifted(each)) for each in range(pages.tp * (2 if pages.cut else 1))),
-        model="made-up",
-        weights="made-up",
-        cache=Cache(pages.tp, groups),
-        link=link,
-        digest=pages.cache.digest_name,
-        verify=options.verify,
-        ahead=options.role == "D" and options.prefetch_bytes > 0 and not options.data_parallel,
-        instance=str(options.instance or ""),
-    )
+    world, cache = pages.tp * (2 if pages.cut else 1), Cache(pages.tp, groups)
+    name = pages.cache.digest_name
+    return engine_support.hello_of(options, pages.rank, world, cache, name, link, incarnation)
 
 
 # All ranks of an engine.

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.engine import Build
+from chaos.engine import Build, main
 from chaos.machines import Machine
+from chaos.rough import tcp
 
 from p2pkv.pairing import Address
 
@@ -171,7 +172,7 @@ class Dweller(Machine):
         self._cable = cable
 
     def _spawn(self, wire: Connection) -> Any:
-        command = [sys.executable, "-m", "chaos.alone", self.name, str(self.outside), str(wire.fileno())]
+        command = [sys.executable, "-m", "chaos.namespaces", self.name, str(self.outside), str(wire.fileno())]
         paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
         return _Process(
             [*self._cable.inside(self.name[0]), *command],
@@ -186,3 +187,9 @@ class _Process(subprocess.Popen[bytes]):
     def join(self, seconds: float) -> None:
         """Wait for its end."""
         self.wait(seconds)
+
+
+if __name__ == "__main__":  # a Dweller's process
+    name, place, descriptor = sys.argv[1:]
+    here = Address.parse(place)
+    main(name, here, here, Connection(int(descriptor)), links=tcp)

@@ -1,33 +1,35 @@
 """A TCP relay that is rough with what goes through it: late, in slices, held, garbled, cut in mid-message.
 
-One thread moves all connections of a Relay. TCP mends lost packets itself, and what is left of them for those
+TCP mends lost packets itself, and what is left of them for those
 who use it is this: bytes come late and in other pieces than they were sent, or the connection ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
-import select
 import socket
 import struct
 import threading
-import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
+from chaos.engine import STAGING
+from faulty_links import WrappedLinks
 
 from p2pkv.demo.processes import free_ports
-from p2pkv.links.base import Inbound, LinkFactory, Outbound, decode_blob, encode_blob
-from p2pkv.links.host import HostAcceptance
+from p2pkv.links.base import Inbound, LinkFactory, decode_blob, encode_blob
+from p2pkv.links.host import HostAcceptance, HostLinks
 from p2pkv.pairing import Address
 
 THERE, BACK = "there", "back"
 """The ways of a connection: from whoever dialed, and to it."""
 
-LOOK_SECONDS, BUSY_LOOK_SECONDS = 0.02, 0.002
-"""In which a change of manner is noticed, and bytes that are late are looked at."""
+LOOK_SECONDS = 0.02
+"""In which a change of manner is noticed."""
 
 BUFFERED = 1 << 17
 PIECES = 64
@@ -57,22 +59,6 @@ class Manner:
     open: bool = True
 
 
-@dataclass(eq=False)
-class _Way:
-    name: str
-    source: socket.socket
-    sink: socket.socket
-    pending: deque[tuple[float, bytearray]] = field(default_factory=deque)
-    ended: bool = False  # nothing more comes
-    shut: bool = False  # nothing more goes
-
-    def close(self) -> None:
-        self.shut = True
-        self.pending.clear()
-        with contextlib.suppress(OSError):
-            self.sink.shutdown(socket.SHUT_WR)
-
-
 class Relay:
     """Listens at `outside` and on the `ports` - 1 ports after it, and takes whoever comes to the same one
     behind `inside`; from `start` to `close`."""
@@ -84,15 +70,15 @@ class Relay:
         self._places = [outside.shifted(each) for each in range(ports)]
         self._inside = inside
         self._draw = random.Random(seed)
-        self._listeners: list[socket.socket] = []
-        self._ways: list[_Way] = []
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._servers: list[asyncio.Server] = []
+        self._sinks: set[asyncio.StreamWriter] = set()
+        self._began, self._stopping = threading.Event(), False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="relay", daemon=True)
 
     def start(self) -> None:
         """From now on it listens, unless it is to be closed."""
-        self._obey()
         self._thread.start()
+        assert self._began.wait(5.0), "the relay cannot listen"
 
     def close(self) -> None:
         """End everything."""
@@ -100,126 +86,93 @@ class Relay:
         if self._thread.is_alive():
             self._thread.join(5.0)
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         while not self._stopping:
-            self._obey()
-            ready = [way.source for way in self._ways if not way.ended and len(way.pending) < 64]
-            seconds = BUSY_LOOK_SECONDS if any(way.pending for way in self._ways) else LOOK_SECONDS
-            readable, _, _ = select.select([*self._listeners, *ready], [], [], seconds)
-            for number, listener in enumerate(self._listeners):
-                if listener in readable:
-                    self._accept(listener, self._inside.shifted(number))
-            for way in list(self._ways):
-                if way.source in readable:
-                    self._take(way)
-                self._give(way)
-            self._forget()
+            await self._listen(self.manner.open)
+            self._began.set()
+            if self.manner.reset_after == 0:
+                self._reset()
+            await asyncio.sleep(LOOK_SECONDS)
         self._reset()
-        self._listen(False)
+        await self._listen(False)
 
-    def _obey(self) -> None:
-        self._listen(self.manner.open)
-        if self.manner.reset_after == 0:
-            self.manner.reset_after = None
-            self._reset()
+    async def _listen(self, now: bool) -> None:
+        if now and not self._servers:
+            for number, each in enumerate(self._places):
+                take = partial(self._take, self._inside.shifted(number))
+                self._servers.append(await asyncio.start_server(take, each.host, each.port))
+        while self._servers and not now:
+            self._servers.pop().close()
 
-    def _listen(self, now: bool) -> None:
-        if now and not self._listeners:
-            self._listeners = [socket.create_server((each.host, each.port)) for each in self._places]
-        while self._listeners and not now:
-            self._listeners.pop().close()
-
-    def _accept(self, listener: socket.socket, inside: Address) -> None:
-        client, _ = listener.accept()
+    async def _take(
+        self, inside: Address, client: asyncio.StreamReader, to_client: asyncio.StreamWriter
+    ) -> None:
+        sinks = [to_client]
         try:
-            server = socket.create_connection((inside.host, inside.port), timeout=1.0)
-        except OSError:
-            client.close()
-            return
-        for each in (client, server):
-            each.setblocking(False)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._ways += [_Way(THERE, client, server), _Way(BACK, server, client)]
+            opening = asyncio.open_connection(inside.host, inside.port)
+            server, to_server = await asyncio.wait_for(opening, 1.0)
+            sinks.append(to_server)
+            self._sinks.update(sinks)
+            await asyncio.gather(self._carry(THERE, client, to_server), self._carry(BACK, server, to_client))
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            pass  # nobody answers inside, or the relay ends
+        finally:
+            self._sinks.difference_update(sinks)
+            for each in sinks:
+                each.close()
 
-    def _take(self, way: _Way) -> None:
-        try:
-            data = way.source.recv(BUFFERED)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        way.ended = not data
-        if not data or way.shut:
-            return
-        taken = bytearray(data)
-        if self.manner.garble and way.name == THERE:
-            self.manner.garble = False
-            taken[len(taken) // 2] ^= 0x10
-        way.pending.append((time.monotonic() + self._draw.uniform(0.0, self.manner.late), taken))
-
-    def _give(self, way: _Way) -> None:
-        manner = self.manner
-        if way.name in manner.held or way.shut:
-            return
-        for _ in range(PIECES):
-            if not way.pending or way.pending[0][0] > time.monotonic():
-                break
-            if way.name in manner.half:
-                way.close()
-                return
-            data = way.pending[0][1]
-            try:
-                count = way.sink.send(data[: self._draw.randint(1, manner.slice)])
-            except BlockingIOError:
-                break
-            except OSError:
-                way.close()
-                return
-            del data[:count]
-            if not data:
-                way.pending.popleft()
-            if manner.reset_after is not None:
-                manner.reset_after = max(0, manner.reset_after - count)
-                if manner.reset_after == 0:
-                    return  # `_obey` resets it
-        if way.ended and not way.pending:
-            way.close()
-
-    def _forget(self) -> None:
-        """Close connections that have ended both ways."""
-        for way in list(self._ways):
-            both = [each for each in self._ways if {each.source, each.sink} == {way.source, way.sink}]
-            if both and all(each.ended and each.shut for each in both):
-                for each in both:
-                    self._ways.remove(each)
-                    each.source.close()
+    async def _carry(self, way: str, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        """One way of a connection, to its end."""
+        manner, shut, sent = self.manner, False, 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(await source.read(BUFFERED)):
+                if manner.garble and way == THERE:
+                    manner.garble = False
+                    data[len(data) // 2] ^= 0x10
+                await asyncio.sleep(self._draw.uniform(0.0, manner.late))
+                while data and not shut:
+                    while way in manner.held:
+                        await asyncio.sleep(LOOK_SECONDS)
+                    if way in manner.half:
+                        shut = True  # what still comes goes nowhere
+                        sink.write_eof()
+                        break
+                    count = min(self._draw.randint(1, manner.slice), len(data))
+                    sink.write(bytes(data[:count]))
+                    del data[:count]
+                    sent += 1
+                    if sent % PIECES == 0:
+                        await sink.drain()
+                        await asyncio.sleep(0)
+                    if manner.reset_after is not None:
+                        manner.reset_after = max(0, manner.reset_after - count)
+                        if manner.reset_after == 0:
+                            self._reset()
+        with contextlib.suppress(OSError):
+            sink.write_eof()
 
     def _reset(self) -> None:
-        for way in self._ways:
+        self.manner.reset_after = None
+        for sink in self._sinks:
             with contextlib.suppress(OSError):
-                way.source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            way.source.close()
-        self._ways.clear()
+                end = sink.get_extra_info("socket")
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sink.transport.abort()
 
 
-class RoughLinks(LinkFactory):
+class RoughLinks(WrappedLinks):
     """Links of `inner`, which are TCP; those from a P go through a relay of D's."""
 
     MOST = 16
 
     def __init__(self, inner: LinkFactory) -> None:
-        self.kind = inner.kind
-        self.staging = inner.staging
+        super().__init__(inner)
         self.manner = Manner()
-        self._inner = inner
         self._relays: deque[Relay] = deque()
-
-    def invite(self) -> bytes:
-        return self._inner.invite()
 
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
         """The inner link's, with the relay's port in place of its own."""
-        inbound, blob = self._inner.accept(invitation, window)
+        inbound, blob = super().accept(invitation, window)
         said = decode_blob(blob, HostAcceptance)
         place = Address(said.host, free_ports())
         relay = Relay(place, Address(said.host, said.port), self.manner, seed=len(self._relays))
@@ -230,10 +183,17 @@ class RoughLinks(LinkFactory):
         assert said.shared is None
         return inbound, encode_blob(msgspec.structs.replace(said, port=place.port))
 
-    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
-        return self._inner.complete(invitation, acceptance)
-
     def close(self) -> None:
-        self._inner.close()
+        super().close()
         for relay in self._relays:
             relay.close()
+
+
+def tcp(host: str) -> HostLinks:
+    """Links of a rank of the run, which share no memory."""
+    return HostLinks(host, STAGING, shared_memory=False)
+
+
+def rough(host: str) -> RoughLinks:
+    """The same, each through a relay."""
+    return RoughLinks(tcp(host))

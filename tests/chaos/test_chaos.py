@@ -14,7 +14,6 @@ import pytest
 import torch
 from chaos.__main__ import parts
 from chaos.crew import Crew
-from chaos.live_run import draw_machines
 from chaos.model import (
     CANARY,
     NULL,
@@ -33,10 +32,6 @@ from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 
 ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "chaos", *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -181,29 +176,11 @@ def test_the_failure_of_one_rank_fails_the_load_once_all_have_ended() -> None:
     assert list(crew.events()) == [] and len(broken) == 1, "a second outcome is a fault"
 
 
-def test_the_engines_of_a_data_parallel_instance_are_alike_and_lie_side_by_side() -> None:
-    drawn = set()
-    for seed in range(20):
-        machines = draw_machines(seed, ONE_GROUP)
-        for role in "PD":
-            mine = [each for each in machines if each.name.startswith(role)]
-            if mine[0].build.engines == 1:
-                assert len({each.outside for each in mine}) == len(mine)
-                continue
-            drawn.add(role)
-            assert [each.build.index for each in mine] == [0, 1, 2]
-            assert len({each.build.tp for each in mine}) == len({each.named for each in mine}) == 1
-            assert tuple(each.outside for each in mine) == mine[0].named
-            ports = [each.outside.port for each in mine]
-            assert ports[2] - ports[1] == ports[1] - ports[0] == mine[0].build.tp
-    assert drawn == set("PD")
-
-
 @pytest.mark.slow
 def test_a_short_run_of_a_hybrid_model_with_data_parallel_engines() -> None:
     """tests/chaos/test_rough.py has engines of one KV group."""
     run = subprocess.Popen(
-        command("--seconds", "6", "--seed", "10"),
+        [sys.executable, "-m", "chaos", "--seconds", "6", "--seed", "10"],
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,

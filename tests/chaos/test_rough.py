@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from chaos.engine import Build
 from chaos.live_run import LiveRun
+from chaos.machines import Machine
 from chaos.model import ONE_GROUP, Group, Model
-from chaos.rough import BACK, THERE, Manner, Relay
-from chaos.rough_engine import RoughMachine
+from chaos.rough import BACK, THERE, Manner, Relay, rough
 from chaos.schedule import LEASE
 
 from p2pkv.demo.processes import free_ports
@@ -44,7 +44,9 @@ MODELS = {"one group": (ONE_GROUP, 1), "hybrid, 1 to 2": (HYBRID, 2)}
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest) -> Iterator[LiveRun]:
     model, tp = MODELS[getattr(request, "param", "one group")]
-    machines = [RoughMachine("P0", Build(model)), RoughMachine("D0", Build(model, tp))]
+    # A D has a relay before each of its links, and a P, as any machine, one before its control port.
+    at = Address("127.0.0.1", free_ports(tp))
+    machines = [Machine("P0", Build(model), links=rough), Machine("D0", Build(model, tp), at, links=rough)]
     with LiveRun(2, machines) as live:
         yield live
         live.stop_all()
@@ -66,7 +68,7 @@ def control(live: LiveRun, **values: Any) -> None:
 
 
 def data(live: LiveRun, **values: Any) -> None:
-    live.machines["D0"].treat_data(**values)  # type: ignore[attr-defined]
+    assert live.machines["D0"].order("manner", values=values)
 
 
 PLANES: dict[str, Treat] = {"control": control, "data": data}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from nccl_fakes import UNIQUE_ID, fake_cupy
 
 from p2pkv.bench import fanout, nccl
 from p2pkv.bench.fanout import FAN_OUTS, FanOut, device_of, fan_out
@@ -29,6 +31,7 @@ from p2pkv.bench.nccl import SIZES, messages
 from p2pkv.cli import main
 
 SMALL = [64 << 10, 1 << 20]
+ROW = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "link": [1e9], "push": [1e9]}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so nothing is refused")
@@ -53,22 +56,6 @@ def test_messages_of_every_size_at_every_level() -> None:
     assert all(len(line.split()) == 12 for line in lines[1:])
 
 
-def test_the_page_of_a_link_without_communicators() -> None:
-    row = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "link": [1e9], "push": [1e9]}
-    fans = {"devices": ["cuda:0"], "total": 1 << 20, "rows": [{"fan_out": 1, "push": [1e9]}]}
-    about = {"torch": "2.13.0"}
-    results = {"link": "ipc", "devices": ["cuda:0"] * 2, "cards": ["H100"], "total": 1 << 20, "rows": [row],
-               "fan_out": fans, "communicators": None}  # fmt: skip
-    page = nccl.show(about, results)
-    assert "link and push move 1 MiB" in page and "communicator" not in page and "sockets" not in page
-
-
-def test_the_sizes_can_be_measured() -> None:
-    for size in SIZES:
-        assert nccl.TOTAL % size == 0 and size % BLOCK_BYTES == 0
-    assert nccl.TOTAL % TOKEN_BYTES == 0
-
-
 def test_a_strip_moves_as_many_bytes_as_it_says() -> None:
     """The cache refuses a buffer of another size, so rates that come back are of these bytes."""
     strip = Strip(Memory(1024, "P"), 4 << 20, "cpu")
@@ -77,10 +64,9 @@ def test_a_strip_moves_as_many_bytes_as_it_says() -> None:
 
 
 def test_a_plot_needs_matplotlib_or_draws(tmp_path: Path) -> None:
-    row = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "raw": [1e9], "link": [1e9]}
     path = tmp_path / "curves.png"
     try:
-        nccl.plot([{**row, "push": [1e9]}], path)
+        nccl.plot([{**ROW, "raw": [1e9]}], path)
     except BenchError as error:
         assert "install it, or use --json" in str(error)
     else:
@@ -96,51 +82,27 @@ def test_two_ranks_on_one_device_claim_hosts_of_their_own() -> None:
 # How it calls NCCL by itself, by a pretend CuPy of each age.
 
 
-NAME = bytes(range(128, 256)) + bytes(0)
-SIGNED = tuple(part - 256 for part in NAME)
+SIGNED = tuple(part - 256 if part > 127 else part for part in UNIQUE_ID)
 
 
-class Communicator:
-    """Of one test: what it was made with, and its calls."""
-
-    made: list[Any] = []  # noqa: RUF012
-    calls: list[tuple[Any, ...]] = []  # noqa: RUF012
-
-    def __init__(self, ranks: int, name: Any, rank: int) -> None:
-        self.made.append((ranks, name, rank))
-
-    def send(self, *args: int) -> None:
-        self.calls.append(("send", *args))
-
-    def recv(self, *args: int) -> None:
-        self.calls.append(("recv", *args))
-
-    def abort(self) -> None:
-        self.calls.append(("abort",))
-
-
-@pytest.mark.parametrize(("version", "given"), [("13.6.0", SIGNED), ("14.2.0", NAME)])
+@pytest.mark.parametrize(("version", "given"), [("13.6.0", SIGNED), ("14.2.0", UNIQUE_ID)])
 def test_messages_go_one_after_the_other(version: str, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    nccl = types.SimpleNamespace(get_unique_id=lambda: given, NcclCommunicator=Communicator)
-    cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
-    cupy.__version__, cuda.nccl = version, nccl
+    cupy, module, asked = fake_cupy(version)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(nccl=module))
     waited = []
     stream = types.SimpleNamespace(cuda_stream=77, synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(Communicator, "made", [])
-    monkeypatch.setattr(Communicator, "calls", [])
 
-    assert new_name() == NAME.hex()
+    assert new_name() == UNIQUE_ID.hex()
     raw = RawNccl(bytes.fromhex(new_name()), rank=0)
-    assert Communicator.made == [(2, given, 0)]
     flat = torch.zeros(300, dtype=torch.uint8)
     raw.send(flat, [100, 200])
     raw.receive(flat, [300])
     raw.close()
     start = flat.data_ptr()
-    assert Communicator.calls == [
+    assert [call for call in asked.calls if call[0] != "get_unique_id"] == [
+        ("init", 2, given, 0),
         ("send", start, 100, 1, 1, 77),
         ("send", start + 100, 200, 1, 1, 77),
         ("recv", start, 300, 1, 0, 77),
@@ -200,7 +162,10 @@ def test_ranks_of_d_take_turns_on_the_devices_that_p_has_not() -> None:
     assert [device_of(["a", "b", "c"], rank) for rank in range(4)] == ["b", "c", "b", "c"]
 
 
-def test_the_fan_outs_can_be_measured() -> None:
+def test_the_sizes_and_fan_outs_can_be_measured() -> None:
+    for size in SIZES:
+        assert nccl.TOTAL % size == 0 and size % BLOCK_BYTES == 0
+    assert nccl.TOTAL % TOKEN_BYTES == 0
     for number in FAN_OUTS:
         assert HEADS % number == 0
     assert all(total % TOKEN_BYTES == 0 for total in fanout.TOTAL.values())
@@ -225,17 +190,22 @@ def test_each_link_costs_what_the_device_has_less_when_it_is_up() -> None:
     ]  # fmt: skip
 
 
-def test_the_report_has_all_three_tables() -> None:
-    row = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "raw": [1e9], "link": [1e9]}
-    results = {
-        "link": "nccl",
-        "devices": ["cuda:0", "cuda:0"],
-        "cards": ["a card"],
-        "total": 64 << 20,
-        "rows": [{**row, "push": [1e9]}],
-        "fan_out": {"devices": ["cuda:0"], "total": 256 << 20, "rows": [{"fan_out": 1, "push": [7e9]}]},
-        "communicators": {"ends": 2, "staging_bytes": 64 << 20, "slots": 64 << 20, "links": [5 << 20]},
-    }
-    text = nccl.show({"torch": torch.__version__}, results)
-    assert "1024 KiB" in text and "ranks of D" in text and "both ends" in text
-    assert "7.00" in text and "5.0" in text
+@pytest.mark.parametrize("link", ["nccl", "ipc"])
+def test_the_report_has_all_tables_that_the_link_has(link: str) -> None:
+    costs = {"ends": 2, "staging_bytes": 64 << 20, "slots": 64 << 20, "links": [5 << 20]}
+    text = nccl.show(
+        {"torch": torch.__version__},
+        {
+            "link": link,
+            "devices": ["cuda:0", "cuda:0"],
+            "cards": ["a card"],
+            "total": 64 << 20,
+            "rows": [ROW | ({"raw": [1e9]} if link == "nccl" else {})],
+            "fan_out": {"devices": ["cuda:0"], "total": 256 << 20, "rows": [{"fan_out": 1, "push": [7e9]}]},
+            "communicators": costs if link == "nccl" else None,
+        },
+    )
+    assert "1024 KiB" in text and "ranks of D" in text and "7.00" in text
+    assert ("both ends" in text) == ("5.0" in text) == (link == "nccl")
+    assert link == "nccl" or "link and push move 64 MiB" in text
+    assert link == "nccl" or not re.search("communicator|sockets", text)

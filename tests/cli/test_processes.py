@@ -98,20 +98,18 @@ def test_a_frozen_server_can_be_stopped(server: ServerProcess) -> None:
     assert group_members(group) == []
 
 
-def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path: Path) -> None:
-    with (
-        process(tmp_path, "print('no such model'); raise SystemExit(3)") as server,
-        pytest.raises(ServerFailed, match=r"(?s)ended before it served.*no such model"),
-    ):
-        server.wait_ready(30.0)
-
-
-def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
-    with (
-        process(tmp_path, "import time; time.sleep(600)") as server,
-        pytest.raises(ServerFailed, match=r"did not serve within 0\.3 s"),
-    ):
-        server.wait_ready(0.3)
+@pytest.mark.parametrize(
+    ("code", "seconds", "said"),
+    [
+        ("print('no such model'); raise SystemExit(3)", 30.0, r"(?s)ended before it served.*no such model"),
+        ("import time; time.sleep(600)", 0.3, r"did not serve within 0\.3 s"),
+    ],
+)
+def test_a_server_that_does_not_serve_is_reported(
+    tmp_path: Path, code: str, seconds: float, said: str
+) -> None:
+    with process(tmp_path, code) as server, pytest.raises(ServerFailed, match=said):
+        server.wait_ready(seconds)
     assert not server.running()
 
 

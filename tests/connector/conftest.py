@@ -13,7 +13,7 @@ from vllm_sources import Sources
 
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    """Starts pairs of a P and a D of real ranks: see `real_ranks_support.starting`."""
+    """Starts engines of real ranks: see `real_ranks_support.starting`."""
     from real_ranks_support import starting
 
     with starting() as start:

@@ -111,28 +111,17 @@ class Play:
 
 @few
 @given(st.data())
-def test_d_under_fail(data: st.DataObject) -> None:
-    play = Play(data, "D", "fail")
-    play.act(["step", "step", "ask", "abort", "reset", "begin", "load", "fail"])
+@pytest.mark.parametrize(
+    ("policy", "fails"),
+    [("fail", True), ("recompute", True), ("fail", False)],
+    ids=["fail", "recompute", "fine"],
+)
+def test_d(policy: str, fails: bool, data: st.DataObject) -> None:
+    """No request fails but under "fail", and where something has failed."""
+    play = Play(data, "D", policy)
+    play.act(["step", "step", "ask", "abort", "reset", "begin", "load", *(["fail"] if fails else [])])
     play.finish()
-
-
-@few
-@given(st.data())
-def test_d_under_recompute_never_fails_a_request(data: st.DataObject) -> None:
-    play = Play(data, "D", "recompute")
-    play.act(["step", "step", "ask", "abort", "reset", "begin", "load", "fail"])
-    play.finish()
-    assert "error" not in play.at.ended.values()
-
-
-@few
-@given(st.data())
-def test_d_without_failures_never_fails_a_request(data: st.DataObject) -> None:
-    play = Play(data, "D", "fail")
-    play.act(["step", "step", "ask", "abort", "reset", "begin", "load"])
-    play.finish()
-    assert "error" not in play.at.ended.values()
+    assert (fails and policy == "fail") or "error" not in play.at.ended.values()
 
 
 @few

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import zmq
-from connector_support import Instance, inner_id, make_request, pair_id, tokens
-from real_ranks_support import Engine, ask_both, finish, run
+from connector_support import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id, tokens
+from real_ranks_support import ask, ask_both, finish, listening, pings, run
 
 from p2pkv.connector.identity import Pairs
-from p2pkv.control.discovery import decode_ping, encode_partners
+from p2pkv.control.discovery import encode_partners
 from support.waiting import wait_for
 
 BOTH = ("both", "both")
-
-
-def twice(a: Engine, unique: int | str, prompt: Sequence[int], count: int = 5) -> str:
-    """Ask it for a request whose id names it as P and as D."""
-    request_id = inner_id(pair_id(unique, prefill=a.address, decode=a.address))
-    a.ask(request_id, prompt, max_tokens=count)
-    return request_id
 
 
 @pytest.mark.parametrize("roles", [BOTH, ("both", "D"), ("P", "both")], ids="-".join)
@@ -44,10 +35,10 @@ def test_each_pushes_to_the_other_at_once(engines: Any, roles: Any, tp_a: int, t
 
 def test_a_request_that_names_the_instance_twice_is_a_plain_one(engines: Any) -> None:
     a, b = engines(1, 1, roles=BOTH)
-    request_id = twice(a, 0, tokens(40))
+    request = ask(a, a, a, "named twice", tokens(40), 5)
     a.ask("a plain one", tokens(40, 1), max_tokens=5)
     finish(a, b)
-    assert a.ended == {request_id: "length", "a plain one": "length"}
+    assert a.ended == {request.request_id: "length", "a plain one": "length"}
     assert sum(a.computed.values()) == 88
     assert not [meta for meta in a.metas if meta.orders], "no transfer"
 
@@ -75,15 +66,15 @@ def test_traffic_both_ways_with_prefixes_and_aborts(engines: Any, seed: int) -> 
         p, d = draw.sample([a, b], 2)
         prompt = draw.choice(prefixes) + tokens(draw.randrange(1, 60), index)
         if draw.random() < 0.2:
-            twice(p, index, prompt)
+            ask(p, p, p, index, prompt, 5)
             continue
         asked = ask_both(p, d, index, prompt, tokens=draw.randrange(1, 12))
         for _ in range(draw.randrange(4)):
             p.step()
             d.step()
         if draw.random() < 0.2:
-            at_p = draw.random() < 0.5
-            (p if at_p else d).abort(asked[0] if at_p else asked[1])
+            engine, request = draw.choice(list(zip((p, d), asked, strict=True)))
+            engine.abort(request)
     finish(a, b)
 
 
@@ -95,25 +86,16 @@ def test_a_key_may_go_in_both_directions(engines: Any) -> None:
         outer = pair_id(str(p.address), prefill=p.address, decode=d.address)
         for engine, count in ((p, 1), (d, 5)):
             engine.add(make_request(inner_id(outer), tokens(70, str(p.address)), count, params=same))
-    run(a, b, lambda: len(a.ended) + len(b.ended) == 4)
+    run([a, b], lambda: len(a.ended) + len(b.ended) == 4)
     finish(a, b)
     assert sum(a.computed.values()) == sum(b.computed.values()) == 75
 
 
 def test_each_preconnects_to_the_other_and_not_to_itself(engines: Any) -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
-        proxy.setsockopt(zmq.LINGER, 0)
-        port = proxy.bind_to_random_port("tcp://127.0.0.1")
-        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
+    with listening() as (proxy, place):
         a, b = engines(1, 2, roles=BOTH, **place)
-        senders: set[bytes] = set()
-        while len(senders) < 2:
-            assert proxy.poll(10_000)
-            sender, frame = proxy.recv_multipart()
-            ping = decode_ping(frame)
+        for sender, ping in pings(proxy, 2).items():
             assert (ping.type, ping.partners) == ("both", 64)
-            senders.add(sender)
-        for sender in senders:
             proxy.send_multipart([sender, encode_partners([str(a.address), str(b.address)])])
         workers = [*a.workers, *b.workers]
         wait_for(lambda: all(worker.rank.counters.values["links_ahead"] for worker in workers))
@@ -126,15 +108,11 @@ def test_each_preconnects_to_the_other_and_not_to_itself(engines: Any) -> None:
 
 
 def test_which_half_of_a_pair_an_instance_is() -> None:
-    instance = Instance("both")
-    connector: Any = instance.scheduler.connector
-    mine = connector.options.address
-    other = mine.shifted(7)
-    pairs = Pairs(mine, "both")
+    pairs = Pairs(P_ADDRESS, "both")
 
     def side(prefill: Any, decode: Any) -> str | None:
         paired = pairs.of(make_request(pair_id(prefill=prefill, decode=decode), [1]))
         return None if paired is None else paired.side
 
-    assert (side(mine, other), side(other, mine)) == ("P", "D")
-    assert (side(mine, mine), side(other, other)) == (None, None)
+    assert (side(P_ADDRESS, D_ADDRESS), side(D_ADDRESS, P_ADDRESS)) == ("P", "D")
+    assert (side(P_ADDRESS, P_ADDRESS), side(D_ADDRESS, D_ADDRESS)) == (None, None)

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from connector_support import make_request, tokens
+from connector_support import ATTENTION, BLOCK, kv_groups, make_request, tokens
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from p2pkv.protocol.handshake import row_format
 from p2pkv.protocol.messages import KvGroup
 
-BLOCK = 16
-"""Of the requests' hashes: block sizes here are multiples of it."""
-
 
 def _manager(window: int, block: int) -> KVCacheManager:
     """A layer that sees all and one that sees a window."""
-    sizes = {"block_size": block, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
-    groups = [
-        KVCacheGroupSpec(["all"], FullAttentionSpec(**sizes)),
-        KVCacheGroupSpec(["window"], SlidingWindowSpec(**sizes, sliding_window=window)),
-    ]
-    config = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
+    sizes = ATTENTION | {"block_size": block}
+    sees_window = SlidingWindowSpec(**sizes, sliding_window=window)
+    config = kv_groups((["all"], FullAttentionSpec(**sizes)), (["window"], sees_window), blocks=200)
     return KVCacheManager(config, max_model_len=512, scheduler_block_size=block, hash_block_size=block)
 
 

@@ -28,8 +28,8 @@ class Play:
 
     def __init__(self, p: Engine, d: Engine) -> None:
         self.p, self.d = p, d
-        outer = pair_id("cancelled", prefill=p.address, decode=d.address)
-        self.id, self.prompt = inner_id(outer), tokens(LENGTH)
+        self.id = inner_id(pair_id("cancelled", prefill=p.address, decode=d.address))
+        self.prompt = tokens(LENGTH)
         self.on_p: Request | None = None
         self.on_d: Request | None = None
 
@@ -39,8 +39,12 @@ class Play:
     def ask_d(self, max_tokens: int = 20) -> None:
         self.on_d = self.d.ask(self.id, self.prompt, max_tokens=max_tokens)
 
+    def ask_both(self) -> None:
+        self.ask_p()
+        self.ask_d()
+
     def both_until(self, condition: Callable[[], object]) -> None:
-        run(self.p, self.d, lambda: bool(condition()))
+        run([self.p, self.d], condition)
 
     # Of D
 
@@ -54,8 +58,7 @@ class Play:
 
     def in_ps_queue(self) -> None:
         self.p.admits(False)
-        self.ask_p()
-        self.ask_d()
+        self.ask_both()
         for _ in range(5):
             self.d.step()
             self.p.step()
@@ -64,8 +67,7 @@ class Play:
     def p_running(self) -> None:
         """D waits, and P has computed the first chunk of three."""
         self.d.admits(False)
-        self.ask_p()
-        self.ask_d()
+        self.ask_both()
         self.p.step()
         assert self.on_p is not None and 0 < self.on_p.num_computed_tokens < LENGTH
 
@@ -76,18 +78,15 @@ class Play:
 
     def transferring(self) -> None:
         """D has a part of it, and P has not computed the rest."""
-        self.ask_p()
-        self.ask_d()
+        self.ask_both()
         self.p.step()
-        counters = self.d.workers[0].rank.counters.values
-        run(self.d, self.d, lambda: bool(counters["bytes_scattered"]))
+        run([self.d], lambda: self.d.count("bytes_scattered"))
         assert self.asking().state is LoadState.LOADING
 
     def d_waiting_for_admission(self) -> None:
         """P has computed it, and D has no room for it."""
         self.d.admits(False)
-        self.ask_p()
-        self.ask_d()
+        self.ask_both()
         self.both_until(lambda: self.asking().begun and self.ended(self.p))
         assert self.asking().state is LoadState.WAITING
 
@@ -100,13 +99,11 @@ class Play:
         self.d._running.append((self.d.scheduled, self.d._run(self.d.scheduled)))
 
     def decoding(self) -> None:
-        self.ask_p()
-        self.ask_d(max_tokens=30)
+        self.ask_both()
         self.both_until(lambda: self.on_d is not None and self.on_d.num_output_tokens > 2)
 
     def finished(self) -> None:
-        self.ask_p()
-        self.ask_d()
+        self.ask_both()
         self.both_until(lambda: self.ended(self.d))
 
 
@@ -120,6 +117,13 @@ STAGES = [
     Play.decoding,
     Play.finished,
 ]
+
+
+def all_let_go(p: Engine, d: Engine) -> None:
+    """No request is left, and nothing is held."""
+    run([p, d], lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
+    run([p, d], lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
+    assert p.free == p.all_free and d.free == d.all_free
 
 
 def holdings(engine: Engine) -> dict[str, int]:
@@ -150,9 +154,7 @@ def test_a_client_that_leaves(engines: Any, stage: Callable[[Play], None], who: 
         engine.admits(True)
     if play.on_d is None and who == "P":
         play.ask_d()  # the client is gone on P only: D comes late, and has an outcome too
-    run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
-    assert p.free == p.all_free and d.free == d.all_free
-    run(p, d, lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
+    all_let_go(p, d)
     for engine, request in ((p, play.on_p), (d, play.on_d)):
         assert request is None or play.ended(engine), f"{engine.role} has no last word"
     if "D" not in left and play.on_d is not None:
@@ -181,9 +183,7 @@ def test_a_request_that_comes_twice_is_one(
         engine.abort(first)
     for each in (p, d):
         each.admits(True)
-    run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
+    all_let_go(p, d)
     answered = play.id if who == "P" else again.request_id
     assert d.ended[answered] == "length"
     assert p.ended[again.request_id if who == "P" else play.id] == "length"
-    run(p, d, lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
-    assert p.free == p.all_free and d.free == d.all_free

@@ -189,7 +189,10 @@ def test_work_is_what_vllm_has_to_step_for_and_requests_that_nobody_takes() -> N
     assert beat_of(d, requests).work, "its loop takes nothing from its queue"
     requests.get()
     request = d.ask(inner_id(pair_id()), tokens(50))
-    assert beat_of(d, requests).work
+    beat = beat_of(d, requests)
+    assert beat.work and beat.workload is not None
+    work = beat.workload
+    assert (work.prompts, work.tokens, work.answers) == (0, 0, 1), "D computes no prompt that comes from a P"
     d.abort(request)
     d.run_until(lambda: not d.scheduler.requests)
     d.step()
@@ -230,13 +233,6 @@ def test_the_workload_is_what_the_scheduler_and_its_input_queue_have() -> None:
         p.abort(each)
     p.run_until(lambda: not p.scheduler.requests)
     assert beat_of(p, queue.Queue()).workload == Workload()
-
-
-def test_a_prompt_that_comes_from_a_p_is_not_queued_at_d() -> None:
-    d = Instance("D")
-    d.ask(inner_id(pair_id()), tokens(50))
-    work = beat_of(d, queue.Queue()).workload
-    assert work is not None and (work.prompts, work.tokens, work.answers) == (0, 0, 1)
 
 
 def test_a_scheduler_that_cannot_be_read_costs_no_beat() -> None:

@@ -2,72 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from typing import Any
 
 import pytest
-from connector_support import inner_id, pair_id, tokens
-from real_ranks_support import Engine, finish, run
+from connector_support import tokens
+from real_ranks_support import Engine, ask, finish, preempt_all, run
 
 pytestmark = pytest.mark.vllm
 
-BLOCKS = 10
-"""Of which vLLM keeps one for itself: room for one prompt, and not for two."""
-
 LENGTH = 80
 COUNT = 6
+TIGHT = {"blocks": 10, "budget": 48}
+"""Blocks of which vLLM keeps one for itself: room for one prompt, and not for two."""
+STALLING = {"stall_seconds": 2.0, "policy": "recompute"}
 
 
-class Pair:
-    """A P, a D, and the same requests for both."""
-
-    def __init__(self, p: Engine, d: Engine) -> None:
-        self.p, self.d = p, d
-
-    def at_p(self, index: int, max_tokens: int = 1) -> None:
-        self._ask(self.p, index, max_tokens)
-
-    def at_d(self, index: int) -> None:
-        self._ask(self.d, index, 4)
-
-    def _ask(self, engine: Engine, index: int, max_tokens: int) -> None:
-        outer = pair_id(index, prefill=self.p.address, decode=self.d.address)
-        engine.ask(inner_id(outer), tokens(LENGTH, index), max_tokens=max_tokens)
-
-    def complete(self, count: int = COUNT) -> None:
-        finish(self.p, self.d)
-        assert list(self.d.ended.values()) == ["length"] * count
-        assert sum(self.d.computed.values()) == 4 * count, "D computed one token of each prompt"
+def at_p(p: Engine, d: Engine, index: int, most: int = 1) -> None:
+    ask(p, p, d, index, tokens(LENGTH, index), most)
 
 
-@pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (2, 2)])
+def at_d(p: Engine, d: Engine, index: int) -> None:
+    ask(d, p, d, index, tokens(LENGTH, index), 4)
+
+
+@pytest.mark.parametrize(("tp_p", "tp_d", "lead"), [(1, 1, 0), (2, 1, 0), (2, 2, 0), (1, 1, 10)])
 @pytest.mark.parametrize("order", ["opposite", "alike", "shuffled"])
-def test_both_at_once(engines: Any, order: str, tp_p: int, tp_d: int) -> None:
-    pair = Pair(*engines(tp_p, tp_d, blocks=BLOCKS, budget=48))
-    at_d = list(range(COUNT))
+def test_many_prompts(engines: Any, order: str, tp_p: int, tp_d: int, lead: int) -> None:
+    """`lead`: steps after which P is full, and cannot begin the rest, when D hears of them."""
+    p, d = engines(tp_p, tp_d, **TIGHT)
+    numbers = list(range(COUNT))
+    for index in numbers:
+        at_p(p, d, index)
+    p.step(lead)
     if order == "opposite":
-        at_d.reverse()
+        numbers.reverse()
     elif order == "shuffled":
-        random.Random(1).shuffle(at_d)
-    for index in range(COUNT):
-        pair.at_p(index)
-    for index in at_d:
-        pair.at_d(index)
-    pair.complete()
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_p_first(engines: Any, reverse: bool) -> None:
-    """P is full, and cannot begin the rest, when D hears of them."""
-    pair = Pair(*engines(1, 1, blocks=BLOCKS, budget=48))
-    for index in range(COUNT):
-        pair.at_p(index)
-    for _ in range(10):
-        pair.p.step()
-    for index in reversed(range(COUNT)) if reverse else range(COUNT):
-        pair.at_d(index)
-    pair.complete()
+        random.Random(1).shuffle(numbers)
+    for index in numbers:
+        at_d(p, d, index)
+    finish(p, d)
+    assert list(d.ended.values()) == ["length"] * COUNT
+    assert sum(d.computed.values()) == 4 * COUNT, "D computed one token of each prompt"
 
 
 def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engines: Any) -> None:
@@ -77,20 +53,14 @@ def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engi
     them, for which D has no room until the other has come. vLLM's P does so only if it begins prompts that
     do not fit.
     """
-    options = {"stall_seconds": 2.0, "policy": "recompute"}
-    pair = Pair(*engines(1, 1, blocks=BLOCKS, budget=48, reserve=False, **options))
-    p, d = pair.p, pair.d
+    p, d = engines(1, 1, reserve=False, **TIGHT, **STALLING)
     for index in (0, 1):
-        pair.at_p(index)
+        at_p(p, d, index)
     for index in (1, 0):
-        pair.at_d(index)
+        at_d(p, d, index)
     begun = d.scheduler.connector.consuming.asking
-
-    def both_have_begun() -> bool:
-        return [asking.begun for asking in begun.values()] == [[""], [""]]
-
     d.admits(False)
-    run(p, d, both_have_begun)
+    run([p, d], lambda: [asking.begun for asking in begun.values()] == [[""], [""]])
     d.admits(True)
     finish(p, d)
     assert list(d.ended.values()) == ["length"] * 2
@@ -100,20 +70,18 @@ def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engi
 @pytest.mark.parametrize("seed", range(4))
 def test_with_preemptions_on_p_in_between(engines: Any, seed: int) -> None:
     draw = random.Random(seed)
-    options = {"stall_seconds": 2.0, "policy": "recompute", "reserve": draw.random() < 0.5}
-    pair = Pair(*engines(1, draw.choice([1, 2]), blocks=BLOCKS, budget=48, **options))
-    at_p, at_d = list(range(COUNT)), list(range(COUNT))
-    draw.shuffle(at_d)
-    while at_p or at_d:
-        if at_p and (not at_d or draw.random() < 0.5):
-            pair.at_p(at_p.pop(0), max_tokens=draw.choice([1, 12]))
+    reserve = draw.random() < 0.5
+    p, d = engines(1, draw.choice([1, 2]), reserve=reserve, **TIGHT, **STALLING)
+    of_p, of_d = list(range(COUNT)), list(range(COUNT))
+    draw.shuffle(of_d)
+    while of_p or of_d:
+        if of_p and (not of_d or draw.random() < 0.5):
+            at_p(p, d, of_p.pop(0), draw.choice([1, 12]))
         else:
-            pair.at_d(at_d.pop(0))
+            at_d(p, d, of_d.pop(0))
         for _ in range(draw.randrange(4)):
-            draw.choice([pair.p, pair.d]).step()
+            draw.choice([p, d]).step()
         if draw.random() < 0.4:
-            # vLLM complains if somebody still holds blocks, after it has preempted all that runs.
-            with contextlib.suppress(RuntimeError):
-                pair.p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    finish(pair.p, pair.d)
-    assert list(pair.d.ended.values()) == ["length"] * COUNT
+            preempt_all(p)
+    finish(p, d)
+    assert list(d.ended.values()) == ["length"] * COUNT

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
+from connector_support import BLOCK, Instance, asked, each_pace, each_policy, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import Request
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
@@ -13,22 +12,11 @@ from p2pkv.pairing import Address
 pytestmark = pytest.mark.vllm
 
 PROMPT = tokens(50)
-each_policy = pytest.mark.parametrize("policy", ["recompute", "fail"])
-each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
-
-
-def begin(d: Instance, request: Request) -> None:
-    """P has begun it, as every rank has heard, and D loads it."""
-    d.step()
-    for rank in d.ranks:
-        rank.begin(d.key(request))
-    d.run_until(lambda: d.rank.said(do.Load))
 
 
 @each_pace
 def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ahead: int) -> None:
-    d = Instance("D", ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
     alone = d.ask("cmpl-no-pair-0-12345678", tokens(20, "alone"))
     d.step(2)
     assert alone.num_output_tokens, "a later request is served meanwhile"
@@ -55,17 +43,14 @@ def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ah
 
 def test_only_what_d_has_not_cached_is_asked_for() -> None:
     d = Instance("D")
-    d.ask("cmpl-first-0-12345678", PROMPT[: 2 * BLOCK + 3])
-    d.run_until(lambda: d.ended)
+    d.finish(d.ask("cmpl-first-0-12345678", PROMPT[: 2 * BLOCK + 3]))
     paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    d.rank.begin(d.key(paired))
-    d.step(2)
+    key = d.start_load(paired)
     (load,) = d.rank.said(do.Load)
     assert (load.start, load.stop) == (2 * BLOCK, len(PROMPT) - 1)
     assert load.blocks == (d.blocks(paired),)
-    d.rank.load(d.key(paired))
-    d.run_until(lambda: len(d.ended) == 2)
+    d.rank.load(key)
+    d.finish(paired)
     d.assert_at_rest()
 
 
@@ -74,8 +59,7 @@ def test_a_prompt_of_which_nothing_is_missing_waits_for_nobody_and_releases_p(ca
     d = Instance("D")
     prompt = PROMPT[: BLOCK + 1] if cached else PROMPT[:1]
     if cached:
-        d.ask("cmpl-first-0-12345678", prompt)
-        d.run_until(lambda: d.ended)
+        d.finish(d.ask("cmpl-first-0-12345678", prompt))
     paired = d.ask(inner_id(pair_id()), prompt)
     d.step(2)
     assert paired.num_output_tokens
@@ -87,13 +71,9 @@ def test_a_prompt_of_which_nothing_is_missing_waits_for_nobody_and_releases_p(ca
 @each_pace
 @pytest.mark.parametrize("moment", ["waiting", "begun", "loading", "failed", "loaded", "decoding"])
 def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
-    d = Instance("D", ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
     if moment != "waiting":
-        d.step()
-        key = d.key(paired)
-        for rank in d.ranks:
-            rank.begin(key)
+        key = d.begin(paired)
     if moment in ("loading", "loaded", "decoding", "failed"):
         d.run_until(lambda: d.rank.said(do.Load))
     if moment == "failed":
@@ -111,10 +91,8 @@ def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
 @pytest.mark.parametrize("steps", range(4))
 def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
     """With steps scheduled ahead, the abort may come before, between or after vLLM's hearing of it."""
-    d = Instance("D", ahead=1)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
-    begin(d, paired)
-    d.rank.load(d.key(paired))
+    d, paired = asked("D", PROMPT, ahead=1)
+    d.load(paired)
     d.step(steps)
     d.abort(paired)
     d.assert_at_rest()
@@ -122,65 +100,35 @@ def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
 
 
 @each_pace
-def test_failed_before_p_began_it_is_computed_here_under_recompute(ahead: int) -> None:
-    d = Instance("D", policy="recompute", ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    d.ranks[1].fail(d.key(paired))
-    d.run_until(lambda: d.ended)
-    assert d.ended == {paired.request_id: "length"}
-    assert d.computed[paired.request_id] == len(PROMPT) + 3
-    assert all(load.stop == 0 for rank in d.ranks for load in rank.said(do.Load))
-    assert not d.reported, "vLLM was never told to wait"
-    d.assert_at_rest()
-
-
-@each_pace
-@pytest.mark.parametrize("begun", [0, 1], ids=["nowhere-begun", "half-begun"])
-def test_failed_before_p_began_it_is_an_error_under_fail(ahead: int, begun: int) -> None:
-    d = Instance("D", policy="fail", ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    key = d.key(paired)
-    if begun:
+@each_policy
+@pytest.mark.parametrize("moment", ["waiting", "half-begun", "begun", "loading", "loading-on-both"])
+def test_a_transfer_that_fails_is_not_asked_for_again(moment: str, policy: str, ahead: int) -> None:
+    """The prompt is computed here, or its request fails. `begun`: the failure crosses the admission."""
+    d, paired = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
+    if "loading" in moment:
+        key = d.start_load(paired)
+    elif moment == "begun":
+        key = d.begin(paired)
+        d.step()
+    else:
+        d.step()
+        key = d.key(paired)
+    if moment == "half-begun":
         d.ranks[0].begin(key)
     d.ranks[1].fail(key)
-    d.run_until(lambda: d.ended)
-    assert d.ended == {paired.request_id: "error"}
+    if moment not in ("waiting", "half-begun"):
+        d.step(3)
+        assert moment == "begun" or not d.ended, "the other rank may still write into the pages"
+        (d.ranks[0].load if moment == "loading" else d.ranks[0].fail)(key)
+    d.finish(paired)
+    assert d.ended == {paired.request_id: "length" if policy == "recompute" else "error"}
+    assert d.computed[paired.request_id] == (len(PROMPT) + 3 if policy == "recompute" else 0)
+    if moment != "begun":
+        assert sum(load.stop > 0 for load in d.rank.said(do.Load)) == ("loading" in moment)
+        assert "loading" in moment or policy == "fail" or not d.reported, "vLLM was never told to wait"
     after = d.ask("cmpl-after-0-12345678", PROMPT)
-    d.run_until(lambda: len(d.ended) == 2)
+    d.finish(after)
     assert d.ended[after.request_id] == "length"
-    d.assert_at_rest()
-
-
-@each_pace
-@each_policy
-@pytest.mark.parametrize("both", [False, True])
-def test_failed_while_loading(policy: str, ahead: int, both: bool) -> None:
-    d = Instance("D", policy=policy, ranks=2, ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
-    begin(d, paired)
-    key = d.key(paired)
-    d.ranks[0].fail(key)
-    d.step(3)
-    assert not d.ended, "the other rank may still write into the pages"
-    (d.ranks[1].fail if both else d.ranks[1].load)(key)
-    d.run_until(lambda: d.ended)
-    assert d.ended == {paired.request_id: "length" if policy == "recompute" else "error"}
-    assert len(d.rank.said(do.Load)) == 1, "what has failed is not asked for again"
-    d.assert_at_rest()
-
-
-@each_policy
-def test_a_failure_that_crosses_the_admission(policy: str) -> None:
-    d = Instance("D", policy=policy, ahead=1)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    d.rank.begin(d.key(paired))
-    d.step()
-    d.rank.fail(d.key(paired))
-    d.run_until(lambda: d.ended)
-    assert d.ended == {paired.request_id: "length" if policy == "recompute" else "error"}
     d.assert_at_rest()
 
 
@@ -188,12 +136,9 @@ def test_a_preempted_request_is_computed_here_and_not_asked_for_again() -> None:
     d = Instance("D", blocks=8)
     other = d.ask("cmpl-other-0-12345678", tokens(BLOCK, "other"), max_tokens=60)
     paired = d.ask(inner_id(pair_id()), PROMPT[: 2 * BLOCK], max_tokens=40)
-    d.step()
-    d.rank.begin(d.key(paired))
-    d.step(2)
-    d.rank.load(d.key(paired))
+    d.load(paired)
     d.run_until(lambda: paired.num_preemptions, most=80)
-    d.run_until(lambda: len(d.ended) == 2, most=120)
+    d.finish(other, paired, most=120)
     assert set(d.ended.values()) == {"length"}
     assert len(d.rank.said(do.Load)) == len(d.rank.said(do.Expect)) == 1
     assert other.num_output_tokens == 60
@@ -205,16 +150,14 @@ def test_a_preempted_request_is_computed_here_and_not_asked_for_again() -> None:
 def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_blocks_back(
     end: str, ahead: int
 ) -> None:
-    d = Instance("D", policy="recompute", ahead=ahead)
-    paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    d.rank.begin(d.key(paired))
+    d, paired = asked("D", PROMPT, policy="recompute", ahead=ahead)
+    key = d.begin(paired)
     d.run_until(lambda: d.blocks(paired))
     d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     d.drain()
     assert d.scheduler.has_requests(), "vLLM's pause ends when nothing has to be done"
     d.step(2)
-    getattr(d.rank, end)(d.key(paired))
+    getattr(d.rank, end)(key)
     d.run_until(lambda: not d.scheduler.has_requests())
     d.drain()
     assert d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -223,28 +166,6 @@ def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_bl
     d.run_until(lambda: d.ended)
     assert d.ended == {paired.request_id: "length"}
     assert d.computed[paired.request_id] - 3 == len(PROMPT), "its caches were emptied: it is computed here"
-    d.assert_at_rest()
-
-
-@pytest.mark.parametrize("first", ["loads", "fails", "is aborted"])
-def test_children_of_one_prompt_wait_for_the_first_and_take_its_cache(first: str) -> None:
-    d = Instance("D", policy="recompute")
-    outer = pair_id()
-    children = [d.ask(inner_id(outer, child=child), PROMPT) for child in range(3)]
-    d.step(2)
-    (expect,) = d.rank.said(do.Expect)
-    if first == "is aborted":
-        d.abort(children[0])
-    else:
-        d.rank.begin(expect.key)
-        d.step(3)
-        assert not any(child.num_output_tokens for child in children)
-        (d.rank.load if first == "loads" else d.rank.fail)(expect.key)
-    d.run_until(lambda: len(d.ended) == 3)
-    if first == "loads":
-        prefilled = [d.computed[child.request_id] - 3 for child in children]
-        assert prefilled == [1, len(PROMPT) % BLOCK, len(PROMPT) % BLOCK]
-    assert len(d.rank.said(do.Expect)) == 1
     d.assert_at_rest()
 
 
@@ -288,46 +209,31 @@ def test_a_request_that_is_not_for_this_pair_is_served_here_alone(
     d.assert_at_rest()
 
 
-@pytest.mark.parametrize("moment", ["waiting", "settled", "loading"])
+@pytest.mark.parametrize("moment", ["waiting", "loading", "settled"])
 def test_the_same_id_again_is_another_request(moment: str) -> None:
     """A client that gives up and comes back with the same id hurts neither its request nor the engine."""
     d = Instance("D")
     outer = pair_id()
     first = d.ask(inner_id(outer), PROMPT)
-    d.step()
-    key = d.key(first)
-    if moment != "waiting":
-        d.rank.begin(key)
-        d.run_until(lambda: d.rank.said(do.Load))
-    if moment == "settled":
-        d.rank.load(key)
+    if moment == "waiting":
+        d.step()
+    elif moment == "loading":
+        d.start_load(first)
+    else:
+        d.load(first)
         d.run_until(lambda: first.num_output_tokens)
     d.abort(first)
-    second = d.ask(inner_id(outer), PROMPT[:30])
-    d.run_until(lambda: second.request_id in d.workers[0].loads.requests.values())
-    assert second.request_id not in d.ended
-    d.rank.begin(d.key(second))
-    d.step(2)
-    d.rank.load(d.key(second))
-    d.run_until(lambda: second.request_id in d.ended)
-    assert d.ended[second.request_id] == "length"
-    d.assert_at_rest()
-
-
-def test_the_same_id_again_and_again_in_one_step() -> None:
-    d = Instance("D")
-    outer = pair_id()
-    for again in range(5):
+    for again in range(4):  # some within one step
         request = d.ask(inner_id(outer), PROMPT)
         if again % 2:
             d.step()
         d.abort(request)
-    last = d.ask(inner_id(outer), PROMPT)
-    d.run_until(lambda: last.request_id in d.workers[0].loads.requests.values())
-    d.rank.begin(d.key(last))
-    d.step(2)
-    d.rank.load(d.key(last))
-    d.run_until(lambda: last.request_id in d.ended)
+    last = d.ask(inner_id(outer), PROMPT[:30])
+    loads = d.workers[0].loads._known
+    d.run_until(lambda: last.request_id in [load.request_id for load in loads.values()])
+    d.load(last)
+    d.finish(last)
+    assert d.ended[last.request_id] == "length"
     d.assert_at_rest()
 
 

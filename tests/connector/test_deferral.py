@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, Instance, inner_id, make_request, pair_id, tokens
+from connector_support import BLOCK, Instance, asked, each_pace, inner_id, make_request, pair_id, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multi_support import MultiInstance
@@ -16,8 +16,6 @@ from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
-
-each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
 
 
 class Counted:
@@ -93,41 +91,31 @@ def test_an_abort_takes_them_out_of_the_queue(ahead: int, begun: bool) -> None:
     d.assert_at_rest()
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_failure_brings_it_back(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    d = Instance("D", policy=policy)
-    counted = Counted(d, monkeypatch)
-    request, other = waiting(d, 2)
-    d.step(5)
-    d.rank.fail(d.key(request))
-    d.run_until(lambda: request.request_id in d.ended)
-    assert d.ended == {request.request_id: "length" if policy == "recompute" else "error"}
-    assert counted.lookups <= 4
-    d.abort(other)
-    d.assert_at_rest()
-
-
-@pytest.mark.parametrize("ends", ["loads", "is-aborted"])
-def test_further_children_of_n_wait_for_the_first_without_being_looked_up(
+@pytest.mark.parametrize("ends", ["loads", "fails", "is-aborted", "is-aborted-before-p-begins"])
+def test_further_children_of_n_wait_for_the_first_and_take_its_cache(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d = Instance("D")
-    outer = pair_id()
-    first = d.ask(inner_id(outer, child=0), tokens(50), max_tokens=40)
-    others = [d.ask(inner_id(outer, child=child), tokens(50)) for child in (1, 2)]
+    """Without being looked up meanwhile."""
+    d = Instance("D", policy="recompute")
+    outer, prompt = pair_id(), tokens(50)
+    first = d.ask(inner_id(outer, child=0), prompt, max_tokens=40)
+    others = [d.ask(inner_id(outer, child=child), prompt) for child in (1, 2)]
     counted = Counted(d, monkeypatch)
     d.step(5)
     assert counted.lookups == 3
-    d.rank.begin(d.key(first))
-    d.run_until(lambda: d.rank.said(do.Load))
-    assert not any(d.blocks(each) for each in others)
-    if ends == "is-aborted":
+    if ends != "is-aborted-before-p-begins":
+        key = d.start_load(first)
+        assert not any(d.blocks(each) for each in others)
+    if "aborted" in ends:
         d.abort(first)
     else:
-        d.rank.load(d.key(first))
-    d.run_until(lambda: all(each.request_id in d.ended for each in others))
-    assert ends == "is-aborted" or first.request_id not in d.ended
-    d.run_until(lambda: first.request_id in d.ended)
+        (d.rank.load if ends == "loads" else d.rank.fail)(key)
+    d.finish(*others)
+    assert "aborted" in ends or first.request_id not in d.ended
+    if ends == "loads":
+        assert [d.computed[each.request_id] - 3 for each in others] == [len(prompt) % BLOCK] * 2
+    d.finish(first)
+    assert len(d.rank.said(do.Expect)) == 1
     d.assert_at_rest()
 
 
@@ -138,13 +126,12 @@ def test_further_children_of_n_go_on_when_the_first_needs_nothing_from_p() -> No
     first = d.ask(inner_id(outer, child=0), prompt, max_tokens=40)
     second = d.ask(inner_id(outer, child=1), prompt)
     d.step()
-    d.ask("cmpl-alone-0-12345678", prompt, max_tokens=1)
-    d.run_until(lambda: d.ended)
+    d.finish(d.ask("cmpl-alone-0-12345678", prompt, max_tokens=1))
     d.rank.begin(d.key(first))
-    d.run_until(lambda: second.request_id in d.ended)
+    d.finish(second)
     assert [(load.start, load.stop) for load in d.rank.said(do.Load)] == [(0, 0)]
     assert first.request_id not in d.ended
-    d.run_until(lambda: first.request_id in d.ended)
+    d.finish(first)
     d.assert_at_rest()
 
 
@@ -155,11 +142,9 @@ def test_further_children_of_n_wait_for_a_retry_that_comes_before_they_are_looke
     d.step(2)
     d.abort(first)
     retry = d.ask(inner_id(outer, child=2), tokens(50))
-    d.step(5)
-    d.rank.begin(d.key(retry))
-    d.run_until(lambda: d.rank.said(do.Load))
-    d.rank.load(d.key(retry))
-    d.run_until(lambda: second.request_id in d.ended and retry.request_id in d.ended)
+    d.step(4)
+    d.load(retry)
+    d.finish(second, retry)
     d.assert_at_rest()
 
 
@@ -263,6 +248,5 @@ def test_beside_another_connector_vllms_queue_stays() -> None:
 
 
 def test_nor_on_p() -> None:
-    p = Instance("P")
-    p.ask(inner_id(pair_id()), tokens(50))
+    p, _ = asked("P", tokens(50))
     assert isinstance(p.scheduler.waiting, FCFSRequestQueue)

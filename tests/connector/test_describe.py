@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from copy import deepcopy as copy_of
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,19 @@ import pytest
 import torch
 import transformers
 from connector_support import (
+    ATTENTION,
     BLOCK,
+    FULL,
     LAYERS,
     P_ADDRESS,
+    SMALL,
     be_data_parallel,
+    caches_of,
+    hello_with,
     kv_cache_config,
-    model_folder,
+    kv_groups,
     vllm_config,
+    write,
 )
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -30,13 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    HiddenStateCacheSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -48,7 +49,6 @@ from p2pkv.connector.describe import (
     cache_of,
     codec_of,
     computes_last_token,
-    hello_of,
     http_address,
     layer_order,
     options_of,
@@ -62,15 +62,7 @@ from p2pkv.protocol.messages import Hello
 pytestmark = pytest.mark.vllm
 
 
-def tensors(names: list[str], heads: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(4, heads, BLOCK, 32, dtype=dtype) for name in names}
-
-
-def hello(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
-    kv = kv_cache_config(layers=list(caches))
-    layers = Layers(caches, kv)
-    cache, said = cache_of(config, kv, layers)
-    return hello_of(config, options_of(config), cache, said, rank, "host")
+WINDOW = SlidingWindowSpec(**ATTENTION, sliding_window=20)
 
 
 def with_parallel(**sizes: Any) -> VllmConfig:
@@ -84,7 +76,7 @@ def with_parallel(**sizes: Any) -> VllmConfig:
 
 
 def test_hello_says_who_this_rank_is_and_what_its_cache_looks_like() -> None:
-    said = hello(vllm_config("P"), tensors(list(LAYERS)))
+    said = hello_with(vllm_config("P"), caches_of(LAYERS))
     assert (said.role, said.rank, said.link) == ("P", 0, "host")
     assert said.addresses == (said.address,) == (str(P_ADDRESS),)
     (group,) = said.cache.groups
@@ -92,13 +84,14 @@ def test_hello_says_who_this_rank_is_and_what_its_cache_looks_like() -> None:
     assert (group.row_bytes, group.unit_tokens, group.once) == (32 * 4, 1, False)
     assert (group.dtype, group.codec) == ("float32", "dense")
     assert (said.digest, said.verify) == ("xxh3-64", False)
-    assert hello(vllm_config("P"), tensors(list(LAYERS))).incarnation != said.incarnation
+    assert hello_with(vllm_config("P"), caches_of(LAYERS)).incarnation != said.incarnation
 
 
 def test_a_rank_of_several_says_its_own_address_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = with_parallel(tensor_parallel_size=2, pipeline_parallel_size=2)
+    config = with_parallel(tensor_parallel_size=2, pipeline_parallel_size=2, world_size=4)
+    refuse_what_cannot_pair(config)
     monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: [list(mine), list(mine)])
-    said = hello(config, tensors([next(iter(LAYERS))], heads=1), rank=3)
+    said = hello_with(config, caches_of([next(iter(LAYERS))], heads=1), rank=3)
     assert said.addresses == tuple(str(P_ADDRESS.shifted(rank)) for rank in range(4))
     assert said.address == said.addresses[3]
     assert (said.cache.groups[0].layers, said.cache.tp) == ((1, 1), 2)
@@ -107,28 +100,23 @@ def test_a_rank_of_several_says_its_own_address_and_all_of_them(monkeypatch: pyt
 def test_layers_with_kv_heads_of_their_own() -> None:
     """As many as their ranks hold in all; a single one on each of several ranks might be a copy."""
     for held, tp, heads in ((2, 1, 2), (2, 2, 4), (2, 4, 8)):
-        said = hello(with_parallel(tensor_parallel_size=tp), tensors(list(LAYERS), heads=held))
+        said = hello_with(with_parallel(tensor_parallel_size=tp), caches_of(LAYERS, heads=held))
         assert said.cache.groups[0].heads == heads
-    four = replace(FULL, num_kv_heads=4)
-    kv = KVCacheConfig(
-        num_blocks=4,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["l.0"], FULL), KVCacheGroupSpec(["l.1"], four)],
-    )
+    kv = kv_groups((["l.0"], FULL), (["l.1"], replace(FULL, num_kv_heads=4)))
     caches = {"l.0": torch.zeros(4, 2, BLOCK, 32), "l.1": torch.zeros(4, 4, BLOCK, 16)}
-    said_of_both = cache_of(vllm_config("P"), kv, Layers(caches, kv))[1]
+    said_of_both = cache_of(vllm_config("P"), Layers(caches, kv))[1]
     assert [(group.heads, group.row_bytes) for group in said_of_both.groups] == [(2, 128), (4, 64)]
 
 
 def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"holds 4 KV heads of .*, but 2 of 2 were expected"):
-        hello(vllm_config("P"), tensors(list(LAYERS), heads=4))  # slots, as nvfp4 has for K and for V
+        hello_with(vllm_config("P"), caches_of(LAYERS, heads=4))  # slots, as nvfp4 has for K and for V
     config = with_parallel(tensor_parallel_size=2)
     config.model_config.model_arch_config.total_num_kv_heads = 8
     one = replace(FULL, num_kv_heads=1)
     kv = kv_cache_config(spec=one)
     with pytest.raises(ConfigError, match=r"rank of 2 holds 1 KV heads of .*, but 4 of 8 were expected"):
-        cache_of(config, kv, Layers(tensors(list(LAYERS), heads=1), kv))
+        cache_of(config, Layers(caches_of(LAYERS, heads=1), kv))
 
 
 @pytest.mark.parametrize(
@@ -144,12 +132,12 @@ def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
 def test_bytes_of_different_meaning_are_different_types(tensor: torch.dtype, cache: str, said: str) -> None:
     config = vllm_config("P")
     config.cache_config.cache_dtype = cache
-    assert hello(config, tensors(list(LAYERS), dtype=tensor)).cache.groups[0].dtype == said
+    assert hello_with(config, caches_of(LAYERS, dtype=tensor)).cache.groups[0].dtype == said
 
 
 def test_the_names_of_layers_tell_models_apart_but_not_pipeline_stages() -> None:
     def digest(*names: str) -> str:
-        return hello(vllm_config("P"), tensors(list(names))).cache.groups[0].layer_names
+        return hello_with(vllm_config("P"), caches_of(names)).cache.groups[0].layer_names
 
     whole = digest("model.layers.0.attn", "model.layers.1.attn")
     assert digest("model.layers.1.attn") == whole
@@ -159,20 +147,12 @@ def test_the_names_of_layers_tell_models_apart_but_not_pipeline_stages() -> None
 def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     """Three vLLM groups, of which two see a window; each has a block table, and all lie in one memory."""
     names = [f"model.layers.{number}.attn" for number in range(6)]
-    window = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=20
-    )
-    groups = [
-        KVCacheGroupSpec([names[2], names[5]], FULL),
-        KVCacheGroupSpec([names[0], names[3]], window),
-        KVCacheGroupSpec([names[1], names[4]], window),
-    ]
-    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    config = kv_groups((names[2::3], FULL), (names[0::3], WINDOW), (names[1::3], WINDOW))
     one, other = torch.zeros(4, 2, BLOCK, 32), torch.zeros(4, 2, BLOCK, 32)
     memory = {name: one if number < 3 else other for number, name in enumerate(names)}
     layers = Layers(memory, config)
-    assert layers.names == names
-    cache, said = cache_of(vllm_config("P"), config, layers)
+    assert [*layers.indices] == names
+    cache, said = cache_of(vllm_config("P"), layers)
     assert [(group.layers, group.window, group.block) for group in said.groups] == [
         ((4,), 20, BLOCK),
         ((2,), 0, 1),
@@ -180,7 +160,7 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     for role, cached, block in (("P", False, BLOCK), ("D", True, BLOCK), ("D", False, 1)):
         other = vllm_config(role)
         other.cache_config.enable_prefix_caching = cached
-        assert cache_of(other, config, layers)[1].groups[0].block == block
+        assert cache_of(other, layers)[1].groups[0].block == block
     assert [group.tables for group in cache.groups] == [(1, 2, 1, 2), (0, 0)]
     assert [list(numbers) for numbers in cache.layers] == [[0, 1, 3, 4], [2, 5]]
     assert not computes_last_token(config) and computes_last_token(kv_cache_config())
@@ -195,10 +175,10 @@ def test_layers_come_in_the_order_of_their_numbers() -> None:
 
 
 def test_layers_that_share_their_kv_are_moved_once() -> None:
-    own = tensors(["l.0", "l.1", "l.10"])
+    own = caches_of(["l.0", "l.1", "l.10"])
     layers = Layers({**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}, kv_cache_config())
     assert layers.indices == {"l.0": 0, "l.1": 1, "l.10": 2}
-    assert [tensor.data_ptr() for tensor in layers.tensors] == [each.data_ptr() for each in own.values()]
+    assert [layer.tensor.data_ptr() for layer in layers.all] == [each.data_ptr() for each in own.values()]
 
 
 def test_the_codec_is_that_of_the_attention_layers() -> None:
@@ -219,7 +199,7 @@ def test_the_codec_is_that_of_the_attention_layers() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(model_folder(), tmp_path / "a" / "copy"))
+    return Path(shutil.copytree(write(SMALL), tmp_path / "a" / "copy"))
 
 
 def served(folder: Path, load: dict[str, Any] | None = None, **model: Any) -> VllmConfig:
@@ -243,15 +223,69 @@ def test_the_same_files_at_another_place_have_the_same_fingerprint(copy: Path) -
     assert fingerprint(split) == one
 
 
-def test_other_weights_have_another_one(copy: Path) -> None:
-    before = fingerprint(served(copy))
+def changed(data: bytes, start: int, stop: int) -> bytes:
+    return data[:start] + bytes(byte ^ 1 for byte in data[start:stop]) + data[stop:]
+
+
+def last_bytes(data: bytes) -> list[bytes]:
+    other = changed(data, len(data) - 1, len(data))
+    return [data, other, other + b"\0"]
+
+
+def single_tensors(data: bytes) -> list[bytes]:
+    """As after a LoRA was merged into some of them."""
+    header = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:header])
+    tensors.pop("__metadata__", None)
+    assert len(tensors) > 9
+    spans = [[header + offset for offset in each["data_offsets"]] for each in tensors.values()]
+    return [data, *(changed(data, *span) for span in spans)]
+
+
+def middle_and_end_of_a_tensor(_: bytes) -> list[bytes]:
+    """Far from the ends of the file, which are looked at in any case."""
+    size = 4 * ENDS_BYTES
+    header = json.dumps(
+        {
+            name: {"dtype": "U8", "shape": [size], "data_offsets": [number * size, (number + 1) * size]}
+            for number, name in enumerate("abc")
+        }
+    ).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(3 * size)
+    start = 8 + len(header) + size
+    return [data, *(changed(data, at, at + 1) for at in (start + size // 2, start + size - 1))]
+
+
+def two_lengths(_: bytes) -> list[bytes]:
+    return [bytes(4 << 20), bytes(8 << 20)]
+
+
+def eighths(_: bytes) -> list[bytes]:
+    """A large file of unknown content is looked at throughout."""
+    size = 4 << 17
+    return [bytes(part * size) + b"x" * size + bytes((7 - part) * size) for part in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("file", "contents"),
+    [
+        *(
+            ("model.safetensors", of)
+            for of in (last_bytes, single_tensors, middle_and_end_of_a_tensor, eighths)
+        ),
+        *(("model.bin", of) for of in (two_lengths, eighths)),
+    ],
+)
+def test_other_contents_are_other_weights(
+    copy: Path, file: str, contents: Callable[[bytes], list[bytes]]
+) -> None:
     (weights,) = copy.glob("*.safetensors")
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    changed = fingerprint(served(copy))
-    weights.write_bytes(data + b"\0")
-    assert len({before, changed, fingerprint(served(copy))}) == 3
+    made, seen = contents(weights.read_bytes()), set()
+    weights.unlink()
+    for content in made:
+        (copy / file).write_bytes(content)
+        seen.add(fingerprint(served(copy)))
+    assert len(seen) == len(made)
 
 
 def test_shards_that_have_changed_their_names_are_other_weights(copy: Path) -> None:
@@ -266,53 +300,6 @@ def test_shards_that_have_changed_their_names_are_other_weights(copy: Path) -> N
     weights.rename(copy / "renamed.safetensors")
     seen.add(fingerprint(served(copy)))
     assert len(seen) == 3
-
-
-def test_weights_that_differ_in_one_tensor_have_another_one(copy: Path) -> None:
-    """As after a LoRA was merged into some of them: in whichever tensor, and in files of any kind."""
-    (weights,) = copy.glob("*.safetensors")
-    data = weights.read_bytes()
-    header = 8 + int.from_bytes(data[:8], "little")
-    tensors = json.loads(data[8:header])
-    tensors.pop("__metadata__", None)
-    seen = {fingerprint(served(copy))}
-    for tensor in tensors.values():
-        start, stop = (header + offset for offset in tensor["data_offsets"])
-        changed = bytes(byte ^ 1 for byte in data[start:stop])
-        weights.write_bytes(data[:start] + changed + data[stop:])
-        seen.add(fingerprint(served(copy)))
-    assert len(seen) == 1 + len(tensors) > 10
-
-
-def test_a_file_that_ends_sooner_is_another(copy: Path) -> None:
-    (weights,) = copy.glob("*.safetensors")
-    weights.unlink()
-    seen = set()
-    for size in (4 << 20, 8 << 20):
-        (copy / "model.bin").write_bytes(bytes(size))
-        seen.add(fingerprint(served(copy)))
-    assert len(seen) == 2
-
-
-@pytest.mark.parametrize("place", ["middle", "end"])
-def test_a_tensor_is_looked_at_in_its_middle_and_at_its_end(copy: Path, place: str) -> None:
-    """Far from the ends of the file, which are looked at in any case."""
-    (weights,) = copy.glob("*.safetensors")
-    size = 4 * ENDS_BYTES
-    header = json.dumps(
-        {
-            name: {"dtype": "U8", "shape": [size], "data_offsets": [number * size, (number + 1) * size]}
-            for number, name in enumerate("abc")
-        }
-    ).encode()
-    data = bytearray(len(header).to_bytes(8, "little") + header + bytes(3 * size))
-    weights.write_bytes(data)
-    before = fingerprint(served(copy))
-    start = 8 + len(header) + size
-    at = start + size // 2 if place == "middle" else start + size - 1
-    data[at] = 1
-    weights.write_bytes(data)
-    assert fingerprint(served(copy)) != before
 
 
 def _other_base(config: Any) -> Any:
@@ -413,20 +400,6 @@ def test_whether_llama_4_tunes_its_attentions_temperature_counts(copy: Path) -> 
     assert tuned(65536, attn_temperature_tuning=False) == tuned(8192)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
-def test_a_large_file_of_unknown_content_is_looked_at_throughout(copy: Path, suffix: str) -> None:
-    size, seen = 4 << 20, set()
-    (weights,) = copy.glob("*.safetensors")
-    weights.unlink()
-    weights = copy / f"model{suffix}"
-    for part in range(8):
-        data = bytearray(size)
-        data[part * size // 8 : (part + 1) * size // 8] = b"x" * (size // 8)
-        weights.write_bytes(data)
-        seen.add(fingerprint(served(copy)))
-    assert len(seen) == 8
-
-
 def test_what_vllm_makes_of_the_files_counts(copy: Path) -> None:
     """The type of its numbers, quantization while it loads, and a class that stands in for the model's."""
     ways: list[dict[str, Any]] = [
@@ -486,7 +459,7 @@ def test_weights_without_files_need_a_name(
         config.kv_transfer_config.kv_connector_extra_config["weights_name"] = name
         for attribute, value in model.items():
             setattr(config.model_config, attribute, value)
-        return hello(config, tensors(list(LAYERS)))
+        return hello_with(config, caches_of(LAYERS))
 
     with pytest.raises(ConfigError, match=rf"{match}.*give them a name with weights_name"):
         instance("")
@@ -500,30 +473,6 @@ def test_weights_without_files_need_a_name(
 
 
 # What is refused
-
-
-FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-REFUSED = [
-    CrossAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32),
-    HiddenStateCacheSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32),
-]
-
-
-@pytest.mark.parametrize("spec", REFUSED, ids=lambda spec: type(spec).__name__)
-def test_kv_that_cannot_move_is_refused_by_name(spec: Any) -> None:
-    with pytest.raises(ConfigError, match=type(spec).__name__) as error:
-        P2pKvConnector(vllm_config("P"), KVConnectorRole.SCHEDULER, kv_cache_config(spec=spec))
-    assert "model.layers.0" in str(error.value)
-
-
-def test_attention_of_every_kind_and_states_move() -> None:
-    mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    window = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64
-    )
-    state = MambaSpec(block_size=BLOCK, shapes=((2, 2), (2, 2, 2)), dtypes=(torch.float32,) * 2)
-    for spec in (FULL, mla, replace(FULL, sliding_window=64), window, state):
-        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
 
 
 @pytest.mark.parametrize(
@@ -547,7 +496,7 @@ def test_context_parallel_ranks() -> None:
         cp_kv_cache_interleave_size=4,
     )
     refuse_what_cannot_pair(config)
-    said = hello(config, tensors(list(LAYERS), heads=1), rank=5)
+    said = hello_with(config, caches_of(LAYERS, heads=1), rank=5)
     (group,) = said.cache.groups
     assert (said.cache.tp, said.cache.pcp, group.dcp, group.interleave) == (4, 2, 2, 4)
     assert (len(said.addresses), said.address) == (8, str(P_ADDRESS.shifted(5)))
@@ -581,7 +530,7 @@ def test_ranks_on_several_hosts_learn_each_others_addresses(
     index = engines - 1
     config = with_parallel(tensor_parallel_size=2, rank=1, data_parallel_index=index, **parallel)
     refuse_what_cannot_pair(config)
-    said = hello(config, tensors(list(LAYERS), heads=1), rank=1)
+    said = hello_with(config, caches_of(LAYERS, heads=1), rank=1)
     mine = str(P_ADDRESS.shifted(2 * index + 1))
     assert asked == [((index, 1, mine), "all ranks")]
     assert said.addresses == (f"10.0.0.1:{1000 * index}", mine) and said.address == mine
@@ -593,7 +542,7 @@ def test_the_ports_of_a_data_parallel_engine(model: str) -> None:
     if model == "dense":
         config.parallel_config.reconfigure_for_independent_dp_rank()
     refuse_what_cannot_pair(config)
-    said = hello(config, tensors(list(LAYERS), heads=1), rank=1)
+    said = hello_with(config, caches_of(LAYERS, heads=1), rank=1)
     assert said.addresses == (str(P_ADDRESS.shifted(6)), str(P_ADDRESS.shifted(7)))
     assert said.address == said.addresses[1]
 
@@ -640,21 +589,9 @@ def test_memory_that_may_be_taken_away_is_refused_where_vllm_does_not_tell_its_c
 
 def test_a_group_of_which_this_stage_has_no_layer_is_passed_over() -> None:
     """vLLM gives every pipeline stage all groups, some of them without names."""
-    config = KVCacheConfig(
-        num_blocks=4,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec([], FULL)],
-    )
-    refuse_what_cannot_move(vllm_config("P"), config)
-    window = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=20
-    )
-    config.kv_cache_groups[1].kv_cache_spec = window
+    refuse_what_cannot_move(vllm_config("P"), kv_groups((["a"], FULL), ([], FULL)))
+    config = kv_groups((["a"], FULL), ([], WINDOW))
     assert not computes_last_token(config), "the scheduler of such an engine has stage 0's groups"
-
-
-def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:
-    refuse_what_cannot_pair(with_parallel(tensor_parallel_size=4, pipeline_parallel_size=2, world_size=8))
 
 
 # What vLLM asks of the class

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +12,16 @@ import torch
 from connector_support import (
     BLOCK,
     D_ADDRESS,
+    FULL,
     LAYERS,
     P_ADDRESS,
     SMALL,
     Instance,
+    caches_of,
+    hello_with,
     inner_id,
     kv_cache_config,
+    kv_groups,
     make_request,
     pair_id,
     tokens,
@@ -28,16 +32,13 @@ from msgspec import structs
 from tiny_eagle import TinyEagle
 from vllm.config import LoadConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import describe
 from p2pkv.connector.describe import (
     Layers,
     cache_of,
-    hello_of,
     local_groups,
-    options_of,
     prompt_tail,
     refuse_what_cannot_pair,
 )
@@ -48,7 +49,6 @@ from p2pkv.connector.scheduler import (
     ConsumerScheduler,
     HeldBlocks,
     ProducerScheduler,
-    leave_out_last,
 )
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
@@ -75,13 +75,10 @@ EAGLE_LAYERS = [*LAYERS, "model.layers.2.self_attn.attn"]
 DRAFT_LAYERS = [*LAYERS, "draft_model.model.layers.0.self_attn.attn"]
 
 
-def hello(role: str, drafter: Mapping[str, Any] | None = None, layers: list[str] | None = None) -> Hello:
-    config = vllm_config(role, drafter=drafter)
-    names = layers or list(LAYERS)
-    kv = kv_cache_config(layers=names)
-    caches = {name: torch.zeros(4, 2, BLOCK, 32) for name in names}
-    cache, said = cache_of(config, kv, Layers(caches, kv))
-    return hello_of(config, options_of(config), cache, said, 0, "host")
+def hello(
+    role: str, drafter: Mapping[str, Any] | None = None, layers: Sequence[str] = tuple(LAYERS)
+) -> Hello:
+    return hello_with(vllm_config(role, drafter=drafter), caches_of(layers))
 
 
 # What an instance says.
@@ -99,15 +96,10 @@ def test_a_draft_model_has_its_own_number_of_heads(tp: int) -> None:
     """At TP 2 a rank has one head of each; the draft model's only one is on both ranks."""
     config = vllm_config("P", drafter=draft_model())
     config.parallel_config.tensor_parallel_size = tp
-    heads = [2 // tp, 2 // tp, 1]
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    groups = [
-        KVCacheGroupSpec([name], replace(spec, num_kv_heads=held))
-        for name, held in zip(DRAFT_LAYERS, heads, strict=True)
-    ]
-    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
-    caches = {name: torch.zeros(4, held, BLOCK, 32) for name, held in zip(DRAFT_LAYERS, heads, strict=True)}
-    cache, said = cache_of(config, kv, Layers(caches, kv))
+    heads = dict(zip(DRAFT_LAYERS, (2 // tp, 2 // tp, 1), strict=True))
+    kv = kv_groups(*(([name], replace(FULL, num_kv_heads=held)) for name, held in heads.items()))
+    caches = {name: torch.zeros(4, held, BLOCK, 32) for name, held in heads.items()}
+    cache, said = cache_of(config, Layers(caches, kv))
     assert sorted((group.heads, group.layers) for group in said.groups) == [(1, (1,)), (2, (2,))]
     assert sorted(cache.groups[number].heads for number in range(2)) == sorted([1, 2 // tp])
 
@@ -181,23 +173,22 @@ def test_of_several_mtp_modules_as_many_must_run_on_both() -> None:
 def test_stages_of_a_model_with_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM keeps a drafter on the last stage; its layers come last also where their names come first."""
     names = ["model.layers.0.attn", "model.layers.1.attn", "draft_model.layers.0.attn"]
-    kv = kv_cache_config(layers=names)
-    caches = {name: torch.zeros(4, 2, BLOCK, 32) for name in names}
+    kv, caches = kv_cache_config(layers=names), caches_of(names)
     config = vllm_config("P", drafter=eagle())
     refuse_what_cannot_pair(config)
-    whole = cache_of(config, kv, Layers(caches, kv))[1]
+    whole = cache_of(config, Layers(caches, kv))[1]
     stages = [Layers({name: caches[name] for name in some}, kv) for some in (names[:1], names[1:])]
-    described = [[group.described for group in local_groups(config, kv, layers)] for layers in stages]
+    described = [[group.described for group in local_groups(config, layers)] for layers in stages]
     config.parallel_config.pipeline_parallel_size = 2
     monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described)
     for layers in stages:
-        cache, said = cache_of(config, kv, layers)
-        assert said.groups[0].layers == (1, 2) and cache.groups[0].layers == len(layers.names)
+        cache, said = cache_of(config, layers)
+        assert said.groups[0].layers == (1, 2) and cache.groups[0].layers == len(layers.all)
         assert structs.replace(said.groups[0], layers=(3,)) == whole.groups[0]
-    assert Layers(caches, kv).names == names
+    assert [*Layers(caches, kv).indices] == names
     monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described[::-1])
     with pytest.raises(ConfigError, match=r"out of the order .* serve it without --pipeline-parallel-size"):
-        cache_of(config, kv, stages[0])
+        cache_of(config, stages[0])
 
 
 # The prompt's tail.
@@ -223,17 +214,15 @@ def test_in_vllms_scheduler_d_loads_all_but_the_tail(ahead: int, monkeypatch: py
     d = Instance("D", drafter=eagle())
     prompt = tokens(3 * BLOCK)
     paired = d.ask(inner_id(pair_id()), prompt)
-    d.step()
-    d.rank.begin(d.key(paired))
-    d.step(2)
+    key = d.start_load(paired)
     (load,) = d.rank.said(do.Load)
     assert (load.start, load.stop) == (0, len(prompt) - ahead)
     assert load.blocks == (d.blocks(paired),) and len(load.blocks[0]) == 3
-    d.rank.load(d.key(paired))
+    d.rank.load(key)
     d.run_until(lambda: paired.request_id in d.scheduled.num_scheduled_tokens)
     padded = len(d.scheduled.scheduled_spec_decode_tokens.get(paired.request_id, ()))
     assert d.scheduled.num_scheduled_tokens[paired.request_id] - padded == ahead
-    d.run_until(lambda: paired.request_id in d.ended)
+    d.finish(paired)
     d.assert_at_rest()
 
 
@@ -241,49 +230,32 @@ def test_p_with_a_drafter_sends_from_the_prompts_blocks() -> None:
     p = Instance("P", drafter=eagle())
     prompt = tokens(3 * BLOCK)
     request = p.ask(inner_id(pair_id()), prompt, max_tokens=1)
-    p.run_until(lambda: request.request_id in p.ended)
+    p.finish(request)
     stops = [stop for each in p.rank.said(do.Computed) for _, stop in each.prompts]
     assert max(stops) == len(prompt), "never slots of guesses"
-    p.rank.free(next(iter(p.rank.facts)))
-    p.assert_at_rest()
+    p.assert_at_rest(p.held_key)
 
 
 def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     """As where layers see a window or keep a state."""
-    tables = BlockTables((BLOCK,))
+    tables = BlockTables((BLOCK,), tail=3, whole=False)
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
-        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5), whole=False, tail=3)
+        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
         request = make_request(inner_id(pair_id()), tokens(length))
         p.new(request)
         assert request.num_prompt_tokens == left == len(request.prompt_token_ids or ())
         assert request.num_tokens == left
-        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, tables, whole=False, tail=3)
+        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, tables)
         d.new(make_request(inner_id(pair_id()), tokens(length)))
         ((_, expect),) = d.step(SchedulerOutput.make_empty()).expects
         assert expect.tokens == left
-
-
-def test_children_of_n_keep_the_list_that_they_share() -> None:
-    shared = tokens(10)
-    request = make_request(inner_id(pair_id()), shared)
-    request.prompt_token_ids = shared
-    leave_out_last(request, 3)
-    assert len(shared) == 10 and request.prompt_token_ids == shared[:7]
-
-
-def test_p_leaves_out_which_of_the_last_tokens_are_ids_too() -> None:
-    """Of a prompt of embeddings and tokens, one entry stands for each."""
-    request = make_request(inner_id(pair_id()), tokens(10))
-    request.prompt_embeds, request.prompt_is_token_ids = torch.zeros(10, 4), [True] * 9 + [False]
-    leave_out_last(request, 3)
-    assert request.prompt_embeds.shape == (7, 4) and request.prompt_is_token_ids == [True] * 7
 
 
 def test_of_a_state_d_takes_all_or_nothing() -> None:
     """If vLLM asked for fewer tokens than P sends, a state would be that of later ones."""
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     for whole, external, wanted in ((True, 20, True), (False, 29, True), (False, 20, False)):
-        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,)), whole=whole)
+        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,), whole=whole))
         request = make_request(inner_id(pair_id()), tokens(30))
         d.new(request)
         d.reported(WorkerNews(begun={request.request_id: [""]}), set())

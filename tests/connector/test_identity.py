@@ -186,15 +186,6 @@ def test_an_adapter_that_vllm_loads_in_place_is_read_again_when_its_files_have_c
     assert digest(b"others!", False) == once, "vLLM has read them once, and so do we"
 
 
-def test_files_of_an_adapter_that_are_written_anew_with_the_same_size_are_read_again(tmp_path: Path) -> None:
-    weights, digests = tmp_path / "adapter_model.safetensors", set()
-    for second, content in enumerate((b"weights", b"others!")):
-        weights.write_bytes(content)
-        os.utime(weights, ns=(second, second))
-        digests.add(prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 8, inplace=True))))
-    assert len(digests) == 2
-
-
 def test_an_adapters_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder, weights in (("one", b"weights"), ("two", b"others!")):

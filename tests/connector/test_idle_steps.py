@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
-from connector_support import Instance, inner_id, pair_id, tokens, vllm_config
+from connector_support import Instance, asked, each_pace, inner_id, pair_id, tokens, vllm_config
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.engine import EngineCoreRequestType
@@ -34,7 +34,6 @@ from p2pkv.engine import commands as do
 pytestmark = pytest.mark.vllm
 
 BOUND = 0.005
-each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
 
 
 def idle(pace: IdlePace, steps: int = 1, longest: float = BOUND) -> list[float]:
@@ -53,11 +52,9 @@ class TestPace:
         pace.step(FIRST_WAIT, BOUND, awaited=True, **happened)
         assert idle(pace)[0] <= 2 * FIRST_WAIT
 
-    def test_a_step_with_tokens_does_not_pause(self) -> None:
-        assert IdlePace(1).step(FIRST_WAIT, BOUND, tokens=True, awaited=True, changed=False) == 0
-
-    def test_nor_one_in_which_no_news_is_awaited(self) -> None:
-        assert IdlePace(1).step(FIRST_WAIT, BOUND, tokens=False, awaited=False, changed=False) == 0
+    @pytest.mark.parametrize(("tokens", "awaited"), [(True, True), (False, False)])
+    def test_no_step_pauses_that_has_tokens_or_awaits_no_news(self, tokens: bool, awaited: bool) -> None:
+        assert IdlePace(1).step(FIRST_WAIT, BOUND, tokens=tokens, awaited=awaited, changed=False) == 0
 
     @pytest.mark.parametrize("batches", [2, 3])
     def test_none_pauses_while_a_step_with_tokens_may_be_out(self, batches: int) -> None:
@@ -114,8 +111,7 @@ class TestScheduling:
 
     @each_pace
     def test_it_rests_after_an_idle_step_until_there_are_news(self, bell: str, ahead: int) -> None:
-        d = Instance("D", ahead=ahead)
-        request = d.ask(inner_id(pair_id()), tokens(50))
+        d, request = asked("D", tokens(50), ahead=ahead)
         rests = []
         for _ in range(12):
             d.step()
@@ -131,16 +127,14 @@ class TestScheduling:
 
     @each_pace
     def test_d_waits_for_p_in_steps_that_compute_nothing(self, ahead: int) -> None:
-        d = Instance("D", ahead=ahead)
-        d.ask(inner_id(pair_id()), tokens(50))
+        d, _ = asked("D", tokens(50), ahead=ahead, ranks=2)
         d.step(12)
         assert d.rank.waits and max(d.rank.waits) == pytest.approx(BOUND / (1 + ahead))
-        assert d.rank.waits == sorted(d.rank.waits)
+        assert d.rank.waits == sorted(d.rank.waits) == d.ranks[1].waits
 
     @each_pace
     def test_news_that_comes_in_the_wait_are_told_in_the_same_step(self, ahead: int) -> None:
-        d = Instance("D", ahead=ahead)
-        request = d.ask(inner_id(pair_id()), tokens(50))
+        d, request = asked("D", tokens(50), ahead=ahead)
         d.step(3)
         key = d.key(request)
         d.rank.meanwhile = lambda: None if d.rank.facts[key].offered else d.rank.begin(key)
@@ -160,8 +154,7 @@ class TestScheduling:
 
     @each_pace
     def test_p_waits_for_word_that_the_blocks_are_free(self, ahead: int) -> None:
-        p = Instance("P", ahead=ahead)
-        request = p.ask(inner_id(pair_id()), tokens(50), max_tokens=1)
+        p, request = asked("P", tokens(50), max_tokens=1, ahead=ahead)
         p.run_until(lambda: request.request_id in p.ended)
         assert not p.rank.waits
         p.step(6)
@@ -170,15 +163,8 @@ class TestScheduling:
         p.rank.meanwhile = lambda: p.rank.free(hold.key) if hold.key in p.rank.facts else None
         p.run_until(lambda: request.request_id in p.reported, most=2 + ahead)
 
-    def test_a_step_of_several_ranks_waits_in_each(self) -> None:
-        d = Instance("D", ranks=2)
-        d.ask(inner_id(pair_id()), tokens(50))
-        d.step(5)
-        assert d.ranks[0].waits == d.ranks[1].waits != []
-
     def test_the_option_switches_it_off(self) -> None:
-        d = Instance("D", idle_wait_ms=0)
-        d.ask(inner_id(pair_id()), tokens(50))
+        d, _ = asked("D", tokens(50), idle_wait_ms=0)
         d.step(5)
         assert not d.rank.waits and not SPIN_WAIT.idle
 
@@ -211,29 +197,26 @@ class TestRest:
     LONG = 60.0
 
     @pytest.fixture
-    def rest(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
+    def rest(self, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
         # Connectors that other tests have made in this process have put the rest there already.
         original = inspect.unwrap(engine_core.EngineCoreProc._process_input_queue)
         monkeypatch.setattr(engine_core.EngineCoreProc, "_process_input_queue", original)
-        yield EngineCore()
+        made = EngineCore()
+        made.rests = True
+        made.install()
+        return made
 
     def test_there_is_no_rest_before_an_engine_core_has_looked_for_requests(self, rest: EngineCore) -> None:
-        rest.rests = True
-        rest.install()
         assert not rest.address
         Core().take()
         assert rest.address
 
     def test_it_rests_once_for_the_time_that_it_was_told(self, rest: EngineCore) -> None:
-        rest.rests = True
-        rest.install()
         core = Core()
         rest.seconds = 0.05
         assert core.take() >= 0.05 and not rest.seconds and not core.handled and not rest.rung()
 
     def test_a_request_ends_the_rest_and_is_handled(self, rest: EngineCore) -> None:
-        rest.rests = True
-        rest.install()
         core = Core()
         rest.seconds = self.LONG
         threading.Timer(0.05, core.input_queue.put, ((EngineCoreRequestType.ADD, None),)).start()
@@ -241,8 +224,6 @@ class TestRest:
         assert core.handled == [EngineCoreRequestType.ADD] and not rest.rung()
 
     def test_a_bell_ends_the_rest_even_if_it_was_rung_before(self, rest: EngineCore) -> None:
-        rest.rests = True
-        rest.install()
         core = Core()
         core.take()
         bell = Bell()
@@ -256,8 +237,6 @@ class TestRest:
         bell.close()
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:
-        rest.rests = True
-        rest.install()
         core = Core()
         core.running = False
         rest.seconds = self.LONG
@@ -286,44 +265,60 @@ def condition(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     context.destroy(linger=0)
 
 
+def waits(condition: Any, waited: float) -> None:
+    """It looks for a message, so many seconds after the last one."""
+    condition.last_read = time.monotonic() - waited
+    condition.wait(timeout_ms=5000)
+
+
 class TestSpinning:
-    def spinning(self) -> SpinWait:
+    @pytest.fixture
+    def spinning(self, condition: Any) -> SpinWait:
         made = SpinWait()
         made.install()
         return made
 
-    def test_a_process_with_something_to_compute_spins_as_vllm_made_it(self, condition: Any) -> None:
-        self.spinning()
+    @pytest.fixture
+    def polled(self, condition: Any) -> list[int]:
+        """How long it has waited for the socket of the wake-ups each time."""
+        times: list[int] = []
+        condition.poller = SimpleNamespace(poll=lambda timeout: times.append(timeout) or [])
+        return times
+
+    def test_a_process_with_something_to_compute_spins_as_vllm_made_it(
+        self, condition: Any, spinning: SpinWait
+    ) -> None:
         condition.wait(timeout_ms=5000)
         assert condition.yields == 1
 
-    def test_an_idle_one_sleeps_on_the_socket_of_the_wake_ups(self, condition: Any) -> None:
-        self.spinning().idle = True
-        polled: list[int] = []
-        condition.poller = SimpleNamespace(poll=lambda timeout: polled.append(timeout) or [])
+    def test_an_idle_one_sleeps_on_the_socket_of_the_wake_ups_for_vllms_own_second(
+        self, condition: Any, spinning: SpinWait, polled: list[int]
+    ) -> None:
+        spinning.idle = True
         for waited in (0.0, 0.003, 0.5):
-            condition.last_read = time.monotonic() - waited
-            condition.wait(timeout_ms=5000)
+            waits(condition, waited)
         assert not condition.yields
         assert polled == [LONGEST_NAP_MS] * 3
         assert condition.busy_loop_s == 1, "vLLM's own setting is back"
+        waits(condition, 2.0)
+        assert polled[3:] == [5000], "it waits as vLLM does"
 
-    def test_a_worker_without_a_step_naps_for_an_eighth_of_its_wait(self, condition: Any) -> None:
-        made = self.spinning()
-        polled: list[int] = []
-        condition.poller = SimpleNamespace(poll=lambda timeout: polled.append(timeout) or [])
-        for made.worker, waited in ((True, 0.0), (True, 0.5 * STEPLESS_MS), (True, 1.5 * STEPLESS_MS)):
-            condition.last_read = time.monotonic() - waited / 1000
-            condition.wait(timeout_ms=5000)
+    def test_a_worker_without_a_step_naps_for_an_eighth_of_its_wait(
+        self, condition: Any, spinning: SpinWait, polled: list[int]
+    ) -> None:
+        spinning.worker = True
+        for steps in (0.0, 0.5, 1.5):
+            waits(condition, steps * STEPLESS_MS / 1000)
         assert condition.yields == 2 and polled == [1]
-        condition.last_read = time.monotonic() - 0.5
-        condition.wait(timeout_ms=5000)
-        made.worker = False
+        waits(condition, 0.5)
+        spinning.worker = False
         condition.wait(timeout_ms=5000)
         assert condition.yields == 3 and polled == [1, LONGEST_NAP_MS]
 
-    def test_a_wake_up_ends_the_nap(self, condition: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.spinning().idle = True
+    def test_a_wake_up_ends_the_nap(
+        self, condition: Any, spinning: SpinWait, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spinning.idle = True
         monkeypatch.setattr("p2pkv.connector.vllm_patches.LONGEST_NAP_MS", 60_000)
         poll, ended = condition.poller.poll, []
         condition.poller = SimpleNamespace(poll=lambda timeout: ended.append(poll(timeout)) or ended[-1])
@@ -331,20 +326,11 @@ class TestSpinning:
         condition.wait(timeout_ms=None)
         assert len(ended) == 1 and ended[0], "the minute was over before the wake-up was seen"
 
-    def test_after_vllms_own_second_it_waits_as_vllm_does(self, condition: Any) -> None:
-        self.spinning().idle = True
-        condition.last_read -= 2
-        polled: list[int] = []
-        condition.poller = SimpleNamespace(poll=lambda timeout: polled.append(timeout) or [])
-        condition.wait(timeout_ms=5000)
-        assert polled == [5000]
-
     def test_messages_come_although_their_wake_ups_are_lost(
-        self, condition: Any, monkeypatch: pytest.MonkeyPatch
+        self, spinning: SpinWait, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """vLLM looks for itself after five seconds only."""
-        made = self.spinning()
-        made.idle = True
+        spinning.idle = True
         monkeypatch.setattr(shm_broadcast.SpinCondition, "notify", lambda self: None)
         writer = shm_broadcast.MessageQueue(1, 1, max_chunk_bytes=1 << 16, max_chunks=4)
         reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
@@ -357,12 +343,12 @@ class TestSpinning:
     def test_the_extension_in_c_does_not_spin_either(
         self, condition: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        spun: list[str] = []
+        spun, made = list[str](), SpinWait()
         monkeypatch.setattr(shm_broadcast, "SPINLOOP_EXT_ENABLED", True)
         monkeypatch.setattr(
             shm_broadcast, "spinloop", lambda *args, **kwargs: spun.append("spun"), raising=False
         )
-        made = self.spinning()
+        made.install()
         shm_broadcast.spinloop(b"", bool, timeout=1)
         made.idle = True
         shm_broadcast.spinloop(b"", bool, timeout=1)

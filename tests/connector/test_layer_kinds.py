@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import vllm
-from connector_support import BLOCK, kv_cache_config, vllm_config
+from connector_support import ATTENTION, BLOCK, kv_cache_config, vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.core import single_type_kv_cache_manager as managers
@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import SparseCacheRole
 from vllm_sources import LayerKind, Sources
 
 from p2pkv.config import ConfigError
+from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.describe import refuse_what_cannot_move
 from p2pkv.connector.recurrent import STATE_KINDS, Sizes
 
@@ -83,60 +84,43 @@ STEP5 = "vLLM 0.33 takes no other connectors for Step5 than NIXL's and Mooncake'
 BASE = "a base of others"
 
 KINDS: dict[str, Kind] = {
-    "Attention": Kind(How.HOOK),
-    "MLAAttention": Kind(How.HOOK),
-    "PrefillPrefixLMAttention": Kind(How.HOOK),
-    "Dots3NotePaddedMLAAttention": Kind(How.HOOK),
-    "InklingAttention": Kind(How.SWEEP, PRIVATE),
-    "InklingConvState": Kind(How.SWEEP, PRIVATE),
-    "MultiHeadLatentAttention": Kind(How.SWEEP, PRIVATE),
-    "BailingMoELinearAttention": Kind(How.SWEEP, RECURRENT),
-    "BailingMoeV3KimiDeltaAttention": Kind(How.SWEEP, RECURRENT),
-    "Glm5NextLinearAttention": Kind(How.SWEEP, RECURRENT),
-    "KimiGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
-    "KimiK3DeltaAttention": Kind(How.SWEEP, RECURRENT),
-    "MambaMixer": Kind(How.SWEEP, RECURRENT),
-    "MambaMixer2": Kind(How.SWEEP, RECURRENT),
-    "MiniMaxText01LinearAttention": Kind(How.SWEEP, RECURRENT),
-    "OlmoHybridGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
-    "QwenGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
-    "ShortConv": Kind(How.SWEEP, RECURRENT),
-    "CacheOnlyAttentionLayer": Kind(How.REFUSED, REFUSED_SPECS["HiddenStateCacheSpec"]),
-    "ChunkedLocalAttention": Kind(How.HOOK),
-    "CompressorStateCache": Kind(How.SWEEP, OWN_CACHE),
-    "CrossAttention": Kind(How.REFUSED, REFUSED_SPECS["CrossAttentionSpec"]),
-    "DeepseekV32Attention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV32IndexerCache": Kind(How.SWEEP, OWN_CACHE),
-    "DeepseekV32MLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"),
-    "DeepseekV32ROCmIndexerCache": Kind(How.REFUSED, SHUFFLED),
-    "DeepseekV41ROCMAiterMLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"),
-    "DeepseekV4Attention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV4CPUAttention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV4CPUIndexerCache": Kind(How.SWEEP, OWN_CACHE),
-    "DeepseekV4FlashInferMLAAttention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV4FlashInferSM120Attention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV4FlashMLAAttention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV4IndexerCache": Kind(How.SWEEP, OWN_CACHE),
-    "DeepseekV4MegaAttnAttention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV4ROCMAiterMLAAttention": Kind(How.SWEEP, PRIVATE),
-    "DeepseekV4SWACache": Kind(How.SWEEP, OWN_CACHE),
-    "DeepseekV4XPUAttention": Kind(How.SWEEP, PRIVATE),
-    "Glm5NextIndexerCache": Kind(How.SWEEP, OWN_CACHE),
-    "Glm5NextTailCache": Kind(How.SWEEP, RING),
-    "MiniMaxM3IndexerCache": Kind(How.SWEEP, OWN_CACHE),
-    "MiniMaxM3SparseAttention": Kind(How.SWEEP, PRIVATE),
-    "QSACompressedKeyCache": Kind(How.SWEEP, OWN_CACHE),
-    "QSAKeyStateCache": Kind(How.SWEEP, RING),
-    "Qwen4ExpPLELayer": Kind(How.SWEEP, RECURRENT),
-    "Qwen4ExpQSAAttention": Kind(How.SWEEP, PRIVATE),
-    "RSWAAttention": Kind(How.HOOK),
-    "StaticSinkAttention": Kind(How.REFUSED, REFUSED_SPECS["SinkFullAttentionSpec"]),
-    "WhisperCausalAttentionWithBlockPooling": Kind(How.REFUSED, SEVERAL),
-    "EncoderOnlyAttention": Kind(How.NOTHING, REFUSED_SPECS["EncoderOnlyAttentionSpec"]),
-    "GatedDeltaNetAttention": Kind(How.NOTHING, BASE),
-    "LinearAttention": Kind(How.NOTHING, BASE),
-    "MambaBase": Kind(How.NOTHING, BASE),
-    "_QSAStateCache": Kind(How.NOTHING, BASE),
+    name: kind
+    for kind, names in {
+        Kind(How.HOOK): (
+            "Attention MLAAttention PrefillPrefixLMAttention Dots3NotePaddedMLAAttention "
+            "ChunkedLocalAttention RSWAAttention"
+        ),
+        Kind(How.SWEEP, PRIVATE): (
+            "InklingAttention InklingConvState MultiHeadLatentAttention DeepseekV32Attention "
+            "DeepseekV4Attention DeepseekV4CPUAttention DeepseekV4FlashInferMLAAttention "
+            "DeepseekV4FlashInferSM120Attention DeepseekV4FlashMLAAttention DeepseekV4MegaAttnAttention "
+            "DeepseekV4ROCMAiterMLAAttention DeepseekV4XPUAttention MiniMaxM3SparseAttention "
+            "Qwen4ExpQSAAttention"
+        ),
+        Kind(How.SWEEP, RECURRENT): (
+            "BailingMoELinearAttention BailingMoeV3KimiDeltaAttention Glm5NextLinearAttention "
+            "KimiGatedDeltaNetAttention KimiK3DeltaAttention MambaMixer MambaMixer2 "
+            "MiniMaxText01LinearAttention OlmoHybridGatedDeltaNetAttention QwenGatedDeltaNetAttention "
+            "ShortConv Qwen4ExpPLELayer"
+        ),
+        Kind(How.REFUSED, REFUSED_SPECS["HiddenStateCacheSpec"]): "CacheOnlyAttentionLayer",
+        Kind(How.SWEEP, OWN_CACHE): (
+            "CompressorStateCache DeepseekV32IndexerCache DeepseekV4CPUIndexerCache "
+            "DeepseekV4IndexerCache DeepseekV4SWACache Glm5NextIndexerCache MiniMaxM3IndexerCache "
+            "QSACompressedKeyCache"
+        ),
+        Kind(How.REFUSED, REFUSED_SPECS["CrossAttentionSpec"]): "CrossAttention",
+        Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"): (
+            "DeepseekV32MLAAttention DeepseekV41ROCMAiterMLAAttention"
+        ),
+        Kind(How.REFUSED, SHUFFLED): "DeepseekV32ROCmIndexerCache",
+        Kind(How.SWEEP, RING): "Glm5NextTailCache QSAKeyStateCache",
+        Kind(How.REFUSED, REFUSED_SPECS["SinkFullAttentionSpec"]): "StaticSinkAttention",
+        Kind(How.REFUSED, SEVERAL): "WhisperCausalAttentionWithBlockPooling",
+        Kind(How.NOTHING, REFUSED_SPECS["EncoderOnlyAttentionSpec"]): "EncoderOnlyAttention",
+        Kind(How.NOTHING, BASE): "GatedDeltaNetAttention LinearAttention MambaBase _QSAStateCache",
+    }.items()
+    for name in names.split()
 }
 
 SINCE_33: dict[str, Kind] = {
@@ -248,8 +232,8 @@ def test_the_hook_comes_after_these_functions_only(sources: Sources) -> None:
 
 # What p2pkv itself says.
 
-ATTENTION = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 MORE: dict[str, dict[str, Any]] = {
+    "FullAttentionSpec": {"sliding_window": 64},
     "ChunkedLocalAttentionSpec": {"attention_chunk_size": 64},
     "SlidingWindowSpec": {"sliding_window": 64},
     "SlidingWindowMLASpec": {"sliding_window": 64, "num_kv_heads": 1},
@@ -259,9 +243,12 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(MOVED_SPECS - {"MambaSpec"}))
+STATE = {"block_size": BLOCK, "shapes": ((2, 2), (2, 2, 2)), "dtypes": (torch.float32,) * 2}
+
+
+@pytest.mark.parametrize("name", sorted(MOVED_SPECS))
 def test_p2pkv_moves_what_the_list_says_it_moves(name: str) -> None:
-    spec = getattr(interface, name)(**ATTENTION | MORE.get(name, {}))
+    spec = getattr(interface, name)(**STATE if name == "MambaSpec" else ATTENTION | MORE.get(name, {}))
     refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
 
 
@@ -270,8 +257,9 @@ def test_p2pkv_refuses_what_the_list_says_it_refuses(name: str) -> None:
     if name.startswith("HiSparse"):
         pytest.skip("vLLM alone can make one: it describes another layer's buffer")
     spec = getattr(interface, name)(**ATTENTION | MORE.get(name, {}))
-    with pytest.raises(ConfigError, match=name):
-        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
+    with pytest.raises(ConfigError, match=name) as error:
+        P2pKvConnector(vllm_config("P"), KVConnectorRole.SCHEDULER, kv_cache_config(spec=spec))
+    assert "model.layers.0" in str(error.value)
 
 
 def test_vllm_cannot_serve_static_sinks() -> None:
@@ -279,8 +267,6 @@ def test_vllm_cannot_serve_static_sinks() -> None:
 
     vLLM calls the managers of all kinds with the same arguments.
     """
-    if not vllm.__version__.startswith("0.32."):
-        pytest.skip(f"seen in vLLM 0.32, and not looked for in {vllm.__version__}")
     full, sinks = (
         inspect.signature(kind).parameters
         for kind in (managers.SingleTypeKVCacheManager, managers.SinkFullAttentionManager)
@@ -295,9 +281,6 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
     ),
     "rows of 100 bytes": lambda: interface.MLAAttentionSpec(
         **LATENT, model_version="deepseek_v4", state_content_bytes=100
-    ),
-    "set --no-swa-bounded-replay": lambda: interface.SlidingWindowMLASpec(
-        **LATENT, sliding_window=64, model_version="deepseek_v4", state_content_bytes=528, bounded_replay=True
     ),
     "keeps 2 rows for each token": lambda: interface.FullAttentionSpec(
         **ATTENTION, tokens_per_state=Fraction(1, 2)

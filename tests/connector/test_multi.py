@@ -6,13 +6,13 @@ import contextlib
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, inner_id, pair_id, tokens
+from connector_support import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multi_support import OURS, MultiInstance, StoreMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.v1.request import Request
 
-from p2pkv.connector.metadata import PrefillStep
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -22,8 +22,8 @@ WHOLE = 6 * BLOCK
 """Tokens of PROMPT in whole blocks."""
 BEGINNING = tuple(PROMPT[:3])
 
+each_length = pytest.mark.parametrize("most", [1, 5], ids=["ends-at-once", "goes-on"])
 each_order = pytest.mark.parametrize("store_first", [True, False], ids=["store-first", "p2pkv-first"])
-each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
 
 
 def loads(d: MultiInstance) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ def test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt(store_first:
     assert d.store.loaded == [(paired.request_id, WHOLE)]
     assert d.stores[0].began == [paired.request_id]
     assert loads(d) == [(0, 0)], "P is released"
-    d.run_until(lambda: paired.request_id in d.ended)
+    d.finish(paired)
     d.assert_at_rest()
 
 
@@ -58,14 +58,10 @@ def test_d_loads_from_p_what_the_store_does_not_have_whole(store_first: bool, ah
     paired = d.ask(inner_id(pair_id()), PROMPT)
     d.step(2)
     assert not d.blocks(paired), "P has not begun"
-    for rank in d.ranks:
-        rank.begin(d.key(paired))
-    d.run_until(lambda: d.rank.said(do.Load))
+    d.load(paired)
     assert loads(d) == [(0, len(PROMPT) - 1)]
     assert not d.store.loaded
-    for rank in d.ranks:
-        rank.load(d.key(paired))
-    d.run_until(lambda: paired.request_id in d.ended)
+    d.finish(paired)
     assert d.computed[paired.request_id] == 1 + 3
     assert d.reported == [paired.request_id]
     d.assert_at_rest()
@@ -79,7 +75,7 @@ def test_vllms_own_waits_for_p_and_then_takes_the_store() -> None:
     d.step(3)
     assert not d.blocks(paired)
     d.rank.begin(d.key(paired))
-    d.run_until(lambda: paired.request_id in d.ended)
+    d.finish(paired)
     assert d.store.loaded == [(paired.request_id, WHOLE)]
     assert loads(d) == [(0, 0)]
     d.assert_at_rest()
@@ -90,19 +86,18 @@ def test_another_connector_that_is_still_looking_is_waited_for(store_first: bool
     d = MultiInstance("D", store_first=store_first)
     d.store.undecided = True
     paired = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    d.rank.begin(d.key(paired))
+    key = d.begin(paired)
     d.step(2)
     assert not d.blocks(paired)
     d.store.undecided = False
-    d.run_until(lambda: d.rank.said(do.Load))
-    d.rank.load(d.key(paired))
-    d.run_until(lambda: paired.request_id in d.ended)
+    d.run_until(lambda: loads(d))
+    d.rank.load(key)
+    d.finish(paired)
     d.assert_at_rest()
 
 
 @each_order
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@each_policy
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_p_that_fails_fails_nothing_that_the_store_has(store_first: bool, policy: str, begun: bool) -> None:
     d = MultiInstance("D", store_first=store_first, policy=policy)
@@ -114,7 +109,7 @@ def test_a_p_that_fails_fails_nothing_that_the_store_has(store_first: bool, poli
     d.rank.fail(d.key(paired))
     d.step(2)
     d.store.held[BEGINNING], d.store.undecided = WHOLE, False
-    d.run_until(lambda: paired.request_id in d.ended)
+    d.finish(paired)
     assert d.ended == {paired.request_id: "length"}
     assert d.store.loaded == [(paired.request_id, WHOLE)]
     d.assert_at_rest()
@@ -130,7 +125,7 @@ def test_a_failed_push_is_treated_as_the_outer_configuration_says() -> None:
     d.run_until(lambda: waiting.request_id in d.ended and loads(d))
     assert loads(d) == [(0, 59)], "the first is computed here, and never loaded"
     d.rank.fail(d.key(loading))
-    d.run_until(lambda: len(d.ended) == 2)
+    d.finish(loading)
     assert set(d.ended.values()) == {"length"}
     d.assert_at_rest()
 
@@ -138,107 +133,93 @@ def test_a_failed_push_is_treated_as_the_outer_configuration_says() -> None:
 # P.
 
 
-def prefills(p: MultiInstance) -> list[PrefillStep]:
-    return [each for meta in p.metas for each in meta.prefills]
+def filling(most: int = 1, **options: Any) -> tuple[MultiInstance, Request]:
+    """A P whose store has the whole blocks of the prompt that it is asked for."""
+    p = MultiInstance("P", **options)
+    p.store.held[BEGINNING] = WHOLE
+    return p, p.ask(inner_id(pair_id()), PROMPT, max_tokens=most)
 
 
 @each_pace
-@pytest.mark.parametrize("most", [1, 5], ids=["ends-at-once", "goes-on"])
+@each_length
 def test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step(ahead: int, most: int) -> None:
     """The load runs in the step itself: nothing may be read before, and the load may fail."""
-    p = MultiInstance("P", ahead=ahead)
-    p.store.held[BEGINNING] = WHOLE
-    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=most)
+    p, request = filling(most, ahead=ahead)
     p.step()
     assert p.stores[0].began == [request.request_id]
     assert len(p.rank.said(do.OfferPrompt)) == 1, "D is told that the prefill has begun"
     assert not p.rank.said(do.Computed)
     table = p.blocks(request)
-    p.run_until(lambda: prefills(p))
-    (said,) = prefills(p)
+    p.run_until(p.prefills)
+    (said,) = p.prefills()
     assert said.stop == len(PROMPT)
     assert said.blocks.blocks[0][: len(table)] == table
-    p.run_until(lambda: request.request_id in p.ended)
-    (hold,) = p.rank.said(do.Hold)
+    p.finish(request)
     p.step(2)
     assert not p.rank.said(do.Abort)
-    p.rank.free(hold.key)
-    p.assert_at_rest()
+    p.assert_at_rest(p.held_key)
 
 
 @each_pace
 def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead: int) -> None:
     p = MultiInstance("P", ahead=ahead, budget=200)
     p.store.held[BEGINNING] = WHOLE
-    p.ask("cmpl-no-pair-0-12345678", PROMPT, max_tokens=1)
+    alone = p.ask("cmpl-no-pair-0-12345678", PROMPT, max_tokens=1)
     shared = p.ask(inner_id(pair_id(1)), [*PROMPT[:WHOLE], 7, 8, 9], max_tokens=1)
     other = p.ask(inner_id(pair_id(2)), tokens(30, "other"), max_tokens=1)
     p.step()
     assert p.computed[shared.request_id] == 3, "its prefix counts as cached"
-    (said,) = prefills(p)
+    (said,) = p.prefills()
     assert said.stop == 30, "the other prompt is pushed as it is computed"
-    p.run_until(lambda: len(p.ended) == 3)
+    p.finish(alone, shared, other)
     p.step()
-    assert [each.stop for each in prefills(p)] == [30, WHOLE + 3]
-    for hold in p.rank.said(do.Hold):
-        p.rank.free(hold.key)
-    assert other.request_id in p.ended
-    p.assert_at_rest()
+    assert [each.stop for each in p.prefills()] == [30, WHOLE + 3]
+    p.assert_at_rest(*(hold.key for hold in p.rank.said(do.Hold)))
 
 
 @each_pace
-@pytest.mark.parametrize("most", [1, 5], ids=["ends-at-once", "goes-on"])
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@each_length
+@each_policy
 def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) -> None:
-    p = MultiInstance("P", ahead=ahead, policy=policy)
-    p.store.held[BEGINNING] = WHOLE
-    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=most)
-    rank = p.rank
+    p, request = filling(most, ahead=ahead, policy=policy)
     p.stores[0].spoil = True
     p.step(1 + ahead)
-    assert not rank.said(do.Computed)
-    p.run_until(lambda: request.request_id in p.ended)
+    assert not p.rank.said(do.Computed)
+    p.finish(request)
     p.step(2)
-    (hold,) = rank.said(do.Hold)
     if policy == "fail":
         assert p.ended[request.request_id] == "error"
-        assert not rank.said(do.Computed) and [abort.key for abort in rank.said(do.Abort)] == [hold.key]
+        assert not p.rank.said(do.Computed)
+        assert [abort.key for abort in p.rank.said(do.Abort)] == [p.held_key]
+        p.assert_at_rest()
     else:
         assert p.ended[request.request_id] == "length"
-        first, *_, last = prefills(p) * 2
+        first, *_, last = p.prefills() * 2
         assert (first.cached, first.start, last.stop) == (BLOCK, BLOCK, len(PROMPT))
-        rank.free(hold.key)
-    p.assert_at_rest()
+        p.assert_at_rest(p.held_key)
 
 
-@pytest.mark.parametrize("most", [1, 5])
+@each_length
 def test_an_abort_before_p_has_pushed_what_a_store_has_filled(most: int) -> None:
-    p = MultiInstance("P", ahead=1)
-    p.store.held[BEGINNING] = WHOLE
-    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=most)
+    p, request = filling(most, ahead=1)
     p.step()
     p.abort(request)
     p.step(2)
     assert not p.rank.said(do.Computed)
-    (hold,) = p.rank.said(do.Hold)
-    assert [abort.key for abort in p.rank.said(do.Abort)] == [hold.key]
+    assert [abort.key for abort in p.rank.said(do.Abort)] == [p.held_key]
     p.assert_at_rest()
 
 
 def test_preempted_before_p_has_pushed_what_a_store_has_filled() -> None:
-    p = MultiInstance("P", ahead=1)
-    p.store.held[BEGINNING] = WHOLE
-    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=5)
+    p, request = filling(5, ahead=1)
     p.step()
     p.drain()
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     p.store.held.clear()
-    p.run_until(lambda: request.request_id in p.ended)
-    assert {each.cached for each in prefills(p)} == {0}
-    assert [each.stop for each in prefills(p)] == [64, 100]
-    (hold,) = p.rank.said(do.Hold)
-    p.rank.free(hold.key)
-    p.assert_at_rest()
+    p.finish(request)
+    assert {each.cached for each in p.prefills()} == {0}
+    assert [each.stop for each in p.prefills()] == [64, 100]
+    p.assert_at_rest(p.held_key)
 
 
 @each_order
@@ -248,9 +229,9 @@ def test_blocks_are_kept_until_both_have_done_with_them(store_first: bool, saved
     p.store.saves = True
     outer = pair_id()
     request = p.ask(inner_id(outer), PROMPT, max_tokens=1)
-    p.run_until(lambda: request.request_id in p.ended)
+    p.finish(request)
     p.step()
-    key = p.rank.said(do.Hold)[0].key
+    key = p.held_key
 
     def push() -> None:
         for rank in p.ranks:
@@ -266,8 +247,7 @@ def test_blocks_are_kept_until_both_have_done_with_them(store_first: bool, saved
         p.step(2)
     assert p.reported == [request.request_id]
     p.store.saves = False
-    again = p.ask(inner_id(outer), PROMPT, max_tokens=1)
-    p.run_until(lambda: again.request_id in p.ended)
+    p.finish(p.ask(inner_id(outer), PROMPT, max_tokens=1))
     assert len(p.rank.said(do.Hold)) == 2, "the key is free again"
     push()
     p.assert_at_rest()
@@ -351,7 +331,7 @@ def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None
     request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=1)
     for number, rank in enumerate(p.ranks):
         rank.counters.add("bytes_sent", 1000 + number)
-    p.run_until(lambda: request.request_id in p.ended)
+    p.finish(request)
     aggregated = p.outputs[0].kv_connector_stats
     assert aggregated is not None
     payload = aggregated.to_dict()
@@ -366,6 +346,5 @@ def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None
     prom.observe(payload, 0)
     after = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "both", "engine": "0"})
     assert after == before + 2001
-    for rank in p.ranks:
-        rank.free(rank.said(do.Hold)[0].key)
-    p.assert_at_rest()
+    p.ranks[1].free(p.held_key)
+    p.assert_at_rest(p.held_key)

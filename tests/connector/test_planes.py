@@ -79,7 +79,7 @@ def test_the_rows_of_vllm_s_own_layers(layer: str) -> None:
     spec = spec_of(make)
     form = row_form("i", spec)
     assert (form.tokens, form.planes) == (tokens, planes)
-    assert not planes or sum(plane.width for plane in planes) == spec.state_content_size_bytes
+    assert not planes or sum(planes) == spec.state_content_size_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -103,26 +103,15 @@ class NvFp4:
 
 
 ROWS, SLOTS = "rows", "K and V in slots of their own"
+PLAIN = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+PER_TOKEN_HEAD = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
+TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 TYPES: dict[str, tuple[Any, str]] = {
-    "auto": (TritonAttentionBackend, ROWS),
-    "float16": (TritonAttentionBackend, ROWS),
-    "bfloat16": (TritonAttentionBackend, ROWS),
-    "fp8": (TritonAttentionBackend, ROWS),
-    "fp8_e4m3": (TritonAttentionBackend, ROWS),
-    "fp8_e5m2": (TritonAttentionBackend, ROWS),
-    "fp8_inc": (TritonAttentionBackend, ROWS),
-    "fp8_ds_mla": (MLACommonBackend, ROWS),
-    "nvfp4_ds_mla": (MLACommonBackend, ROWS),
-    "turboquant_k8v4": (TurboQuantAttentionBackend, ROWS),
-    "turboquant_4bit_nc": (TurboQuantAttentionBackend, ROWS),
-    "turboquant_k3v4_nc": (TurboQuantAttentionBackend, ROWS),
-    "turboquant_3bit_nc": (TurboQuantAttentionBackend, ROWS),
-    "ultraquant_4bit": (TurboQuantAttentionBackend, ROWS),  # of which its own, for ROCm, is derived
-    "int4_per_token_head": (TritonAttentionBackend, ROWS),
-    "int8_per_token_head": (TritonAttentionBackend, ROWS),
-    "fp8_per_token_head": (TritonAttentionBackend, ROWS),
-    "nvfp4": (NvFp4, SLOTS),
-    "nvfp4_4over6": (NvFp4, SLOTS),
+    **dict.fromkeys((*PLAIN, *PER_TOKEN_HEAD), (TritonAttentionBackend, ROWS)),
+    **dict.fromkeys(("fp8_ds_mla", "nvfp4_ds_mla"), (MLACommonBackend, ROWS)),
+    # Of the last one its own backend, for ROCm, is derived.
+    **dict.fromkeys((*TURBO, "ultraquant_4bit"), (TurboQuantAttentionBackend, ROWS)),
+    **dict.fromkeys(("nvfp4", "nvfp4_4over6"), (NvFp4, SLOTS)),
 }
 """By --kv-cache-dtype: the backend that divides a block, and how; read in vLLM's kernels."""
 if "octave_k3v4" in get_args(CacheDType):  # vLLM 0.33
@@ -141,8 +130,7 @@ def test_each_type_of_cache_is_listed() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
-    """Scales lie in the row of their token and head; or a head has two slots, of which p2pkv does not know
-    whether a token's scales lie together."""
+    """Scales lie in the row of their token and head; or heads have slots, whose scales some kernels mix."""
     backend, how = TYPES[kind]
     latent = kind in CONTENT
     spec: Any = (MLAAttentionSpec if latent else FullAttentionSpec)(
@@ -156,23 +144,10 @@ def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
     )
     spec = backend.customize_spec(spec)
     if how == SLOTS:
-        with pytest.raises(ConfigError, match="has 8 slots of 72 bytes for 4 heads"):
+        with pytest.raises(ConfigError, match="use a GPU of compute capability 8, 9 or 12"):
             row_form("layer", spec)
     else:
         assert row_form("layer", spec) == (1, (), 0)
-
-
-def test_turboquant_of_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = FullAttentionSpec(
-        block_size=64,
-        num_kv_heads=4,
-        head_size=128,
-        dtype=torch.uint8,
-        kv_quant_mode=get_kv_quant_mode("turboquant_4bit_nc"),
-    )
-    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
-    with pytest.raises(ConfigError, match="scales in a region of each block"):
-        row_form("layer", spec)
 
 
 def test_scales_that_have_been_loaded_stay() -> None:
@@ -187,12 +162,13 @@ def test_scales_that_have_been_loaded_stay() -> None:
 
 
 SLOTTED: Any = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
+IN_SLOTS = {"num_head_slots": 2, "state_content_bytes": 4 * 32 * 2}
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_a_slot_for_k_and_one_for_v_are_layers_of_all_heads(layout: str) -> None:
     """As b12x's `_kv_cache_views` reads them, which cannot be imported without its kernels."""
-    spec = FullAttentionSpec(**SLOTTED, num_head_slots=2, state_content_bytes=4 * 32 * 2)
+    spec = FullAttentionSpec(**SLOTTED, **IN_SLOTS)
     apart = 2 * 16 * 128 * (3 if layout == "BLHNC" else 1)
     memory = torch.arange(5 * apart).to(torch.bfloat16)
     view = memory.as_strided((5, 2, 16, 128), (apart, 16 * 128, 128, 1))
@@ -204,11 +180,64 @@ def test_a_slot_for_k_and_one_for_v_are_layers_of_all_heads(layout: str) -> None
         assert (cache.heads, cache.row_bytes, cache.blocks) == (4, 64, 5)
 
 
-def test_slots_that_rocm_shuffles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = FullAttentionSpec(**SLOTTED, num_head_slots=2, state_content_bytes=4 * 32 * 2)
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"kv_quant_mode": get_kv_quant_mode("turboquant_4bit_nc")}, "scales in a region of each block"),
+        (IN_SLOTS, "slots for K and V, which ROCm's kernels shuffle"),
+    ],
+    ids=["turboquant", "slots"],
+)
+def test_what_rocm_lays_out_otherwise_is_refused(
+    more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
-    with pytest.raises(ConfigError, match="slots for K and V, which ROCm's kernels shuffle"):
-        row_form("layer", spec)
+    with pytest.raises(ConfigError, match=why):
+        row_form("layer", FullAttentionSpec(**SLOTTED | more))
+
+
+NVFP4: Any = {"block_size": 16, "num_kv_heads": 4, "head_size": 128, "dtype": torch.uint8}
+
+
+def nvfp4_spec(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """As on a GPU of compute capability 9.0, for which vLLM chooses FlashInfer's kernels of FA2."""
+    monkeypatch.setattr(
+        type(current_platform), "is_device_capability_family", lambda self, family: family == 90
+    )
+    spec = FullAttentionSpec(**NVFP4, kv_quant_mode=get_kv_quant_mode("nvfp4"))
+    return replace(NvFp4.customize_spec(spec), **changes)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_nvfp4_s_numbers_and_scales_are_layers_of_all_heads(
+    heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `_nvfp4_kv_views` reads them, which cannot be imported without a GPU: K, its scales, V, its scales,
+    each a dense [heads, rows, bytes] or [rows, heads, bytes]."""
+    form = row_form("layer", nvfp4_spec(monkeypatch))
+    assert (form.planes, form.slot_heads) == ((64, 8), 4)
+    memory = torch.randint(256, (5, 9_600), dtype=torch.uint8)  # 384 bytes of padding behind each block
+    inner = (16 * 72, 72) if heads_first else (72, 8 * 72)
+    view = memory.as_strided((5, 8, 16, 72), (9_600, *inner, 1))
+    views = dict(plane_views("layer", form, view))
+    begin = 0
+    for name, width in (("keys", 64), ("keys scales", 8), ("values", 64), ("values scales", 8)):
+        dense = memory[:, begin : begin + 4 * 16 * width]
+        expected = dense.view(5, 4, 16, width) if heads_first else dense.view(5, 16, 4, width).transpose(1, 2)
+        assert torch.equal(views[name], expected)
+        cache = PagedCache.from_tensors([views.pop(name)], block_size=16)
+        assert (cache.heads, cache.row_bytes, cache.blocks) == (4, width, 5)
+        begin += 4 * 16 * width
+    assert not views
+
+
+def test_nvfp4_in_other_slots_or_strides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="2 slots of 72 bytes in NVFP4"):
+        row_form("layer", nvfp4_spec(monkeypatch, num_head_slots=2))
+    spec = nvfp4_spec(monkeypatch)
+    apart = torch.zeros(5, 8, 17, 72, dtype=torch.uint8)[:, :, :16]
+    with pytest.raises(ConfigError, match="expected blocks whose slots and rows lie together"):
+        plane_views("layer", row_form("layer", spec), apart)
 
 
 # Views.

@@ -7,24 +7,18 @@ gives out, and checks what every forward reads and what every prefix cache keeps
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from connector_support import BLOCK, tokens
-from kinds_support import GEMMA, KINDS, QWEN, Kind
-from real_ranks_support import Engine, abort_or_reset, ask_both, finish, run_alone, starting
+from kinds_support import ATTENTION, GEMMA, KINDS, QWEN, Kind
+from real_ranks_support import Engine, ask_both, finish, preempt_all, run
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.vllm
 
-Start = Callable[..., tuple[Engine, Engine]]
-
-
-@pytest.fixture
-def engines() -> Iterator[Start]:
-    with starting() as start:
-        yield start
+Start = Callable[..., list[Engine]]
 
 
 TIGHT = {
@@ -42,6 +36,7 @@ TIGHT = {
     "V3.2": 17,
     "V4": 24,
     "V4.1": 20,
+    "V4.1-replay": 20,
     "GLM5-Next": 19,
     "Qwen4-exp": 19,
     "all": 16,
@@ -54,13 +49,33 @@ def computed(engine: Engine) -> int:
     return sum(engine.computed.values())
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_prompts_that_end_anywhere_in_a_block(kind: Kind, tp: tuple[int, int], engines: Start) -> None:
-    p, d = engines(*tp, blocks=120, kind=kind, budget=48)
+CONTEXT: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "undivided": ({}, {}),
+    "DCP 2 to 1": ({"dcp": 2}, {}),
+    "DCP 1 to 2": ({}, {"dcp": 2, "interleave": 4}),
+    "DCP 4 to 2": ({"dcp": 4, "interleave": BLOCK}, {"dcp": 2}),
+}
+"""Whether tokens are divided over ranks: then the blocks of vLLM's scheduler are larger than those of one."""
+(MLA,) = (each for each in KINDS if each.name == "MLA")
+DIVIDED = [(MLA, tp, name) for tp, name in zip(((2, 1), (1, 2), (4, 2)), list(CONTEXT)[1:], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "context"),
+    [
+        *((kind, tp, "undivided") for kind in KINDS for tp in ((1, 1), (2, 1), (1, 2))),
+        (ATTENTION, (2, 2), "undivided"),
+        *DIVIDED,
+    ],
+    ids=str,
+)
+def test_prompts_that_end_anywhere_in_a_block(
+    kind: Kind, tp: tuple[int, int], context: str, engines: Start
+) -> None:
+    p, d = engines(*tp, blocks=120, kind=kind, budget=48, context=CONTEXT[context])
     lengths = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 65, 100)
-    for length in lengths:
-        ask_both(p, d, length, tokens(length, length), tokens=20)
+    for index, length in enumerate(lengths):
+        ask_both(p, d, "a list", tokens(length, length), tokens=20, index=index)
     finish(p, d)
     assert set(d.ended.values()) == {"length"}
     assert computed(d) == 20 * len(lengths), "D computed one token of each prompt"
@@ -107,48 +122,23 @@ def test_stages_of_whole_models(kind: Kind, stages: tuple[int, int], budget: int
     prompts_come(p, d, 2 * block + 1, (1, block, block + 1, 2 * block - 3))
 
 
-CONTEXT = {
-    "DCP 2 to 1": ((2, 1), ({"dcp": 2}, {})),
-    "DCP 1 to 2": ((1, 2), ({}, {"dcp": 2, "interleave": 4})),
-    "DCP 4 to 2": ((4, 2), ({"dcp": 4, "interleave": BLOCK}, {"dcp": 2})),
-}
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-def test_tokens_divided_over_ranks(name: str, engines: Start) -> None:
-    """With vLLM's scheduler, whose blocks are larger than those of a rank: chunks, and prefixes on P, on D or
-    on both."""
-    (kind,) = (each for each in KINDS if each.name == "MLA")
-    tp, context = CONTEXT[name]
-    p, d = engines(*tp, blocks=100, kind=kind, budget=48, context=context)
-    start = tokens(129, "start")
-    prompts = [tokens(length, length) for length in (1, 2, BLOCK, BLOCK + 1, 65, 100)]
-    for number, prompt in enumerate([start, *prompts]):
-        ask_both(p, d, number, prompt, tokens=20)
-    finish(p, d)
-    p.ask("cmpl-of-p-0-12345678", tokens(100, "of P"), max_tokens=1)
-    d.ask("cmpl-of-d-0-12345678", tokens(100, "of D"), max_tokens=1)
-    finish(p, d)
-    before = computed(d)
-    more = [[*start, 7, 8], [*start[:50], *tokens(5, "few")]]
-    more += [[*tokens(100, whose)[:cut], 7] for whose in ("of P", "of D") for cut in (33, 64, 100)]
-    for number, prompt in enumerate(more):
-        ask_both(p, d, f"more {number}", prompt)
-    finish(p, d)
-    assert computed(d) - before == 5 * len(more), "D computed one token of each prompt"
-    assert set(d.ended.values()) == {"length"}
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.caching], ids=str)
-def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tp", "context"),
+    [*((kind, (1, 1), "undivided") for kind in KINDS if kind.caching), *DIVIDED],
+    ids=str,
+)
+def test_prefixes_that_p_or_d_or_both_have_already(
+    kind: Kind, tp: tuple[int, int], context: str, engines: Start
+) -> None:
     """What D has loaded for one prompt is the beginning of others, also of one that it computes alone."""
-    p, d = engines(1, 1, blocks=160, kind=kind, budget=64)
+    p, d = engines(*tp, blocks=160, kind=kind, budget=64, context=CONTEXT[context])
     start = tokens(129, "start")  # D computes the last one, so what comes ends with a block of any size
     ask_both(p, d, "first", start)
     finish(p, d)
     d.ask("cmpl-alone-0-12345678", [*start, 7, 8, 9], max_tokens=5)
     finish(p, d)
-    assert d.computed["cmpl-alone-0-12345678"] == 4 + 4, "D has not found what came as a prefix"
+    alone = d.computed["cmpl-alone-0-12345678"]
+    assert alone == 4 + 4 + kind.replayed, "D has not found what came as a prefix"
     p.ask("cmpl-of-p-0-12345678", tokens(100, "of P"), max_tokens=1)
     d.ask("cmpl-of-d-0-12345678", tokens(100, "of D"), max_tokens=1)
     finish(p, d)
@@ -159,7 +149,8 @@ def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -
     for number, prompt in enumerate(prompts):
         ask_both(p, d, number, prompt)
     finish(p, d)
-    assert computed(d) - before == 5 * len(prompts), "D computed one token of each prompt"
+    more = computed(d) - before - 5 * len(prompts)
+    assert 0 <= more <= 2 * kind.replayed * len(prompts), "D computed more than one token of a prompt"
     assert set(d.ended.values()) == {"length"}
     assert p.passed > 0 or kind.name != "states-in-mid-step"
 
@@ -170,10 +161,10 @@ def test_what_came_of_a_load_that_failed_is_computed_again(kind: Kind, engines: 
     prompt = tokens(200)
     prefill, decode = ask_both(p, d, "k", prompt)
     p.step()
-    run_alone(d, lambda: decode.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+    run([d], lambda: decode.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
     p.step()
     came = d.workers[0].rank.counters.values
-    run_alone(d, lambda: came["bytes_scattered"] > 0)
+    run([d], lambda: came["bytes_scattered"] > 0)
     assert not prefill.is_finished()
     p.abort(prefill)
     finish(p, d)
@@ -204,7 +195,12 @@ def test_any_traffic(kind: Kind, engines: Start) -> None:
         live += [(p, prefill), (d, decode)]
         for _ in range(draw.randrange(6)):
             draw.choice([p, d]).step()
-        abort_or_reset(draw, p, d, live)
+        if draw.random() < 0.3:
+            engine, request = draw.choice(live)
+            if not request.is_finished():
+                engine.abort(request)
+        if draw.random() < 0.2:
+            preempt_all(draw.choice([p, d]))
     finish(p, d)
     assert len(p.ended) == len(d.ended) == 20
     assert set(d.ended.values()) <= {"length", "abort"}

@@ -12,6 +12,8 @@ from connector_support import (
     LAYERS,
     P_ADDRESS,
     Instance,
+    asked,
+    each_pace,
     inner_id,
     make_request,
     pair_id,
@@ -19,52 +21,26 @@ from connector_support import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from p2pkv.connector.block_room import HeldBlocks
 from p2pkv.connector.identity import Pairs, prompt_digest
-from p2pkv.connector.metadata import PrefillStep
 from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
 
-each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
-
-
-def prefills(p: Instance, key: str) -> list[PrefillStep]:
-    return [each for meta in p.metas for each in meta.prefills if each.blocks.key == key]
-
-
-def the_key(p: Instance) -> str:
-    (hold,) = p.rank.said(do.Hold)
-    return str(hold.key)
-
-
-def finish(p: Instance, *requests: Request) -> None:
-    p.run_until(lambda: all(request.request_id in p.ended for request in requests))
-
-
-def rests(p: Instance, *freed: str, reported: Request | None = None) -> None:
-    """D has all of these keys; nothing is held, and vLLM was told of this request alone, if of any."""
-    for key in freed:
-        p.rank.free(key)
-    p.assert_at_rest()
-    assert reported is None or p.reported == [reported.request_id]
-
 
 @each_pace
 def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead: int) -> None:
-    p = Instance("P", budget=64, ahead=ahead)
-    request = p.ask(inner_id(pair_id()), tokens(150), max_tokens=1)
+    p, request = asked("P", tokens(150), max_tokens=1, budget=64, ahead=ahead)
     blocks: list[int] = []
     while request.request_id not in p.ended:
         p.step()
         blocks = p.blocks(request) or blocks
-    key = the_key(p)
+    key = p.held_key
     assert p.rank.said(do.Hold) == [do.Hold(key, D_ADDRESS)]
     assert p.rank.said(do.OfferPrompt) == [do.OfferPrompt(key, D_ADDRESS, 150, prompt_digest(request))]
-    said = prefills(p, key)
+    said = p.prefills(key)
     assert [each.stop for each in said] == [64, 128, 150]
     for each in said:
         (table,) = each.blocks.blocks
@@ -73,14 +49,14 @@ def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead:
     assert p.blocks(request) == blocks, "vLLM keeps the pages"
     p.step(5)
     assert request.request_id in p.scheduler.requests
-    rests(p, key, reported=request)
+    p.assert_at_rest(key)
+    assert p.reported == [request.request_id]
 
 
 def test_each_layer_is_said_once_when_its_hook_comes_and_nothing_before() -> None:
-    p = Instance("P", budget=64)
-    p.ask(inner_id(pair_id()), tokens(100), max_tokens=1)
+    p, _ = asked("P", tokens(100), max_tokens=1, budget=64)
     p.step(2)
-    key, layers = the_key(p), len(LAYERS)
+    key, layers = p.held_key, len(LAYERS)
     computed = [(each.prompts, each.layer, each.layer_stop) for each in p.rank.said(do.Computed)]
     first, second = ((key, 64),), ((key, 100),)
     assert computed == [
@@ -95,10 +71,10 @@ def test_a_prefix_that_p_has_cached_is_said_at_once() -> None:
     p = Instance("P")
     prompt = tokens(100)
     first = p.ask("cmpl-first-0-12345678", prompt[:70], max_tokens=1)
-    finish(p, first)
+    p.finish(first)
     p.ask(inner_id(pair_id()), prompt, max_tokens=1)
     p.step()
-    (said,) = prefills(p, the_key(p))
+    (said,) = p.prefills(p.held_key)
     assert (said.cached, said.start, said.stop) == (64, 64, 100)
     assert len(said.blocks.blocks[0]) == 7
 
@@ -145,7 +121,7 @@ def test_block_tables_are_read_twice_for_each_prompt_of_a_step(monkeypatch: pyte
 def test_the_pages_are_kept_until_nothing_reads_them_and_no_longer(ahead: int) -> None:
     p = Instance("P", ranks=2, ahead=ahead)
     requests = [p.ask(inner_id(pair_id(index)), tokens(30, index), max_tokens=1) for index in range(3)]
-    finish(p, *requests)
+    p.finish(*requests)
     p.step(4)
     held = p.free
     keys = [hold.key for hold in p.rank.said(do.Hold)]
@@ -161,16 +137,19 @@ def test_the_pages_are_kept_until_nothing_reads_them_and_no_longer(ahead: int) -
     p.assert_at_rest()
 
 
-def test_pages_that_are_free_before_the_request_ends_are_reported_only_then() -> None:
+@pytest.mark.parametrize("preempted", [False, True])
+def test_pages_that_are_free_before_the_request_ends_are_reported_only_then(preempted: bool) -> None:
     """vLLM's engine would stop at a report about a request that has not ended."""
-    p = Instance("P")
-    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
+    p, request = asked("P", tokens(30), max_tokens=8)
     p.step(2)
-    p.rank.free(the_key(p))
-    p.step(3)
+    p.rank.free(p.held_key)
+    p.step(1 if preempted else 3)
     assert not p.reported
-    finish(p, request)
-    rests(p, reported=request)
+    if preempted:
+        assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.finish(request)
+    p.assert_at_rest()
+    assert p.reported == [request.request_id]
 
 
 @pytest.mark.parametrize("moment", ["at once", "queued", "half", "whole"])
@@ -183,32 +162,32 @@ def test_an_abort_gives_up_the_transfer_and_frees_the_pages(moment: str, ahead: 
     p.step({"at once": 0, "queued": 2, "half": 1, "whole": 3}[moment])
     p.abort(request)
     p.step(2)
-    key = the_key(p)
+    key = p.held_key
     if moment == "whole":
         assert not p.rank.said(do.Abort), "what is computed is still sent"
         p.rank.free(key)
     else:
         assert [abort.key for abort in p.rank.said(do.Abort)] == [key]
     if moment == "queued":
-        finish(p, running)
-    rests(p, reported=request)
+        p.finish(running)
+    p.assert_at_rest()
+    assert p.reported == [request.request_id]
 
 
 def test_preempted_while_it_prefills_it_is_revoked_and_computed_again() -> None:
-    p = Instance("P", budget=64)
-    request = p.ask(inner_id(pair_id()), tokens(150), max_tokens=1)
+    p, request = asked("P", tokens(150), max_tokens=1, budget=64)
     p.step(2)
-    key, before = the_key(p), p.blocks(request)
+    key, before = p.held_key, p.blocks(request)
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     filler = p.ask("cmpl-filler-0-12345678", tokens(40, "filler"), max_tokens=1)
     p.step()
     assert p.rank.revoked == [key]
-    finish(p, request, filler)
-    after = prefills(p, key)[2:]
+    p.finish(request, filler)
+    after = p.prefills(key)[2:]
     assert [each.stop for each in after] == [64, 128, 150]
     assert after[-1].blocks.blocks[0] != before
     assert len(p.rank.said(do.OfferPrompt)) == 1
-    rests(p, key)
+    p.assert_at_rest(key)
 
 
 def test_preempted_while_it_decodes_it_is_revoked_and_computed_again() -> None:
@@ -217,33 +196,21 @@ def test_preempted_while_it_decodes_it_is_revoked_and_computed_again() -> None:
     request = p.ask(inner_id(pair_id()), tokens(2 * BLOCK), max_tokens=40)
     p.run_until(lambda: request.num_preemptions, most=80)
     p.step()
-    key = the_key(p)
+    key = p.held_key
     assert p.rank.revoked == [key]
     p.run_until(lambda: len(p.ended) == 2, most=200)
-    assert [each.stop for each in prefills(p, key)] == [2 * BLOCK] * (1 + request.num_preemptions)
+    assert [each.stop for each in p.prefills(key)] == [2 * BLOCK] * (1 + request.num_preemptions)
     assert other.request_id in p.ended
-    rests(p, key)
-
-
-def test_preempted_after_all_was_sent_its_end_is_still_reported() -> None:
-    p = Instance("P")
-    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
-    p.step(2)
-    p.rank.free(the_key(p))
-    p.step()
-    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    finish(p, request)
-    rests(p, reported=request)
+    p.assert_at_rest(key)
 
 
 def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more() -> None:
-    p = Instance("P")
-    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
+    p, request = asked("P", tokens(30), max_tokens=8)
     p.step(2)
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     p.abort(request)
     p.step()
-    key = the_key(p)
+    key = p.held_key
     assert p.rank.revoked == [key]
     assert [abort.key for abort in p.rank.said(do.Abort)] == [key]
     p.assert_at_rest()
@@ -253,9 +220,10 @@ def test_of_the_children_of_one_prompt_only_the_first_pushes() -> None:
     p = Instance("P")
     outer, prompt = pair_id(), tokens(40)
     children = [p.ask(inner_id(outer, child=child), prompt, max_tokens=1) for child in range(3)]
-    finish(p, *children)
+    p.finish(*children)
     assert len(p.rank.said(do.OfferPrompt)) == 1
-    rests(p, the_key(p), reported=children[0])
+    p.assert_at_rest(p.held_key)
+    assert p.reported == [children[0].request_id]
 
 
 def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
@@ -271,8 +239,8 @@ def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
     assert hooked.prompts == tuple((key, 20 + index) for index, key in enumerate(keys))
     (flush,) = p.rank.said(do.Flush)
     assert flush.keys == tuple(keys)
-    finish(p, *requests)
-    rests(p, *keys)
+    p.finish(*requests)
+    p.assert_at_rest(*keys)
 
 
 def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without_a_push() -> None:
@@ -280,16 +248,16 @@ def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without
     p = Instance("P")
     outer = pair_id()
     first = p.ask(inner_id(outer), tokens(30, "first"), max_tokens=1)
-    finish(p, first)
+    p.finish(first)
     second = p.ask(inner_id(outer), tokens(40, "second"), max_tokens=1)
-    finish(p, second)
-    key = the_key(p)
-    assert [each.stop for each in prefills(p, key)] == [30]
-    rests(p, key)
+    p.finish(second)
+    key = p.held_key
+    assert [each.stop for each in p.prefills(key)] == [30]
+    p.assert_at_rest(key)
     third = p.ask(inner_id(outer), tokens(50, "third"), max_tokens=1)
-    finish(p, third)
-    assert [each.stop for each in prefills(p, key)] == [30, 50], "then the key is free again"
-    rests(p, key)
+    p.finish(third)
+    assert [each.stop for each in p.prefills(key)] == [30, 50], "then the key is free again"
+    p.assert_at_rest(key)
     assert p.reported == [first.request_id, third.request_id]
 
 
@@ -297,7 +265,7 @@ def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without
 def test_requests_without_a_pair_are_none_of_our_business(request_id: str) -> None:
     p = Instance("P")
     request = p.ask(request_id, tokens(100), params={"transfer_id": "x"}, max_tokens=3)
-    finish(p, request)
+    p.finish(request)
     assert not p.rank.log
     p.assert_at_rest()
 
@@ -324,12 +292,13 @@ def test_of_a_repeated_request_the_second_pushes_what_the_aborted_first_did_not(
     second = p.ask(inner_id(outer), prompt, max_tokens=1)
     p.step()
     p.abort(first)
-    finish(p, second)
-    key = the_key(p)
+    p.finish(second)
+    key = p.held_key
     assert not p.rank.said(do.Abort)
     assert len(p.rank.said(do.Hold)) == len(p.rank.said(do.OfferPrompt)) == 1
-    assert prefills(p, key)[-1].stop == 150
-    rests(p, key, reported=second)
+    assert p.prefills(key)[-1].stop == 150
+    p.assert_at_rest(key)
+    assert p.reported == [second.request_id]
 
 
 def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
@@ -339,9 +308,10 @@ def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
     p.step()
     second = p.ask(inner_id(outer), tokens(100, "second"), max_tokens=1)
     p.abort(first)
-    finish(p, second)
-    assert [abort.key for abort in p.rank.said(do.Abort)] == [the_key(p)]
-    rests(p, reported=first)
+    p.finish(second)
+    assert [abort.key for abort in p.rank.said(do.Abort)] == [p.held_key]
+    p.assert_at_rest()
+    assert p.reported == [first.request_id]
 
 
 def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
@@ -349,9 +319,8 @@ def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
     prompt, request_id = tokens(20), inner_id(pair_id(7))
     shared = make_request(request_id, prompt)
     shared.prompt_token_ids = prompt
-    producer = ProducerScheduler(
-        Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), HeldBlocks(64, 0.5), whole=False
-    )
+    tables = BlockTables((BLOCK,), whole=False)
+    producer = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
     producer.new(shared)
     assert (shared.num_prompt_tokens, shared.prompt_token_ids) == (19, prompt[:-1])
     assert (list(shared.all_token_ids), shared.max_tokens, len(prompt)) == (prompt[:-1], 1, 20)
@@ -365,8 +334,8 @@ def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_sa
     request = make_request(
         inner_id(pair_id()), tokens(20), prompt_embeds=embeds, prompt_is_token_ids=list(which)
     )
-    held = HeldBlocks(64, 0.5)
-    ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), held, whole=False, tail=3).new(request)
+    tables = BlockTables((BLOCK,), tail=3, whole=False)
+    ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5)).new(request)
     assert request.num_prompt_tokens == len(request.all_token_ids) == 17
     assert torch.equal(request.prompt_embeds, embeds[:17])
     assert request.prompt_is_token_ids == which[:17]

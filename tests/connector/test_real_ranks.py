@@ -2,69 +2,40 @@
 
 from __future__ import annotations
 
-import random
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
-from connector_support import BLOCK, inner_id, pair_id, tokens
-from real_ranks_support import abort_or_reset, ask_both, finish
+from connector_support import BLOCK, tokens
+from real_ranks_support import ask_both, finish, listening, pings
 
 from p2pkv.connector import connector
 from p2pkv.control.announcer import Announcement, Announcer, Standing
-from p2pkv.control.discovery import DISCOVERY_VERSION, decode_ping, encode_partners
-from p2pkv.control.security import Members
+from p2pkv.control.discovery import DISCOVERY_VERSION, encode_partners
 from p2pkv.protocol.messages import PROTOCOL_VERSION
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_d_decodes_from_what_p_has_pushed(engines: Any, tp_p: int, tp_d: int) -> None:
-    p, d = engines(tp_p, tp_d, budget=48)
-    outer = pair_id(prefill=p.address, decode=d.address)
-    prompts = [tokens(length, length) for length in (1, 2, 16, 17, 100)]
-    for index, prompt in enumerate(prompts):
-        p.ask(inner_id(outer, prompt=index), prompt, max_tokens=1)
-        d.ask(inner_id(outer, prompt=index), prompt, max_tokens=20)
-    finish(p, d)
-    assert set(d.ended.values()) == {"length"}
-    assert sum(d.computed.values()) == 20 * len(prompts), "D computed one token of each prompt"
-
-
 def test_members_of_one_secret_transfer_and_ping_as_members(engines: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of the tests")
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
-        Members(b"a secret of the tests").serve(proxy, "proxy")
-        port = proxy.bind_to_random_port("tcp://127.0.0.1")
-        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
+    with listening(b"a secret of the tests") as (proxy, place):
         p, d = engines(1, 2, secret_file=str(tmp_path / "secret"), **place)
         ask_both(p, d, "k", tokens(40))
         finish(p, d)
         assert set(d.ended.values()) == {"length"} and sum(d.computed.values()) == 5
-        roles = set()
-        while roles != {"P", "D"}:
-            assert proxy.poll(10_000)
-            roles.add(decode_ping(proxy.recv_multipart()[1]).type)
+        assert {ping.type for ping in pings(proxy, 2).values()} == {"P", "D"}
 
 
 def test_links_to_the_ps_that_the_proxy_names_are_up_before_the_first_request(engines: Any) -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
-        proxy.setsockopt(zmq.LINGER, 0)
-        port = proxy.bind_to_random_port("tcp://127.0.0.1")
-        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
+    with listening() as (proxy, place):
         p, d = engines(1, 2, **place)
-        roles: dict[str, bytes] = {}
-        while roles.keys() != {"P", "D"}:
-            assert proxy.poll(10_000)
-            sender, frame = proxy.recv_multipart()
-            ping = decode_ping(frame)
-            roles[ping.type] = sender
-            assert ping.partners == (64 if ping.type == "D" else 0)
-        proxy.send_multipart([roles["D"], encode_partners([str(p.address)])])
+        heard = pings(proxy, 2)
+        assert {ping.type: ping.partners for ping in heard.values()} == {"P": 0, "D": 64}
+        (of_d,) = (sender for sender, ping in heard.items() if ping.type == "D")
+        proxy.send_multipart([of_d, encode_partners([str(p.address)])])
         wait_for(lambda: all(worker.rank.counters.values["links_ahead"] for worker in d.workers))
         ask_both(p, d, "the first request", tokens(40))
         finish(p, d)
@@ -128,27 +99,3 @@ def test_prompts_with_a_common_beginning_in_one_step(engines: Any) -> None:
     finish(p, d)
     assert set(d.ended.values()) == {"length"}
     assert p.count("bytes_early") > 0, "nothing was pushed during the step"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_traffic(engines: Any, seed: int) -> None:
-    """Little memory, common prefixes, chunks, aborts and preemptions on both sides, in any order."""
-    draw = random.Random(seed)
-    sizes = draw.choice([1, 2]), draw.choice([1, 2])
-    # What D gives up before it has found P is P's to find out, and takes a lease.
-    p, d = engines(*sizes, blocks=24, budget=40, policy="recompute", lease_seconds=2)
-    starts = [tokens(50, f"start {each}") for each in range(2)]
-    live = []
-    for index in range(25):
-        outer = pair_id(f"{seed} {index}", prefill=p.address, decode=d.address)
-        prompt = draw.choice(starts)[: draw.randrange(51)] + tokens(draw.randrange(1, 60), index)
-        live += [
-            (p, p.ask(inner_id(outer), prompt, max_tokens=draw.choice([1, 1, 9]))),
-            (d, d.ask(inner_id(outer), prompt, max_tokens=draw.randrange(1, 30))),
-        ]
-        for _ in range(draw.randrange(6)):
-            draw.choice([p, d]).step()
-        abort_or_reset(draw, p, d, live)
-    finish(p, d)
-    assert len(p.ended) == len(d.ended) == 25
-    assert set(d.ended.values()) <= {"length", "abort"}

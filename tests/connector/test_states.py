@@ -7,14 +7,12 @@ elements of one global state that each rank holds.
 from __future__ import annotations
 
 import random
-import uuid
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engine_support import DEFAULTS, READY, Engine, plain_links
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shapes_support import cut
@@ -37,22 +35,12 @@ from states_support import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from p2pkv.config import ConfigError, Options
-from p2pkv.connector.recurrent import (
-    RecurrentLayer,
-    conv_dim_first,
-    recurrent_layers,
-    refuse_strange_states,
-    state_groups,
-)
-from p2pkv.demo.processes import free_ports
-from p2pkv.engine import commands as do
-from p2pkv.engine.thread import Rank
-from p2pkv.links.base import LinkFactory
-from p2pkv.pairing import Address
+from p2pkv.config import ConfigError
+from p2pkv.connector.describe import Layers, refuse_what_cannot_move
+from p2pkv.connector.recurrent import conv_dim_first, state_groups
+from p2pkv.connector.stage_layers import Layer
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import GroupAssignment, row_formats, shapes
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 
 pytestmark = pytest.mark.vllm
@@ -183,83 +171,10 @@ def test_any_tensor_parallel_size_on_either_side(model: Model, layouts: tuple[st
                 assert torch.equal(found, held.memory), f"{p} -> {d}, rank {held.rank}"
 
 
-# Through two engines.
-
-
-class StateRank:
-    """One rank of a made-up engine whose cache is nothing but states."""
-
-    def __init__(self, role: Any, held: Held, port: int, links: LinkFactory) -> None:
-        opts = Options(role=role, host="127.0.0.1", kv_port=port, verify=True, **DEFAULTS)  # type: ignore[arg-type]
-        places = tuple(str(opts.address.shifted(each)) for each in range(held.side.tp))
-        self.held = held
-        hello = Hello(
-            version=PROTOCOL_VERSION,
-            incarnation=uuid.uuid4().hex,
-            role=role,
-            rank=held.rank,
-            to="none",
-            address=places[held.rank],
-            addresses=places,
-            model="made-up",
-            weights="made-up",
-            cache=held.said,
-            link=links.kind,
-            digest=held.cache.digest_name,
-            verify=opts.verify,
-        )
-        self.rank = Rank(hello, opts, held.cache, links)
-        self._seen: list[do.Event] = []
-
-    def heard(self, event: do.Event) -> bool:
-        self._seen += self.rank.events()
-        return event in self._seen
-
-
-@pytest.mark.parametrize("model", [Mamba2(16, 4, 1, 6), DeltaNet(4, 8, 6, 4), ShortConv(64)], ids=str)
-@pytest.mark.parametrize(("p", "d"), [((2, "SD"), (1, "DS")), ((1, "DS"), (4, "SD"))], ids=str)
-def test_states_pass_between_two_engines_at_the_end_of_the_prompt(
-    model: Model, p: tuple[int, str], d: tuple[int, str]
-) -> None:
-    """The state after the first chunk, which the next one overwrites, must never travel."""
-    dtypes = (torch.bfloat16, torch.float32)
-    links, engines = plain_links("memory"), []
-    try:
-        for role, (tp, layout) in zip("PD", (p, d), strict=True):
-            side, port = Side(tp, layout, 0, 16, True, (0, 1, 0), ord(role)), free_ports(tp)
-            ranks = [
-                StateRank(role, Held(model, side, dtypes, each), port, links(role, each))
-                for each in range(tp)
-            ]
-            engines.append(Engine(Address("127.0.0.1", port), None, ranks))  # type: ignore[arg-type]
-        prefill, decode = engines
-        decode.do(do.Expect("k", prefill.address, TOKENS, b"digest"))
-        prefill.do(do.OfferPrompt("k", decode.address, TOKENS, b"digest"))
-        decode.wait(do.Begun("k"))
-        before = [each.held.memory.clone() for each in decode.ranks]
-        for each in decode.ranks:
-            each.rank.do(do.Load("k", 0, TOKENS, each.held.blocks))
-        for stop, seed in ((24, 1), (TOKENS, 2)):
-            for each in prefill.ranks:
-                each.rank.do(do.PromptBlocks("k", each.held.blocks))
-                each.held.put(Truth.of(model, dtypes, seed))
-                each.rank.do(do.Computed((("k", stop),), 0, 2 * LAYERS, READY))
-                each.rank.do(do.Flush(("k",)))
-        decode.wait(do.Loaded("k"))
-        for each, noise in zip(decode.ranks, before, strict=True):
-            found = each.held.memory.clone()
-            each.held.memory.copy_(noise)
-            each.held.put(Truth.of(model, dtypes, 2))
-            assert torch.equal(found, each.held.memory)
-    finally:
-        for engine in reversed(engines):
-            engine.stop()
-
-
 # What is said of them.
 
 
-def one_layer(model: Model, tp: int = 1, **spec: Any) -> RecurrentLayer:
+def one_layer(model: Model, tp: int = 1, **spec: Any) -> Layer:
     side = Side(tp, "SD", 0, 0, False, (0, 0, 0), 0)
     layer = Held(model, side, (torch.float32, torch.float32), 0).layers[0]
     return replace(layer, spec=replace(layer.spec, **spec))
@@ -306,13 +221,10 @@ def test_layers_are_found_with_their_block_tables() -> None:
         KVCacheGroupSpec(["b.2"], SimpleNamespace(kv_cache_specs={"b.2": other})),  # type: ignore[arg-type]
     ]
     kv_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
-    names = ["a.0", "b.1", "b.2"]
-    found = recurrent_layers(
-        configured({name: name for name in names}), kv_config, {name: torch.zeros(1) for name in names}, names
-    )
-    assert [(one.name, one.spec, one.module, one.table, one.number) for one in found] == [
-        ("b.1", spec, "b.1", 1, 1),
-        ("b.2", other, "b.2", 2, 2),
+    found = Layers({name: torch.zeros(1) for name in ("a.0", "b.1", "b.2")}, kv_config).all
+    assert [(one.name, one.spec, one.table, one.number) for one in found[1:]] == [
+        ("b.1", spec, 1, 1),
+        ("b.2", other, 2, 2),
     ]
 
 
@@ -371,7 +283,7 @@ def test_what_cannot_be_described_is_refused_with_the_layer_s_name(
     )
     for refuse in (
         lambda: state_groups([layer], tp=tp, dim_first=False),
-        lambda: refuse_strange_states(configured({layer.name: attributes}, tp), kv_config),
+        lambda: refuse_what_cannot_move(configured({layer.name: attributes}, tp), kv_config),
     ):
         if said is None:
             refuse()
@@ -382,8 +294,8 @@ def test_what_cannot_be_described_is_refused_with_the_layer_s_name(
 
 def test_pages_that_are_not_registered_as_vllm_does_are_refused() -> None:
     layer = one_layer(ShortConv(8))
-    for pages in (layer.pages.view(torch.float32), layer.pages[..., :-4], layer.pages[:, 0]):
+    for pages in (layer.tensor.view(torch.float32), layer.tensor[..., :-4], layer.tensor[:, 0]):
         with pytest.raises(
             ConfigError, match=r"^model.layers.0.mixer is registered as .*\[blocks, 1, 1, 96\]"
         ):
-            state_groups([replace(layer, pages=pages)], tp=1, dim_first=False)
+            state_groups([replace(layer, tensor=pages)], tp=1, dim_first=False)

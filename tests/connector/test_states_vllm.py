@@ -46,7 +46,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
-from p2pkv.connector.recurrent import RecurrentLayer, form_of, state_entry, state_groups
+from p2pkv.connector.recurrent import form_of, state_entry, state_groups
+from p2pkv.connector.stage_layers import Layer
 
 pytestmark = pytest.mark.vllm
 
@@ -155,9 +156,7 @@ def test_a_rank_of_vllm_holds_the_channels_that_we_think(
             form = form_of(name, spec, layer, tp=tp, dim_first=layout == "DS")
             assert form == form_of(name, spec, model.module(tp), tp=tp, dim_first=layout == "DS")
             pages = torch.zeros(2, 1, 1, spec.page_size_bytes, dtype=torch.int8)
-            groups = state_groups(
-                [RecurrentLayer(name, spec, layer, pages, 0, 0)], tp=tp, dim_first=layout == "DS"
-            )
+            groups = state_groups([Layer(name, spec, pages, 0, 0, layer)], tp=tp, dim_first=layout == "DS")
             rows = sum(one.cache.layers * one.cache.heads * one.cache.row_bytes for one in groups)
             assert rows == spec.page_size_bytes
     if elements.size and isinstance(model, Mamba2 | DeltaNet):
@@ -206,7 +205,7 @@ def test_we_read_what_vllm_s_layers_see_in_its_pages(
         for layer, view in zip(layers, views, strict=True):
             layer.bind_kv_cache(view)
     recurrent = [
-        RecurrentLayer(name, spec, layer, view, 0, number)
+        Layer(name, spec, view, 0, number, layer)
         for number, (name, layer, view) in enumerate(zip(names, layers, views, strict=True))
     ]
     x, b, c, state = state_groups(recurrent, tp=tp, dim_first=conv == "DS")

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from vllm_sources import Sources, signature
+from vllm_sources import Sources, signature, table
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
@@ -61,19 +59,6 @@ def test_what_changes_weights_goes_through_the_call_that_p2pkv_replaces(sources:
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HOOKS = Path(__file__).with_name("vllm_interface.md")
 SINCE_33 = {"restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"}
-
-
-def table(page: Path, beginning: str) -> dict[str, list[str]]:
-    """The rows of the page's table whose heading begins so, by the names in each first cell."""
-    lines = iter(page.read_text().splitlines())
-    next(line for line in lines if line.startswith(f"| {beginning}"))
-    found: dict[str, list[str]] = {}
-    for line in takewhile(lambda line: line.startswith("|"), lines):
-        first, *cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        for name in re.findall(r"`([^`]+)`", first):
-            assert name not in found, f"the page has {name} twice"
-            found[name] = cells
-    return found
 
 
 def test_the_page_says_of_every_method_of_the_interface_what_p2pkv_does(sources: Sources) -> None:

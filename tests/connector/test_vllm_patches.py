@@ -8,12 +8,12 @@ import inspect
 import logging
 import re
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from connector_support import vllm_config
+from vllm_sources import table
 
 import p2pkv
 from p2pkv.config import ConfigError, PatchName
@@ -113,24 +113,13 @@ def test_the_option_knows_every_patch() -> None:
     assert [each.name for each in PATCHES] == list(get_args(PatchName))
 
 
-SECTION = (ROOT / "docs" / "compatibility.md").read_text().split("### What p2pkv replaces in vLLM\n")[1]
-
-
-def page() -> dict[str, list[str]]:
-    """The rows of the page's table, by the functions that are replaced."""
-    lines = iter(SECTION.splitlines())
-    next(line for line in lines if line.startswith("| replaced"))
-    rows: dict[str, list[str]] = {}
-    for line in takewhile(lambda line: line.startswith("|"), lines):
-        names, *cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        for name in re.findall(r"`([^`]+)`", names):
-            assert name not in rows, f"the page has {name} twice"
-            rows[name] = cells
-    return rows
+PAGE = ROOT / "docs" / "compatibility.md"
 
 
 def test_the_page_lists_every_function_that_is_replaced() -> None:
-    rows, text = page(), " ".join(SECTION.partition("\n|")[0].split())
+    rows = table(PAGE, "replaced")
+    section = PAGE.read_text().split("### What p2pkv replaces in vLLM\n")[1]
+    text = " ".join(section.partition("\n|")[0].split())
     anywhere = ", ".join(f"`{patch.name}`" for patch in PATCHES if patch.any_version)
     versions = " and ".join(f"{each}.x" for each in TESTED)
     assert (

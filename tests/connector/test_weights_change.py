@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, Instance, inner_id, make_request, pair_id, tokens
+from connector_support import (
+    BLOCK,
+    Instance,
+    asked,
+    each_pace,
+    each_policy,
+    inner_id,
+    make_request,
+    pair_id,
+    tokens,
+)
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
@@ -16,8 +26,6 @@ from p2pkv.engine import commands as do
 pytestmark = pytest.mark.vllm
 
 PROMPT = tokens(50)
-each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
-each_policy = pytest.mark.parametrize("policy", ["recompute", "fail"])
 
 
 def change(instance: Instance) -> str:
@@ -31,10 +39,6 @@ def change(instance: Instance) -> str:
 def reset(instance: Instance) -> None:
     """As `/reset_prefix_cache?reset_external=true`, whatever vLLM can empty of its own."""
     assert instance.scheduler.reset_connector_cache()
-
-
-def ended(instance: Instance, *requests: Request) -> None:
-    instance.run_until(lambda: all(request.request_id in instance.ended for request in requests))
 
 
 # P.
@@ -53,7 +57,7 @@ def test_p_names_its_weights_in_each_offer_and_sends_nothing_of_before(ahead: in
     keys = [hold.key for hold in p.rank.said(do.Hold)]
     before = len(p.rank.said(do.Computed))
     name = change(p)
-    ended(p, half, waiting)
+    p.finish(half, waiting)
     assert [(each.key, each.generation) for each in p.rank.said(do.OfferPrompt)] == [
         (keys[0], ""),
         (keys[1], ""),
@@ -68,25 +72,9 @@ def test_p_names_its_weights_in_each_offer_and_sends_nothing_of_before(ahead: in
     p.assert_at_rest()
 
 
-def test_p_computes_a_prompt_anew_of_which_it_had_cached_the_beginning() -> None:
-    p = Instance("P")
-    first = p.ask(inner_id(pair_id(0)), PROMPT, max_tokens=1)
-    ended(p, first)
-    assert p.ask("cmpl-cached-0-12345678", PROMPT, max_tokens=1)
-    p.step(2)
-    assert p.computed["cmpl-cached-0-12345678"] == 50 - 3 * BLOCK, "vLLM has it cached"
-    change(p)
-    again = p.ask(inner_id(pair_id(1)), PROMPT, max_tokens=1)
-    p.step()
-    assert p.computed[again.request_id] == 50
-    (said,) = p.metas[-1].prefills
-    assert (said.cached, said.start, said.stop) == (0, 0, 50)
-
-
 def test_a_preempted_prompt_of_before_is_revoked_all_the_same() -> None:
     """P may still read the blocks for D when vLLM takes them back."""
-    p = Instance("P", budget=64)
-    request = p.ask(inner_id(pair_id()), tokens(100), max_tokens=1)
+    p, request = asked("P", tokens(100), max_tokens=1, budget=64)
     p.step()
     (hold,) = p.rank.said(do.Hold)
     change(p)
@@ -94,7 +82,7 @@ def test_a_preempted_prompt_of_before_is_revoked_all_the_same() -> None:
     p.scheduler.prev_step_scheduled_req_ids.clear()
     p.step()
     assert p.rank.revoked == [hold.key]
-    ended(p, request)
+    p.finish(request)
     p.assert_at_rest()
 
 
@@ -110,21 +98,12 @@ def test_a_duplicate_that_has_begun_before_does_not_push_in_place_of_the_first()
     change(p)
     p.scheduler.waiting.add_request(first)
     p.abort(first)
-    ended(p, second)
+    p.finish(second)
     assert not p.rank.said(do.Computed)
     p.assert_at_rest()
 
 
 # D.
-
-
-def offered(d: Instance, request: Request, generation: str | None = "") -> str:
-    """P has offered it to all ranks; its key."""
-    d.step()
-    key = d.key(request)
-    for rank in d.ranks:
-        rank.begin(key, generation)
-    return key
 
 
 def dropped(d: Instance) -> list[str]:
@@ -134,10 +113,9 @@ def dropped(d: Instance) -> list[str]:
 @each_pace
 @each_policy
 def test_d_loads_nothing_of_other_weights(policy: str, ahead: int) -> None:
-    d = Instance("D", policy=policy, ranks=2, ahead=ahead)
-    request = d.ask(inner_id(pair_id()), PROMPT)
-    offered(d, request, "version v2")
-    ended(d, request)
+    d, request = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
+    d.begin(request, "version v2")
+    d.finish(request)
     (reason,) = dropped(d)
     assert "P computed this prompt with weights 'version v2', and D has 'start'" in reason
     assert "/update_weight_version" in reason
@@ -147,31 +125,21 @@ def test_d_loads_nothing_of_other_weights(policy: str, ahead: int) -> None:
     d.assert_at_rest()
 
 
-def test_one_rank_with_another_offer_is_enough() -> None:
+@pytest.mark.parametrize("other", ["", None], ids=["another", "nothing"])
+def test_one_rank_with_another_offer_is_enough_unless_it_gets_nothing(
+    other: str | None,
+) -> None:
+    """P offers nothing to a stage without KV layers."""
     d = Instance("D", policy="fail", ranks=2)
-    request = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    for rank, generation in zip(d.ranks, ("", "start+1"), strict=True):
-        rank.begin(d.key(request), generation)
-    ended(d, request)
-    assert d.ended == {request.request_id: "error"}
-    d.assert_at_rest()
-
-
-def test_a_rank_that_gets_nothing_has_no_say() -> None:
-    """A stage without KV layers: P offers it nothing."""
-    d = Instance("D", ranks=2)
     name = change(d)
     request = d.ask(inner_id(pair_id()), PROMPT)
-    d.step()
-    key = d.key(request)
-    d.ranks[0].begin(key, name)
-    d.ranks[1].begin(key, None)
-    d.run_until(lambda: d.rank.said(do.Load))
-    for rank in d.ranks:
-        rank.load(key)
-    ended(d, request)
-    assert d.ended == {request.request_id: "length"}
+    key = d.begin(request, name, other)
+    if other is None:
+        d.run_until(lambda: d.rank.said(do.Load))
+        for rank in d.ranks:
+            rank.load(key)
+    d.finish(request)
+    assert d.ended == {request.request_id: "length" if other is None else "error"}
     d.assert_at_rest()
 
 
@@ -180,24 +148,20 @@ def test_both_changed_alike_they_fit_again(policy: str) -> None:
     d = Instance("D", policy=policy)
     name = change(d)
     stale = d.ask(inner_id(pair_id(0)), PROMPT)
-    offered(d, stale, "")
-    ended(d, stale)
+    d.begin(stale, "")
+    d.finish(stale)
     fresh = d.ask(inner_id(pair_id(1)), tokens(50, "another"))
-    key = offered(d, fresh, name)
-    d.run_until(lambda: any(load.stop for load in d.rank.said(do.Load)))
-    d.rank.load(key)
-    ended(d, fresh)
+    d.load(fresh, name)
+    d.finish(fresh)
     assert d.computed[fresh.request_id] == 4, "the last token, and those of the answer"
     d.assert_at_rest()
 
 
 def test_a_prompt_that_d_has_cached_itself_is_no_failure() -> None:
-    d = Instance("D", policy="fail")
-    request = d.ask(inner_id(pair_id()), PROMPT[: BLOCK + 1])
-    d.step()
-    d.rank.begin(d.key(request), "version of P alone")
+    d, request = asked("D", PROMPT[: BLOCK + 1], policy="fail")
+    d.begin(request, "version of P alone")
     first = d.ask("cmpl-first-0-12345678", PROMPT[: BLOCK + 1])
-    ended(d, first, request)
+    d.finish(first, request)
     assert d.ended[request.request_id] == "length"
     assert not dropped(d)
     d.assert_at_rest()
@@ -215,13 +179,12 @@ counts as one that decodes; until then the report may be under way, in a step ah
 def test_what_is_on_its_way_when_d_changes_is_not_used(
     moment: str, policy: str, ahead: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    d = Instance("D", policy=policy, ranks=2, ahead=ahead)
-    request = d.ask(inner_id(pair_id()), PROMPT)
+    d, request = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     if moment == "asked":
         d.step()
         key = d.key(request)
     else:
-        key = offered(d, request)
+        key = d.begin(request)
     if moment not in ("asked", "begun"):
         d.run_until(lambda: d.rank.said(do.Load))
         d.drain()
@@ -235,7 +198,7 @@ def test_what_is_on_its_way_when_d_changes_is_not_used(
     if moment == "asked":
         for rank in d.ranks:
             rank.begin(key, "")
-    ended(d, request)
+    d.finish(request)
     assert d.ended == {request.request_id: "length" if policy == "recompute" else "error"}
     assert d.computed[request.request_id] == (len(PROMPT) + 3 if policy == "recompute" else 0)
     assert len(dropped(d)) == (moment != "reported")
@@ -246,11 +209,8 @@ def test_what_is_on_its_way_when_d_changes_is_not_used(
 @each_pace
 def test_a_request_that_is_aborted_after_the_change_is_reported_once(ahead: int) -> None:
     for steps in range(4):
-        d = Instance("D", ahead=ahead)
-        request = d.ask(inner_id(pair_id()), PROMPT)
-        key = offered(d, request)
-        d.run_until(lambda d=d: d.rank.said(do.Load))
-        d.rank.load(key)
+        d, request = asked("D", PROMPT, ahead=ahead)
+        d.load(request)
         d.step(ahead)
         change(d)
         d.step(steps)
@@ -263,15 +223,12 @@ def test_a_request_that_is_aborted_after_the_change_is_reported_once(ahead: int)
 def test_a_reset_ends_what_is_loading_and_lets_the_others_load() -> None:
     d = Instance("D", policy="fail")
     loading = d.ask(inner_id(pair_id(0)), PROMPT)
-    offered(d, loading)
-    d.run_until(lambda: d.rank.said(do.Load))
+    d.start_load(loading)
     waiting = d.ask(inner_id(pair_id(1)), tokens(50, "waiting"))
     d.step()
     reset(d)
-    d.rank.begin(d.key(waiting), "")
-    d.run_until(lambda: len(d.rank.said(do.Load)) == 2)
-    d.rank.load(d.key(waiting))
-    ended(d, loading, waiting)
+    d.load(waiting)
+    d.finish(loading, waiting)
     assert d.ended == {loading.request_id: "error", waiting.request_id: "length"}
     assert dropped(d) == [CHANGED_ON_D]
     (invalidate,) = d.rank.said(do.Invalidate)
@@ -300,27 +257,12 @@ def test_nothing_of_before_is_found_in_vllms_cache(role: str, length: int) -> No
     instance.step()
     assert instance.computed[first.request_id] == len(conversation)
     fresh = set(instance.blocks(first))
-    ended(instance, first)
+    instance.finish(first)
     second = instance.ask("cmpl-second-0-12345678", conversation, max_tokens=1)
     instance.step()
     assert instance.computed[second.request_id] < BLOCK + 1, "what was computed since is found"
     cached = instance.blocks(second)[: (len(conversation) - 1) // BLOCK]
     assert set(cached) <= fresh and not set(cached) & stale
-
-
-def test_a_cached_prefix_of_before_is_not_found_by_d_for_a_pair() -> None:
-    d = Instance("D")
-    first = d.ask(inner_id(pair_id(0)), PROMPT)
-    key = offered(d, first)
-    d.run_until(lambda: d.rank.said(do.Load))
-    d.rank.load(key)
-    ended(d, first)
-    name = change(d)
-    second = d.ask(inner_id(pair_id(1)), PROMPT)
-    offered(d, second, name)
-    d.run_until(lambda: len(d.rank.said(do.Load)) == 2)
-    load = d.rank.said(do.Load)[-1]
-    assert (load.start, load.stop) == (0, len(PROMPT) - 1)
 
 
 def test_an_adapter_that_is_loaded_again_under_its_name_finds_nothing_of_the_one_before(
@@ -333,7 +275,7 @@ def test_an_adapter_that_is_loaded_again_under_its_name_finds_nothing_of_the_one
     def asked(name: str, number: int, **more: Any) -> Request:
         adapter = LoRARequest("adapter", number, str(tmp_path), **more)
         request = d.ask(f"cmpl-{name}-0-12345678", PROMPT, lora_request=adapter)
-        ended(d, request)
+        d.finish(request)
         return request
 
     cached = len(PROMPT) - 3 * BLOCK

@@ -6,13 +6,12 @@ soon as a request that began after a change attends to KV of before.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from typing import Any
 
 import pytest
-from connector_support import inner_id, pair_id, tokens
-from real_ranks_support import Engine, ask_both, finish, run
+from connector_support import tokens
+from real_ranks_support import Engine, ask, ask_both, finish, preempt_all, run
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo.processes import free_ports
@@ -58,13 +57,12 @@ def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int)
     live: list[Any] = []
     newest = 0
     for index in range(40):
-        outer = pair_id(f"{seed} {index}", prefill=p.address, decode=d.address)
         prompt = draw.choice(starts)[: draw.randrange(51)] + tokens(draw.randrange(1, 60), index)
         # The made-up model does not know tokens that are scheduled ahead.
         at_p, at_d = (1, 1) if ahead else (draw.choice([1, 1, 9]), draw.randrange(1, 30))
         both = [(p, at_p), (d, at_d)] if draw.random() < 0.7 else [(d, at_d), (p, at_p)]
         for engine, most in both:
-            live.append((engine, engine.ask(inner_id(outer), prompt, max_tokens=most)))
+            live.append((engine, ask(engine, p, d, f"{seed} {index}", prompt, most)))
             for _ in range(draw.randrange(4)):
                 draw.choice([p, d]).step()
         event = draw.random()
@@ -82,18 +80,15 @@ def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int)
             if not request.is_finished():
                 engine.abort(request)
         elif event < 0.7:
-            # vLLM complains if somebody still holds blocks, after it has preempted all that runs.
-            with contextlib.suppress(RuntimeError):
-                draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
+            preempt_all(draw.choice([p, d]))
     finish(p, d)
+    assert len(p.ended) == 40
     assert set(d.ended.values()) <= {"length", "abort"} and len(d.ended) == 40
     for engine in (p, d):
         if engine.weights != newest:
             engine.change_weights(newest)
     before = d.count("transfers_loaded")
-    outer = pair_id(f"{seed} at last", prefill=p.address, decode=d.address)
-    for engine in (p, d):
-        engine.ask(inner_id(outer), tokens(45, "at last"), max_tokens=1)
+    ask_both(p, d, f"{seed} at last", tokens(45, "at last"), tokens=1)
     finish(p, d)
     assert d.count("transfers_loaded") == before + 1
 
@@ -141,18 +136,17 @@ def test_a_pair_of_which_one_sleeps_works_again_when_it_wakes(engines: Any, who:
 def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str) -> None:
     """vLLM may keep requests that wait when it goes to sleep, and queues those that come meanwhile."""
     p, d = engines(1, 1, policy=policy, lease_seconds=2)
-    outer = pair_id(prefill=p.address, decode=d.address)
     d.admits(False)
     if moment == "begun":
-        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+        ask(p, p, d, 0, tokens(70))
     if moment != "queued":
-        d.ask(inner_id(outer), tokens(70), max_tokens=3)
+        ask(d, p, d, 0, tokens(70), 3)
         (asking,) = d.scheduler.connector.consuming.asking.values()
-        run(p, d, lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads.requests))
+        run([p, d], lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
     assert d.scheduler.reset_connector_cache()
     d.sleep()
     if moment == "queued":
-        d.ask(inner_id(outer), tokens(70), max_tokens=3)
+        ask(d, p, d, 0, tokens(70), 3)
         d.step(2)
     d.wake()
     if moment == "asked":  # P knows by now that it is another D than the one that has cancelled
@@ -165,7 +159,7 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
         )
     d.admits(True)
     if moment != "begun":
-        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+        ask(p, p, d, 0, tokens(70))
     finish(p, d)
     whole = moment != "begun" or policy == "recompute"
     assert list(d.ended.values()) == ["length" if whole else "error"]
@@ -176,23 +170,21 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
 def test_a_prompt_of_p_across_its_sleep(engines: Any, moment: str) -> None:
     """Its blocks are free in the end; only one that had not begun is pushed after the waking."""
     p, d = engines(1, 1, budget=48, policy="recompute", lease_seconds=2)
-    outer = pair_id(prefill=p.address, decode=d.address)
     if moment != "queued":
-        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+        ask(p, p, d, 0, tokens(70))
         if moment == "waiting":
             p.admits(False)
         p.step({"waiting": 1, "half": 1, "whole": 3}[moment])
-    with contextlib.suppress(RuntimeError):  # vLLM complains about blocks that P keeps for D
-        p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    preempt_all(p)
     assert p.scheduler.reset_connector_cache()
     p.sleep()
     if moment == "queued":
         p.admits(False)
-        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+        ask(p, p, d, 0, tokens(70))
     p.step(moment in ("waiting", "queued"))
     p.wake()
     p.admits(True)
-    d.ask(inner_id(outer), tokens(70), max_tokens=3)
+    ask(d, p, d, 0, tokens(70), 3)
     finish(p, d)
     assert list(d.ended.values()) == ["length"]
     assert d.count("transfers_loaded") == (moment in ("waiting", "queued"))

@@ -306,18 +306,28 @@ def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
     assert rank.log[-1] == do.Forget("k", "P")
 
 
+LOAD = do.Load("k", 0, 31, ([1, 2],))
+
+
+def expected(key: str) -> do.Expect:
+    return do.Expect(key, D, 32, b"digest")
+
+
+def begun(runner: Runner, rank: FakeRank) -> None:
+    """D expects request r, and P has begun it."""
+    runner.step(StepMetadata(expects=[("r", expected("k"))]))
+    rank.begin("k")
+
+
 def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) -> None:
     runner, rank = make(role="D")
-    expect = do.Expect("k", D, 32, b"digest")
-    runner.step(StepMetadata(expects=[("r", expect)]))
-    rank.begin("k")
+    begun(runner, rank)
     told = runner.step(StepMetadata())
     assert told.kv_connector_worker_meta.begun == {"r": [""]}
-    load = do.Load("k", 0, 31, ([1, 2],))
     at_forward: list[do.Load] = []
     runner.forward = lambda: at_forward.extend(rank.said(do.Load))  # type: ignore[method-assign]
-    runner.step(StepMetadata(work=True, loads=[("r", load)]))
-    assert at_forward == [load]
+    runner.step(StepMetadata(work=True, loads=[("r", LOAD)]))
+    assert at_forward == [LOAD]
     assert rank.steps.running is None
     rank.load("k")
     told_last = [runner.step(StepMetadata()) for _ in range(3)]
@@ -328,9 +338,8 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
 
 def test_a_failure_is_both_received_and_failed(make: Make) -> None:
     runner, rank = make(role="D")
-    runner.step(StepMetadata(expects=[("r", do.Expect("k", D, 32, b""))]))
-    rank.begin("k")
-    runner.step(StepMetadata(loads=[("r", do.Load("k", 0, 31, ([1, 2],)))]))
+    begun(runner, rank)
+    runner.step(StepMetadata(loads=[("r", LOAD)]))
     rank.fail("k")
     told = runner.step(StepMetadata())
     assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
@@ -379,34 +388,25 @@ def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Mak
     assert worker is not None
     fence = _NotYet() if still_runs else worker.record()
     worker.record = lambda: fence
-    runner.step(StepMetadata(expects=[("r", do.Expect("k", D, 32, b"digest"))]))
-    rank.begin("k")
-    load = do.Load("k", 0, 31, ([1, 2],))
-    runner.step(StepMetadata(work=True, loads=[("r", load)]))
-    expect, load = rank.log
-    assert isinstance(expect, do.Expect) and isinstance(load, do.Load)
+    begun(runner, rank)
+    runner.step(StepMetadata(work=True, loads=[("r", LOAD)]))
+    (load,) = rank.said(do.Load)
     assert load.fence is (fence if still_runs else None)
 
 
 IDLE = StepMetadata(idle=True, idle_wait=0.005)
 
 
-def test_an_idle_step_waits_for_news_once(make: Make) -> None:
+def test_an_idle_step_waits_for_news_unless_it_has_some(make: Make) -> None:
     runner, rank = make("D")
-    runner.step(IDLE)
+    runner.step(StepMetadata(idle=True, idle_wait=0.005, expects=[("r", expected("k"))]))
     assert rank.waits == [IDLE.idle_wait] and SPIN_WAIT.idle
-
-
-def test_a_step_with_something_to_report_does_not_wait(make: Make) -> None:
-    runner, rank = make("D")
-    expect = do.Expect("k", Address("127.0.0.1", 1), 32, b"")
-    runner.step(StepMetadata(idle=True, idle_wait=0.005, expects=[("r", expect)]))
     rank.begin("k")
     runner.step(IDLE)
     assert len(rank.waits) == 1
 
 
-def test_nor_does_one_that_computes(make: Make) -> None:
+def test_a_step_that_computes_does_not_wait(make: Make) -> None:
     runner, rank = make()
     runner.step(IDLE)
     runner.step(prefill_step(16, first=True))
@@ -419,8 +419,7 @@ def test_news_ring_the_bell_after_an_idle_step_only(make: Make) -> None:
         bells.bind(f"\0p2pkv-test-{uuid.uuid4().hex}")
         bells.setblocking(False)
         idle = StepMetadata(idle=True, bell=bells.getsockname().decode())
-        expects = [(name, do.Expect(name, D, 32, b"")) for name in "abc"]
-        runner.step(StepMetadata(expects=expects))
+        runner.step(StepMetadata(expects=[(name, expected(name)) for name in "abc"]))
         rank.begin("a")
         with pytest.raises(BlockingIOError):
             bells.recv(1)

@@ -7,8 +7,6 @@ import http.server
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +101,20 @@ def start(proxy: Proxy) -> Iterator[Callable[..., tuple[Peer, int]]]:
             return peer, peer.hear()["pid"]
 
         yield start
+
+
+@contextlib.contextmanager
+def announcing(
+    *proxies: str, ping: Ping = PING, heard: Any = lambda _: None, **more: Any
+) -> Iterator[Announcer]:
+    """An announcer of this process."""
+    announcement = Announcement(proxies=proxies, ping=ping, interval=INTERVAL, **more)
+    announcer = Announcer(announcement, heard)
+    announcer.start()
+    try:
+        yield announcer
+    finally:
+        announcer.stop()
 
 
 def gone(pid: int) -> bool:
@@ -213,33 +225,27 @@ def test_with_the_secret_it_pings_as_a_member() -> None:
         socket.setsockopt(zmq.LINGER, 0)
         Members(SECRET).serve(socket, "proxy")
         place = f"127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-        announcer = Announcer(Announcement(proxies=(place,), ping=PING, interval=INTERVAL, secret=SECRET))
-        announcer.start()
-        assert socket.poll(20_000) and decode_ping(socket.recv_multipart()[1]) == PING
-        announcer.stop()
-        announcer.stop()  # again: no harm
+        with announcing(place, secret=SECRET) as announcer:
+            assert socket.poll(20_000) and decode_ping(socket.recv_multipart()[1]) == PING
+            announcer.stop()  # and again: no harm
 
 
 def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=3)
-    announcer = Announcer(Announcement(proxies=(proxy.address,), ping=ping, interval=INTERVAL), heard.append)
-    announcer.start()
     answer = proxy.answer
-    try:
+    with announcing(proxy.address, ping=ping, heard=heard.append) as announcer:
         answer("10.0.0.1:1", "10.0.0.2:1")
         wait_for(lambda: heard == [("10.0.0.1:1", "10.0.0.2:1")], what="the first answer")
         answer("10.0.0.1:1", "10.0.0.2:1")
         answer("10.0.0.2:1")
         wait_for(lambda: heard[1:] == [("10.0.0.2:1",)], what="the second, which is another one")
-        os.kill(announcer.pid, signal.SIGKILL)
+        os.kill(announcer._child.pid, signal.SIGKILL)
         assert proxy.lost_the_connection()
         while proxy.socket.poll(0):
             proxy.socket.recv_multipart()
         answer()
         wait_for(lambda: heard[2:] == [()], what="what the child's successor has heard")
-    finally:
-        announcer.stop()
 
 
 @pytest.fixture
@@ -253,17 +259,11 @@ def test_several_proxies_each_get_all_pings_and_the_goodbye_and_one_may_be_away(
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=3)
     absent = f"127.0.0.1:{free_ports()}"
-    announcement = Announcement(
-        proxies=(absent, proxy.address, other_proxy.address), ping=ping, interval=INTERVAL
-    )
-    announcer = Announcer(announcement, heard.append)
-    announcer.start()
-    try:
+    proxies = (absent, proxy.address, other_proxy.address)
+    with announcing(*proxies, ping=ping, heard=heard.append):
         for each, named in ((proxy, ["10.0.0.1:1"]), (other_proxy, ["10.0.0.1:1", "10.0.0.2:1"])):
             each.answer(*named)
             wait_for(lambda named=named: heard and heard[-1] == tuple(named), what="all that are named")
-    finally:
-        announcer.stop()
     for each in (proxy, other_proxy):
         each.hear_goodbye(ping)
 
@@ -377,14 +377,8 @@ def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
         there.answer.clear()
     url = f"http://127.0.0.1:{free_ports()}" if kind == "nobody" else there.url
     warm_up = plan(url, seconds=1.0)
-    announcer = Announcer(
-        Announcement(proxies=(proxy.address,), ping=PING, interval=INTERVAL, warm_up=warm_up)
-    )
-    announcer.start()
-    try:
+    with announcing(proxy.address, warm_up=warm_up):
         assert proxy.hear() == PING
-    finally:
-        announcer.stop()
     said = capfd.readouterr().err
     assert "WARNING" in said and "not warmed up" in said and "announced all the same" in said
     why = {
@@ -405,11 +399,3 @@ def test_who_is_stopped_before_it_is_warm_says_nothing(start, proxy, api) -> Non
     worker.tell(do="stop")
     assert worker.hear() == {"done": True}
     assert gone(child) and proxy.silent()
-
-
-def test_the_child_imports_nothing_heavy() -> None:
-    """It stays beside every instance, and must be up at once."""
-
-    code = "import sys, p2pkv.control.announcer_child; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "vllm", "numpy"} & set(loaded.stdout.split())

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import nccl_simulated
 import pytest
 from engine_support import Engine, Geometry, Make, engine_maker, engines, make_engine, plain_links
 from links_support import NCCL_KINDS, nccl_links
+
+from p2pkv.links.base import LinkFactory
+
+
+@pytest.fixture(params=["memory", "host", "nccl"])
+def links(request: pytest.FixtureRequest) -> Iterator[Callable[[str, int], LinkFactory]]:
+    """The links of each rank of a pair, by side and rank."""
+    if request.param == "nccl":
+        yield lambda side, rank: nccl_links(blocking=False, staging=1 << 20)
+    else:
+        yield plain_links(request.param)
+    nccl_simulated.let_go()
 
 
 @pytest.fixture

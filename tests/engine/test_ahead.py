@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import nccl_simulated
 import pytest
 import torch
 from engine_support import (
@@ -15,13 +14,11 @@ from engine_support import (
     engines,
     hold_back,
     on_engine_thread,
-    plain_links,
     prefill,
     step,
     wrong_cells,
 )
 from faulty_links import Faults, FaultyLinks
-from links_support import nccl_links
 from memory_links import MemoryNetwork
 from transfers import arrives, begin, load, value
 
@@ -37,15 +34,6 @@ TOKEN = 4 * 2 * 8 * 4
 
 ROOM = 1 << 20
 BLOCKS = list(range(8))
-
-
-@pytest.fixture(params=["memory", "host", "nccl"])
-def links(request):
-    if request.param == "nccl":
-        yield lambda side, rank: nccl_links(blocking=False, staging=1 << 20)
-    else:
-        yield plain_links(request.param)
-    nccl_simulated.let_go()
 
 
 one_kind = pytest.mark.parametrize("links", ["memory"], indirect=True)
@@ -270,10 +258,7 @@ def test_what_p_has_given_up_for_ds_silence_costs_nothing(links):
 @one_kind
 def test_a_link_that_breaks_when_all_is_here_costs_nothing(links):
     """P's end breaks, and P hears what D said before it knew."""
-    with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=60.0) as (
-        p,
-        d,
-    ):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=60.0) as (p, d):
         push_ahead(p, d)
         role = p.ranks[0].rank.core.prefill
         (peer,) = role.peers
@@ -282,7 +267,7 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing(links):
             claims = tuple((key, send.attempt) for key, e in role.transfers.entries.items()
                            for send in e.sender.sends.values())  # fmt: skip
             role.peers.lose_link(peer, "broken by a test", time.monotonic())
-            role.transfers.heartbeat(peer, claims, time.monotonic())
+            role.transfers.heartbeat(peer, m.Heartbeat(claims), time.monotonic())
 
         on_engine_thread(p.ranks[0].rank, act)
         ends_well(p, d, "k", 40)

@@ -27,7 +27,6 @@ from transfers import begin, ends
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
-from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from support.waiting import wait_for
@@ -102,8 +101,8 @@ class Slow:
     def __init__(self, d: Engine, how: str) -> None:
         half = d.ranks[0].rank.core.roles[0]
         assert isinstance(half, DecodeRole)
-        self._rank, self._how, self.half = d.ranks[0].rank, how, half
-        self._pump = half.poll
+        self._rank, self._how, self.peers = d.ranks[0].rank, how, half.peers
+        self._pump = half.peers.poll
         self._gate = threading.Event()
 
     def stop(self) -> None:
@@ -127,12 +126,12 @@ class Slow:
         self._set(self._pump)
 
     def _only_grant(self, now: float) -> bool:
-        for peer in self.half.peers:
-            self.half.peers._post(peer)
+        for peer in self.peers:
+            self.peers._post(peer)
         return False
 
     def _set(self, pump: Callable[[float], bool]) -> None:
-        on_engine_thread(self._rank, lambda: setattr(self.half, "poll", pump))
+        on_engine_thread(self._rank, lambda: setattr(self.peers, "poll", pump))
 
 
 @pytest.mark.parametrize("staging", [STAGING, 2 * STAGING])
@@ -232,15 +231,15 @@ def test_too_little_staging_is_counted_and_nothing_is_lost(make: Make) -> None:
     most = {"P": 0, "D": 0}
 
     def within_budget(engine: Engine, role: str) -> None:
-        half = engine.ranks[0].rank.core.roles[0]
-        pump = half.poll
+        peers = engine.ranks[0].rank.core.roles[0].peers
+        pump = peers.poll
 
         def watch(now: float) -> bool:
             soon = pump(now)
             most[role] = max(most[role], gauges(engine)["staging_bytes"])
             return soon
 
-        on_engine_thread(engine.ranks[0].rank, lambda: setattr(half, "poll", watch))
+        on_engine_thread(engine.ranks[0].rank, lambda: setattr(peers, "poll", watch))
 
     within_budget(p, "P")
     within_budget(d, "D")
@@ -316,38 +315,6 @@ def test_ranks_that_grant_in_different_orders_do_not_lock_each_other(orders, rev
             prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=32, salt=number)
         for key in keys:
             arrives(p, d, key, keys.index(key))
-
-
-@pytest.mark.parametrize("turns", list(itertools.permutations(range(4))), ids=str)
-def test_ranks_that_begin_to_move_data_in_any_order_do_not_lock_each_other(turns: tuple[int, ...]) -> None:
-    """Two of P and two of D; one rank of D admits A then B, the other one B then A."""
-    with two_ranks_each() as (p, d):
-        for number, key in enumerate("AB"):
-            begin(p, d, key, TOKENS, blocks_of(number), salt=number)
-        for key in "AB":
-            d.wait(do.Begun(key))
-        ranks = [each.rank for each in (*p.ranks, *d.ranks)]
-        gates = [threading.Event() for _ in ranks]
-        for rank, gate in zip(ranks, gates, strict=True):
-            rank.core.roles[0].poll = _behind(gate, rank.core.roles[0].poll)
-        for place, order in enumerate(("AB", "BA")):
-            for key in order:
-                load = do.Load(key, 0, TOKENS - 1, (blocks_of("AB".index(key)),))
-                d.ranks[place].rank.do(load)
-        for turn in turns:
-            gates[turn].set()
-            _look(ranks[turn])
-        for number, key in enumerate("AB"):
-            arrives(p, d, key, number)
-
-
-def _behind(gate: threading.Event, pump: Callable[[float], bool]) -> Callable[[float], bool]:
-    return lambda now: pump(now) if gate.is_set() else False
-
-
-def _look(rank: Rank) -> None:
-    """This rank has gone round once."""
-    on_engine_thread(rank, lambda: None)
 
 
 def test_a_load_on_one_rank_needs_no_load_on_another() -> None:

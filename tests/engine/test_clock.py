@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
+import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,9 @@ BLOCKS = list(range(6))
 LEASE = 1.0
 HOUR, YEAR = 3600.0, 365 * 86400.0
 ROOT = Path(p2pkv.__file__).parents[1]
-WALL = {"time", "time_ns", "localtime", "gmtime", "ctime", "asctime", "now", "utcnow", "today"}
-"""What the modules `time` and `datetime` have to read the wall clock."""
+CLOCK = r"(?:time|time_ns|localtime|gmtime|ctime|asctime|now|utcnow|today)\b"
+WALL = re.compile(rf"\b(?:time|datetime|date)\.{CLOCK}|^\s*from (?:time|datetime) import .*\b{CLOCK}", re.M)
+"""Reads the wall clock."""
 
 
 @pytest.fixture
@@ -61,30 +61,13 @@ def test_a_transfer_arrives_and_leases_keep_their_time(shared: bool) -> None:
         rest(p, d)
 
 
-def wall_clocks(source: str) -> Iterator[str]:
-    """Where a source reads the wall clock."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
-            yield from (
-                f"{node.lineno}: from {node.module} import {each.name}"
-                for each in node.names
-                if each.name in WALL
-            )
-        if isinstance(node, ast.Attribute) and node.attr in WALL:
-            parts = ast.unparse(node.value).split(".")
-            if parts[-1] in ("time", "datetime", "date"):
-                yield f"{node.lineno}: {ast.unparse(node)}"
-
-
 def test_no_module_reads_the_wall_clock() -> None:
     """Times are monotonic, and durations on the wire. Who writes a time for people goes into this list."""
     for_people: set[str] = set()
     sources = [*sorted((ROOT / "p2pkv").rglob("*.py")), *sorted((ROOT / "proxy").rglob("*.py"))]
     assert len(sources) > 60
-    found = {
-        f"{path.relative_to(ROOT)}:{where}" for path in sources for where in wall_clocks(path.read_text())
-    }
-    assert {each for each in found if each.partition(":")[0] not in for_people} == set()
+    found = {str(path.relative_to(ROOT)) for path in sources if WALL.search(path.read_text())}
+    assert found == for_people
 
 
 @pytest.mark.parametrize(
@@ -92,9 +75,4 @@ def test_no_module_reads_the_wall_clock() -> None:
     ["time.time()", "from time import time", "datetime.datetime.now()", "datetime.now(UTC)", "x = time.time"],
 )
 def test_every_look_at_the_wall_clock_is_seen(source: str) -> None:
-    assert list(wall_clocks(source))
-
-
-@pytest.mark.parametrize("source", ["time.monotonic()", "self.time", "now()", "self.now", "time.sleep(1)"])
-def test_nothing_else_is(source: str) -> None:
-    assert not list(wall_clocks(source))
+    assert WALL.search(source)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import (
-    Geometry,
-    engines,
-    other_group,
-    plain_links,
-    prefill,
-    step,
-    wrong_cells,
-)
+from engine_support import Geometry, engines, other_group, prefill, step, wrong_cells
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
 from transfers import arrives, ask, ends, load, rest, value
@@ -24,11 +16,6 @@ from support.waiting import wait_for
 
 TOKENS = 300
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(params=["memory", "host"])
-def links(request):
-    return plain_links(request.param)
 
 
 def cpu(isa: str, block: int, tp: int = 1, content: int = 16, dtype: torch.dtype = F32) -> Geometry:
@@ -51,6 +38,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.parametrize("links", ["memory", "host"], indirect=True)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("prefix", [False, True], ids=["from the start", "after a prefix on D"])
 def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
@@ -118,18 +106,3 @@ def test_a_hello_that_is_not_true_of_the_pages_is_refused():
         with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
             lying.form(said)
         assert ctx.form(ctx.hello)[1] == ctx.cache.groups
-
-
-def test_an_opaque_codec_with_another_block_size_is_refused_before_anything_waits():
-    network = MemoryNetwork()
-    with engines(cpu("neon", 32), cpu("neon", 128), lambda side, rank: network.rank()) as (p, d):
-        d.do(do.Expect("k", p.address, 20, b"digest"))
-        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
-        (failed,) = d.ranks[0].events(do.LoadFailed)
-        for word in (
-            "do not fit",
-            "page:neon with blocks of 32",
-            "page:neon with blocks of 128",
-            "--block-size",
-        ):
-            assert word in failed.reason

@@ -7,15 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_support import (
-    Engine,
-    Forward,
-    Geometry,
-    break_link,
-    engines,
-    on_engine_thread,
-    step,
-)
+from engine_support import Engine, Forward, Geometry, break_link, engines, on_engine_thread, step
 from fake_device import Device, DeviceCache, OrderedLinks
 from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
@@ -116,14 +108,20 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair.done()
 
 
-def test_a_load_waits_on_the_host_for_the_step_that_still_writes_to_its_blocks(start):
-    """Its chunks arrive meanwhile, and nothing is queued on the device: a receive would wait behind it."""
-    pair = start(chunk_bytes=1 << 20)
-    pair.on_p.free()
+def behind_a_step(pair: Pair) -> Forward:
+    """D loads into blocks to which its step before still writes."""
     forward = Forward()
     begin(pair.p, pair.d)
     pair.d.wait(do.Begun("k"))
     pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,), forward))
+    return forward
+
+
+def test_a_load_waits_on_the_host_for_the_step_that_still_writes_to_its_blocks(start):
+    """Its chunks arrive meanwhile, and nothing is queued on the device: a receive would wait behind it."""
+    pair = start(chunk_bytes=1 << 20)
+    pair.on_p.free()
+    forward = behind_a_step(pair)
     wait_for(lambda: forward.looks > 2, what="looks at the fence, which come when a chunk has arrived")
     assert value(pair.d, "copies") == 0
     scribble(pair.d, D_BLOCKS)  # the step before
@@ -135,10 +133,7 @@ def test_a_load_waits_on_the_host_for_the_step_that_still_writes_to_its_blocks(s
 def test_a_drop_while_the_step_before_still_writes_ends_the_load_at_once(start):
     pair = start(chunk_bytes=1 << 20)
     pair.free()
-    forward = Forward()
-    begin(pair.p, pair.d)
-    pair.d.wait(do.Begun("k"))
-    pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,), forward))
+    forward = behind_a_step(pair)
     wait_for(lambda: forward.looks > 0, what="a look at the fence")
     pair.d.do(do.Drop("k", "the client has left"))
     wait_for(lambda: heard(pair.d, do.LoadFailed))
@@ -189,12 +184,17 @@ def test_a_prompt_revoked_between_two_gathers_is_computed_again(start):
     pair.done()
 
 
-def test_an_abort_on_p_frees_the_pages_when_the_device_has_read_them(start):
+@pytest.mark.parametrize("how", ["aborted", "its link lost"])
+def test_what_ends_on_p_frees_its_pages_when_the_device_has_read_them(start, how):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
     pair.queued(pair.p)
-    pair.p.do(do.Abort("k", "the client has left"))
-    pair.queued(pair.p)
+    if how == "aborted":
+        pair.p.do(do.Abort("k", "the client has left"))
+        pair.queued(pair.p)
+    else:
+        break_link(pair.p)
+        wait_for(lambda: heard(pair.d, do.LoadFailed))
     assert heard(pair.p, do.BlocksFree) == []
     pair.on_p.free()
     pair.p.wait(do.BlocksFree("k"))
@@ -216,17 +216,6 @@ def test_a_drop_on_d_is_confirmed_when_nothing_writes_to_the_pages_any_more(star
     rest(pair.p, pair.d)
     assert all((page[D_BLOCKS] == 7.0).all() for page in pair.d.ranks[0].pages)
     assert heard(pair.d, do.Loaded) == [] and len(heard(pair.d, do.LoadFailed)) == 1
-
-
-def test_a_lost_link_frees_pages_only_behind_the_device(start):
-    pair = start(chunk_bytes=1 << 20)
-    pair.ask()
-    pair.queued(pair.p)
-    break_link(pair.p)
-    wait_for(lambda: heard(pair.d, do.LoadFailed))
-    assert heard(pair.p, do.BlocksFree) == []
-    pair.on_p.free()
-    pair.p.wait(do.BlocksFree("k"))
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -15,7 +15,6 @@ import torch
 from chaos.model import CANARY, Group, Memory, Model, Tables, hello_of, make_rank_pages
 from engine_support import DEFAULTS, READY, Engine, TestRank, break_link, plain_links
 from faulty_links import Faults, FaultyLinks
-from links_support import nccl_links
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
 from transfers import ends, expect, failure, rest, value
@@ -111,13 +110,6 @@ def arrives(d: Hybrid, cached: int = 0, state_after: int = STOP) -> None:
             assert bool((page.view(torch.int32)[D_TABLES[0][0], :, :cached] == CANARY).all())
 
 
-@pytest.fixture(params=["memory", "host", "nccl"])
-def links(request):
-    if request.param == "nccl":
-        return lambda side, rank: nccl_links(blocking=False, staging=1 << 20)
-    return plain_links(request.param)
-
-
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2), (4, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("cached", [0, 16])
 def test_both_groups_arrive_whole_and_the_state_is_the_last_one(links, tps, cached):
@@ -133,16 +125,6 @@ def test_both_groups_arrive_whole_and_the_state_is_the_last_one(links, tps, cach
         heads = {group: max(group.heads, tps[1]) for group in MODEL.groups}
         rows = 3 * (STOP - cached) * heads[ATTENTION] * 8 + 2 * heads[STATE] * 22
         assert value(p, "bytes_sent") == rows * 4, "each byte that a rank of D needs travels once"
-
-
-def test_attention_travels_while_the_prompt_is_computed_and_the_state_at_its_end(links):
-    with pair((1, 1), links) as (p, d):
-        begin(p, d)
-        load(d)
-        step(p, P_TABLES, 0, 40)
-        wait_for(lambda: value(d, "bytes_scattered") == 3 * 40 * 4 * 8 * 4)
-        step(p, P_TABLES, 40, STOP)
-        arrives(d)
 
 
 def test_a_preempted_prompt_comes_again_with_both_groups(links):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from engine_support import Geometry, break_link, engines, plain_links, prefill, step
+from engine_support import Geometry, break_link, engines, prefill, step
 from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
 from transfers import BLOCKS, arrives, begin, failure, load, rest, value
@@ -19,11 +19,7 @@ ONE = Geometry()
 OTHERS = list(range(10, 16))
 
 
-@pytest.fixture(params=["memory", "host"])
-def links(request):
-    return plain_links(request.param)
-
-
+@pytest.mark.parametrize("links", ["memory", "host"], indirect=True)
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("begun", [True, False], ids=["P has computed", "P has not begun"])
 def test_only_what_it_carried_fails(links, side, begun):

@@ -52,13 +52,13 @@ class Behind:
 def test_a_send_behind_others_on_a_slow_link_is_not_overdue() -> None:
     unused: Any = None
     outlet, behind = OutboundLink(unused), Behind()
-    outlet.flights.extend(Flight(behind.send(number), "k", 1) for number in range(3))
+    outlet.flights.extend(Flight(behind.send(number), "k", unused, True, None, True) for number in range(3))
     for second in range(3):
         assert not outlet.overdue(second * 1.5, lease=2.0)
         behind.left -= 1
         assert len(list(outlet.taken())) == 1
     assert not outlet.overdue(9.0, lease=2.0)
-    outlet.flights.append(Flight(behind.send(9), "k", 1))
+    outlet.flights.append(Flight(behind.send(9), "k", unused, True, None, True))
     assert not outlet.overdue(10.0, lease=2.0)
     assert not outlet.overdue(12.0, lease=2.0)
     assert outlet.overdue(12.1, lease=2.0)

@@ -238,9 +238,7 @@ def test_a_p_that_restarts_gets_its_link_again(make_nccl: Make, monkeypatch: pyt
     assert begun(again) == 1
 
 
-def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconnect, "LEFT_SECONDS", 0.0)
     shape = Geometry(kv_heads=4, tp=2)
     both = plain_links("memory")

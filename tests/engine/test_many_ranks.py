@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
+import sys
+from contextlib import closing
 
 import pytest
 from engine_support import Geometry
 from memory_links import MemoryNetwork
-from ranks_crews import Processes, Threads, both, short_turns
-from ranks_support import Prompt, check, plan_of, push, shape
+from ranks_support import Crew, Processes, Prompt, plan_of, push, shape
 
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
-
-ONE = (Prompt(),)
 
 SHAPES = {
     "TP 8 to TP 8": (shape((8,), 8, 8), shape((8,), 8, 8)),
@@ -66,23 +64,30 @@ def links(request):
             return network.rank()
         return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
 
-    with short_turns():
-        yield make
+    # Many engine threads hand on the interpreter's lock sooner, as the connector sees to in vLLM.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(200e-6)
+    yield make
+    sys.setswitchinterval(before)
 
 
 one_kind = pytest.mark.parametrize("links", ["memory"], indirect=True)
 
 
-def threads(links, p: Geometry, d: Geometry):
-    return both(lambda: Threads("P", p, links), lambda: Threads("D", d, links))
+def arrives(links, shapes: tuple[Geometry, Geometry], *prompts: Prompt) -> None:
+    with closing(Crew("P", shapes[0], links)) as p, closing(Crew("D", shapes[1], links)) as d:
+        push(p, d, prompts)
+
+
+PREFIXES = ["TP 8 to TP 2", "PP 2 x TP 4 to TP 8", "MLA, TP 4 to TP 2"]
 
 
 @one_kind
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_many_ranks(links, shapes):
-    with threads(links, *shapes) as (p, d):
-        push(p, d, ONE)
-        check(p, d, ONE)
+@pytest.mark.parametrize(
+    ("name", "cached"), [*((name, 0) for name in SHAPES), *((name, 96) for name in PREFIXES)]
+)
+def test_many_ranks(links, name, cached):
+    arrives(links, SHAPES[name], Prompt(cached=cached))
 
 
 @one_kind
@@ -90,32 +95,15 @@ def test_many_ranks(links, shapes):
 def test_context_parallel_ranks(links, shapes):
     """Tokens divided over the ranks of P, of D or of both: chunks and prefixes end anywhere, and a prompt may
     have no token on some rank."""
-    prompts = (
-        Prompt("a", tokens=1003, chunk=333, cached=37),
-        Prompt("b", 1, tokens=1003, chunk=1003, cached=1000),
-    )
-    with threads(links, *shapes) as (p, d):
-        push(p, d, prompts)
-        check(p, d, prompts)
-
-
-@one_kind
-@pytest.mark.parametrize("name", ["TP 8 to TP 2", "PP 2 x TP 4 to TP 8", "MLA, TP 4 to TP 2"])
-def test_many_ranks_where_d_has_a_prefix(links, name):
-    prompts = (Prompt(cached=96),)
-    with threads(links, *SHAPES[name]) as (p, d):
-        push(p, d, prompts)
-        check(p, d, prompts)
+    first = Prompt("a", tokens=1003, chunk=333, cached=37)
+    arrives(links, shapes, first, Prompt("b", 1, tokens=1003, chunk=1003, cached=1000))
 
 
 def test_64_links(links):
     """All to all: every stage of P holds a layer of every rank of D. Two prompts at once."""
     shapes = shape((1,) * 8, 8, 1), shape((8,), 8, 8, 32)
     assert len(plan_of(*shapes).edges) == 64
-    prompts = Prompt("a"), Prompt("b", 1, chunk=1500, cached=64)
-    with threads(links, *shapes) as (p, d):
-        push(p, d, prompts)
-        check(p, d, prompts)
+    arrives(links, shapes, Prompt("a"), Prompt("b", 1, chunk=1500, cached=64))
 
 
 @one_kind
@@ -124,9 +112,7 @@ def test_ranks_that_have_nothing_to_send_report_too(links):
     shapes = shape((1,), 1, 4), shape((1,), 1, 2)
     plan = plan_of(*shapes)
     assert [len(plan.from_source(rank)) for rank in range(4)].count(0) == 2
-    with threads(links, *shapes) as (p, d):
-        push(p, d, ONE)
-        check(p, d, ONE)
+    arrives(links, shapes, Prompt())
 
 
 PROCESSES = {
@@ -138,33 +124,18 @@ PROCESSES = {
 
 @pytest.mark.parametrize("shapes", PROCESSES.values(), ids=PROCESSES)
 def test_one_process_for_each_rank(shapes):
-    p_shape, d_shape = shapes
-    prompts = Prompt("a"), Prompt("b", 1, chunk=1500, cached=96)
-    with both(lambda: Processes("P", p_shape), lambda: Processes("D", d_shape)) as (p, d):
+    with closing(Processes("P", shapes[0])) as p, closing(Processes("D", shapes[1])) as d:
         pids = {os.getpid(), *p.each("pid"), *d.each("pid")}
-        assert len(pids) == 1 + p_shape.world + d_shape.world
-        push(p, d, prompts)
-        check(p, d, prompts)
-
-
-def test_a_process_that_ends_is_named_and_none_stays_behind():
-    p = Processes("P", shape((4,), 4, 2))
-    (first, second) = p.each("pid")
-    os.kill(second, signal.SIGKILL)
-    with pytest.raises(AssertionError, match=r"rank 1 of .* ended with -9"):
-        p.each("settle")
-    with pytest.raises(AssertionError, match=r"ended with \[0, -9\]"):
-        p.close()
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in (first, second))
+        assert len(pids) == 1 + shapes[0].world + shapes[1].world
+        push(p, d, [Prompt("a"), Prompt("b", 1, chunk=1500, cached=96)])
 
 
 @one_kind
 def test_what_is_wrong_is_noticed(links):
     """A row of another value where KV belongs, and one where nothing does, are found by their places."""
-    prompt = Prompt(tokens=100, cached=16)
-    with threads(links, *2 * [shape((2,), 2, 2, tokens=100)]) as (p, d):
+    prompt, small = Prompt(tokens=100, cached=16), shape((2,), 2, 2, tokens=100)
+    with closing(Crew("P", small, links)) as p, closing(Crew("D", small, links)) as d:
         push(p, d, [prompt])
-        check(p, d, [prompt])
         table = prompt.blocks("D", d.geometry)
         nobodys = next(block for block in range(d.geometry.blocks) if block not in table)
         places = [[0, table[1], 0, 0], [0, table[0], 0, 15], [0, table[6], 0, 3], [1, nobodys, 0, 7]]

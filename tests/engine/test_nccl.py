@@ -6,15 +6,7 @@ import threading
 import time
 
 import pytest
-from engine_support import (
-    Engine,
-    Forward,
-    Make,
-    break_link,
-    on_engine_thread,
-    prefill,
-    step,
-)
+from engine_support import Engine, Forward, Make, break_link, on_engine_thread, prefill, step
 from links_support import simulated
 from nccl_simulated import SimulatedNccl
 from transfers import BLOCKS, arrives, ask, failure, load, push, value
@@ -112,15 +104,6 @@ def test_a_link_may_take_longer_to_come_up_than_a_lease(make_nccl: Make) -> None
     assert peer.link.number == first
     d.do(do.Drop("early", "the client has left"))
     push(p, d, "k", salt=1)
-
-
-@pytest.mark.parametrize("make_nccl", ["nccl-blocking"], indirect=True)
-def test_where_launches_wait_for_the_device_a_receive_comes_after_its_grant(make_nccl: Make) -> None:
-    """As with CUDA_LAUNCH_BLOCKING=1: P would never hear of a receive that is launched before."""
-    p, d = make_nccl("P"), make_nccl("D")
-    push(p, d, "before", salt=1)
-    nccl_of(p).launches_wait = nccl_of(d).launches_wait = True
-    push(p, d, "k", salt=2)
 
 
 @one_kind

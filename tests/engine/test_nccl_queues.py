@@ -119,27 +119,21 @@ def test_a_p_that_is_held_up_holds_no_multiprocessor_of_d(cluster: Cluster) -> N
         d.wait(do.Loaded("k"))
 
 
-def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster) -> None:
-    """D's multiprocessors suffice for one link at a time."""
-    cluster.processors = 32
-    first, second = (cluster.engine("P", TP1, lease_seconds=3.0) for _ in range(2))
-    d = cluster.engine("D", TP1, lease_seconds=3.0)
-    push(second, d, "to build the link", salt=1)
-    release = held(cluster, first, d, "k")
-    try:
-        push(second, d, "other", salt=3)
-        assert not d.ranks[0].events(do.LoadFailed)
-    finally:
-        release()
-
-
-@pytest.mark.parametrize("cluster", ["nccl-blocking"], indirect=True)
-def test_launches_that_block_do_not_join_two_ps(cluster: Cluster) -> None:
-    """CUDA_LAUNCH_BLOCKING=1: what one P has not decided does not hold up what the other sends."""
+@pytest.mark.parametrize(
+    ("cluster", "launches_wait"),
+    [*((kind, False) for kind in NCCL_KINDS), ("nccl-blocking", True)],
+    indirect=["cluster"],
+)
+def test_a_p_that_is_held_up_does_not_keep_another_from_sending(
+    cluster: Cluster, launches_wait: bool
+) -> None:
+    """D's multiprocessors suffice for one link at a time; or launches block, as with CUDA_LAUNCH_BLOCKING=1,
+    and what one P has not decided does not hold up what the other sends."""
+    cluster.processors = 132 if launches_wait else 32
     first, second = (cluster.engine("P", TP1, lease_seconds=3.0) for _ in range(2))
     d = cluster.engine("D", TP1, lease_seconds=3.0)
     for rank in itertools.chain(first.ranks, second.ranks, d.ranks):
-        simulated(rank.links).launches_wait = True
+        simulated(rank.links).launches_wait = launches_wait
     push(second, d, "to build the link", salt=1)
     release = held(cluster, first, d, "k")
     try:

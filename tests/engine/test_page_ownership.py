@@ -6,14 +6,7 @@ import threading
 from typing import Any
 
 import torch
-from engine_support import (
-    Forward,
-    Geometry,
-    compute,
-    engines,
-    plain_links,
-    step,
-)
+from engine_support import Forward, Geometry, compute, engines, plain_links, step
 from transfers import arrives, begin, ends, load, rest, scribble, value
 
 from p2pkv.engine import commands as do

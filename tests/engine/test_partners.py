@@ -14,13 +14,7 @@ import pytest
 from p2pkv.config import Options
 from p2pkv.engine.commands import NamePartners
 from p2pkv.engine.context import Counters
-from p2pkv.engine.preconnect import (
-    FIRST_PAUSE,
-    LAST_PAUSE,
-    LEFT_SECONDS,
-    PATIENCE_SECONDS,
-    Preconnect,
-)
+from p2pkv.engine.preconnect import FIRST_PAUSE, LAST_PAUSE, LEFT_SECONDS, PATIENCE_SECONDS, Preconnect
 from p2pkv.pairing import Address
 
 FIRST, SECOND, THIRD = (f"127.0.0.1:{port}" for port in (21001, 21002, 21003))
@@ -32,7 +26,7 @@ class PlayedRank:
 
     address: str
     rank: int
-    dialing: Any = field(default_factory=lambda: SimpleNamespace(open=False, refused=False, reason=""))
+    dialing: Any = field(default_factory=lambda: SimpleNamespace(open=False, reason=""))
     hello: object = None
     link: Any = field(default_factory=lambda: SimpleNamespace(linked=False, up=False))
     needed: bool = False
@@ -42,10 +36,6 @@ class PlayedRank:
     @property
     def welcomed(self) -> bool:
         return bool(self.dialing.open)
-
-    @property
-    def refusal(self) -> str | None:
-        return str(self.dialing.reason) if self.dialing.refused else None
 
     def ranks(self) -> tuple[dict[int, list[Any]], dict[int, Address]]:
         """Each rank of P sends to this rank of D."""
@@ -58,7 +48,7 @@ class PlayedRank:
         self.link = SimpleNamespace(linked=link, up=link)
 
     def refuses(self, reason: str) -> None:
-        self.dialing.refused, self.dialing.reason = True, reason
+        self.dialing.reason = reason
 
 
 class Rig:

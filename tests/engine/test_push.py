@@ -114,15 +114,6 @@ def test_a_claim_that_outlives_its_prompt_ends_with_the_transfer(pair, monkeypat
     rest(p, d)
 
 
-def test_sequential_router_p_first_to_its_end(pair):
-    p, d = pair
-    prefill(p, "k", d.address, 90, list(range(6)), chunk=90)
-    expect(p, d, tokens=90)
-    load(d, tokens=90)
-    arrives(d, tokens=90)
-    ends(p, d)
-
-
 def test_many_at_once(links):
     with engines(ONE, ONE, links, staging_bytes=16384) as (p, d):
         keys = {f"k{number}": number for number in range(30)}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from engine_support import Engine, Geometry, Make, engine_maker, step, wrong_cells
+from links_support import leftovers
 from memory_links import MemoryNetwork
 from transfers import BLOCKS, arrives, begin, load, push, rest, value
 
@@ -126,19 +125,16 @@ def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     p, d = make("P"), make("D")
     push(p, d, "first")
     gate = threading.Event()
-    d.ranks[0].rank.core.roles[0].poll = lambda now: gate.wait(30.0) and False
+    d.ranks[0].rank.core.roles[0].peers.poll = lambda now: gate.wait(30.0) and False
     begin(p, d)
     p.stop()
     assert not p.ranks[0].rank.alive
     gate.set()
 
 
-def leftovers() -> tuple[int, list[str], list[str], list[str]]:
-    """Open descriptors, arenas still mapped, threads of ours, files of ours in /dev/shm."""
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "p2pkv-arena" in line]
-    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("p2pkv"))
-    ours = sorted(name for name in os.listdir("/dev/shm") if "p2pkv" in name)
-    return len(os.listdir("/proc/self/fd")), maps, threads, ours
+def left() -> tuple[object, list[str]]:
+    """What links have left, and threads of ours."""
+    return leftovers(), sorted(each.name for each in threading.enumerate() if each.name.startswith("p2pkv"))
 
 
 class Traffic:
@@ -188,7 +184,7 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: int) -> None:
     """Neither in this process nor at the peer, which is at its baseline after a lease."""
-    before = leftovers()
+    before = left()
     p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
     stopped, other = (p, d) if who == "P" else (d, p)
     with Traffic(p, d) as traffic:
@@ -208,4 +204,4 @@ def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: 
         other.do(do.Forget(key))
     rest(other)
     other.stop()
-    wait_for(lambda: leftovers() == before, what=f"{before} as before")
+    wait_for(lambda: left() == before, what=f"{before} as before")

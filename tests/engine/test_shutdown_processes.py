@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step
-from links_support import Peer, starting
+from links_support import Peer, leftovers, starting
 from transfers import BLOCKS, arrives, expect, failure, load, rest, value
 
 from p2pkv.control.discovery import Ping, decode_ping
@@ -73,12 +72,6 @@ def order(peer: Peer, what: str, key: str, other: Engine, tokens: int = 96) -> N
     assert peer.hear() == {"done": True}
 
 
-def shared_memory() -> tuple[list[str], list[str]]:
-    """Arenas mapped here, and files of ours with a name that others could find."""
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "p2pkv-arena" in line]
-    return maps, sorted(name for name in os.listdir("/dev/shm") if "p2pkv" in name)
-
-
 def test_a_killed_p_leaves_no_memory_behind_and_the_next_one_serves_at_once(mode, start) -> None:
     port = free_ports()
     with engine("D", mode) as d:
@@ -90,13 +83,13 @@ def test_a_killed_p_leaves_no_memory_behind_and_the_next_one_serves_at_once(mode
         p.kill()
         assert failure(d, "k")
         d.do(do.Forget("k"))
-        wait_for(lambda: at_baseline(d) and not any(shared_memory()))
+        wait_for(lambda: at_baseline(d) and not any(leftovers()[1:]))
         p = start("P", port)
         expect(Address("127.0.0.1", port), d, "again")
         order(p, "prefill", "again", d)
         load(d, "again")
         arrives(d, "again")
-    assert not any(shared_memory())
+    assert not any(leftovers()[1:])
 
 
 def test_a_killed_d_leaves_no_memory_behind_and_the_next_one_is_served_at_once(mode, start) -> None:
@@ -109,7 +102,7 @@ def test_a_killed_d_leaves_no_memory_behind_and_the_next_one_is_served_at_once(m
         order(d, "load", "k", p)
         step(p, "k", BLOCKS, 0, 48)
         wait_for(lambda: value(p, "bytes_sent"))
-        assert bool(shared_memory()[0]) is (mode == "shared")
+        assert bool(leftovers()[1]) is (mode == "shared")
         d.kill()
         p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
@@ -120,7 +113,7 @@ def test_a_killed_d_leaves_no_memory_behind_and_the_next_one_is_served_at_once(m
         p.wait(do.BlocksFree("again"))
         assert value(p, "transfers_sent") == 1
         d.kill()
-    wait_for(lambda: not any(shared_memory()))
+    wait_for(lambda: not any(leftovers()[1:]))
 
 
 def stops(peer: Peer, hear: Callable[[], Ping]) -> None:
@@ -154,7 +147,7 @@ def test_sigterm_of_a_p_under_load(mode, start, proxy) -> None:
         for key in ("whole", "half", "late"):
             d.do(do.Forget(key))
         rest(d)
-    assert not any(shared_memory())
+    assert not any(leftovers()[1:])
 
 
 def test_sigterm_of_a_d_under_load(mode, start, proxy) -> None:
@@ -169,4 +162,4 @@ def test_sigterm_of_a_d_under_load(mode, start, proxy) -> None:
         p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
         rest(p)
-    wait_for(lambda: not any(shared_memory()))
+    wait_for(lambda: not any(leftovers()[1:]))

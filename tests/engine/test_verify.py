@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import nccl_simulated
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    engines,
-    make_engine,
-    on_engine_thread,
-    step,
-    wrong_cells,
-)
+from engine_support import Engine, Geometry, make_engine, on_engine_thread, step, wrong_cells
 from fake_device import DeviceCache
 from faulty_links import Faults, FaultyLinks
 from hypothesis import HealthCheck, example, given, settings
@@ -100,12 +93,15 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+memory_only = pytest.mark.parametrize("kind", ["memory"], indirect=True)
+
+
 @pytest.fixture
 def start(kind: str) -> Iterator[Callable[..., Pair]]:
-    """Starts a Pair: `start(verify=...)`; stopped at the end."""
-    network, links, made = MemoryNetwork(), dict[str, FaultyLinks](), []
+    """Starts a Pair: `start(verify=...)`, or with options of each side; stopped at the end."""
+    network, links, made = MemoryNetwork(), dict[str, FaultyLinks](), list[Engine]()
 
-    def link(side: str, rank: int) -> FaultyLinks:
+    def link(side: str) -> FaultyLinks:
         inner = {
             "memory": network.rank,
             "shared-memory": lambda: HostLinks("127.0.0.1", 1 << 20, True),
@@ -115,14 +111,16 @@ def start(kind: str) -> Iterator[Callable[..., Pair]]:
         links[side] = FaultyLinks(inner, Faults())
         return links[side]
 
-    def make(on_p: Geometry = ONE, on_d: Geometry | None = None, **options: object) -> Pair:
-        context = engines(on_p, on_d or on_p, link, **options)
-        made.append(context)
-        return Pair(*context.__enter__(), links)
+    def make(
+        on_p: Geometry = ONE, on_d: Geometry = ONE, p: Any = None, d: Any = None, **both: object
+    ) -> Pair:
+        for side, geometry, own in (("P", on_p, p), ("D", on_d, d)):
+            made.append(make_engine(side, geometry, lambda rank, side=side: link(side), **both | (own or {})))
+        return Pair(*made[-2:], links)
 
     yield make
-    for context in made:
-        context.__exit__(None, None, None)
+    for engine in reversed(made):
+        engine.stop()
     nccl_simulated.let_go()
 
 
@@ -176,7 +174,7 @@ def test_without_checksums_the_same_fault_goes_unseen(start, side):
     assert value(pair.d, "chunks_corrupt") == value(pair.d, "links_aborted") == 0
 
 
-@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+@memory_only
 @settings(
     deadline=None,
     max_examples=40,
@@ -203,7 +201,7 @@ def test_no_bit_of_any_message_changes_unseen(start, side, operation, place, bit
     assert pair.transfer() == ("", [])
 
 
-@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+@memory_only
 def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again(start):
     """Two prompts under way on one link: neither gets a wrong byte."""
     pair = start(verify=True)
@@ -223,7 +221,7 @@ def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again
     assert pair.transfer() == ("", [])
 
 
-@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+@memory_only
 def test_a_p_that_leaves_the_checksum_out_is_not_believed(start, monkeypatch):
     pair = start(verify=True)
     assert pair.transfer() == ("", [])
@@ -242,16 +240,16 @@ def test_a_p_that_leaves_the_checksum_out_is_not_believed(start, monkeypatch):
     assert pair.transfer() == ("", [])
 
 
-@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+@memory_only
 def test_packed_pages_are_checked_too(start):
-    pair = start(PACKED, verify=True)
+    pair = start(PACKED, PACKED, verify=True)
     assert pair.transfer()[0] == ""
     pair.flip("P", operation=1, place=1.0, bit=7)
     assert len(sums(pair.transfer()[0])) == 2
     assert pair.transfer()[0] == ""
 
 
-@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+@memory_only
 def test_a_d_of_several_ranks_of_p_checks_each_of_them(start):
     """A bit changes on both links into D; what the two ranks of P send is checked link by link."""
     pair = start(Geometry(tp=2), ONE, verify=True)
@@ -265,26 +263,11 @@ def test_a_d_of_several_ranks_of_p_checks_each_of_them(start):
     assert pair.transfer() == ("", [])
 
 
-@pytest.fixture
-def apart() -> Iterator[Callable[..., Pair]]:
-    """Starts a P and a D with options of their own."""
-    network, made = MemoryNetwork(), list[Engine]()
-
-    def make(on_p: dict[str, object], on_d: dict[str, object]) -> Pair:
-        links = {side: FaultyLinks(network.rank(), Faults()) for side in "PD"}
-        for side, options in (("P", on_p), ("D", on_d)):
-            made.append(make_engine(side, ONE, lambda rank, side=side: links[side], **options))
-        return Pair(made[0], made[1], links)
-
-    yield make
-    for engine in reversed(made):
-        engine.stop()
-
-
+@memory_only
 @pytest.mark.parametrize("asks", ["P", "D"])
 @pytest.mark.parametrize("flips", ["P", "D"])
-def test_it_is_enough_that_one_side_asks(apart, asks, flips):
-    pair = apart({"verify": asks == "P"}, {"verify": asks == "D"})
+def test_it_is_enough_that_one_side_asks(start, asks, flips):
+    pair = start(p={"verify": asks == "P"}, d={"verify": asks == "D"})
     assert pair.transfer() == ("", [])
     pair.flip(flips, operation=1)
     assert len(sums(pair.transfer()[0])) == 2
@@ -296,24 +279,24 @@ def fold_instead(cache: PagedCache) -> PagedCache:
     return cache
 
 
-@pytest.mark.parametrize("asks", ["P", "D"])
-def test_ranks_whose_devices_compute_other_checksums_refuse_each_other(apart, asks):
-    pair = apart({"verify": asks == "P"}, {"verify": asks == "D", "device": fold_instead})
+@memory_only
+@pytest.mark.parametrize("asks", ["P", "D", ""])
+def test_ranks_whose_devices_compute_other_checksums_refuse_each_other_if_one_asks(start, asks):
+    pair = start(p={"verify": asks == "P"}, d={"verify": asks == "D", "device": fold_instead})
+    if not asks:
+        assert pair.transfer() == ("", [])
+        return
     pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
     reason = pair.outcome("k")
     assert f"{XXH3} at {pair.p.address}" in reason and f"{FOLD} at {pair.d.address}" in reason
 
 
-def test_they_work_together_when_nobody_asks(apart):
-    pair = apart({}, {"device": fold_instead})
-    assert pair.transfer() == ("", [])
-
-
-def test_nothing_is_computed_when_nobody_asks(apart, monkeypatch):
+@memory_only
+def test_nothing_is_computed_when_nobody_asks(start, monkeypatch):
     def never(*_: object) -> None:
         raise AssertionError("a checksum that nobody wants")
 
     monkeypatch.setattr(PagedCache, "digest", never)
     monkeypatch.setattr(DeviceCache, "digest", never)
-    pair = apart({}, {})
+    pair = start()
     assert pair.transfer() == ("", [])

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -281,9 +281,7 @@ def verdict(status: int, said: str) -> tuple[str, str]:
     """Outcome and reason of a process that has ended. pytest's status 0 may mean that all was skipped."""
     if status:
         return "failed", f"exit status {status}"
-    if re.search(r"^\d+ skipped", said, re.MULTILINE) or re.search(
-        r"^[^\n]*\bno tests ran", said, re.MULTILINE
-    ):
+    if re.search(r"^\d+ skipped|^[^\n]*\bno tests ran", said, re.MULTILINE):
         reason = re.search(r"^SKIPPED \[\d+\] \S+ (.+)$", said, re.MULTILINE)
         return "not run", reason[1] if reason else "all of its tests were skipped"
     return "passed", ""
@@ -326,13 +324,8 @@ def limits() -> dict[str, float]:
         rates := re.findall(r"Link \d+: ([\d.]+) GB/s", links)
     ):
         found["NVLink"] = sum(map(float, rates))
-    pcie = _asked(
-        "nvidia-smi",
-        "--query-gpu=pcie.link.gen.max,pcie.link.width.max",
-        "--format=csv,noheader,nounits",
-        "-i",
-        "0",
-    )
+    asked = "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits"
+    pcie = _asked("nvidia-smi", *asked, "-i", "0")
     if match := re.match(r"(\d+), (\d+)", pcie):
         found["PCIe"] = PCIE_LANE.get(int(match[1]), 0.0) * int(match[2])
     for rate in sorted(INFINIBAND.glob("*/ports/*/rate")):
@@ -364,48 +357,29 @@ def figures_table(
     limit: dict[str, float],
     ipc: dict[str, Any] | None = None,
 ) -> Table:
-    """Each figure beside what it is measured against, as a ratio. `ipc`: of `bench --link ipc`."""
+    """Each figure beside what it is measured against, as a ratio. `ipc`: of `bench --link ipc`, where on one
+    card a message is one copy on the device."""
     rows: list[list[str]] = []
-    for row in (bench or {}).get("rows", []):
-        size = f"{row['bytes'] >> 10} KiB"
-        copy = row["copy"] / 1e9
-        for kind in ("gather", "scatter"):
-            rate = row[kind] / 1e9
-            rows.append(
-                [
-                    f"{kind}, {size}",
-                    f"{rate:.1f} GB/s",
-                    f"a plain copy, {copy:.1f} GB/s",
-                    f"{rate / copy:.2f}",
-                ]
-            )
-        between = len(set((bench or {})["devices"])) > 1
-        way, most = next(((name, limit[name]) for name in ("NVLink", "PCIe") if name in limit), ("", 0.0))
-        for kind in ("raw", "link", "push"):
-            if not row.get(kind):
-                continue
-            rate = statistics.median(row[kind]) / 1e9
-            compared = [f"{way}, {most:.0f} GB/s", f"{rate / most:.2f}"] if between and most else ["-", "-"]
-            rows.append([f"{NAMES[kind]}, {size}", f"{rate:.1f} GB/s", *compared])
-    rows += _ipc_rows(ipc, limit)
+    way, fastest = next(((name, limit[name]) for name in ("NVLink", "PCIe") if name in limit), ("", 0.0))
+    for measured, note in ((bench, ""), (ipc, ", link: ipc")):
+        for row in (measured or {}).get("rows", []):
+            size, copy = f"{row['bytes'] >> 10} KiB", row["copy"] / 1e9
+            for kind in () if note else ("gather", "scatter"):
+                rate, plain = row[kind] / 1e9, f"a plain copy, {copy:.1f} GB/s"
+                rows.append([f"{kind}, {size}", f"{rate:.1f} GB/s", plain, f"{rate / copy:.2f}"])
+            name, most = ("a plain copy", copy) if note else ("", 0.0)
+            if len(set((measured or {})["devices"])) > 1:
+                name, most = way, fastest
+            for kind in ("link", "push") if note else ("raw", "link", "push"):
+                if row.get(kind):
+                    rate = statistics.median(row[kind]) / 1e9
+                    compared = [f"{name}, {most:.0f} GB/s", f"{rate / most:.2f}"] if most else ["-", "-"]
+                    rows.append([f"{NAMES[kind]}{note}, {size}", f"{rate:.1f} GB/s", *compared])
     rows += [
         [f"{each['name']} ({each['where']})", f"{each['value']:.3g} {each['unit']}", "-", "-"]
         for each in kept
     ]
     return Table(["figure", "value", "limit", "ratio"], rows)
-
-
-def _ipc_rows(bench: dict[str, Any] | None, limit: dict[str, float]) -> Iterator[list[str]]:
-    """On one card a message is one copy on the device; between two it goes over NVLink or PCIe."""
-    for row in (bench or {}).get("rows", []):
-        name, most = "a plain copy", row["copy"] / 1e9
-        if len(set((bench or {})["devices"])) > 1:
-            name, most = next(((way, limit[way]) for way in ("NVLink", "PCIe") if way in limit), ("-", 0.0))
-        for kind in ("link", "push"):
-            rate = statistics.median(row[kind]) / 1e9
-            compared = [f"{name}, {most:.0f} GB/s", f"{rate / most:.2f}"] if most else ["-", "-"]
-            what = f"{NAMES[kind]}, link: ipc, {row['bytes'] >> 10} KiB"
-            yield [what, f"{rate:.1f} GB/s", *compared]
 
 
 NAMES = {"raw": "NCCL's own send and receive", "link": "p2pkv's link", "push": "a whole push"}

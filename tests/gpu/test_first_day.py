@@ -93,20 +93,17 @@ def test_every_step_names_tests_that_are_there(tmp_path: Path) -> None:
     assert [word for word in named if not (first_day.ROOT / word).exists()] == []
 
 
+def run_pytest(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/bare.ini", "-q", *arguments]
+    env = {**os.environ, "PYTHONPATH": f"{first_day.ROOT}{os.pathsep}{first_day.ROOT / 'tests'}"}
+    return subprocess.run(
+        command, cwd=first_day.ROOT, env=env, capture_output=True, text=True, check=False, timeout=seconds
+    )
+
+
 def collected() -> list[str]:
     """The tests of this folder, by id; all that a GPU would run."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        "tests/gpu/bare.ini",
-        "--collect-only",
-        "-q",
-        "tests/gpu",
-    ]
-    env = {**os.environ, "PYTHONPATH": f"{first_day.ROOT}{os.pathsep}{first_day.ROOT / 'tests'}"}
-    done = subprocess.run(command, cwd=first_day.ROOT, env=env, capture_output=True, text=True, check=False)
+    done = run_pytest("--collect-only", "tests/gpu", seconds=120.0)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
@@ -134,15 +131,8 @@ def test_every_test_for_a_gpu_is_in_a_step_and_every_step_has_some(tmp_path: Pat
 
 
 def test_figures_stand_beside_their_limits() -> None:
-    row = {
-        "bytes": 1 << 20,
-        "copy": 2e12,
-        "gather": 1e12,
-        "scatter": 1.5e12,
-        "link": [150e9],
-        "push": [75e9],
-        "raw": [],
-    }
+    row = {"bytes": 1 << 20, "copy": 2e12, "gather": 1e12, "scatter": 1.5e12}
+    row |= {"link": [150e9], "push": [75e9], "raw": []}
     bench = {"rows": [row], "devices": ["cuda:0", "cuda:1"]}
     kept = [{"name": "longest pause", "value": 0.04, "unit": "s", "where": "two-gpus"}]
     table = figures_table(bench, kept, {"NVLink": 300.0, "PCIe": 60.0})
@@ -191,12 +181,8 @@ def test_figures_are_kept_for_the_report(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_page_says_the_same_in_both_forms() -> None:
-    parts = [
-        Text("a < b"),
-        Table(["x"], [["a|b"]]),
-        Boxes([(True, "one"), (False, "two")]),
-        Output(["```", "<i>"]),
-    ]
+    boxes, output = Boxes([(True, "one"), (False, "two")]), Output(["```", "<i>"])
+    parts = [Text("a < b"), Table(["x"], [["a|b"]]), boxes, output]
     said, html = markdown("A & B", parts), page("A & B", parts)
     assert "| a\\|b |" in said and "- [x] one\n- [ ] two" in said and "````\n```\n<i>\n````" in said
     assert "<h1>A &amp; B</h1>" in html and "<td>a|b</td>" in html and "&lt;i&gt;" in html
@@ -207,26 +193,13 @@ def test_a_page_says_the_same_in_both_forms() -> None:
 @pytest.mark.parametrize(("body", "expected"), [("pass", 0), ("time.sleep(60)", 1)])
 def test_each_test_has_a_deadline_without_a_plugin(tmp_path: Path, body: str, expected: int) -> None:
     """The hook of this folder's conftest, in a folder that looks like it."""
-    here = Path(first_day.__file__).parent
     code = f"import time, pytest\n@pytest.mark.timeout(0.5)\ndef test_it():\n    {body}\n"
     (tmp_path / "test_it.py").write_text(code)
     (tmp_path / "conftest.py").write_text(
         "import pathlib\nfrom gpu import conftest\nfrom gpu.conftest import pytest_runtest_protocol\n"
         "conftest.HERE = pathlib.Path(__file__).parent\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        str(here / "bare.ini"),
-        "-p",
-        "no:timeout",
-        "-q",
-        str(tmp_path),
-    ]
-    env = {**os.environ, "PYTHONPATH": f"{first_day.ROOT}{os.pathsep}{first_day.ROOT / 'tests'}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
+    done = run_pytest("-p", "no:timeout", str(tmp_path), seconds=240.0)
     assert done.returncode == expected, done.stdout
     assert ("did not end in 0.5 s" in done.stdout) == bool(expected)
 

@@ -214,10 +214,13 @@ class Load:
     def _ask(self, servers: Servers) -> None:
         self.answers = answers.complete(servers.proxy.base_url, NAME, self.prompts, max_tokens=8)
 
-    def finish(self) -> list[answers.Answer]:
+    def finish(self, servers: Servers) -> None:
+        """The pair answers all of them as the single server does."""
         self._thread.join(300.0)
         assert len(self.answers) == LOAD_PROMPTS, "the pair has not answered all prompts"
-        return self.answers
+        expected = answers.complete(servers.single.base_url, NAME, self.prompts, max_tokens=8)
+        wrong = [servers.differs(want, have) for want, have in zip(expected, self.answers, strict=True)]
+        assert wrong == [None] * LOAD_PROMPTS
 
 
 def test_d_decodes_while_prompts_arrive(servers: Servers) -> None:
@@ -226,10 +229,7 @@ def test_d_decodes_while_prompts_arrive(servers: Servers) -> None:
     stream = Stream(servers)
     load = Load(servers, "load")
     pause = stream.longest_pause()
-    got = load.finish()
-    expected = answers.complete(servers.single.base_url, NAME, load.prompts, max_tokens=8)
-    wrong = [servers.differs(want, have) for want, have in zip(expected, got, strict=True)]
-    assert wrong == [None] * LOAD_PROMPTS
+    load.finish(servers)
     figure("longest pause between tokens, nothing else running", quiet, "s", servers.setting.name)
     figure("longest pause between tokens, prompts arriving", pause, "s", servers.setting.name)
 
@@ -251,8 +251,5 @@ def test_d_decodes_on_when_p_is_killed(servers: Servers) -> None:
     )
     servers.p.kill()
     pause = stream.longest_pause()
-    got = load.finish()
-    expected = answers.complete(servers.single.base_url, NAME, load.prompts, max_tokens=8)
-    wrong = [servers.differs(want, have) for want, have in zip(expected, got, strict=True)]
-    assert wrong == [None] * LOAD_PROMPTS
+    load.finish(servers)
     figure("longest pause between tokens, P killed", pause, "s", servers.setting.name)

@@ -1,11 +1,12 @@
-"""Random paged memory as fixtures; see kv_support."""
-
 from __future__ import annotations
 
 import pytest
-from kv_support import Memory
+from kernel_support import NO_GCC, CpuLauncher, compiled
 
 
 @pytest.fixture(scope="session")
-def memory_type() -> type[Memory]:
-    return Memory
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
+    """The kernels, on a CPU."""
+    if NO_GCC:
+        pytest.skip(NO_GCC)
+    return CpuLauncher(compiled(tmp_path_factory.mktemp("kernels")))

@@ -186,7 +186,6 @@ def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:
                 held.put(memory, slice(None), case.stop, case.stop + end, beside)
         assert np.array_equal(found, expected), f"rank {held.rank} of D"
     each_byte_once(case, whole, sent, nbytes)
-    evenly_spread(case, plan, nbytes)
 
 
 def each_byte_once(case: Case, unit: int, sent: list[Sent], nbytes: dict[Edge, int]) -> None:
@@ -198,20 +197,3 @@ def each_byte_once(case: Case, unit: int, sent: list[Sent], nbytes: dict[Edge, i
         cells += (layers.stop - layers.start) * (heads.stop - heads.start) * tokens
     assert sum(one.data.numel() for one in sent) == sum(nbytes.values())
     assert sum(nbytes.values()) == cells * d.content * d.dtype.itemsize
-
-
-def evenly_spread(case: Case, plan: Plan, nbytes: dict[Edge, int]) -> None:
-    """The busiest of the ranks that hold the same has at most one need, or one share's layer, too much. Needs
-    that differ in their tokens are weighed by whole cycles, which no short prompt has."""
-    if max(case.prefill.shape.dcp, case.decode.shape.dcp) > 1:
-        return
-    replicas: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(case.prefill.shape.world):
-        layers, heads = case.prefill.layers_of(rank), case.prefill.heads_of(rank)
-        replicas.setdefault((layers.start, layers.stop, heads.start, heads.stop), []).append(rank)
-    for ranks in replicas.values():
-        edges = [edge for rank in ranks for edge in plan.from_source(rank)]
-        loads = [sum(nbytes[edge] for edge in plan.from_source(rank)) for rank in ranks]
-        shared = len({edge.target for edge in edges}) < len(ranks)
-        unit = max(nbytes[edge] // (len(edge.layers) if shared else 1) for edge in edges)
-        assert max(loads) <= sum(loads) / len(ranks) + unit

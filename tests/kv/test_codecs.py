@@ -92,22 +92,6 @@ def test_vec_by_hand() -> None:
     assert pack(unpack(page, "page:vec", 2), "page:vec", 2).tolist() == page.tolist()
 
 
-@pytest.mark.parametrize(
-    ("page", "codec", "sentence"),
-    [
-        (torch.zeros(1, 32, 60), "page:vec", r"shape \[1, 32, 60\]"),
-        (torch.zeros(2, 32, 64).transpose(0, 1), "page:vec", "is not contiguous"),
-        (torch.zeros(1, 32, 64), "page:amx", "2-byte elements"),
-        (torch.zeros(1, 16, 64, dtype=torch.bfloat16), "page:amx", "multiples of 32"),
-        (torch.zeros(1, 32, 64), "page:neon", "'page:neon' cannot be undone"),
-    ],
-)
-def test_pages_that_cannot_be_undone(page: torch.Tensor, codec: str, sentence: str) -> None:
-    for way in (pack, unpack):
-        with pytest.raises(ValueError, match=sentence):
-            way(page, codec, 32)
-
-
 def test_an_isa_is_a_name() -> None:
     assert cpu_codec("amx") == "page:amx"
     with pytest.raises(ValueError, match="'a b' is not the name"):

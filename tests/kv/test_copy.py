@@ -7,10 +7,9 @@ import torch
 from gil_support import lets_others_run
 
 from p2pkv.kv import PagedCache, host
-from p2pkv.kv.copiers import DeviceStorage, StorageCopier, storages_of
-from p2pkv.kv.host import HostColumns, HostCopier
+from p2pkv.kv.copiers import StorageCopier, columns_on_device
+from p2pkv.kv.host import HostCopier, columns_on_host
 from p2pkv.kv.layouts import Columns, pages_of
-from p2pkv.kv.uploads import Uploads
 
 ROWS, ROW, LAYERS, BLOCKS = 8, 96, 3, 9
 TABLE = [3, 6, 7, 8, 5, 2]  # three of them follow each other
@@ -48,7 +47,7 @@ def test_numpy_and_torch_copy_the_same_rows_and_no_others(
     other = layers_at(by_torch, offsets)
     reference = PagedCache.from_tensors(other, block_size=ROWS)
     pages = [pages_of(view, 0, ROWS, paged=False) for view in other]
-    reference.copier = StorageCopier(pages, storages_of(pages, other))
+    reference.copier = StorageCopier(pages, other)
     again = torch.zeros_like(out)
     reference.gather(again, (0, LAYERS), tokens, (0, 1), (TABLE,))
     assert torch.equal(again, out)
@@ -79,13 +78,13 @@ def test_numpy_and_torch_take_and_put_the_same_columns(element: int, shift: int)
     memory = torch.randint(0, 256, (shift + (elements + 1) * step,), dtype=torch.uint8)
     source = torch.randint(0, 256, (shift + count * elements * element,), dtype=torch.uint8)[shift:]
     matrix = memory[shift : shift + elements * step].view(elements, room, element)[:, 1 : 1 + count]
-    uploads = Uploads(torch.device("cpu"), torch.int64)
-    for kind in (lambda flat: HostColumns(flat.numpy()), lambda flat: DeviceStorage(flat, uploads)):
+    for views in (columns_on_host, columns_on_device):
         flat, out = memory.clone(), torch.zeros(shift + source.numel(), dtype=torch.uint8)[shift:]
-        storage = kind(flat)
-        storage.take_columns(columns, out)
+        memory_view, dense = views(flat, columns, out)
+        dense[...] = memory_view
         assert torch.equal(out.view(count, elements, element), matrix.swapaxes(0, 1))
-        storage.put_columns(columns, source)
+        memory_view, dense = views(flat, columns, source)
+        memory_view[...] = dense
         expected = memory.clone()
         put = expected[shift : shift + elements * step].view(elements, room, element)[:, 1 : 1 + count]
         put[...] = source.view(count, elements, element).swapaxes(0, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -81,34 +80,6 @@ def test_a_buffer_need_not_lie_at_a_multiple_of_an_element() -> None:
     assert torch.equal(by_token(d, "page:vec")[:, 3:70], by_token(p, "page:amx")[:, 3:70])
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"layers": (0, 4)}, r"layers \[0, 4\) are not within"),
-        ({"heads": (1, 3)}, r"heads \[1, 3\) are not within"),
-        ({"tokens": (50, 40)}, r"tokens \[50, 40\) are not an interval"),
-        ({"tokens": (5, 97)}, "block table 0 has 3 blocks of 32 tokens; tokens up to 128 need 4"),
-        ({"blocks": [[3, 0, 5]]}, "block table 0 names block 5"),
-        ({"blocks": []}, "0 block tables given"),
-        ({"buffer": torch.zeros(7, dtype=torch.uint8)}, "needs a contiguous uint8 buffer of"),
-    ],
-)
-@pytest.mark.parametrize("what", ["gather", "scatter"])
-def test_what_is_refused_has_moved_nothing(
-    what: str, change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BATCH_BYTES", 1)
-    layers = noise()
-    cache = view(layers, "page:vec")
-    fine = {"layers": (0, LAYERS), "tokens": (5, 90), "heads": (0, HEADS), "blocks": [TABLE]}
-    arguments = fine | {name: value for name, value in change.items() if name != "buffer"}
-    size = max(0, cache.nbytes(LAYERS, *arguments["tokens"], HEADS))  # type: ignore[arg-type]
-    buffer = change.get("buffer", torch.ones(size, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=sentence):
-        getattr(cache, what)(buffer, *arguments.values())
-    assert all(torch.equal(layer, old) for layer, old in zip(layers, noise(), strict=True))
-
-
 def test_nothing_is_moved_by_an_empty_rectangle() -> None:
     layers = noise()
     view(layers, "page:amx").scatter(torch.empty(0, dtype=torch.uint8), (0, 3), (5, 5), (0, 2), [[]])
@@ -124,15 +95,18 @@ def test_a_cache_travels_as_it_is_or_dense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "content", "sentence"),
+    ("codec", "content", "dtype", "sentence"),
     [
-        ("page:neon", CONTENT, "'page:neon' cannot be undone"),
-        ("page:vec", 3, "rows of 3 elements do not hold a K and a V"),
-        ("page:amx", 48, "multiples of 32"),
+        ("page:neon", CONTENT, torch.int16, "'page:neon' cannot be undone"),
+        ("page:vec", 3, torch.int16, "rows of 3 elements do not hold a K and a V"),
+        ("page:amx", 48, torch.int16, "multiples of 32"),
+        ("page:amx", CONTENT, torch.int32, "2-byte elements"),
     ],
 )
-def test_pages_that_cannot_be_seen_token_by_token(codec: str, content: int, sentence: str) -> None:
-    layer = torch.zeros(BLOCKS, HEADS, TOKENS, content, dtype=torch.int16)
+def test_pages_that_cannot_be_seen_token_by_token(
+    codec: str, content: int, dtype: torch.dtype, sentence: str
+) -> None:
+    layer = torch.zeros(BLOCKS, HEADS, TOKENS, content, dtype=dtype)
     with pytest.raises(ValueError, match=sentence):
         seen_as(PagedCache.from_tensors([layer], block_size=TOKENS, codec=codec), DENSE)
 

@@ -10,7 +10,7 @@ import xxhash
 from gil_support import lets_others_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_support import NO_GCC, CpuLauncher, compiled
+from kernel_support import CpuLauncher
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, XXH3, Checksum, digest_by_torch, digest_on_host
@@ -36,13 +36,6 @@ def noise(size: int, seed: int, shift: int = 0) -> torch.Tensor:
     """So many bytes, `shift` behind an address that is a multiple of 8."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (size + shift,), dtype=torch.uint8, generator=draw)[shift:]
-
-
-@pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
-    if NO_GCC:
-        pytest.skip(NO_GCC)
-    return CpuLauncher(compiled(tmp_path_factory.mktemp("digest")))
 
 
 @pytest.fixture(scope="session")

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_support import NO_GCC, CpuLauncher, compiled
+from kernel_support import CpuLauncher
 from kv_draws import FromHypothesis
-from kv_support import check_exchange
+from kv_support import Memory, check_exchange
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.copiers import LOADS, MOST_LANES, WIDTHS, lanes_for
 from p2pkv.kv.layouts import plane_of
 
-pytestmark = pytest.mark.skipif(bool(NO_GCC), reason=NO_GCC)
-
 BLOCK, HEADS, CONTENT = 16, 8, 256
 ROW = CONTENT * 2
-
-
-@pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
-    return CpuLauncher(compiled(tmp_path_factory.mktemp("kernels")))
 
 
 @given(data=st.data())
@@ -38,9 +30,9 @@ def test_a_rectangle_travels_between_any_two_layouts(data: st.DataObject, launch
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC"])
-def test_all_layers_are_one_launch(layout: str, apart: bool, memory_type: Any, launcher: CpuLauncher) -> None:
+def test_all_layers_are_one_launch(layout: str, apart: bool, launcher: CpuLauncher) -> None:
     """Also layers of storages of their own, as vLLM makes them on a GPU; each byte is moved once."""
-    memory = memory_type(layout, 4, 8, BLOCK, 1, HEADS, CONTENT, torch.bfloat16, "dense", 0, 0, (0,) * 4, 1)
+    memory = Memory(layout, 4, 8, BLOCK, 1, HEADS, CONTENT, torch.bfloat16, "dense", 0, 0, (0,) * 4, 1)
     layers = [layer.clone() if apart else layer for layer in memory.view(memory.flat).unbind(0)]
     if layout != "LBHNC" and apart:
         layers = [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in layers]
@@ -59,9 +51,9 @@ def test_all_layers_are_one_launch(layout: str, apart: bool, memory_type: Any, l
 
 @pytest.mark.parametrize(("shift", "width"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1)])
 def test_the_widest_access_that_the_buffer_is_aligned_to(
-    shift: int, width: int, memory_type: Any, launcher: CpuLauncher
+    shift: int, width: int, launcher: CpuLauncher
 ) -> None:
-    memory = memory_type("LBNHC", 2, 8, BLOCK, 1, 2, 32, torch.int8, "dense", 0, 0, (0, 0), seed=1)
+    memory = Memory("LBNHC", 2, 8, BLOCK, 1, 2, 32, torch.int8, "dense", 0, 0, (0, 0), seed=1)
     with launcher.moving():
         cache = memory.cache(memory.flat)
     tables, nbytes = memory.tables(64, seed=1), cache.nbytes(2, 0, 64, 2)
@@ -73,8 +65,8 @@ def test_the_widest_access_that_the_buffer_is_aligned_to(
     assert launcher.launched == [f"p2pkv_gather_{width}", f"p2pkv_scatter_{width}"]
 
 
-def test_a_warm_up_loads_every_kernel_and_moves_nothing(memory_type: Any, launcher: CpuLauncher) -> None:
-    memory = memory_type("LBNHC", 2, 8, BLOCK, 1, 2, 32, torch.int8, "dense", 0, 0, (0, 0), seed=1)
+def test_a_warm_up_loads_every_kernel_and_moves_nothing(launcher: CpuLauncher) -> None:
+    memory = Memory("LBNHC", 2, 8, BLOCK, 1, 2, 32, torch.int8, "dense", 0, 0, (0, 0), seed=1)
     with launcher.moving():
         cache = memory.cache(memory.flat.clone())
     launcher.launched.clear()

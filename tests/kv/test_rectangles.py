@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_draws import FromHypothesis
-from kv_support import check_exchange
+from kv_support import Memory, check_exchange
 
 from p2pkv.kv import PagedCache
 
@@ -19,9 +17,9 @@ def test_a_rectangle_travels_between_any_two_layouts(data: st.DataObject) -> Non
     check_exchange(FromHypothesis(data), "cpu")
 
 
-def test_consecutive_pieces_fill_a_chunk(memory_type: Any) -> None:
+def test_consecutive_pieces_fill_a_chunk() -> None:
     """As the engine does: one buffer, cut into the rectangles of several layers and token ranges."""
-    memory = memory_type("LBNHC", 3, 6, 4, 1, 2, 8, torch.bfloat16, "dense", 0, 0, (0, 0, 0), seed=5)
+    memory = Memory("LBNHC", 3, 6, 4, 1, 2, 8, torch.bfloat16, "dense", 0, 0, (0, 0, 0), seed=5)
     cache, tables = memory.cache(memory.flat), memory.tables(20, seed=6)
     pieces = [((0, 2), (0, 13)), ((2, 3), (5, 8)), ((0, 3), (13, 20))]
     sizes = [cache.nbytes(layers[1] - layers[0], *tokens, 2) for layers, tokens in pieces]

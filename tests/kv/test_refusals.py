@@ -1,4 +1,4 @@
-"""What pages refuses, and that the sentence names what was wrong."""
+"""What a cache says of itself, and what it refuses: the sentence names what was wrong."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2pkv.kv import PagedCache, cpu_codec
-from p2pkv.kv.cache import KeptTables
+from p2pkv.kv import DENSE, PagedCache, cpu_codec
+from p2pkv.kv import cache as module
+from p2pkv.kv.cache import KeptTables, RankCache, seen_as
 
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
@@ -63,10 +64,16 @@ def test_tensors_that_cannot_be_addressed(
         ({"buffer": torch.zeros(2048, dtype=torch.uint8)[::2]}, "needs a contiguous uint8 buffer of"),
     ],
 )
+@pytest.mark.parametrize("codec", [DENSE, "page:vec"])
 @pytest.mark.parametrize("what", ["gather", "scatter"])
-def test_rectangles_outside_the_cache(what: str, change: dict[str, Any], sentence: str) -> None:
+def test_rectangles_outside_the_cache(
+    what: str, codec: str, change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of packed pages that are seen token by token."""
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)
     layers = [a_layer(), a_layer()]
-    cache = PagedCache.from_tensors(layers, block_size=TOKENS, tables=[0, 1])
+    packed = PagedCache.from_tensors(layers, block_size=TOKENS, codec=codec, tables=[0, 1])
+    cache = seen_as(packed, DENSE)
     buffer = torch.ones(cache.nbytes(2, 0, 8, HEADS), dtype=torch.uint8)
     fine: dict[str, Any] = {
         "layers": (0, 2),
@@ -112,3 +119,15 @@ def test_block_ids_that_one_cache_has_accepted_are_checked_for_a_smaller_one() -
     small.gather(out[:32], (0, 1), (4, 8), (0, 1), tables)
     with pytest.raises(ValueError, match="block table 0 has 2 blocks of 4 tokens"):
         large.gather(torch.zeros(96, dtype=torch.uint8), (0, 1), (0, 12), (0, 1), tables)
+
+
+def test_the_smallest_layer_says_how_many_fill_a_message() -> None:
+    """Of a span of layers that may lie in any group, it is known how many there are at the most."""
+    small, large = (
+        PagedCache.from_tensors([torch.zeros(3, heads, 16, content)] * 2, block_size=16)
+        for heads, content in ((1, 2), (4, 8))
+    )
+    for groups in ([small, large], [large, small]):
+        assert RankCache(groups).layer_bytes(100) == 100 * 1 * 2 * 4
+    assert RankCache([large]).layer_bytes(100) == 100 * 4 * 8 * 4
+    assert RankCache([small]).layer_bytes(0) == 1

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from kv_support import Memory
 
 from p2pkv.kv import PagedCache
-from p2pkv.kv.copiers import Copier, DeviceStorage, StorageCopier
-from p2pkv.kv.layouts import LayerPages, Rows
-from p2pkv.kv.uploads import Uploads
+from p2pkv.kv.copiers import StorageCopier
+from p2pkv.kv.layouts import Rows
 
 BLOCK, HEADS, CONTENT = 16, 8, 256
 ROW = CONTENT * 2
 
 
-class CountingStorage(DeviceStorage):
+class Counting(StorageCopier):
     """Remembers what it was asked for."""
 
     asked: list[Rows] = []  # noqa: RUF012
 
-    def take(self, rows: Rows, out: torch.Tensor) -> None:
+    def take_rows(self, flat: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         self.asked.append(rows)
 
 
@@ -52,21 +50,14 @@ def test_one_copy_of_rows_as_large_as_layout_and_rectangle_allow(
     tokens: tuple[int, int],
     heads: tuple[int, int],
     atom: int,
-    memory_type: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CountingStorage, "asked", [])
-    uploads = Uploads(torch.device("cpu"), torch.int64)
-    counting = CountingStorage(torch.empty(0, dtype=torch.uint8), uploads)
-
-    def by_torch(pages: list[LayerPages], tensors: list[torch.Tensor]) -> Copier:
-        return StorageCopier(pages, {page.storage: counting for page in pages})
-
-    monkeypatch.setattr("p2pkv.kv.cache.copier_of", by_torch)
+    monkeypatch.setattr(Counting, "asked", [])
+    monkeypatch.setattr("p2pkv.kv.cache.copier_of", Counting)
     kind = torch.bfloat16
-    memory = memory_type(layout, 3, 8, BLOCK, ratio, HEADS, CONTENT, kind, codec, 0, 0, (0, 0, 0), 1)
+    memory = Memory(layout, 3, 8, BLOCK, ratio, HEADS, CONTENT, kind, codec, 0, 0, (0, 0, 0), 1)
     cache: PagedCache = memory.cache(memory.flat)
     nbytes = cache.nbytes(3, *tokens, heads[1] - heads[0])
     cache.gather(torch.empty(nbytes, dtype=torch.uint8), (0, 3), tokens, heads, memory.tables(64, seed=1))
-    assert [rows.atom for rows in CountingStorage.asked] == [atom]
-    assert CountingStorage.asked[0].index.size * atom == nbytes
+    assert [rows.atom for rows in Counting.asked] == [atom]
+    assert Counting.asked[0].index.size * atom == nbytes

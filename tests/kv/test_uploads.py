@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from fake_device import Device
-from kernel_support import NO_GCC, CpuLauncher, compiled
+from kernel_support import CpuLauncher
+from kv_support import Memory
 
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.checksum import digest_by_torch
-from p2pkv.kv.copiers import Columns, Copier, DeviceStorage, KernelCopier, StorageCopier
-from p2pkv.kv.layouts import LayerPages, Rows
+from p2pkv.kv.copiers import Columns, Copier, KernelCopier, StorageCopier, columns_on_device
+from p2pkv.kv.layouts import LayerPages, Rows, pages_of
 from p2pkv.kv.uploads import DIGESTS, MOST_RECENT, SEGMENTS, Digests, Ring, Uploads
 
 CUDA = torch.device("cuda", 0)
@@ -113,13 +114,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendCuda]:
     KEPT.clear()
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
-    if NO_GCC:
-        pytest.skip(NO_GCC)
-    return CpuLauncher(compiled(tmp_path_factory.mktemp("kernels")))
-
-
 class Queued:
     """Launches in the order of the device's work."""
 
@@ -132,9 +126,9 @@ class Queued:
         self._cuda.device.queue(lambda: self._inner.launch(name, blocks, threads, args))
 
 
-def with_kernels(cuda: PretendCuda, library: CpuLauncher) -> MakeCopier:
+def with_kernels(cuda: PretendCuda, launcher: CpuLauncher) -> MakeCopier:
     def make(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
-        copier = KernelCopier(pages, tensors, Queued(library, cuda))
+        copier = KernelCopier(pages, tensors, Queued(launcher, cuda))
         copier.upload = Uploads(CUDA, torch.int32)
         copier._digests = Digests(CUDA)
         return copier
@@ -144,16 +138,14 @@ def with_kernels(cuda: PretendCuda, library: CpuLauncher) -> MakeCopier:
 
 def with_torch(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
     """The copier without CuPy. Its storages are on a CPU, but the numbers of their rows are uploaded."""
-    uploads = Uploads(CUDA, torch.int64)
-    flat = [torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()) for tensor in tensors]
-    return StorageCopier(
-        pages, {page.storage: DeviceStorage(each, uploads) for page, each in zip(pages, flat, strict=True)}
-    )
+    copier = StorageCopier(pages, tensors)
+    copier.uploads = Uploads(CUDA, torch.int64)
+    return copier
 
 
-def memory_of(memory_type: Any, groups: tuple[int, ...] = (0,) * LAYERS) -> Any:
+def memory_of(groups: tuple[int, ...] = (0,) * LAYERS) -> Memory:
     kind = torch.bfloat16
-    return memory_type("LBHNC", LAYERS, 8, BLOCK, 1, HEADS, CONTENT, kind, "dense", 0, 0, groups, 1)
+    return Memory("LBHNC", LAYERS, 8, BLOCK, 1, HEADS, CONTENT, kind, "dense", 0, 0, groups, 1)
 
 
 def cache_of(memory: Any, make: MakeCopier, apart: bool = False) -> PagedCache:
@@ -178,10 +170,10 @@ def right(memory: Any, tables: list[list[int]], out: torch.Tensor) -> bool:
 
 
 def test_gathers_are_queued_behind_unfinished_work_each_with_its_own_block_table(
-    memory_type: Any, library: CpuLauncher, cuda: PretendCuda
+    launcher: CpuLauncher, cuda: PretendCuda
 ) -> None:
-    memory = memory_of(memory_type)
-    cache = cache_of(memory, with_kernels(cuda, library))
+    memory = memory_of()
+    cache = cache_of(memory, with_kernels(cuda, launcher))
     tables = [memory.tables(64, seed) for seed in range(3)]
     outs = []
     for table in tables:
@@ -201,10 +193,10 @@ def test_a_copy_from_memory_that_is_not_pinned_would_be_seen(cuda: PretendCuda) 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0, 0), (0, 1, 0, 1), (2, 1, 0, 2)])
 def test_a_block_table_is_uploaded_once_for_all_layers_that_share_it(
-    groups: tuple[int, ...], memory_type: Any, library: CpuLauncher, cuda: PretendCuda
+    groups: tuple[int, ...], launcher: CpuLauncher, cuda: PretendCuda
 ) -> None:
-    memory = memory_of(memory_type, groups)
-    cache = cache_of(memory, with_kernels(cuda, library))
+    memory = memory_of(groups)
+    cache = cache_of(memory, with_kernels(cuda, launcher))
     tables = memory.tables(64, seed=1)
     out = gathered(cache, tables)
     assert len(cuda.copied) == len(set(groups))
@@ -216,10 +208,10 @@ def test_a_block_table_is_uploaded_once_for_all_layers_that_share_it(
 
 @pytest.mark.parametrize("groups", [(0, 0, 0, 0), (0, 1, 0, 1)])
 def test_without_cupy_rows_are_listed_and_uploaded_once_for_layers_that_lie_alike(
-    groups: tuple[int, ...], memory_type: Any, cuda: PretendCuda
+    groups: tuple[int, ...], cuda: PretendCuda
 ) -> None:
     cuda.device.free()
-    memory = memory_of(memory_type, groups)
+    memory = memory_of(groups)
     cache = cache_of(memory, with_torch, apart=True)
     tables = memory.tables(64, seed=1)
     assert right(memory, tables, gathered(cache, tables))
@@ -238,11 +230,11 @@ def test_few_arrays_are_kept(cuda: PretendCuda) -> None:
 
 
 def test_after_a_warm_up_no_call_takes_memory_loads_a_kernel_or_waits(
-    memory_type: Any, library: CpuLauncher, cuda: PretendCuda
+    launcher: CpuLauncher, cuda: PretendCuda
 ) -> None:
     """What may wait for the device may wait for a peer, whose receive runs there."""
-    memory = memory_of(memory_type, (0, 1, 0, 1))
-    cache = cache_of(memory, with_kernels(cuda, library))
+    memory = memory_of((0, 1, 0, 1))
+    cache = cache_of(memory, with_kernels(cuda, launcher))
     cache.warm_up()
     assert any("pinned" in call for call in cuda.calls) and any("load" in call for call in cuda.calls)
     assert cuda.stands(), "the warm-up itself has waited"
@@ -279,16 +271,16 @@ def test_a_warm_up_without_cupy_runs_each_of_torchs_kernels(
     loads(torch, "index_select")
     loads(torch.Tensor, "index_copy_")
     loads(torch.Tensor, "copy_")
-    uploads = Uploads(CUDA, torch.int64)
-    storage = DeviceStorage(torch.zeros(1 << 12, dtype=torch.uint8), uploads)
-    storage.warm_up()
+    flat = torch.zeros(1 << 12, dtype=torch.uint8)
+    copier = with_torch([pages_of(flat.view(4, 1, 16, 64), 0, 16, paged=False)], [flat])
+    copier.warm_up()
     cuda.calls.clear()
     for word in (1, 2, 4, 8):
         dense = torch.zeros(64 * word, dtype=torch.uint8)
-        for each in (storage.take, storage.put):
-            each(Rows(word, 0, np.arange(64)), dense)
-        for columns in (storage.take_columns, storage.put_columns):
-            columns(Columns(0, 8, 8, word, 16 * word), dense)
+        for each in (copier.take_rows, copier.put_rows):
+            each(flat, Rows(word, 0, np.arange(64)), dense)
+        memory, matrix = columns_on_device(flat, Columns(0, 8, 8, word, 16 * word), dense)
+        memory.copy_(matrix)
     assert cuda.calls == []
 
 

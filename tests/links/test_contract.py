@@ -33,32 +33,18 @@ def test_a_send_is_not_done_before_it_is_committed_and_received(factories: Facto
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(100)
     assert pair.inbound.used >= 100 and pair.outbound.used >= 100
-    for _ in range(5):
+    for _ in range(50):
         pair.poll()
         assert not receive.done() and not send.done()
     send.commit()
     assert not send.done()
-    for _ in range(0 if moves_alone(factories) else 5):  # D does not poll, so nothing has taken the bytes
+    for _ in range(0 if moves_alone(factories) else 50):  # D is silent, so nothing has taken the bytes
         pair.outbound.poll()
-        assert not send.done()
+        assert not send.done() and pair.outbound.used >= 100
     pair.until(receive.done)
     receive.release()
     pair.until(send.done)
     assert receive.buffer.numel() == send.buffer.numel() == 100
-
-
-def test_sends_match_receives_in_order(factories: Factories) -> None:
-    pair = connect(factories, WINDOW)
-    pairs = [pair.begin(1000 + i) for i in range(8)]
-    for i, (_, send) in reversed(list(enumerate(pairs))):
-        send.buffer.fill_(i)
-        send.commit()
-    pair.until(lambda: all(receive.done() for receive, _ in pairs))
-    assert [int(receive.buffer[500]) for receive, _ in pairs] == list(range(8))
-    for receive, _ in reversed(pairs):
-        receive.release()
-    pair.until(lambda: all(send.done() for _, send in pairs))
-    assert (pair.inbound.used, pair.outbound.used) == (0, 0)
 
 
 def test_a_full_window_says_none_and_recovers(factories: Factories) -> None:
@@ -135,22 +121,10 @@ def test_abort_frees_both_ends_at_any_moment(factories: Factories, moment: str) 
         with pytest.raises(LinkError, match="aborted"):
             refused()
     receive.release()
+    on_d = factories[1]
+    if isinstance(on_d, ipc.IpcLinks):  # P could write until it has answered, which a thread waits for
+        wait_for(lambda: not on_d.shared.aborts.busy)
     connect(factories, 64).carry(64)
-
-
-def test_a_frozen_peer_is_not_reported(factories: Factories) -> None:
-    pair = connect(factories, WINDOW)
-    receive, send = pair.begin(WINDOW)
-    for _ in range(50):  # P is silent
-        pair.inbound.poll()
-        assert not receive.done()
-    send.commit()
-    receive2 = connect(factories, WINDOW).inbound.post(5)
-    assert receive2 is not None and not receive2.done()
-    for _ in range(0 if moves_alone(factories) else 50):  # D is silent
-        pair.outbound.poll()
-        assert not send.done()
-    assert pair.inbound.used and pair.outbound.used
 
 
 def test_a_late_write_lands_nowhere(factories: Factories) -> None:
@@ -191,55 +165,6 @@ def test_each_end_belongs_to_one_thread(factories: Factories) -> None:
     thread.join(10)
     assert len(caught) == 3
     assert all("intruder" in text and threading.current_thread().name in text for text in caught)
-
-
-def test_ends_in_two_threads(factories: Factories) -> None:
-    count, nbytes = 200, 5000
-    p, d = factories
-    invitation = p.invite()
-    inbound, acceptance = d.accept(invitation, 4 * 5056)
-    outbound = p.complete(invitation, acceptance)
-    remote_slots: list[int] = []
-    got: list[int] = []
-
-    def receiver() -> None:
-        receives = []
-        posted = 0
-
-        def step() -> bool:
-            nonlocal posted
-            inbound.poll()
-            while posted < count and (receive := inbound.post(nbytes)) is not None:
-                receives.append(receive)
-                remote_slots.append(receive.remote_slot)
-                posted += 1
-            while receives and receives[0].done():
-                receive = receives.pop(0)
-                values = receive.buffer.unique().tolist()
-                got.append(values[0] if len(values) == 1 else -1)
-                receive.release()
-            return len(got) == count
-
-        wait_for(step)
-
-    thread = threading.Thread(target=receiver)
-    thread.start()
-    sends = []
-
-    def step() -> bool:
-        outbound.poll()
-        if len(sends) < len(remote_slots) and outbound.ready():
-            send = outbound.reserve(nbytes, remote_slots[len(sends)])
-            if send is not None:
-                send.buffer.fill_(len(sends) % 251)
-                send.commit()
-                sends.append(send)
-        return len(sends) == count and all(send.done() for send in sends)
-
-    wait_for(step)
-    thread.join(10)
-    assert got == [i % 251 for i in range(count)]
-    assert (inbound.used, outbound.used) == (0, 0)
 
 
 def test_grants_used_out_of_order_break_the_link(factories: Factories) -> None:

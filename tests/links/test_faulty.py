@@ -44,13 +44,6 @@ def test_a_break_is_an_error_from_that_operation_on(breaks: str) -> None:
     pair.abort()
 
 
-@pytest.mark.parametrize("flips", ["P", "D"])
-def test_one_bit_is_flipped_in_one_message(flips: str) -> None:
-    flip = Faults(flip_at=1)
-    pair = connect(make(flip, Faults()) if flips == "P" else make(Faults(), flip), WINDOW)
-    assert [len(wrong_bits(pair, seed)) for seed in range(3)] == [0, 1, 0]
-
-
 @pytest.mark.parametrize(("place", "at"), [(0.0, 0), (1.0, 99), (0.5, 49)])
 def test_links_that_there_are_get_faults_and_later_ones_do_not(place: float, at: int) -> None:
     p, d = make(Faults(), Faults())

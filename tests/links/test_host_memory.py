@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-from pathlib import Path
 
 import pytest
 from links_support import HOST_WINDOW as WINDOW
-from links_support import connect
+from links_support import connect, leftovers
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.host import HostLinks
 from p2pkv.links.shared_memory import ENTRIES
+
+
+def mapped() -> int:
+    return len(leftovers()[1])
 
 
 @pytest.fixture(autouse=True)
@@ -20,42 +23,34 @@ def nothing_left_of_other_tests() -> None:
     gc.collect()
 
 
-def mapped() -> int:
-    return Path("/proc/self/maps").read_text(encoding="utf-8").count("p2pkv-arena")
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_descriptors_and_mappings_return(shared: bool) -> None:
     links = HostLinks("127.0.0.1", WINDOW, shared)
-    before = descriptors(), mapped()
+    before = leftovers()
     for round_ in range(12):
         pair = connect((links, links), WINDOW, ready=round_ % 3 > 0)
         if round_ % 3 == 2:
             pair.begin(100)
         pair.abort()
         del pair
-        assert (descriptors(), mapped()) == before
+        assert leftovers() == before
     links.close()
 
 
 def test_a_ready_shared_link_holds_one_descriptor_at_each_end(shm: HostLinks) -> None:
-    before, maps = descriptors(), mapped()
+    descriptors, maps, _ = leftovers()
     pair = connect((shm, shm), WINDOW)
-    assert descriptors() == before + 2
-    assert mapped() == maps + 2
+    assert leftovers()[0] == descriptors + 2
+    assert len(leftovers()[1]) == len(maps) + 2
     del pair
 
 
 def test_links_dropped_without_an_abort_are_collected() -> None:
-    before = descriptors(), mapped()
+    before = mapped()
     links = HostLinks("127.0.0.1", WINDOW, True)
     connect((links, links), WINDOW, ready=False).begin(10)
     gc.collect()
-    assert mapped() == before[1]
+    assert mapped() == before
     links.close()
 
 

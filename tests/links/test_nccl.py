@@ -130,15 +130,16 @@ def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.Monk
         d.accept(p.invite(), WINDOW)
 
 
-def test_an_error_of_init_is_the_links(blocking: bool) -> None:
+@pytest.mark.parametrize(
+    ("result", "words"), [(2, "NCCL's init failed"), (5, "if P and D share a GPU: set NCCL_HOSTID")]
+)
+def test_an_error_of_init_is_the_links_and_says_what_to_set(blocking: bool, result: int, words: str) -> None:
     p, d = both(blocking)
-    simulated(d).fails_with = 2
-    invitation = p.invite()
-    inbound, acceptance = d.accept(invitation, WINDOW)
-    outbound = p.complete(invitation, acceptance)
-    assert "NCCL's init failed with result 2" in error_of(inbound.ready)
-    inbound.abort()
-    outbound.abort()
+    simulated(d).fails_with = result
+    pair = connect((p, d), WINDOW, ready=False)
+    reason = error_of(pair.inbound.ready)
+    assert f"result {result}" in reason and words in reason
+    pair.abort()
     wait_for(lambda: simulated(d).live == 0)
 
 
@@ -261,9 +262,7 @@ def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     true, launched = SimulatedNccl.queue, list[str]()
     monkeypatch.setattr(SimulatedDevice, "here", lambda self: before)
     monkeypatch.setattr(
-        SimulatedNccl,
-        "queue",
-        lambda *given: launched.append("S" if given[2].send else "R") or true(*given),
+        SimulatedNccl, "queue", lambda *given: launched.append("S" if given[2].send else "R") or true(*given)
     )
     done = False
     monkeypatch.setattr(before, "ready", lambda: done)
@@ -324,18 +323,6 @@ def test_a_second_thread_is_refused_even_on_another_link() -> None:
     thread.join(10)
     assert len(caught) == 3 and all("intruder" in text for text in caught)
     second.abort()
-
-
-def test_a_refusal_of_two_ranks_on_one_gpu_says_what_to_set(blocking: bool) -> None:
-    p, d = both(blocking)
-    simulated(d).fails_with = 5
-    invitation = p.invite()
-    inbound, acceptance = d.accept(invitation, WINDOW)
-    outbound = p.complete(invitation, acceptance)
-    reason = error_of(inbound.ready)
-    assert "result 5" in reason and "if P and D share a GPU: set NCCL_HOSTID" in reason
-    inbound.abort()
-    outbound.abort()
 
 
 def test_a_benchmark_sees_where_the_time_of_a_message_goes(blocking: bool) -> None:

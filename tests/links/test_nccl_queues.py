@@ -187,14 +187,6 @@ def test_the_simulation_shows_a_step_that_waits_for_p(
     assert all(gpu.wait(end, SECONDS) for gpu, end in zip(gpus, ends, strict=True))
 
 
-def test_receives_that_p_has_not_announced_hold_no_multiprocessor(blocking: bool) -> None:
-    mesh = Mesh(blocking)
-    mesh.grant()
-    assert mesh.occupied("D") == 0
-    mesh.deliver(AHEAD)
-    wait_for(lambda: not mesh.occupied("P") and not mesh.occupied("D"))
-
-
 def test_links_that_are_not_announced_hold_one_operation_each(blocking: bool) -> None:
     mesh = Mesh(blocking, announced=False)
     mesh.grant()
@@ -329,22 +321,20 @@ class Busy:
             assert model.runs(SECONDS)
 
 
-@pytest.mark.parametrize("queues", [1, 3])
 @pytest.mark.parametrize("processors", [32, 132])
+@pytest.mark.parametrize(
+    ("blocking", "queues", "launches_wait"),
+    [("nccl-blocking", 1, True), *((kind, queues, False) for kind in NCCL_KINDS for queues in (1, 3))],
+    indirect=["blocking"],
+)
 def test_ranks_that_compute_and_push_never_wait_in_a_circle(
-    blocking: bool, queues: int, processors: int
+    blocking: bool, queues: int, processors: int, launches_wait: bool
 ) -> None:
-    """With 32 multiprocessors a rank may have one link on its device at once."""
+    """With 32 multiprocessors a rank may have one link on its device at once. `launches_wait`: as with
+    CUDA_LAUNCH_BLOCKING=1, a call returns when the device is done."""
     mesh = fresh(Mesh(blocking, queues=queues, processors=processors))
-    Busy(mesh, 12).finish()
-
-
-@pytest.mark.parametrize("processors", [32, 132])
-def test_launches_that_block_never_wait_in_a_circle(processors: int) -> None:
-    """CUDA_LAUNCH_BLOCKING=1: a call returns when the device is done."""
-    mesh = fresh(Mesh(True, processors=processors))
     for rank in itertools.chain(*mesh.ranks):
-        simulated(rank).launches_wait = True
+        simulated(rank).launches_wait = launches_wait
     Busy(mesh, 12).finish()
 
 

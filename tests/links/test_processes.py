@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
-from links_support import NCCL_KINDS, Peer, ipc_links, nccl_links, receive_all, send_all, starting
+from links_support import NCCL_KINDS, Peer, ipc_links, leftovers, nccl_links, receive_all, send_all, starting
 
 from p2pkv.links import ipc_ends
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Receive, Send
@@ -57,13 +55,6 @@ def links(mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkFactory]:
     made.close()
     if mode in HOST:
         assert leftovers() == before
-
-
-def leftovers() -> tuple[int, int, list[str]]:
-    """Open descriptors, mapped arenas, files of ours in /dev/shm."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8").count("p2pkv-arena")
-    ours = sorted(name for name in os.listdir("/dev/shm") if "p2pkv" in name)  # others use it meanwhile
-    return len(os.listdir("/proc/self/fd")), maps, ours
 
 
 def outlive(poll: Callable[[], None], operation: Receive | Send, mode: str) -> None:

@@ -36,11 +36,6 @@ def test_the_pages_stay_until_the_request_has_come() -> None:
     assert rig.done() == [] and rig.states[1] == [SendPhase.DONE]
 
 
-def test_nothing_of_it_may_be_wanted() -> None:
-    rig = pushed()
-    assert rig.want(0, 0) == [Released(), Finished(True)]
-
-
 def test_another_part_of_it_cannot_be_wanted() -> None:
     with pytest.raises(RemoteProtocolError, match="is not what was wanted ahead"):
         pushed().want(0, 4)
@@ -57,15 +52,6 @@ def withdraw(rig: Rig, how: str) -> None:
         case "silence":
             rig.sender._since = rig.now
             assert rig.sender.tick(LEASE) == []
-
-
-@pytest.mark.parametrize("how", ["let go", "lost", "silence"])
-def test_d_lets_go_and_the_prompt_waits_as_before(how: str) -> None:
-    rig = pushed()
-    withdraw(rig, how)
-    assert rig.states == (PromptPhase.COMPUTED, [])
-    assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
-    assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [SendPhase.SENDING]
 
 
 @pytest.mark.parametrize("how", ["let go", "lost", "silence"])
@@ -120,13 +106,6 @@ def test_d_may_let_go_before_it_has_wanted_any_of_it() -> None:
     assert rig.want(0, 0, ahead=True) == []
     assert rig.states == (PromptPhase.OFFERED, [])
     assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
-
-
-def test_pages_that_nobody_asks_for_go_a_lease_after_the_prefill() -> None:
-    rig = pushed()
-    rig.want(0, 0, ahead=True)
-    assert rig.sender.deadline == LEASE
-    assert Released() in rig.sender.tick(LEASE)
 
 
 # D's side.

@@ -22,7 +22,7 @@ from p2pkv.protocol.handshake import (
     shapes,
     verified,
 )
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup, Welcome, decode, encode
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.sharding import Shape
 
 GROUP = KvGroup((2, 2), 4, 64, 1, "bfloat16", "dense", "names-a")
@@ -133,10 +133,20 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
     "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
     "heads": (hello("D", cache(heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
     "tp": (hello("D", cache(tp=3)), ["p:21000 and d:22000", "4 KV heads", "tensor-parallel size 3"]),
-    # The P here has no window, and says 1.
+    # As DeepSeek V4.1's rows with vLLM 0.33 and 0.32, where their values and scales are planes.
+    "KV groups": (
+        hello("D", Cache(2, (GROUP, GROUP))),
+        ["numbers of KV groups differ: 1 at p:21000, 2 at d:22000"],
+    ),
+    # The P here has no window, and says 1; so does one whose windows are replayed.
     "blocks of a window": (
         hello("D", cache(block=32)),
-        ["sliding window have 1 tokens at p:21000 and 32 at d:22000", "multiple of D's", "--block-size"],
+        [
+            "sliding window have 1 tokens at p:21000 and 32 at d:22000",
+            "multiple of D's",
+            "--block-size",
+            "--swa-bounded-replay",
+        ],
     ),
     "ranks": (
         hello("D", cache(layers=(1,) * 4, tp=8192), addresses=("d:22000",) * 32768),
@@ -196,15 +206,6 @@ def test_both_sides_compute_the_same_plan() -> None:
     assert shapes(d.cache) == (Shape((4,), 4, 4),)
 
 
-def test_a_model_name_and_the_addresses_may_differ() -> None:
-    assert negotiate(hello("P", model="a/path"), hello("D", model="another", address="e:1")).edges
-
-
-def test_the_first_words_survive_the_wire() -> None:
-    welcome = Welcome("incarnation", hello("P"), negotiate(hello("P"), hello("D")).digest)
-    assert decode(encode(welcome)) == welcome
-
-
 def test_an_opaque_codec_with_another_block_size_is_refused_with_both_values() -> None:
     packed = [cache(codec="page:neon", unit_tokens=tokens, row_bytes=64 * tokens) for tokens in (32, 128)]
     with pytest.raises(Refused) as refused:
@@ -236,16 +237,6 @@ def test_a_head_needs_as_many_ranks_as_its_tokens_are_divided_over() -> None:
     p, d = hello("P", cache(heads=2, tp=2, dcp=2)), hello("D", cache(heads=2, tp=2))
     with pytest.raises(Refused, match="cannot divide the tokens of a KV head over 2 ranks"):
         negotiate(d, p)
-
-
-def test_packings_that_can_be_undone_fit_each_other_and_dense() -> None:
-    caches = [
-        cache(),
-        cache(codec="page:vec", unit_tokens=32, row_bytes=64 * 32),
-        cache(codec="page:vec16", unit_tokens=48, row_bytes=64 * 48),
-        cache(codec="page:amx", unit_tokens=128, row_bytes=64 * 128),
-    ]
-    assert all(negotiate(hello("P", one), hello("D", other)).edges for one in caches for other in caches)
 
 
 # The fingerprint in the ping.
@@ -368,7 +359,7 @@ def asked(dialing: Dialing, start: float, stop: float) -> list[float]:
 
 
 def test_hello_is_said_at_once_and_then_with_growing_pauses() -> None:
-    times = asked(Dialing("p:1", now=100.0), 100.0, 106.0)
+    times = asked(Dialing(now=100.0), 100.0, 106.0)
     pauses = [round(after - before, 2) for before, after in pairwise(times)]
     assert times[0] == 0.0
     for before, after in pairwise(pauses):
@@ -378,7 +369,7 @@ def test_hello_is_said_at_once_and_then_with_growing_pauses() -> None:
 
 
 def test_an_open_dial_asks_nobody_until_it_is_lost_and_then_at_once() -> None:
-    dialing = Dialing("p:1", now=0.0)
+    dialing = Dialing(now=0.0)
     assert dialing.due(0.0)
     dialing.welcomed()
     assert dialing.open and asked(dialing, 0.0, 5.0) == []
@@ -387,7 +378,7 @@ def test_an_open_dial_asks_nobody_until_it_is_lost_and_then_at_once() -> None:
 
 
 def test_a_peer_that_is_lost_again_and_again_is_not_asked_without_end() -> None:
-    dialing = Dialing("p:1", now=0.0)
+    dialing = Dialing(now=0.0)
     hellos = 0
     for tick in range(1000):
         dialing.lost(tick / 100)
@@ -396,18 +387,18 @@ def test_a_peer_that_is_lost_again_and_again_is_not_asked_without_end() -> None:
 
 
 def test_a_refused_peer_is_asked_again_only_after_a_while_and_if_somebody_needs_it() -> None:
-    dialing = Dialing("p:1", now=0.0)
+    dialing = Dialing(now=0.0)
     assert dialing.due(0.0)
     dialing.refuse("other weights", 0.0)
-    assert dialing.refused and dialing.reason == "other weights"
+    assert dialing.reason == "other weights"
     assert asked(dialing, 0.0, REFUSED_FOR) == []
     dialing.lost(1.0)
     assert not dialing.due(REFUSED_FOR - 0.01) and dialing.due(REFUSED_FOR)
-    assert not dialing.refused
+    assert dialing.reason == ""
 
 
 def test_a_welcome_after_a_refusal_is_taken_and_clears_the_reason() -> None:
-    dialing = Dialing("p:1", now=0.0)
+    dialing = Dialing(now=0.0)
     dialing.refuse("other weights", 0.0)
     dialing.welcomed()
     assert dialing.open and dialing.reason == ""

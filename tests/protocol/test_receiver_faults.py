@@ -21,7 +21,7 @@ from protocol.receiver_rigs import (
 
 from p2pkv.protocol import receiver as module
 from p2pkv.protocol.machine import Finished, RemoteProtocolError, SendTo
-from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Piece, Sent
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Sent
 from p2pkv.protocol.receiver import LoadPhase
 
 # What P may not say.
@@ -125,7 +125,7 @@ def test_repeated_words_have_no_second_effect() -> None:
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
     made.chunk(0, second, 3.0)
     assert made.chunk(0, second, 3.0) == []
-    made.posted(0, second, 1, 0)
+    made.posted(0, second)
     for _ in range(2):
         made.sent(0, Sent(KEY, ATTEMPT, 1, 0, False), 3.0)
     made.sent(0, Sent(KEY, ATTEMPT, 1, 0, True), 3.0)
@@ -135,19 +135,19 @@ def test_repeated_words_have_no_second_effect() -> None:
 def test_a_void_chunk_is_dropped_and_announced_again() -> None:
     made = loading(make())
     made.chunk(0, whole(0), 3.0)
-    made.posted(0, whole(0), 1, 0)
+    made.posted(0, whole(0))
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
     assert made.pieces(0, ATTEMPT, 0) == ()
     assert made.chunk(0, whole(0), 3.0) == []
     assert take(made, 0, whole(0, number=1)) == [SendTo(0, Done(KEY, ATTEMPT))]
 
 
-def test_a_receive_posted_after_the_end_is_granted_and_its_bytes_are_not_wanted() -> None:
+def test_the_bytes_of_a_receive_posted_after_the_end_are_not_wanted() -> None:
     made = loading(make())
     made.chunk(0, whole(0), 3.0)
     made.cancel("enough")
     assert made.pieces(0, ATTEMPT, 0) == ()
-    assert made.posted(0, whole(0), 5, 64) == [SendTo(0, Grant(KEY, ATTEMPT, 0, 54, 5, 64))]
+    made.posted(0, whole(0))
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
 
 

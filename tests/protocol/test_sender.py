@@ -1,13 +1,16 @@
-"""P's side: event in, then the states and what is to be done."""
+"""P's side: event in, then the states and what is to be done; chunks, and leases by a virtual clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from protocol.sender_rigs import (
     KEY,
+    LEASE,
     ROW,
+    TERMS,
     TOKENS,
     WHOLE,
     WIRE,
@@ -29,9 +32,10 @@ from protocol.sender_rigs import (
     sent,
 )
 
+from p2pkv.protocol import sender as module
 from p2pkv.protocol.handshake import RowFormat
 from p2pkv.protocol.machine import Decision, Finished, Released, RemoteProtocolError, SendTo, Transmit
-from p2pkv.protocol.messages import Chunk, Piece
+from p2pkv.protocol.messages import Chunk, Failed, Piece
 from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEvent, SendPhase
 
 # One transfer, from end to end.
@@ -55,15 +59,6 @@ def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     assert rig.sender.sent(rest, filler=False) == [SendTo(0, sent(1)), Released(), Finished(True)]
     assert rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
     assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [SendPhase.DONE])
-
-
-def test_a_transfer_that_is_claimed_after_the_prefill() -> None:
-    rig = Rig()
-    assert rig.offer() == rig.compute() == []
-    assert rig.states == (PromptPhase.COMPUTED, [])
-    assert rig.claim() == [SendTo(0, offer())]
-    assert rig.want() == [SendTo(0, WHOLE)]
-    assert rig.carry([SendTo(0, WHOLE)]) == [SendTo(0, sent(0)), Released(), Finished(True)]
 
 
 def test_the_pages_are_held_until_every_target_has_read_them() -> None:
@@ -208,3 +203,123 @@ def test_p_vouches_for_what_is_alive() -> None:
     alive = {state: state not in (SendPhase.DONE, SendPhase.ENDED) for state in SendPhase}
     assert {state: make().sender.vouches(0, 1) for state, make in LEGS.items()} == alive
     assert not sending().sender.vouches(0, 2) and not sending().sender.vouches(1, 1)
+
+
+# How what is computed is cut into chunks, and when they are announced.
+
+
+def test_full_chunks_go_at_once_and_the_rest_when_the_step_is_over() -> None:
+    rig = Rig(replace(TERMS, chunk_bytes=4 * ROW))
+    rig.offer()
+    rig.claim()
+    rig.want()
+    assert rig.compute(3, (0, 1)) == []
+    assert rig.compute(6, (0, 1)) == [SendTo(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
+    assert rig.compute(6, (1, 2)) == [
+        SendTo(0, chunk(1, Piece(0, 2, 3, 4, 6))),
+        SendTo(0, chunk(2, Piece(0, 3, 4, 0, 4))),
+    ]
+    assert rig.sender.flush() == [SendTo(0, chunk(3, Piece(0, 3, 4, 4, 6)))]
+    assert rig.sender.flush() == []
+
+
+def test_a_chunk_is_no_larger_than_d_takes() -> None:
+    rig = computed()
+    rig.claim(limit=4 * ROW)
+    said = rig.want()
+    sizes = [
+        each.message.nbytes for each in said if isinstance(each, SendTo) and isinstance(each.message, Chunk)
+    ]
+    assert max(sizes) == 4 * ROW and sum(sizes) == 18 * ROW
+
+
+def test_nothing_is_announced_before_it_is_known_how_much_d_takes() -> None:
+    rig = computed()
+    rig.claim(limit=0)
+    assert rig.want() == [] and rig.sender.flush() == []
+    assert rig.claim(limit=1 << 20) == [SendTo(0, WHOLE)]
+    assert rig.claim(limit=0) == []
+
+
+def test_announced_chunks_are_bounded_and_go_on_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ANNOUNCED", 3)
+    rig = Rig(replace(TERMS, chunk_bytes=1))
+    rig.offer()
+    rig.compute()
+    rig.claim()
+    said = rig.want()
+    assert [each.message.chunk for each in said if isinstance(each, SendTo)] == [0, 1, 2]  # type: ignore[union-attr]
+    count = 0
+    while said:
+        count += len(said)
+        assert len(rig.sender.sends[0].announced) <= 3
+        after = rig.carry(said)
+        said = [each for each in after if isinstance(each, SendTo) and isinstance(each.message, Chunk)]
+    assert count == 18 and rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
+
+
+# For how long pages wait for a D.
+
+
+def test_no_lease_runs_while_p_computes_and_nobody_has_claimed() -> None:
+    for rig in (held(), offered()):
+        assert rig.sender.deadline is None and rig.sender.tick(1e9) == []
+    rig = offered()
+    rig.now = 5.0
+    rig.compute()
+    assert rig.sender.deadline == 5.0 + LEASE
+    rig.now = 6.0
+    rig.compute()
+    assert rig.sender.deadline == 5.0 + LEASE
+    assert rig.sender.tick(5.0 + LEASE - 0.01) == []
+    reason = (
+        f"D did not answer in time: no word from it about this request for {LEASE:g} s; P has let its KV go"
+    )
+    assert rig.sender.tick(5.0 + LEASE) == [Released(), Finished(False, reason)]
+
+
+def test_a_claimed_leg_must_be_renewed_whatever_p_does() -> None:
+    for make in (held, offered):
+        rig = make()
+        rig.now = 1.0
+        rig.claim()
+        rig.now = 20.0
+        rig.claim()
+        assert rig.sender.deadline == 20.0 + LEASE and rig.sender.tick(20.0 + LEASE - 0.01) == []
+        effects = rig.sender.tick(20.0 + LEASE)
+        assert isinstance(effects[0], SendTo) and isinstance(effects[0].message, Failed)
+        assert effects[1] == Released() and isinstance(effects[2], Finished)
+
+
+def test_the_lease_after_completion_runs_until_all_have_claimed_anew_from_each_claim() -> None:
+    rig = Rig(expects=(0, 1))
+    rig.offer()
+    rig.compute()
+    rig.now = 10.0
+    rig.claim(0)
+    for rig.now in (20.0, 30.0, 39.0):
+        rig.claim(0)
+    assert rig.sender.deadline == 10.0 + LEASE
+    rig.claim(1)
+    for rig.now in (50.0, 60.0):
+        rig.claim(0)
+        rig.claim(1)
+    assert rig.sender.deadline == 60.0 + LEASE
+
+
+def test_every_word_of_d_renews_and_an_ended_leg_has_no_lease() -> None:
+    rig = claimed()
+    rig.now = 1.0
+    rig.want()
+    assert rig.sender.deadline == 1.0 + LEASE
+    rig.compute(9)
+    said = rig.sender.flush()
+    rig.now = 2.0
+    rig.carry(said)
+    assert rig.sender.deadline == 2.0 + LEASE and rig.states[1] == [SendPhase.DRAINED]
+    rig.now = 3.0
+    rig.done()
+    assert rig.sender.deadline is None
+    rig = claimed()
+    rig.cancel()
+    assert rig.sender.deadline is None

@@ -7,6 +7,7 @@ import ipaddress
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -17,26 +18,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from proxy_fakes import Deployment, deployed
 
-
-@pytest.fixture(params=["concurrent", "sequential"])
-async def either(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
-    """A proxy with one P and one D, once for each way to dispatch."""
-    async with deployed(request.param, prefill=1, decode=1) as deployment:
-        yield deployment
+from p2pkv_proxy.attempt import Dispatch
 
 
-@pytest.fixture
-async def concurrent() -> AsyncIterator[Deployment]:
-    """A proxy with one P and one D that asks both at once."""
-    async with deployed("concurrent", prefill=1, decode=1) as deployment:
-        yield deployment
+def pair(*ways: Dispatch) -> Any:
+    """A fixture: a proxy with one P and one D, once for each of these ways to dispatch."""
+
+    @pytest.fixture(params=ways)
+    async def made(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+        async with deployed(request.param, prefill=1, decode=1) as deployment:
+            yield deployment
+
+    return made
 
 
-@pytest.fixture
-async def sequential() -> AsyncIterator[Deployment]:
-    """A proxy with one P and one D that asks one after the other."""
-    async with deployed("sequential", prefill=1, decode=1) as deployment:
-        yield deployment
+either, concurrent, sequential = pair("concurrent", "sequential"), pair("concurrent"), pair("sequential")
 
 
 @pytest.fixture

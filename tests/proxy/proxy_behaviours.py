@@ -11,6 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
+from support.waiting import eventually
+
 
 @dataclass
 class Seen:
@@ -43,20 +45,31 @@ def completion(seen: Seen, text: str = "hello", **more: Any) -> dict[str, Any]:
     return {"id": f"cmpl-{seen.request_id}", "object": "text_completion", "choices": [{"text": text}], **more}
 
 
-async def answer_json(request: web.Request, seen: Seen) -> web.StreamResponse:
-    return web.json_response(completion(seen))
+def answers(make: Callable[[Seen], web.StreamResponse]) -> Behaviour:
+    """What is made of the request."""
 
-
-def answer_error(status: int, message: str = "no", **options: Any) -> Behaviour:
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        error = {"error": {"message": f"{message} {seen.request_id}", "type": "X", "code": status}}
-        return web.json_response(error, status=status, **options)
+        return make(seen)
 
     return behaviour
 
 
-async def event_stream(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+answer_json = answers(lambda seen: web.json_response(completion(seen)))
+
+
+def answer_error(status: int, message: str = "no", **options: Any) -> Behaviour:
+    def error(seen: Seen) -> web.Response:
+        said = {"message": f"{message} {seen.request_id}", "type": "X", "code": status}
+        return web.json_response({"error": said}, status=status, **options)
+
+    return answers(error)
+
+
+EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8"}
+
+
+async def event_stream(request: web.Request, headers: dict[str, str] = EVENT_STREAM) -> web.StreamResponse:
+    response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     return response
 
@@ -65,54 +78,57 @@ def event(seen: Seen, text: str) -> bytes:
     return b"data: " + json.dumps(completion(seen, text)).encode() + b"\n\n"
 
 
-def die(request: web.Request) -> None:
+def die(request: web.Request, _: Seen | None = None) -> None:
     """As kill -9: the connection is reset, whatever was under way."""
     assert request.transport is not None
     request.transport.abort()
 
 
 DONE = b"data: [DONE]\n\n"
-Step = str | bytes | asyncio.Event | Callable[[web.Request], object]
+Step = str | bytes | asyncio.Event | Callable[[web.Request, Seen], object]
 
 
-def stream_of(*steps: Step) -> Behaviour:
+def stream_of(*steps: Step, headers: dict[str, str] = EVENT_STREAM) -> Behaviour:
     """A stream. A text is an event with it, bytes go as they are, an Event is waited for, and `die`,
-    `forever` or another function of the request is called."""
+    `forever` or another function is called: what it returns goes, too, if it is bytes."""
 
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
+        response = await event_stream(request, headers)
         for step in steps:
-            if isinstance(step, str | bytes):
-                await response.write(step if isinstance(step, bytes) else event(seen, step))
+            if isinstance(step, str):
+                await response.write(event(seen, step))
+            elif isinstance(step, bytes):
+                await response.write(step)
             elif isinstance(step, asyncio.Event):
                 await step.wait()
             else:
-                made = step(request)
+                made = step(request, seen)
                 if inspect.isawaitable(made):
-                    await made
+                    made = await made
+                if isinstance(made, bytes):
+                    await response.write(made)
         return response
 
     return behaviour
 
 
+async def a_moment(request: web.Request, seen: Seen) -> None:
+    """So that what comes before and after travels by itself."""
+    await asyncio.sleep(0)
+
+
 def flood(size: int) -> Behaviour:
-    """Events of so many characters, without end."""
-
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        while True:
-            await response.write(event(seen, "x" * size))
-
-    return behaviour
+    """Events of so many characters, far more than any client reads."""
+    return stream_of(*["x" * size] * 10_000)
 
 
-async def forever(request: web.Request) -> None:
+async def forever(*_: object) -> None:
     """Until the connection is closed."""
     await asyncio.Event().wait()
 
 
 async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
-    await forever(request)
+    await forever()
     raise AssertionError("unreachable")
 
 
@@ -128,26 +144,33 @@ async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
 dies_before_a_token = stream_of(b": waiting\n\n", die)
 
 
-async def dies_in_the_body(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
-    await response.prepare(request)
-    await response.write(b'{"id": "')
-    die(request)
-    return response
+dies_in_the_body = stream_of(
+    b'{"id": "', die, headers={"Content-Type": "application/json", "Content-Length": "1000"}
+)
+
+
+def chosen(choose: Callable[[Seen], Behaviour]) -> Behaviour:
+    """What is chosen for each request when it has come."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await choose(seen)(request, seen)
+
+    return behaviour
 
 
 def with_a_p(behaviour: Behaviour, otherwise: Behaviour = answer_json) -> Behaviour:
     """What a D does with requests that wait for a P's KV; others it answers."""
-
-    async def either(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return await (behaviour if "_addr_" in seen.request_id else otherwise)(request, seen)
-
-    return either
+    return chosen(lambda seen: behaviour if "_addr_" in seen.request_id else otherwise)
 
 
-def after(ready: asyncio.Event, behaviour: Behaviour) -> Behaviour:
+def by_kind(streamed: Behaviour, whole: Behaviour) -> Behaviour:
+    """Of a request for a stream, and of others."""
+    return chosen(lambda seen: streamed if seen.body.get("stream") else whole)
+
+
+def after(ready: asyncio.Event | Callable[[], bool], behaviour: Behaviour) -> Behaviour:
     async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await ready.wait()
+        await (ready.wait() if isinstance(ready, asyncio.Event) else eventually(ready))
         return await behaviour(request, seen)
 
     return waits
@@ -175,11 +198,9 @@ def given_up(seen: Seen, text: str = "hel") -> bytes:
     return json.dumps(completion(seen) | {"choices": [choice]}, separators=(",", ":")).encode()
 
 
-async def stops(request: web.Request, seen: Seen) -> web.StreamResponse:
-    return web.Response(body=given_up(seen), content_type="application/json")
+def given_up_event(_: web.Request, seen: Seen) -> bytes:
+    return b"data: " + given_up(seen, "") + b"\n\n"
 
 
-async def stops_before_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = await event_stream(request)
-    await response.write(b"data: " + given_up(seen, "") + b"\n\ndata: [DONE]\n\n")
-    return response
+stops = answers(lambda seen: web.Response(body=given_up(seen), content_type="application/json"))
+stops_before_a_token = stream_of(given_up_event, DONE)

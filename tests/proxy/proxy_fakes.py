@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from proxy_behaviours import Behaviour, Seen, answer_json
+from proxy_behaviours import Behaviour, Seen, answer_json, chosen
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.pinger import Pinger
@@ -91,15 +91,15 @@ def asked(instances: Iterable[FakeInstance]) -> list[int]:
     return sorted(len({seen.request_id for seen in each.requests}) for each in instances)
 
 
+def all_do(instances: Iterable[FakeInstance], behaviour: Behaviour) -> None:
+    for each in instances:
+        each.behaviour = behaviour
+
+
 def take_turns(instances: Iterable[FakeInstance], *behaviours: Behaviour) -> None:
     """The first request to any of these gets the first behaviour, and so on; all later ones the last."""
     several = list(instances)
-
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return await behaviours[min(sum(asked(several)), len(behaviours)) - 1](request, seen)
-
-    for each in several:
-        each.behaviour = behaviour
+    all_do(several, chosen(lambda _: behaviours[min(sum(asked(several)), len(behaviours)) - 1]))
 
 
 def called(*instances: FakeInstance) -> bool:
@@ -309,21 +309,35 @@ async def serve_and_ping(
     return pinger
 
 
+async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare connection of a client."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
 @dataclass
-class Deployment:
-    """A proxy, its instances and a client."""
+class Front:
+    """A proxy, as its clients see it.
+
+    Attributes:
+        discovery: where instances ping it.
+    """
 
     url: str
     discovery: str
-    app: web.Application
-    registry: Registry
     client: aiohttp.ClientSession
     cleanup: AsyncExitStack
-    prefills: list[FakeInstance] = field(default_factory=list)
-    decodes: list[FakeInstance] = field(default_factory=list)
-    pingers: dict[str, Pinger] = field(default_factory=dict)
     members: Members | None = None
-    plain_discovery: str = ""
+    instances: list[FakeInstance] = field(default_factory=list)
+    pingers: dict[str, Pinger] = field(default_factory=dict)
+
+    @property
+    def prefills(self) -> list[FakeInstance]:
+        return [each for each in self.instances if each.role == "P"]
+
+    @property
+    def decodes(self) -> list[FakeInstance]:
+        return [each for each in self.instances if each.role != "P"]
 
     @property
     def p(self) -> FakeInstance:
@@ -333,6 +347,72 @@ class Deployment:
     def d(self) -> FakeInstance:
         return self.decodes[0]
 
+    async def add(
+        self, role: Role, kind: Callable[..., FakeInstance] | None = None, **options: Any
+    ) -> FakeInstance:
+        """A new instance that has begun to ping; it may not be ready yet."""
+        instance = (kind or FakeInstance)(role, **options)
+        await self.enlist(instance)
+        self.instances.append(instance)
+        return instance
+
+    async def enlist(self, instance: FakeInstance) -> None:
+        """It starts, and begins to ping."""
+        pinger = await serve_and_ping(self.cleanup, self.discovery, instance, self.members)
+        self.pingers[instance.http_address] = pinger
+
+    async def post(
+        self,
+        body: Any = None,
+        path: str = "/v1/completions",
+        headers: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> aiohttp.ClientResponse:
+        """The response's head; the body is the caller's to read. `fields` are those of a body that is not
+        given."""
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5, **fields} if body is None else body
+        return await self.client.post(self.url + path, json=body, headers=headers)
+
+    async def serves(self, times: int, *request: Any, **more: Any) -> None:
+        """So many requests as `post` sends them, one after the other, are answered."""
+        for _ in range(times):
+            async with await self.post(*request, **more) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+
+    async def refusal(self, status: int, *request: Any, **more: Any) -> str:
+        """The sentence of the error that a request gets, as `post` sends it."""
+        response = await self.post(*request, **more)
+        assert response.status == status, await response.text()
+        return str((await error_of(response))["message"])
+
+    async def begin(self, **fields: Any) -> aiohttp.ClientResponse:
+        """A stream of which the client has the first event."""
+        response = await self.post(stream=True, **fields)
+        assert response.status == 200
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        return response
+
+    async def text(self, path: str) -> str:
+        """A page."""
+        async with self.client.get(self.url + path) as response:
+            assert response.status == 200
+            return await response.text()
+
+    async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """The status and the JSON of a page."""
+        async with self.client.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json()
+
+
+@dataclass(kw_only=True)
+class Deployment(Front):
+    """A proxy in this event loop, and its instances."""
+
+    app: web.Application
+    registry: Registry
+    plain_discovery: str = ""
+
     @property
     def proxy(self) -> Proxy:
         return self.app[PROXY]
@@ -340,19 +420,6 @@ class Deployment:
     @property
     def refused(self) -> int:
         return self.app[LISTENER].refused
-
-    async def add(self, role: Role, **options: Any) -> FakeInstance:
-        """A new instance that has begun to ping; it may not be ready yet."""
-        instance = FakeInstance(role, **options)
-        await self.enlist(instance)
-        (self.prefills if role == "P" else self.decodes).append(instance)
-        return instance
-
-    async def enlist(self, instance: FakeInstance) -> None:
-        """It starts, and begins to ping."""
-        await instance.start()
-        self.cleanup.push_async_callback(instance.stop)
-        self.begin_ping(instance)
 
     def begin_ping(self, instance: FakeInstance) -> Pinger:
         pinger = Pinger(self.discovery, instance.ping, PING_SECONDS, self.members)
@@ -390,20 +457,6 @@ class Deployment:
             lambda: len(self.routable("P")) == prefill and len(self.routable("D")) == decode, "instances"
         )
 
-    async def post(
-        self, body: Any = None, path: str = "/v1/completions", headers: dict[str, str] | None = None
-    ) -> aiohttp.ClientResponse:
-        """The response's head; the body is the caller's to read."""
-        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5} if body is None else body
-        return await self.client.post(self.url + path, json=body, headers=headers)
-
-    async def begin(self, **fields: Any) -> aiohttp.ClientResponse:
-        """A stream of which the client has the first event."""
-        response = await self.post({"model": "tiny", "prompt": "x", "stream": True, **fields})
-        assert response.status == 200
-        assert b"first" in await response.content.readuntil(b"\n\n")
-        return response
-
     async def under_way(
         self, *instances: FakeInstance, body: Any = None
     ) -> asyncio.Task[aiohttp.ClientResponse]:
@@ -411,11 +464,6 @@ class Deployment:
         asking = asyncio.create_task(self.post(body))
         await eventually(lambda: called(*instances), "the request")
         return asking
-
-    async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """The status and the JSON of a page."""
-        async with self.client.get(self.url + path, headers=headers) as response:
-            return response.status, await response.json()
 
 
 @asynccontextmanager
@@ -432,6 +480,7 @@ async def deployed(
     guard: Access | None = None,
     **options: Any,
 ) -> AsyncIterator[Deployment]:
+    """Fails if anything is still held for a request at the end."""
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)
         limits = limits or Limits(max_body=max_body)
@@ -448,7 +497,7 @@ async def deployed(
         )
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         discovery = app[LISTENER].endpoint.removeprefix("tcp://")
-        deployment = Deployment(url, discovery, app, registry, client, cleanup, members=members)
+        deployment = Deployment(url, discovery, client, cleanup, members, app=app, registry=registry)
         if plain is not None:
             deployment.plain_discovery = app[PLAIN_LISTENER].endpoint.removeprefix("tcp://")
         for _ in range(prefill):
@@ -457,3 +506,4 @@ async def deployed(
             await deployment.add("D")
         await deployment.ready(prefill, decode)
         yield deployment
+        await quiet(deployment)

@@ -13,15 +13,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-from proxy_fakes import FakeInstance, serve_and_ping
+from proxy_fakes import Front
 
 from p2pkv.demo.processes import free_ports
-from p2pkv_proxy.membership.instance import Role
 from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -90,48 +88,11 @@ def running(*arguments: str, program: Sequence[str] = PROXY) -> Iterator[Command
         command.end()
 
 
-@dataclass
-class Served:
+@dataclass(kw_only=True)
+class Served(Front):
     """A proxy in a process of its own, with fake instances in this one, and a client."""
 
     command: Command
-    url: str
-    discovery: str
-    client: aiohttp.ClientSession
-    cleanup: AsyncExitStack
-    instances: list[FakeInstance] = field(default_factory=list)
-
-    @property
-    def prefills(self) -> list[FakeInstance]:
-        return [each for each in self.instances if each.role == "P"]
-
-    @property
-    def decodes(self) -> list[FakeInstance]:
-        return [each for each in self.instances if each.role == "D"]
-
-    @property
-    def d(self) -> FakeInstance:
-        return self.decodes[0]
-
-    async def add(self, role: Role, **options: Any) -> FakeInstance:
-        instance = FakeInstance(role, **options)
-        await serve_and_ping(self.cleanup, self.discovery, instance)
-        self.instances.append(instance)
-        return instance
-
-    async def post(self, headers: dict[str, str] | None = None, **fields: Any) -> aiohttp.ClientResponse:
-        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5} | fields
-        return await self.client.post(f"{self.url}/v1/completions", json=body, headers=headers)
-
-    async def begin(self, **fields: Any) -> aiohttp.ClientResponse:
-        """A stream of which the client has the first event."""
-        response = await self.post(stream=True, **fields)
-        assert b"first" in await response.content.readuntil(b"\n\n")
-        return response
-
-    async def page(self, path: str) -> Any:
-        async with self.client.get(self.url + path) as response:
-            return await response.json()
 
     async def says(self, pattern: str) -> re.Match[str]:
         return await asyncio.to_thread(self.command.says, pattern)
@@ -140,7 +101,7 @@ class Served:
         """All workers know so many instances."""
 
         async def there() -> bool:
-            page = await self.page("/status")
+            page = (await self.get("/status"))[1]
             return (page["workers"], page["prefill"], page["decode"]) == (workers, prefill, decode)
 
         await eventually(there, "instances that all workers know", DEADLINE)
@@ -160,13 +121,15 @@ async def served(
     workers: int = 1,
     tls: ssl.SSLContext | bool = True,
     keep: bool = True,
+    program: Sequence[str] = PROXY,
 ) -> AsyncIterator[Served]:
     """`keep`: connections of the client are used again."""
     async with AsyncExitStack() as cleanup:
         discovery = f"127.0.0.1:{free_ports()}"
         several = ("--workers", str(workers)) if workers > 1 else ()
         port = () if "--port" in arguments else ("--port", "0")
-        command = cleanup.enter_context(running(*port, "--discovery", discovery, *several, *arguments))
+        arguments = (*port, "--discovery", discovery, *several, *arguments)
+        command = cleanup.enter_context(running(*arguments, program=program))
         url = (await asyncio.to_thread(command.says, r"serving on (https?://[^ ,]+),"))[1]
         client = await cleanup.enter_async_context(
             aiohttp.ClientSession(
@@ -174,7 +137,7 @@ async def served(
                 timeout=aiohttp.ClientTimeout(total=DEADLINE),
             )
         )
-        proxy = Served(command, url, discovery, client, cleanup)
+        proxy = Served(url, discovery, client, cleanup, command=command)
         for number, role in ((prefill, "P"), (decode, "D")):
             for _ in range(number):
                 await proxy.add("P" if role == "P" else "D")

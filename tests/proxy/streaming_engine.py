@@ -108,23 +108,11 @@ class Engine:
             if body.get("logprobs") if chat else body.get("logprobs") is not None:
                 top = int(body.get("top_logprobs") or 0) if chat else int(body["logprobs"])
                 logprobs, offset = _logprobs(ids, top, offset, chat=chat)
-            if chat:
-                choice = {
-                    "index": 0,
-                    "delta": {"content": text},
-                    "logprobs": logprobs,
-                    "finish_reason": finish,
-                }
-                if finish:
-                    choice["stop_reason"] = why
-            else:
-                choice = {
-                    "index": 0,
-                    "text": text,
-                    "logprobs": logprobs,
-                    "finish_reason": finish,
-                    "stop_reason": why,
-                }
+            said = {"delta": {"content": text}} if chat else {"text": text}
+            choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish}
+            if finish or not chat:
+                choice["stop_reason"] = why
+            if not chat:
                 choice["prompt_token_ids"] = prompt if shows and first else None
             first = False
             made = head | {"choices": [choice | {"token_ids": ids if shows else None}]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from proxy_behaviours import streams_at_once
-from proxy_fakes import called, deployed, error_of, quiet
+from proxy_fakes import called, deployed, error_of
 from proxy_process import running, served
 
 from p2pkv.demo.processes import free_ports
@@ -31,11 +31,13 @@ KEYS = ("the key of one client", "the key of another")
         ({"X-Api-Key": KEYS[1]}, 200),
         ({"X-Api-Key": KEYS[1], "Authorization": "Bearer of something else"}, 200),
         ({"X-Api-Key": "x", "Authorization": f"Bearer {KEYS[0]}"}, 200),
+        ({"Authorization": "Bearer "}, 401),
     ],
     ids=str,
 )
 async def test_who_shows_a_key_is_served(headers: dict[str, str], status: int) -> None:
-    async with deployed("concurrent", 1, 1, guard=Access(keys=KEYS)) as deployment:
+    """An empty key lets nobody in."""
+    async with deployed("concurrent", 1, 1, guard=Access(keys=(*KEYS, ""))) as deployment:
         async with await deployment.post(headers=headers) as response:
             assert response.status == status
             if status == 401:
@@ -44,7 +46,6 @@ async def test_who_shows_a_key_is_served(headers: dict[str, str], status: int) -
         async with deployment.client.get(f"{deployment.url}/v1/models", headers=headers) as response:
             assert response.status == status
         assert called(deployment.p, deployment.d) == (status == 200)
-        await quiet(deployment)
 
 
 @pytest.mark.parametrize("shown", [{"Authorization": f"Bearer {KEYS[0]}"}, {"X-Api-Key": KEYS[0]}], ids=list)
@@ -58,7 +59,6 @@ async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(sho
         for path in ("/health", "/ready", "/metrics"):
             async with deployment.client.get(deployment.url + path) as response:
                 assert response.status == 200
-        await quiet(deployment)
 
 
 async def test_an_authorization_of_the_client_s_own_stays() -> None:
@@ -67,12 +67,6 @@ async def test_an_authorization_of_the_client_s_own_stays() -> None:
         async with await deployment.post(headers=shown) as response:
             assert response.status == 200
         assert deployment.d.requests[-1].headers.getall("Authorization") == ["Basic abc"]
-        await quiet(deployment)
-
-
-async def test_an_empty_key_lets_nobody_in() -> None:
-    async with deployed("concurrent", 1, 1, guard=Access(keys=("",))) as deployment:
-        assert (await deployment.post()).status == 401
 
 
 @pytest.mark.parametrize("where", ["command line", "environment", "file"])

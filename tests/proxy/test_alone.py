@@ -7,7 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, after, answer_error, answer_json, dies, never, stops, with_a_p
+from proxy_behaviours import (
+    after,
+    answer_error,
+    answer_json,
+    answers,
+    dies,
+    dies_in_the_body,
+    never,
+    stops,
+    with_a_p,
+)
 from proxy_fakes import (
     Deployment,
     FakeInstance,
@@ -18,11 +28,11 @@ from proxy_fakes import (
     join,
     outcomes,
     ping,
-    quiet,
     take_turns,
 )
 from test_admission import ask, slow
 from test_failures import OFF
+from test_given_up import after_p
 
 from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.attempt import Dispatch
@@ -65,15 +75,6 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         assert (status, report["status"]) == (200, "ok")
 
 
-async def test_by_option_it_is_off() -> None:
-    async with deployed("concurrent", decode=1, limits=OFF) as deployment:
-        response = await deployment.post()
-        assert response.status == 503
-        assert (await error_of(response))["message"].startswith("No prefill instance is ready")
-        assert (await deployment.get("/health"))[0] == 503
-        assert deployment.d.requests == []
-
-
 async def test_a_d_of_a_model_that_no_p_has_answers_alone(lonely: Deployment) -> None:
     for name in ("a", "b"):
         await lonely.add("P", model=name, models=(name,))
@@ -88,12 +89,7 @@ async def test_a_d_of_a_model_that_no_p_has_answers_alone(lonely: Deployment) ->
 
 async def test_another_p_comes_first() -> None:
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
-
-        async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
-            good = asked(deployment.prefills) == [1, 1]
-            return await (answer_json if good else never)(request, seen)
-
-        deployment.d.behaviour = with_a_p(d)
+        deployment.d.behaviour = with_a_p(after(lambda: asked(deployment.prefills) == [1, 1], answer_json))
         take_turns(deployment.prefills, answer_error(500), answer_json)
         assert (await deployment.post()).status == 200
         assert all(paired(deployment.d))
@@ -101,32 +97,16 @@ async def test_another_p_comes_first() -> None:
 
 
 async def test_when_the_budget_of_retries_is_spent_no_request_of_an_outage_fails() -> None:
-    async with deployed("sequential", prefill=2, decode=1) as deployment:
-        for each in deployment.prefills:
-            each.behaviour = answer_error(500)
-        for _ in range(40):
-            assert (await deployment.post()).status == 200
+    async with deployed("sequential", prefill=3, decode=1) as deployment:
+        failures = (answer_error(500), dies, dies_in_the_body)
+        for each, failure in zip(deployment.prefills, failures, strict=True):
+            each.behaviour = failure
+        await deployment.serves(40)
+        assert not any(paired(deployment.d))
         alone, refused, retried = counted(deployment)
         assert (alone, refused) == (40, 0) and retried <= 10
-        # Both got their pause after five failures or a few more, and were left alone.
-        assert sum(asked(deployment.prefills)) < 20
-
-
-async def test_a_paused_p_is_spared_and_tried_again_after_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with deployed("sequential", prefill=1, decode=1) as deployment:
-        now = deployment.proxy.clock()
-        monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)
-        p = deployment.known(deployment.p)
-        p.breaker._uniform = lambda low, high: high
-        for _ in range(5):
-            p.breaker.failed(now)
-        for _ in range(3):
-            assert (await deployment.post()).status == 200
-        assert deployment.p.requests == [] and counted(deployment) == (3, 0, 0)
-        now += 1.0
-        p.last_seen = now
-        assert (await deployment.post()).status == 200
-        assert len(deployment.p.requests) == 1 and p.breaker.closed
+        # All got their pause after five failures or a few more, and were left alone.
+        assert sum(asked(deployment.prefills)) < 30
 
 
 # The share.
@@ -150,7 +130,6 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
         assert (await other).status == 200
         assert counted(deployment) == (2, 1, 0)
         assert (await deployment.post()).status == 200
-        await quiet(deployment)
 
 
 async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
@@ -166,7 +145,6 @@ async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
         release.set()
         assert sorted(await asyncio.gather(*tasks)) == [200] * 2 + [503] * 6
         assert counted(deployment) == (2, 6, 0)
-        await quiet(deployment)
 
 
 async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
@@ -174,7 +152,6 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
         deployment.p.behaviour, deployment.d.behaviour = dies, with_a_p(never)
         assert await asyncio.gather(*(ask(deployment) for _ in range(4))) == [200] * 4
         assert counted(deployment) == (4, 0, 0)
-        await quiet(deployment)
 
 
 # P is silent: nobody knows whether it is dead.
@@ -197,7 +174,6 @@ async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off(brief: Depl
     recomputed.set()
     assert (await asking).status == 200
     assert paired(brief.d) == [True]
-    await quiet(brief)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -205,10 +181,8 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
     limits = Limits(alone_share=0.25 if alone else 0)
     async with deployed("concurrent", 1, 1, life=1.5, lease=30.0, limits=limits) as deployment:
         ended = asyncio.Event()
-
-        async def internal(request: web.Request, seen: Seen) -> web.StreamResponse:
-            return web.json_response({"error": {"message": INTERNAL, "code": 500}}, status=500)
-
+        said = {"error": {"message": INTERNAL, "code": 500}}
+        internal = answers(lambda _: web.json_response(said, status=500))
         deployment.p.behaviour = never
         deployment.d.behaviour = with_a_p(after(ended, internal))
         asking = await deployment.under_way(deployment.p, deployment.d)
@@ -223,7 +197,6 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
             assert message.startswith("The prefill instance has not answered and has not pinged for ")
             assert message.endswith("and the decode instance could not go on without it.")
         assert all(outcomes(deployment.known(deployment.d)))
-        await quiet(deployment)
 
 
 async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_nobody() -> None:
@@ -242,15 +215,11 @@ async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_n
 async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
     concurrent: Deployment,
 ) -> None:
-    async def after_p(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await eventually(lambda: concurrent.p.requests != [] and concurrent.p.requests[0].answered)
-        return await answer_error(500)(request, seen)
-
-    concurrent.p.behaviour, concurrent.d.behaviour = stops, with_a_p(after_p)
+    fails = after_p(concurrent, answer_error(500))
+    concurrent.p.behaviour, concurrent.d.behaviour = stops, with_a_p(fails)
     assert (await concurrent.post()).status == 200
     assert paired(concurrent.d) == [True, False]
     assert concurrent.known(concurrent.d).breaker._outcomes[-1][1]
-    await quiet(concurrent)
 
 
 def test_what_a_second_try_needs_of_p() -> None:

@@ -18,6 +18,7 @@ from proxy_behaviours import (
     after,
     answer_error,
     answer_json,
+    chosen,
     dies,
     never,
     never_a_token,
@@ -26,7 +27,7 @@ from proxy_behaviours import (
     streams_at_once,
     with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, outcomes, quiet, take_turns
+from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, outcomes, quiet, take_turns
 from test_failures import OFF
 from test_given_up import after_p
 
@@ -133,11 +134,8 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
             call = active.attempt and active.attempt._decoding
             return call is not None and call.end is CallEnd.ERROR
 
-        async def fails_later(request: web.Request, seen: Seen) -> web.StreamResponse:
-            await eventually(d_failed)
-            return await answer_error(500)(request, seen)
-
-        deployment.p.behaviour, deployment.d.behaviour = fails_later, answer_error(500, "no KV")
+        deployment.p.behaviour = after(d_failed, answer_error(500))
+        deployment.d.behaviour = answer_error(500, "no KV")
         assert (await deployment.post()).status == 500
         assert [outcomes(deployment.known(each)) for each in (deployment.p, deployment.d)] == [[False], []]
 
@@ -147,8 +145,7 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, status: int) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
-        for each in (*deployment.prefills, deployment.d):
-            each.behaviour = answer_error(status, "too long")
+        all_do((*deployment.prefills, deployment.d), answer_error(status, "too long"))
         for _ in range(6):
             response = await deployment.post()
             assert response.status == status
@@ -156,7 +153,6 @@ async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, statu
         assert sum(asked(deployment.prefills)) == sum(asked(deployment.decodes)) == 6, "no second P is asked"
         assert [outcomes(each) for each in deployment.everyone()] == [[]] * 3, "no breaker counts it"
         assert deployment.proxy.counters.retried == deployment.proxy.counters.retries_refused == 0
-        await quiet(deployment)
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
@@ -165,12 +161,10 @@ async def test_a_p_with_another_key_fails_no_request_and_gets_a_pause(dispatch: 
         bad, good = deployment.prefills
         bad.behaviour = answer_error(401)
         deployment.d.behaviour = d_that_needs(good, bad)
-        for _ in range(16):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(16)
         assert not deployment.known(bad).breaker.closed and deployment.known(good).breaker.closed
         assert len(bad.requests) in (5, 6, 7), "after five failures it is left alone, but for its trials"
         assert all(outcomes(deployment.known(deployment.d)))
-        await quiet(deployment)
 
 
 def d_that_needs(good: FakeInstance, bad: FakeInstance) -> Behaviour:
@@ -190,19 +184,14 @@ def d_that_needs(good: FakeInstance, bad: FakeInstance) -> Behaviour:
 @pytest.mark.parametrize("status", [400, 401, 404])
 async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: int) -> None:
     """The head of D's stream says so; D alone need not be asked. The other P proves the first one wrong."""
-
-    async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
-        tried_again = deployment.proxy.counters.retried > 0
-        return await (streams_at_once if tried_again else never_a_token)(request, seen)
-
     async with deployed("concurrent", prefill=2, decode=1, limits=OFF) as deployment:
         take_turns(deployment.prefills, answer_error(status), answer_json)
-        deployment.d.behaviour = d
-        response = await deployment.post({"prompt": "x", "stream": True})
+        counters = deployment.proxy.counters
+        deployment.d.behaviour = chosen(lambda _: streams_at_once if counters.retried else never_a_token)
+        response = await deployment.post(stream=True)
         assert response.status == 200 and b"second" in await response.read()
         assert asked(deployment.prefills) == [1, 1]
         assert sorted(map(outcomes, deployment.registry.known("P"))) == [[False], [True]]
-        await quiet(deployment)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -213,24 +202,18 @@ async def test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it(
     """Else one client could have all P's paused: P is asked for one token, which vLLM does not allow with
     every parameter."""
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
-        for each in deployment.prefills:
-            each.behaviour = answer_error(400, "thinking.budget_tokens must be less than max_tokens")
+        all_do(deployment.prefills, answer_error(400, "thinking.budget_tokens must be less than max_tokens"))
         deployment.d.behaviour = with_a_p(never_a_token if stream else never)
-        for _ in range(6):
-            assert (await deployment.post({"prompt": "x", "stream": stream})).status == 200
+        await deployment.serves(6, {"prompt": "x", "stream": stream})
         assert all(outcomes(each) == [] for each in deployment.registry.known("P"))
         assert sum(asked(deployment.prefills)) >= 6
-        await quiet(deployment)
 
 
 async def test_where_no_other_can_decide_ps_refusal_is_the_answer(either: Deployment) -> None:
     object.__setattr__(either.proxy.limits, "alone_share", 0.0)
     either.p.behaviour, either.d.behaviour = answer_error(404, "no such adapter"), never
-    response = await either.post()
-    assert response.status == 404
-    assert (await response.json())["error"]["message"].startswith("no such adapter")
+    assert (await either.refusal(404)).startswith("no such adapter")
     assert all(outcomes(each) == [] for each in either.everyone())
-    await quiet(either)
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
@@ -252,26 +235,27 @@ async def test_a_client_s_mistake_is_no_trial(
 
 
 # Instances that leave, and requests that were sent twice.
-async def test_who_has_said_goodbye_is_not_judged() -> None:
-    async with deployed("concurrent", prefill=1, decode=1) as deployment:
-        deployment.d.behaviour = never
-        asking = [asyncio.create_task(deployment.post()) for _ in range(6)]
-        await eventually(lambda: len(deployment.d.requests) == 6)
-        (d,) = deployment.registry.known("D")
-        deployment.pingers[deployment.d.http_address].stop()
-        await eventually(lambda: d.left is not None)
-        deployment.d.kill()
-        assert {(await each).status for each in asking} == {502}
-        assert (outcomes(d), deployment.proxy.counters.breakers_opened) == ([], 0)
-        await quiet(deployment)
+async def test_who_has_said_goodbye_is_not_judged(concurrent: Deployment) -> None:
+    concurrent.d.behaviour = never
+    asking = [asyncio.create_task(concurrent.post()) for _ in range(6)]
+    await eventually(lambda: len(concurrent.d.requests) == 6)
+    (d,) = concurrent.registry.known("D")
+    concurrent.pingers[concurrent.d.http_address].stop()
+    await eventually(lambda: d.left is not None)
+    concurrent.d.kill()
+    assert {(await each).status for each in asking} == {502}
+    assert (outcomes(d), concurrent.proxy.counters.breakers_opened) == ([], 0)
 
 
-async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: Deployment) -> None:
-    """It tells D itself, which may compute the rest."""
+@pytest.mark.parametrize(("failure", "prompt"), [(stops, ["x", "y"]), (dies, "x")])
+async def test_a_p_that_is_not_needed_any_more_breaks_no_stream(
+    concurrent: Deployment, failure: Behaviour, prompt: Any
+) -> None:
+    """One that stops tells D itself, which may compute the rest of several prompts."""
     p_stops, release = asyncio.Event(), asyncio.Event()
     concurrent.d.behaviour = streams(release)
-    concurrent.p.behaviour = after(p_stops, stops)
-    response = await concurrent.begin(prompt=["x", "y"])
+    concurrent.p.behaviour = after(p_stops, failure)
+    response = await concurrent.begin(prompt=prompt)
     p_stops.set()
     p = concurrent.known(concurrent.p)
     await eventually(lambda: p.in_flight == 0)
@@ -297,9 +281,9 @@ async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
     """A D that closes the connection of each request's first copy, and fails the second one."""
     async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
 
-        async def closes_or_fails(request: web.Request, seen: Seen) -> web.StreamResponse:
+        def closes_or_fails(seen: Seen) -> Behaviour:
             copies = [each for each in deployment.d.requests if each.request_id == seen.request_id]
-            return await (dies if len(copies) == 1 else answer_error(500))(request, seen)
+            return dies if len(copies) == 1 else answer_error(500)
 
         all_there = asyncio.Event()
         deployment.d.behaviour = after(all_there, answer_json)
@@ -309,12 +293,11 @@ async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
         for each in first:
             await (await each).read()
         await quiet(deployment)  # and four connections to D are idle now
-        deployment.d.behaviour = closes_or_fails
+        deployment.d.behaviour = chosen(closes_or_fails)
         assert (await deployment.post()).status == 500
         ids = [seen.request_id for seen in deployment.d.requests[4:]]
         assert ids == [ids[0], ids[0], ids[2], ids[2]] and ids[0] != ids[2]
         assert outcomes(deployment.known(deployment.d)) == [True] * 4 + [False]
-        await quiet(deployment)
 
 
 # What the proxy itself lacks.
@@ -354,4 +337,3 @@ async def test_what_the_proxy_lacks_is_no_instance_s_failure(
     concurrent.d.behaviour = answer_json
     session.kept._connector = aiohttp.TCPConnector(limit=0)
     assert (await concurrent.post()).status == 200
-    await quiet(concurrent)

@@ -87,19 +87,6 @@ def test_d_gets_the_clients_own_bytes() -> None:
     assert bytes(parse(raw).for_decode("id")) == raw
 
 
-def test_the_client_chooses_no_addresses() -> None:
-    theirs = {"remote_host": "evil"}
-    made = body(
-        prompt="p",
-        kv_transfer_params=theirs,
-        ec_transfer_params=theirs,
-        request_id="___prefill_addr_evil:1",
-        vllm_xargs={"kv_transfer_params": "evil", "mine": 1},
-    )
-    assert json.loads(bytes(made.for_decode("id"))) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
-    assert "evil" not in bytes(made.for_prefill("id")).decode()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "paired"),
     [
@@ -128,7 +115,6 @@ def test_what_is_no_object_is_refused_with_a_sentence(raw: bytes) -> None:
         parse(raw)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.dictionaries(NAMES, JSON, max_size=8))
 def test_whatever_the_client_sends(fields: dict[str, Any]) -> None:
     made = body(**fields)
@@ -143,7 +129,7 @@ def test_whatever_the_client_sends(fields: dict[str, Any]) -> None:
     assert isinstance(made.one_prompt, bool)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.binary(max_size=64) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_ps_answer_may_be_anything(raw: bytes) -> None:
     params = returned_params(raw)

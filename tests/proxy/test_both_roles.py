@@ -26,7 +26,7 @@ def test_of_two_that_are_idle_one_prefills_and_the_other_decodes() -> None:
 
 def test_the_one_that_is_far_less_busy_serves_a_request_whole() -> None:
     router, (busy, idle) = fleet("both", "both")
-    busy.take_place(alone=False, tokens=10_000)
+    busy.count_place(1, alone=False, tokens=10_000)
     choice = router.choose(REQUEST, 0.0)
     assert (choice.prefill, choice.decode, choice.whole) == (None, idle, True)
     assert not (choice.missed or choice.in_share), "it takes no place of a D without P"
@@ -44,11 +44,11 @@ def test_each_of_a_pool_comes_to_have_either_role() -> None:
         choice = router.choose(request, 0.0)
         as_p[choice.prefill] += 1
         as_d[choice.decode] += 1
-        choice.decode.take_place(alone=False, tokens=tokens)
+        choice.decode.count_place(1, alone=False, tokens=tokens)
         under_way.append((choice, tokens))
         if len(under_way) > 8:
             ended, tokens = under_way.popleft()
-            ended.decode.leave_place(alone=False, tokens=tokens)
+            ended.decode.count_place(-1, alone=False, tokens=tokens)
     assert min(as_p[each] for each in pool) > 10 < min(as_d[each] for each in pool)
 
 
@@ -107,9 +107,9 @@ async def test_requests_through_a_pool(dispatch: Any) -> None:
         for name in pairs:
             pair = find_pair(name)
             assert pair is not None and {str(pair.prefill), str(pair.decode)} == both
-        page = await (await pool.client.get(pool.url + "/instances")).json()
+        page = (await pool.get("/instances"))[1]
         assert [each["role"] for each in page["instances"]] == ["both", "both"]
-        metrics = await (await pool.client.get(pool.url + "/metrics")).text()
+        metrics = await pool.text("/metrics")
         served = [line for line in metrics.splitlines() if both_of(pool.decodes[0].http_address, line)]
         assert len(served) == len(set(served)) > 0
         assert 'p2pkv_proxy_instances{role="both",state="ready"} 2.0' in metrics.splitlines()

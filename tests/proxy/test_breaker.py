@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from proxy_behaviours import answer_error, answer_json
-from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, join, ping, quiet
+from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, join, ping
 
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
@@ -187,26 +187,22 @@ async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: p
         monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)
         instance.breaker._uniform = lambda low, high: high
         # The clients notice nothing: the other P takes what this one fails.
-        for _ in range(20):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(20)
         assert len(bad.requests) == 5
         assert deployment.proxy.counters.breakers_opened == 1
         assert deployment.proxy.gauges()["breakers_open"] == 1
         now += 1.0
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(4)
         assert len(bad.requests) == 6
         bad.behaviour = answer_json
         now += 2.0
         await serve_both(deployment, bad, good)
         assert deployment.proxy.gauges()["breakers_open"] == 0
-        await quiet(deployment)
 
 
 async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
     before = [len(instance.requests) for instance in instances]
-    for _ in range(4):
-        assert (await deployment.post()).status == 200
+    await deployment.serves(4)
     assert [len(instance.requests) - n for instance, n in zip(instances, before, strict=True)] == [2, 2]
 
 

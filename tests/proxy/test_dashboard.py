@@ -7,11 +7,10 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import aiohttp
 import pytest
 from proxy_behaviours import dies, streams, streams_at_once
 from proxy_browser import Browser, browsing, found
-from proxy_fakes import Deployment, FakeInstance
+from proxy_fakes import Deployment, all_do
 from proxy_process import Served, served
 
 CHROMIUM = found()
@@ -27,13 +26,6 @@ class Watched:
 
     proxy: Served
     browser: Browser
-
-    @property
-    def decodes(self) -> list[FakeInstance]:
-        return self.proxy.decodes
-
-    async def post(self, **fields: object) -> aiohttp.ClientResponse:
-        return await self.proxy.post(**fields)
 
     async def shows(self, name: str) -> str:
         """The text of one element, by its id."""
@@ -72,11 +64,10 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
     assert await watched.shows("counts") == "1 prefill, 2 decode"
     assert await watched.shows("answered") == "0"
     release = asyncio.Event()
-    for instance in watched.decodes:
-        instance.behaviour = streams(release)
-    answers = [await watched.post(stream=True) for _ in range(3)]
+    all_do(watched.proxy.decodes, streams(release))
+    answers = [await watched.proxy.post(stream=True) for _ in range(3)]
     await watched.until("running", "^3$")
-    p, d = watched.proxy.prefills[0].http_address, watched.decodes[0].http_address
+    p, d = watched.proxy.prefills[0].http_address, watched.proxy.decodes[0].http_address
     assert p in await watched.shows("prefill") and d in await watched.shows("decode")
     assert await watched.browser.waits("document.querySelectorAll('#flow path.busy').length === 2")
     assert p in await watched.shows("flow") and d in await watched.shows("flow")
@@ -94,10 +85,9 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
 @pytest.mark.parametrize("watched", [("--placement", "auto")], indirect=True)
 async def test_the_last_requests_placed_by_cost_are_explained(watched: Watched) -> None:
     await watched.until("state", "serving")
-    for instance in watched.decodes:
-        instance.behaviour = streams_at_once
+    all_do(watched.proxy.decodes, streams_at_once)
     for _ in range(2):
-        await (await watched.post(stream=True)).read()
+        await (await watched.proxy.post(stream=True)).read()
     await watched.until("placed", r"Placed by cost: \d at one instance, \d at a pair; .*error of [\d,]+ %\.$")
     shown = await watched.shows("placed-last")
     assert len(re.findall(r"cost [\d.]+, .*?first token [\d.]+ m?s, predicted [\d.]+ m?s", shown)) == 2
@@ -107,14 +97,13 @@ async def test_the_last_requests_placed_by_cost_are_explained(watched: Watched) 
 @in_a_browser
 async def test_failures_and_missing_instances_are_said(watched: Watched) -> None:
     await watched.until("state", "serving")
-    for instance in watched.decodes:
-        instance.behaviour = dies
-    assert (await watched.post()).status == 502
+    all_do(watched.proxy.decodes, dies)
+    assert (await watched.proxy.post()).status == 502
     await watched.until("failures", "^1$")
-    for instance in watched.decodes:
+    for instance in watched.proxy.decodes:
         instance.health = 503
         await instance.stop()
-    await watched.post()
+    await watched.proxy.post()
     await watched.until("state", "unavailable")
     assert "No decode instance is ready" in await watched.shows("missing")
     watched.proxy.command.process.kill()
@@ -139,13 +128,12 @@ async def test_an_operator_drains_an_instance_from_the_page(watched: Watched) ->
     await browser.value("document.getElementById('ask-yes').click()")
     await watched.until("state", "serving")
     await browser.value("window.confirm = () => true")
-    address = watched.decodes[0].http_address
+    address = watched.proxy.decodes[0].http_address
     row = f"[...document.querySelectorAll('#decode tr')].find(row => row.textContent.includes('{address}'))"
     await browser.value(f"{row}.querySelector('button').click()")
     await browser.waits(f"{row}.textContent.includes('drained')")
-    for _ in range(4):
-        assert (await watched.post()).status == 200
-    assert watched.decodes[0].requests == [] and len(watched.decodes[1].requests) == 4
+    await watched.serves(4)
+    assert watched.proxy.decodes[0].requests == [] and len(watched.proxy.decodes[1].requests) == 4
     await browser.value(f"{row}.querySelector('button').click()")
     await browser.waits(f"{row}.textContent.includes('ready')")
 
@@ -154,7 +142,7 @@ async def test_an_operator_drains_an_instance_from_the_page(watched: Watched) ->
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (320, 600)])
 async def test_it_fits_a_laptop_and_a_phone(watched: Watched, width: int, height: int) -> None:
     await watched.browser.size(width, height)
-    assert (await watched.post()).status == 200
+    assert (await watched.proxy.post()).status == 200
     await watched.until("answered", "^1$")
     for scheme in ("light", "dark"):
         await watched.browser.scheme(scheme)

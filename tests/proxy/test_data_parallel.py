@@ -31,7 +31,7 @@ async def add(
     instance, pingers, first = FakeInstance(role), dict[int, Pinger](), free_ports(8)
     await instance.start()
     deployment.cleanup.push_async_callback(instance.stop)
-    (deployment.prefills if role == "P" else deployment.decodes).append(instance)
+    deployment.instances.append(instance)
     for rank, replica in replicas.items():
         said = replace(
             instance.ping,
@@ -57,8 +57,7 @@ async def internal(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
 
 
 async def test_each_request_goes_to_the_engines_that_its_id_names(internal: Deployment) -> None:
-    for _ in range(8):
-        assert (await internal.post(headers={"X-data-parallel-rank": "7"})).status == 200
+    await internal.serves(8, headers={"X-data-parallel-rank": "7"})
     address = {
         (each.role, each.ping.dp_rank): each.ping.zmq_address
         for each in (*internal.registry.known("P"), *internal.registry.known("D"))
@@ -90,8 +89,7 @@ async def test_an_engine_that_leaves_gets_nothing_and_its_neighbour_all() -> Non
         await deployment.ready(prefill=2, decode=1)
         pingers[0].stop()
         await deployment.ready(prefill=1, decode=1)
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(4)
         assert [each.headers["X-data-parallel-rank"] for each in p.requests] == ["1"] * 4
 
 

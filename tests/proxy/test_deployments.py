@@ -8,7 +8,6 @@ the files against the specifications, by packages that they install into an envi
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import subprocess
@@ -21,6 +20,7 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from environments import Unavailable, environment
+from examples_support import EXAMPLES, option, options_of
 from proxy_behaviours import after, answer_json
 from proxy_fakes import deployed
 
@@ -30,7 +30,6 @@ from p2pkv_proxy import options
 from p2pkv_proxy.access import Access
 from support.waiting import eventually
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SECRET = "0123456789abcdef" * 4
 POD_IP = "10.1.2.3"
 VALIDATORS = ("kubernetes-validate==1.37.0", "compose-spec==0.2.1")
@@ -85,26 +84,10 @@ def services(file: str = "compose.yaml") -> dict[str, Any]:
     return found
 
 
-def option(command: list[str], name: str) -> str:
-    """The value of an option in either spelling, `--name value` or `--name=value`."""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        if word.partition("=")[0] == name:
-            return word.partition("=")[2] or following
-    raise AssertionError(f"{name} is not in {command}")
-
-
 def instance(command: list[str], environ: dict[str, str]) -> Options:
     """What p2pkv reads in a `vllm serve` command."""
-    transfer = json.loads(option(command, "--kv-transfer-config"))
-    assert command[:2] == ["vllm", "serve"] and transfer["kv_connector"] == "P2pKvConnector"
-    made = Options.from_extra(
-        transfer["kv_connector_extra_config"],
-        role=transfer["kv_role"],
-        kv_port=transfer["kv_port"],
-        default_host="127.0.0.1",
-        has_gpu=True,
-        environ=environ,
-    )
+    assert command[:2] == ["vllm", "serve"]
+    made = options_of(command, has_gpu=True, environ=environ)
     assert made.link == "nccl" and made.secret and made.discovery == "curve"
     assert made.http_address is not None and str(made.http_address.port) == option(command, "--port")
     return made

@@ -147,7 +147,7 @@ MAPS = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=700)
+@settings(max_examples=700)
 @given(st.binary(max_size=200) | mutated() | MAPS.map(lambda fields: pack(CLASSIC | fields)))
 def test_any_frame_is_a_ping_or_refused(frame: bytes) -> None:
     try:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_error, answer_json, die, dies, never, stream_of
-from proxy_fakes import Deployment, deployed, error_of, quiet
+from proxy_behaviours import answer_error, answer_json, answers, die, dies, never, stream_of
+from proxy_fakes import Deployment, all_do, deployed, error_of
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.bodies import parse
@@ -64,10 +64,9 @@ async def test_p_computes_one_token_and_d_answers(either: Deployment, path: str)
 
 
 async def test_responses_carry_the_id_in_their_body(concurrent: Deployment) -> None:
-    async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return web.json_response({"id": seen.body["request_id"], "object": "response"})
-
-    concurrent.d.behaviour = answers
+    concurrent.d.behaviour = answers(
+        lambda seen: web.json_response({"id": seen.body["request_id"], "object": "response"})
+    )
     answer = await concurrent.post(body_of("/v1/responses", request_id="evil"), "/v1/responses")
     (p,), (d,) = concurrent.p.requests, concurrent.d.requests
     assert p.body["request_id"] == d.body["request_id"] == f"resp_{p.request_id}"
@@ -90,11 +89,9 @@ async def test_one_instance_does_it_all(concurrent: Deployment, path: str) -> No
 
 async def test_another_instance_is_asked_if_the_first_fails() -> None:
     async with deployed("concurrent", decode=2) as deployment:
-        for instance in deployment.decodes:
-            instance.behaviour = dies
+        all_do(deployment.decodes, dies)
         deployment.decodes[1].behaviour = answer_json
-        for _ in range(2):
-            assert (await deployment.post(body_of("/tokenize"), "/tokenize")).status == 200
+        await deployment.serves(2, body_of("/tokenize"), "/tokenize")
         bad, good = deployment.decodes
         assert len(good.requests) == 2 and bad.requests
 
@@ -109,16 +106,15 @@ async def test_errors_have_openais_form(path: str) -> None:
         await deployment.ready(1, 1)
         answer = await deployment.post(body_of(path), path)
         assert answer.status == 502 and (await error_of(answer))["type"] == "bad_gateway_error"
+        before = len(deployment.d.requests)
         answer = await deployment.client.post(deployment.url + path, data=b"[1]")
-        assert answer.status == 400
-        await error_of(answer)
+        assert answer.status == 400 and "not a JSON object" in (await error_of(answer))["message"]
+        assert len(deployment.d.requests) == before, "nobody is asked"
         async with deployment.client.get(deployment.url + path) as answer:
             assert (answer.status, answer.headers["Allow"]) == (405, "POST")
             assert "does not take GET; it takes POST" in (await error_of(answer))["message"]
         deployment.d.behaviour = answer_error(404, "no such model")
-        answer = await deployment.post(body_of(path), path)
-        assert answer.status == 404
-        assert "no such model" in (await answer.json())["error"]["message"]
+        assert "no such model" in await deployment.refusal(404, body_of(path), path)
 
 
 OPENINGS = {
@@ -135,8 +131,7 @@ WORDS = {
 async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
     """A D that dies after it is one that has not begun, and another one is asked."""
     async with deployed("concurrent", prefill=1, decode=2) as deployment:
-        for instance in deployment.decodes:
-            instance.behaviour = stream_of(OPENINGS[path], die)
+        all_do(deployment.decodes, stream_of(OPENINGS[path], die))
         deployment.decodes[0].behaviour = stream_of(OPENINGS[path] + WORDS[path])
         for _ in range(2):
             answer = await deployment.post(body_of(path, stream=True), path)
@@ -155,7 +150,6 @@ async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deplo
     assert name == "event: error"
     error = json.loads(data.removeprefix("data: "))
     assert (error["type"], error["error"]["code"]) == ("error", 502)
-    await quiet(concurrent)
 
 
 async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: Deployment) -> None:
@@ -187,7 +181,6 @@ def test_a_first_event_that_fails(path: str) -> None:
 async def test_counts_are_by_endpoint(concurrent: Deployment) -> None:
     for path in sorted(PAIRED | SINGLE):
         assert (await concurrent.post(body_of(path), path)).status == 200
-    async with concurrent.client.get(f"{concurrent.url}/metrics") as response:
-        text = await response.text()
+    text = await concurrent.text("/metrics")
     for path in PAIRED | SINGLE:
         assert f'p2pkv_proxy_requests_total{{endpoint="{path}",model="tiny",outcome="answered"}} 1.0' in text

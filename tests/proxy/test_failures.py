@@ -13,12 +13,9 @@ from proxy_behaviours import (
     Seen,
     after,
     answer_error,
-    answer_json,
     die,
     dies,
     dies_in_the_body,
-    event,
-    event_stream,
     never,
     never_a_token,
     stream_of,
@@ -26,8 +23,9 @@ from proxy_behaviours import (
     telling,
     with_a_p,
 )
-from proxy_fakes import Deployment, deployed, error_of, quiet
+from proxy_fakes import Deployment, all_do, asked, deployed, error_of
 
+from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
@@ -69,22 +67,6 @@ async def test_a_d_that_freezes_is_a_502(behaviour: Behaviour) -> None:
         assert (await error_of(response))["message"].startswith("The decode instance")
 
 
-async def test_a_d_that_freezes_and_wakes_within_its_lease_answers() -> None:
-    async with deployed("concurrent", 1, 1, life=1.5) as deployment:
-        ready = asyncio.Event()
-        deployment.d.behaviour = after(ready, answer_json)
-        asked = await deployment.under_way(deployment.d)
-        deployment.freeze(deployment.d)
-        instance = deployment.known(deployment.d)
-        await eventually(lambda: instance.silent(deployment.proxy.clock()))
-        probed = deployment.d.healths
-        await eventually(lambda: deployment.d.healths > probed + 1, "it is asked, and says nothing")
-        again = asyncio.create_task(deployment.post())
-        await eventually(lambda: len(deployment.d.requests) == 2, "there is nobody else")
-        ready.set()
-        assert {(await asked).status, (await again).status} == {200}
-
-
 async def test_a_silent_d_whose_port_refuses_is_gone_at_once() -> None:
     async with deployed("concurrent", 1, 1, life=1.5) as deployment:
         deployment.d.behaviour = never
@@ -96,12 +78,19 @@ async def test_a_silent_d_whose_port_refuses_is_gone_at_once() -> None:
         assert (await error_of(response))["message"] == "The decode instance is gone."
 
 
-@pytest.mark.parametrize("behaviour", [dies, answer_error(302, headers={"Location": "http://10.0.0.1:1/"})])
-async def test_a_d_that_gives_no_answer_is_a_502(either: Deployment, behaviour: Behaviour) -> None:
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        (dies, ""),
+        (answer_error(302, headers={"Location": "http://10.0.0.1:1/"}), ""),
+        (dies_in_the_body, " died before its answer was complete."),
+    ],
+)
+async def test_a_d_that_gives_no_answer_is_a_502(either: Deployment, behaviour: Behaviour, said: str) -> None:
     either.d.behaviour = behaviour
     response = await either.post()
     assert response.status == 502
-    assert (await error_of(response))["message"].startswith("The decode instance")
+    assert (await error_of(response))["message"].startswith("The decode instance" + said)
     assert "Location" not in response.headers
     assert shows_no_address(either, await response.text())
 
@@ -117,39 +106,37 @@ async def test_an_error_without_end_is_a_502(either: Deployment, monkeypatch: py
 
 async def test_a_d_that_is_gone_is_a_502_and_not_chosen_again(either: Deployment) -> None:
     await either.d.stop()
-    response = await either.post()
-    assert response.status == 502
-    assert "could not be reached" in (await error_of(response))["message"]
+    assert "could not be reached" in await either.refusal(502)
     assert either.routable("D") == []
     assert (await either.post()).status == 503
 
 
 @pytest.mark.parametrize("cut", [b"", b'data: {"id": "cmpl-'])
-async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(either: Deployment, cut: bytes) -> None:
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(dispatch: Dispatch, cut: bytes) -> None:
+    """After the first byte nothing is tried again."""
     relayed = asyncio.Event()
-    either.d.behaviour = stream_of("first", cut, relayed, die)
-    response = await either.begin()
-    relayed.set()
-    *_, last, nothing = (await response.content.read()).split(b"\n\n")
-    assert nothing == b""
-    error = json.loads(last.removeprefix(b"data: "))["error"]
-    assert error["code"] == 502
-    assert error["message"] == "The decode instance died in the middle of its answer."
+    async with deployed(dispatch, prefill=2, decode=2) as deployment:
+        all_do(deployment.decodes, stream_of("first", cut, relayed, die))
+        response = await deployment.begin()
+        relayed.set()
+        *_, last, nothing = (await response.content.read()).split(b"\n\n")
+        assert nothing == b""
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["code"] == 502
+        assert error["message"] == "The decode instance died in the middle of its answer."
+        assert asked(deployment.decodes) == asked(deployment.prefills) == [0, 1]
 
 
 async def test_what_was_held_back_when_d_dies_reaches_the_client(either: Deployment) -> None:
     """The last bytes might have been the beginning of the request's id."""
 
-    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
+    def beginning(_: web.Request, seen: Seen) -> bytes:
         name = seen.request_id.encode()
-        await response.write(event(seen, "first") + b"data: " + name + b" " + name[:8])
-        await eventually(relayed.is_set)
-        die(request)
-        return response
+        return b"data: " + name + b" " + name[:8]
 
     relayed = asyncio.Event()
-    either.d.behaviour = breaks
+    either.d.behaviour = stream_of("first", beginning, relayed, die)
     response = await either.begin()
     relayed.set()
     held, last, nothing = (await response.content.read()).split(b"\n\n")
@@ -158,27 +145,11 @@ async def test_what_was_held_back_when_d_dies_reaches_the_client(either: Deploym
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 502
 
 
-async def test_a_d_that_dies_in_its_json_is_a_502(either: Deployment) -> None:
-    either.d.behaviour = dies_in_the_body
-    response = await either.post()
-    assert response.status == 502
-    assert (await error_of(response))["message"] == "The decode instance died before its answer was complete."
-
-
 async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deployment) -> None:
     """So long that its start has gone to the client."""
-
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        headers = {"Content-Type": "application/json", "Content-Length": str(8 << 20)}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        await response.write(b" " * (2 << 20))
-        await eventually(begun.is_set)
-        die(request)
-        return response
-
     begun = asyncio.Event()
-    either.d.behaviour = behaviour
+    headers = {"Content-Type": "application/json", "Content-Length": str(8 << 20)}
+    either.d.behaviour = stream_of(b" " * (2 << 20), begun, die, headers=headers)
     response = await either.post()
     assert response.status == 200
     begun.set()
@@ -212,29 +183,6 @@ async def test_ps_failure_cancels_d_which_is_asked_without_it_or_it_is_a_502(
         assert ["_addr_" in seen.request_id for seen in deployment.d.requests] == [True, False][: 1 + alone]
         assert (deployment.proxy.counters.alone, deployment.proxy.counters.retried) == (alone, 0)
         assert deployment.known(deployment.d).breaker.closed
-        await quiet(deployment)
-
-
-@pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body])
-async def test_sequential_never_calls_d_for_the_kv_of_a_failed_prefill(
-    sequential: Deployment, failure: Behaviour
-) -> None:
-    sequential.p.behaviour = failure
-    assert (await sequential.post()).status == 200
-    (alone,) = sequential.d.requests
-    assert "_addr_" not in alone.request_id
-
-
-async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deployment) -> None:
-    p_fails, release = asyncio.Event(), asyncio.Event()
-    concurrent.d.behaviour = streams(release)
-    concurrent.p.behaviour = after(p_fails, dies)
-    response = await concurrent.begin()
-    p_fails.set()
-    instance = concurrent.known(concurrent.p)
-    await eventually(lambda: instance.in_flight == 0)
-    release.set()
-    assert b"second" in await response.content.read()
 
 
 async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment) -> None:

@@ -6,9 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
-from proxy_behaviours import Seen, answer_error, answer_json
-from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet
+from proxy_behaviours import Behaviour, Seen, answer_error, answer_json, chosen
+from proxy_fakes import Deployment, FakeInstance, deployed, join, ping
 
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, differences
@@ -22,9 +21,11 @@ NEW = "protocol=2, weights=aa, link=host"
 OTHER_LINK = "protocol=1, weights=aa, link=nccl 2.27.3"
 
 
-def pools(registry: Registry, p: list[str], d: list[str]) -> tuple[list[Instance], list[Instance]]:
+def pools(p: list[str], d: list[str]) -> tuple[Registry, list[Instance], list[Instance]]:
     """A P and a D for each of these fingerprints."""
+    registry = Registry()
     return (
+        registry,
         [join(registry, ping("P", 10 + number, fit=fit, model="m")) for number, fit in enumerate(p)],
         [join(registry, ping("D", 50 + number, fit=fit, model="m")) for number, fit in enumerate(d)],
     )
@@ -36,27 +37,24 @@ def pair(choice: Choice) -> tuple[str, str]:
 
 
 def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
-    registry = Registry()
-    pools(registry, [OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
+    registry, *_ = pools([OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
     router = Router(registry)
     pairs = {pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(20)}
     assert pairs == {(OLD, OLD), (NEW, NEW)}
 
 
 def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
-    registry = Registry()
-    _, (old, new) = pools(registry, [OLD, NEW], [OLD, NEW])
+    registry, _, (old, new) = pools([OLD, NEW], [OLD, NEW])
     router = Router(registry, room=1)
-    old.take_place(alone=False)
+    old.count_place(1, alone=False)
     assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
-    new.take_place(alone=False)
+    new.count_place(1, alone=False)
     with pytest.raises(Full):
         router.choose(RoutingRequest("m"), 0.0)
 
 
 def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
-    registry = Registry()
-    (old, new), _ = pools(registry, [OLD, NEW], [OLD, NEW])
+    registry, (old, new), _ = pools([OLD, NEW], [OLD, NEW])
     router = Router(registry)
     assert pair(router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old}))) == (
         NEW,
@@ -68,8 +66,7 @@ def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> None:
-    registry = Registry()
-    pools(registry, [OLD, OLD], [OTHER_LINK])
+    registry, *_ = pools([OLD, OLD], [OTHER_LINK])
     router = Router(registry, alone=alone)
     if alone:
         choice = router.choose(RoutingRequest("m"), 0.0)
@@ -106,8 +103,7 @@ def test_instances_of_another_model_are_no_misfits() -> None:
 
 
 def test_the_words_are_those_of_the_nearest() -> None:
-    registry = Registry()
-    (p,), _ = pools(registry, [OLD], [NEW.replace("aa", "bb"), OTHER_LINK])
+    registry, (p,), _ = pools([OLD], [NEW.replace("aa", "bb"), OTHER_LINK])
     assert registry.misfits()[p] == ("link",)
 
 
@@ -128,8 +124,8 @@ def test_what_two_pings_differ_in(other: str, words: tuple[str, ...]) -> None:
 def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    registry, looks = Registry(), 0
-    pools(registry, [OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15)
+    looks = 0
+    registry, *_ = pools([OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15)
 
     def counted(one: Instance, other: Instance) -> tuple[str, ...]:
         nonlocal looks
@@ -146,8 +142,7 @@ def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
 
 def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    registry = Registry()
-    pools(registry, [OLD, NEW], [OLD])
+    registry, *_ = pools([OLD, NEW], [OLD])
     registry.expire(0.0)
     registry.expire(1.0)
     said = [each.getMessage() for each in caplog.records if "fits no" in each.getMessage()]
@@ -170,12 +165,12 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
 def judging(deployment: Deployment, decode: FakeInstance) -> None:
     """A D that fails, as a real one would for want of KV, if it is paired with a P that does not fit it."""
 
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+    def judge(seen: Seen) -> Behaviour:
         fits = {f"_addr_{p.zmq_address}_" for p in deployment.prefills if p.fit == decode.fit}
         wrong = "_addr_" in seen.request_id and not any(each in seen.request_id for each in fits)
-        return await (answer_error(500) if wrong else answer_json)(request, seen)
+        return answer_error(500) if wrong else answer_json
 
-    decode.behaviour = behaviour
+    decode.behaviour = chosen(judge)
 
 
 async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
@@ -216,7 +211,6 @@ async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_no
         assert deployment.proxy.counters.retried == 0
         served_by = [p for p in deployment.prefills if p.requests]
         assert {p.fit for p in served_by} == {OLD, NEW}
-        await quiet(deployment)
 
 
 async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
@@ -224,9 +218,7 @@ async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
         await deployment.add("P", fit=OLD)
         await deployment.add("D", fit=OTHER_LINK)
         await deployment.ready(prefill=1, decode=1)
-        response = await deployment.post()
-        assert response.status == 503
-        assert (await error_of(response))["message"] == (
+        assert await deployment.refusal(503) == (
             "No prefill instance that is ready fits a decode instance for this model: they differ in link. "
             "Try again in a few seconds."
         )

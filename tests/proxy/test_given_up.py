@@ -10,26 +10,28 @@ from typing import Any
 import pytest
 from aiohttp import web
 from proxy_behaviours import (
+    DONE,
     Behaviour,
     Seen,
-    answer_error,
+    Step,
+    after,
     answer_json,
+    answers,
+    by_kind,
     completion,
     event,
-    event_stream,
+    forever,
     given_up,
     stops,
     stops_before_a_token,
     stream_of,
 )
-from proxy_fakes import Deployment, asked, deployed, filter_of, quiet, take_turns
+from proxy_fakes import Deployment, all_do, asked, deployed, filter_of, take_turns
 
 from p2pkv.pairing import find_pair
-from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.http import PAIRED
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.upstream import gave_up
-from support.waiting import eventually
 
 STREAM = {"prompt": "x", "stream": True}
 ABORT = b'"finish_reason":"abort"'
@@ -39,10 +41,7 @@ MESSAGE = "The decode instance was stopped before its answer was complete."
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_with_nobody_else_it_is_a_502(either: Deployment, streamed: bool) -> None:
     either.d.behaviour = stops_before_a_token if streamed else stops
-    response = await either.post(STREAM if streamed else None)
-    assert response.status == 502
-    assert (await response.json())["error"]["message"] == MESSAGE
-    await quiet(either)
+    assert await either.refusal(502, STREAM if streamed else None) == MESSAGE
 
 
 def ends_at_once(*events: bytes) -> Behaviour:
@@ -65,27 +64,20 @@ async def test_a_stream_without_a_token_was_given_up(
     """vLLM sends no choice for a request that it gives up before its first token."""
     concurrent.d.behaviour = ends_at_once(*events)
     body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    response = await concurrent.post({**body, "stream": True}, path=path)
-    assert response.status == 502
-    assert (await response.json())["error"]["message"] == MESSAGE
-    await quiet(concurrent)
+    assert await concurrent.refusal(502, {**body, "stream": True}, path=path) == MESSAGE
 
 
 def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     """D, as it hears from a P that gives up."""
-
-    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await eventually(lambda: any(seen.answered for each in deployment.prefills for seen in each.requests))
-        return await behaviour(request, seen)
-
-    return waits
+    return after(
+        lambda: any(seen.answered for each in deployment.prefills for seen in each.requests), behaviour
+    )
 
 
 async def test_of_a_p_it_is_ds_affair(concurrent: Deployment) -> None:
     concurrent.p.behaviour, concurrent.d.behaviour = stops, after_p(concurrent, answer_json)
     response = await concurrent.post()
     assert response.status == 200 and (await response.json())["choices"] == [{"text": "hello"}]
-    await quiet(concurrent)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -99,41 +91,20 @@ async def test_where_d_is_not_asked_yet_it_is_ps_failure(alone: bool) -> None:
             assert (await response.json())["error"]["message"] == (
                 "The prefill instance failed: it was stopped before its answer was complete."
             )
-        await quiet(sequential)
-
-
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
-async def test_another_p_is_asked_and_d_has_not_failed(dispatch: Dispatch) -> None:
-    async with deployed(dispatch, prefill=2, decode=1) as deployment:
-
-        async def ds(request: web.Request, seen: Seen) -> web.StreamResponse:
-            first = sum(asked(deployment.prefills)) == 1
-            return await (answer_error(500) if first else answer_json)(request, seen)
-
-        take_turns(deployment.prefills, stops, answer_json)
-        deployment.d.behaviour = after_p(deployment, ds)
-        assert (await deployment.post()).status == 200
-        assert asked(deployment.prefills) == [1, 1]
-        assert len(deployment.d.requests) == (2 if dispatch == "concurrent" else 1)
-        await quiet(deployment)
 
 
 @pytest.mark.parametrize("cut", [None, 1, 30, 60])
 async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int | None) -> None:
     """The tokens that there were arrive, the end that is none does not."""
 
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        await eventually(relayed.is_set)
-        end = event(seen, "second") + b"data: " + given_up(seen) + b"\n\ndata: [DONE]\n\n"
-        for part in [end] if cut is None else [end[:-cut], end[-cut:]]:
-            await response.write(part)
-        await asyncio.Event().wait()
-        return response
+    def end(seen: Seen) -> bytes:
+        return event(seen, "second") + b"data: " + given_up(seen) + b"\n\n" + DONE
 
     relayed = asyncio.Event()
-    either.d.behaviour = behaviour
+    parts: list[Step] = [lambda _, seen: end(seen)]
+    if cut is not None:
+        parts = [lambda _, seen: end(seen)[:-cut], lambda _, seen: end(seen)[-cut:]]
+    either.d.behaviour = stream_of("first", relayed, *parts, forever)
     response = await either.begin()
     relayed.set()
     rest = await response.content.read()
@@ -141,21 +112,14 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
     second, *_, last, nothing = rest.split(b"\n\n")
     assert b"second" in second and nothing == b""
     assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == MESSAGE
-    await quiet(either)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_model_may_write_about_it(either: Deployment, streamed: bool) -> None:
     text = ABORT.decode()
-
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        if not streamed:
-            return web.json_response(completion(seen, text))
-        response = await event_stream(request)
-        await response.write(event(seen, text) + b"data: [DONE]\n\n")
-        return response
-
-    either.d.behaviour = behaviour
+    either.d.behaviour = by_kind(
+        stream_of(text, DONE), answers(lambda seen: web.json_response(completion(seen, text)))
+    )
     body = await (await either.post(STREAM if streamed else None)).read()
     if streamed:
         body, done, _ = body.removeprefix(b"data: ").split(b"\n\n")
@@ -327,10 +291,10 @@ def test_in_a_json_that_is_too_long_to_be_held_it_is_found_too() -> None:
 
 
 def says(path: str, body: Any, *, streamed: bool) -> Behaviour:
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return web.Response(body=json.dumps(body, **COMPACT).encode(), content_type="application/json")
-
-    return stream_of(as_events(path, body)) if streamed else behaviour
+    if streamed:
+        return stream_of(as_events(path, body))
+    raw = json.dumps(body, **COMPACT).encode()
+    return answers(lambda _: web.Response(body=raw, content_type="application/json"))
 
 
 WHOLE = [(path, body, False) for path, body in COMPLETE if path in PAIRED and isinstance(body, dict)]
@@ -356,7 +320,6 @@ async def test_an_answer_that_repeats_its_request_pauses_no_instance(
         assert b"502" not in await response.read()
     assert all(each.breaker.closed for each in either.everyone())
     assert either.proxy.counters.retried == either.proxy.counters.breakers_opened == 0
-    await quiet(either)
 
 
 @pytest.mark.parametrize(
@@ -376,14 +339,12 @@ async def test_what_d_gives_up_is_asked_of_another(path: str, body: Any, streame
             as_events(path, good) if streamed else json.dumps(good, **COMPACT).encode()
         )
         assert asked(deployment.decodes) == [1, 1]
-        await quiet(deployment)
 
 
 @pytest.mark.parametrize(("path", "body"), GIVEN_UP)
 async def test_what_p_gives_up_is_ps_failure(path: str, body: Any) -> None:
     async with deployed("sequential", 2, 1) as deployment:
-        for each in deployment.prefills:
-            each.behaviour = says(path, body, streamed=False)
+        all_do(deployment.prefills, says(path, body, streamed=False))
         deployment.d.behaviour = says(path, next(b for p, b in COMPLETE if p == path), streamed=False)
         assert (await deployment.post({"model": "tiny"}, path)).status == 200
         assert [len(each.requests) for each in deployment.prefills] == [1, 1], "the other P is asked, too"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hostile_support import DEEP, RAW, dealer, shout
+from hostile_support import RAW, dealer, shout
 from proxy_fakes import Deployment, deployed
 
 from p2pkv.control import security
@@ -33,22 +33,6 @@ async def serves(deployment: Deployment) -> None:
         await deployment.add("P")
     await deployment.ready(prefill=1, decode=before + 1)
     assert (await deployment.post()).status == 200
-
-
-async def test_every_truncation_and_wrong_value_of_a_ping(lonely: Deployment) -> None:
-    wire = encode_ping(PING)
-    frames = [wire[:length] for length in range(len(wire))] + [frame for frame in DEEP if len(frame) < 4000]
-    fields = msgspec.to_builtins(PING)
-    wrong = (-1, 1 << 63, "x" * 1000, [[]] * 50, {"type": "P"}, b"\x00", ["x"] * 100)
-    # To `workload` a later version may add fields.
-    pairs = [(name, each) for name in fields for each in wrong if (name, type(each)) != ("workload", dict)]
-    frames += [msgspec.msgpack.encode(fields | {name: value}) for name, value in pairs]
-    with dealer(Address.parse(lonely.discovery)) as socket:
-        for frame in frames:
-            socket.send(frame)
-        await eventually(lambda: lonely.refused == len(frames))
-    assert lonely.registry.known("P") == []
-    await serves(lonely)
 
 
 async def test_garbage_without_end_makes_a_line_in_ten_seconds(

@@ -6,20 +6,21 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import pytest
-from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
     Seen,
     after,
     answer_json,
+    chosen,
     never,
     never_a_token,
     stream_of,
     streams,
     telling,
 )
-from proxy_fakes import FakeInstance, deployed, error_of, outcomes, quiet, take_turns
+from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, outcomes, take_turns
 from test_alone import paired
 
 from p2pkv_proxy.attempt import Dispatch
@@ -30,11 +31,15 @@ LEASE: dict[str, Any] = {"life": 0.5, "lease": 1.0}
 STREAM = {"prompt": "x", "stream": True}
 
 
-def one_hangs(instances: list[FakeInstance], hangs: Behaviour) -> asyncio.Event:
-    """Of these the first that is asked never begins; the event says that it was asked."""
+async def one_hangs(
+    deployment: Deployment, instances: list[FakeInstance], hangs: Behaviour = never, body: Any = None
+) -> tuple[asyncio.Task[aiohttp.ClientResponse], FakeInstance]:
+    """A request that has come to one of these instances, which never begins it; another one would answer."""
     first = asyncio.Event()
     take_turns(instances, telling(first, hangs), answer_json)
-    return first
+    asking = asyncio.create_task(deployment.post(body))
+    await first.wait()
+    return asking, the_asked(instances)
 
 
 def the_asked(instances: list[FakeInstance]) -> FakeInstance:
@@ -46,10 +51,8 @@ def the_asked(instances: list[FakeInstance]) -> FakeInstance:
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_of_a_d_that_hangs_another_one_answers(dispatch: Dispatch, hangs: Behaviour) -> None:
     async with deployed(dispatch, prefill=1, decode=2, **LEASE) as deployment:
-        first = one_hangs(deployment.decodes, hangs)
-        asking = asyncio.create_task(deployment.post(STREAM if hangs is never_a_token else None))
-        await first.wait()
-        hung = the_asked(deployment.decodes)
+        body = STREAM if hangs is never_a_token else None
+        asking, hung = await one_hangs(deployment, deployment.decodes, hangs, body)
         instance = deployment.known(hung)
         deployment.no_more_pings(hung)
         response = await asking
@@ -57,7 +60,6 @@ async def test_of_a_d_that_hangs_another_one_answers(dispatch: Dispatch, hangs: 
         assert deployment.proxy.clock() - instance.last_seen >= 1.0, "not before its lease is over"
         assert [each.aborted for each in hung.requests] == [True]
         assert deployment.proxy.counters.retried == 1
-        await quiet(deployment)
 
 
 async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> None:
@@ -70,7 +72,6 @@ async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> Non
         deployment.no_more_pings(hung)
         assert {(await each).status for each in asking} == {200}
         assert deployment.proxy.counters.retries_refused == 0
-        await quiet(deployment)
 
 
 async def test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go(
@@ -92,19 +93,18 @@ async def test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go(
         release.set()
         assert b"second" in await begun.read()
         assert caplog.text.count("its engine may hang") == 1
-        await quiet(deployment)
 
 
-async def test_a_lost_ping_or_two_move_nothing() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_a_lost_ping_or_two_move_nothing(frozen: bool) -> None:
     async with deployed("concurrent", prefill=1, decode=2, life=0.5, lease=30.0) as deployment:
         release = asyncio.Event()
-        for each in deployment.decodes:
-            each.behaviour = after(release, answer_json)
+        all_do(deployment.decodes, after(release, answer_json))
         asking = asyncio.create_task(deployment.post())
         await eventually(lambda: any(each.requests for each in deployment.decodes))
         hung = the_asked(deployment.decodes)
         instance = deployment.known(hung)
-        deployment.no_more_pings(hung)
+        (deployment.freeze if frozen else deployment.no_more_pings)(hung)
         await eventually(lambda: instance.silent(deployment.proxy.clock()))
         probed = hung.healths
         await eventually(lambda: hung.healths > probed + 1)
@@ -116,13 +116,10 @@ async def test_a_lost_ping_or_two_move_nothing() -> None:
 @pytest.mark.parametrize("others", [0, 1])
 async def test_sequential_a_hung_p_leaves_the_request_to_others(others: int) -> None:
     async with deployed("sequential", prefill=1 + others, decode=1, **LEASE) as deployment:
-        first = one_hangs(deployment.prefills, never)
-        asking = asyncio.create_task(deployment.post())
-        await first.wait()
-        deployment.no_more_pings(the_asked(deployment.prefills))
+        asking, hung = await one_hangs(deployment, deployment.prefills)
+        deployment.no_more_pings(hung)
         assert (await asking).status == 200
         assert paired(deployment.d) == [bool(others)]
-        await quiet(deployment)
 
 
 async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +127,8 @@ async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.Monkey
     monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
     async with deployed("concurrent", prefill=2, decode=1, **LEASE) as deployment:
         release = asyncio.Event()
-        first = one_hangs(deployment.prefills, never)
         deployment.d.behaviour = after(release, answer_json)
-        asking = asyncio.create_task(deployment.post())
-        await first.wait()
-        hung = the_asked(deployment.prefills)
+        asking, hung = await one_hangs(deployment, deployment.prefills)
         instance = deployment.known(hung)
         deployment.no_more_pings(hung)
         await eventually(lambda: deployment.registry.overdue(instance, deployment.proxy.clock()))
@@ -143,7 +137,6 @@ async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.Monkey
         assert len(deployment.d.requests) == 1
         release.set()
         assert (await asking).status == 200
-        await quiet(deployment)
 
 
 # Deadlines.
@@ -152,37 +145,28 @@ async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.Monkey
 async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
     limits = Limits(first_token_seconds=0.3)
     async with deployed("concurrent", prefill=1, decode=2, limits=limits) as deployment:
-        first = one_hangs(deployment.decodes, never_a_token)
+        take_turns(deployment.decodes, never_a_token, answer_json)
         assert (await deployment.post(STREAM)).status == 200
-        assert first.is_set() and deployment.proxy.counters.retried == 1
-        for each in deployment.decodes:
-            each.behaviour = never_a_token
-        response = await deployment.post(STREAM)
-        assert response.status == 504
-        assert (await error_of(response))["message"] == "The decode instance has sent no token in time."
-        await quiet(deployment)
+        assert asked(deployment.decodes) == [1, 1] and deployment.proxy.counters.retried == 1
+        all_do(deployment.decodes, never_a_token)
+        assert await deployment.refusal(504, STREAM) == "The decode instance has sent no token in time."
 
 
 async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> None:
     limits = Limits(first_token_seconds=0.3)
     async with deployed("concurrent", prefill=2, decode=1, limits=limits) as deployment:
-        first = one_hangs(deployment.prefills, never)
 
-        async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
+        def d(seen: Seen) -> Behaviour:
             slow = any(seen.request_id == each.request_id for each in the_first.requests)
-            return await (never_a_token if slow else answer_json)(request, seen)
+            return never_a_token if slow else answer_json
 
-        the_first = FakeInstance("P")
         deployment.d.behaviour = never_a_token
-        asking = asyncio.create_task(deployment.post(STREAM))
-        await first.wait()
-        the_first = the_asked(deployment.prefills)
-        deployment.d.behaviour = d
+        asking, the_first = await one_hangs(deployment, deployment.prefills, body=STREAM)
+        deployment.d.behaviour = chosen(d)
         assert (await asking).status == 200
         p, d_known = deployment.known(the_first), deployment.known(deployment.d)
         assert outcomes(p) == [False]
         assert all(outcomes(d_known))
-        await quiet(deployment)
 
 
 async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
@@ -209,7 +193,6 @@ async def test_a_stream_without_more_events_ends_with_an_error() -> None:
         assert (error["code"], error["message"]) == (504, "The decode instance has sent nothing for 0.3 s.")
         assert outcomes(deployment.known(deployment.d)) == [True, False]
         await eventually(lambda: deployment.d.requests[0].aborted)
-        await quiet(deployment)
 
 
 async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
@@ -225,4 +208,3 @@ async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
         await eventually(lambda: relay._writing is not None and loop.time() - relay._writing > 0.8)
         text = await response.read()
         assert text.count(b"data: ") == 200 and b'"error"' not in text
-        await quiet(deployment)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from proxy_behaviours import after, never, streams
-from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet
+from proxy_fakes import Deployment, FakeInstance, all_do, deployed, error_of, join, ping, quiet
 
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.limits import Limits
@@ -68,15 +68,14 @@ async def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new(
     guarded: Deployment, role: str
 ) -> None:
     release = asyncio.Event()
-    for instance in guarded.decodes:
-        instance.behaviour = streams(release)
+    all_do(guarded.decodes, streams(release))
     answers = [await guarded.begin() for _ in range(4)]
     leaver, stayer = guarded.prefills if role == "P" else guarded.decodes
     assert len(leaver.requests) == len(stayer.requests) == 2
     await drained(guarded, leaver)
     if role == "D":
         assert (await states(guarded))[leaver.http_address] == "draining"
-    answers += [await guarded.post({"prompt": "x", "stream": True}) for _ in range(4)]
+    answers += [await guarded.post(stream=True) for _ in range(4)]
     assert (len(leaver.requests), len(stayer.requests)) == (2, 6)
     release.set()
     for answer in answers:
@@ -96,7 +95,7 @@ async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
     async with deployed("concurrent", prefill=1, decode=1, guard=Access(TOKEN)) as deployment:
         first, rest = asyncio.Event(), asyncio.Event()
         deployment.d.behaviour = after(first, streams(rest))
-        asking = asyncio.create_task(deployment.post({"prompt": "x", "stream": True}))
+        asking = asyncio.create_task(deployment.post(stream=True))
         await eventually(lambda: bool(deployment.p.requests) and deployment.p.requests[0].answered)
         (p,) = deployment.registry.known("P")
         await eventually(lambda: p.load == 0)
@@ -113,9 +112,7 @@ async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
 async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_them_in() -> None:
     async with deployed("concurrent", prefill=1, decode=1, guard=Access(TOKEN)) as deployment:
         await drained(deployment, deployment.d)
-        answer = await deployment.post()
-        assert answer.status == 503
-        assert "of 1 registered, 1 drained" in (await error_of(answer))["message"]
+        assert "of 1 registered, 1 drained" in await deployment.refusal(503)
         assert (await deployment.get("/ready"))[0] == 503
         await order(deployment, deployment.d, "resume")
         assert (await deployment.post()).status == 200
@@ -221,8 +218,7 @@ async def test_a_restart_ends_a_drain_and_a_lost_connection_does_not() -> None:
 
 async def test_the_status_says_who_pushes_to_whom(guarded: Deployment) -> None:
     release = asyncio.Event()
-    for instance in guarded.decodes:
-        instance.behaviour = streams(release)
+    all_do(guarded.decodes, streams(release))
     answer = await guarded.begin()
     _, now = await guarded.get("/status")
     (pair,) = now["pairs"]

@@ -77,7 +77,7 @@ class TwoRouters:
         if instance is not None and instance.role == "D":
             places = self.dice.randrange(4) - instance.places
             for _ in range(abs(places)):
-                (instance.take_place if places > 0 else instance.leave_place)(alone=False)
+                instance.count_place(1 if places > 0 else -1, alone=False)
 
     def able(self, router: Router, model: str | None, mode: PrefillMode) -> Any:
         try:
@@ -115,7 +115,7 @@ def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest
     for turn in range(100):
         choice = router.choose(RoutingRequest("m"), turn / 100)
         assert choice.prefill is not None
-        choice.decode.take_place(alone=False)
+        choice.decode.count_place(1, alone=False)
     assert looked <= 3
 
 

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import zmq
 from proxy_behaviours import streams
-from proxy_fakes import DEADLINE, Deployment, FakeInstance, Line, asked, deployed, join, ping, quiet
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, Line, asked, deployed, join, ping
 from proxy_process import served
 
 from p2pkv.control.security import Members, ZapHandler
@@ -109,8 +109,7 @@ async def listing(*those: FakeInstance | FakeRank, **options: Any) -> AsyncItera
         instances = await begun(cleanup, *those)
         listed_ones = [listed(each) for each in instances]
         async with deployed("concurrent", life=0.5, listed=listed_ones, **options) as deployment:
-            for instance in instances:
-                (deployment.prefills if instance.role == "P" else deployment.decodes).append(instance)
+            deployment.instances += instances
             yield deployment
 
 
@@ -119,15 +118,13 @@ async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> 
     async with listing(FakeInstance("P"), FakeInstance("D")) as deployment:
         await deployment.add("D", fit=NEW)
         await deployment.ready(prefill=1, decode=2)
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(4)
         assert asked(deployment.prefills) == [4], "the one that says what it fits is paired, too"
         assert asked(deployment.decodes) == [2, 2]
         p, d = deployment.p, deployment.d
         assert all(f"___prefill_addr_{p.zmq_address}___" in seen.request_id for seen in p.requests)
         assert all(f"___decode_addr_{d.zmq_address}_" in seen.request_id for seen in d.requests)
         assert deployment.registry.misfits() == {}
-        await quiet(deployment)
 
 
 async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,8 +159,7 @@ async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -
                 == states
             )
         )
-        for _ in range(3):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(3)
         assert asked(deployment.decodes) == [0, 3]
         frozen.frozen = False
 
@@ -174,8 +170,7 @@ async def test_what_they_fit_is_learnt_from_their_first_ranks(secret: bytes | No
     old, new = FakeRank("P", members, fit=OLD), FakeRank("P", members, fit=NEW, ranks=2)
     async with listing(old, new, FakeRank("D", members, fit=NEW), members=members) as deployment:
         await deployment.ready(prefill=2, decode=1)
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(4)
         assert [len(each.requests) for each in deployment.prefills] == [0, 4]
         sizes = {each.ping.zmq_address: each.ping.tp_size for each in deployment.registry.known("P")}
         assert sizes == {old.address: 1, new.address: 2}
@@ -311,17 +306,6 @@ def options_for(p: FakeInstance, d: FakeInstance) -> list[str]:
         *("--prefill", f"http://{p.http_address}={p.zmq_address}"),
         *("--decode", f"{d.http_address}={d.zmq_address}"),
     ]
-
-
-async def test_the_command_serves_what_it_lists() -> None:
-    async with AsyncExitStack() as cleanup:
-        p, d = await begun(cleanup, FakeRank("P", fit=NEW), FakeRank("D", fit=NEW))
-        proxy = await cleanup.enter_async_context(served(*options_for(p, d), prefill=0, decode=0))
-        await proxy.ready(1, 1)
-        assert (await proxy.post()).status == 200
-        assert asked((p, d)) == [1, 1]
-        proxy.terminate()
-        await proxy.ended()
 
 
 async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on() -> None:

@@ -25,7 +25,7 @@ from p2pkv_proxy.exposition import Exposition
 from p2pkv_proxy.exposition import page as page_of
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import STATES, Instance
-from p2pkv_proxy.metrics import OUTCOMES, Metrics
+from p2pkv_proxy.metrics import OUTCOMES, Metrics, quantiles
 from p2pkv_proxy.routing import Choice
 from support.waiting import eventually
 
@@ -132,7 +132,7 @@ async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
     async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)
-        stream = await deployment.post({"prompt": "x", "stream": True})
+        stream = await deployment.post(stream=True)
         assert (await deployment.post()).status == 503
         release.set()
         await stream.content.read()
@@ -283,16 +283,16 @@ def test_gaps_fall_into_the_right_buckets() -> None:
 def test_quantiles_are_of_the_last_minute() -> None:
     now = 0.0
     metrics = Metrics(lambda: now)
-    assert metrics.quantiles(0.5, 0.95) == [None, None]
+    assert quantiles(metrics.recent(), 0.5, 0.95) == [None, None]
     metrics.first_token("d", "pair", 50.0)
     now = 30.0
     for number in range(100):
         metrics.first_token("d", "pair", number / 100)
-    assert metrics.quantiles(0.5, 0.95) == [pytest.approx(0.5), pytest.approx(0.95)]
+    assert quantiles(metrics.recent(), 0.5, 0.95) == [pytest.approx(0.5), pytest.approx(0.95)]
     now = 80.0
-    assert metrics.quantiles(1.0) == [0.99]
+    assert quantiles(metrics.recent(), 1.0) == [0.99]
     now = 91.0
-    assert metrics.quantiles(0.5) == [None]
+    assert quantiles(metrics.recent(), 0.5) == [None]
 
 
 OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
@@ -300,7 +300,7 @@ OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
     concurrent.d.behaviour = streams_at_once
-    await (await concurrent.post({"prompt": "x", "stream": True})).read()
+    await (await concurrent.post(stream=True)).read()
     await quiet(concurrent)
     for each in concurrent.everyone():
         each.pinged(msgspec.structs.replace(each.ping, workload=Workload()), each.last_seen)

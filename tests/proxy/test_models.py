@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from proxy_fakes import Deployment, quiet
+from proxy_fakes import Deployment
 
 
 async def listed(deployment: Deployment, key: str = "") -> tuple[int, Any]:
@@ -20,6 +20,8 @@ async def two(deployment: Deployment, **options: Any) -> None:
     for number, name in enumerate(("one", "other"), start=1):
         await deployment.add("D", models=("tiny", name), **options)
         await deployment.ready(prefill=0, decode=number)  # in this order
+    await deployment.add("P", models=("a P's own",))
+    await deployment.ready(prefill=1, decode=2)
     with pytest.MonkeyPatch.context() as patient:
         patient.setattr("p2pkv_proxy.models._OTHERS_SECONDS", 1000.0)
         assert await listed(deployment, options.get("key", "")) == (200, ["tiny", "other", "one"])
@@ -35,7 +37,6 @@ async def test_one_that_is_frozen_holds_up_nothing_and_its_models_are_known(
     lonely.decodes[1 - frozen].models = ("tiny", "new")
     expected = ["tiny", "new", "one"] if frozen == 0 else ["tiny", "other", "new"]
     assert await listed(lonely) == (200, expected)
-    await quiet(lonely)
 
 
 async def test_what_is_remembered_is_for_those_who_show_the_key(
@@ -56,4 +57,3 @@ async def test_if_none_answers_it_is_a_502(lonely: Deployment, monkeypatch: pyte
         each.frozen = True
     status, page = await listed(lonely)
     assert (status, page["error"]["message"]) == (502, "No decode instance listed its models.")
-    await quiet(lonely)

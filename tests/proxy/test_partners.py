@@ -155,7 +155,7 @@ def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_c
     for _ in range(40 * p_count):
         choice = router.choose(RoutingRequest(), rig.now)
         assert choice.prefill is not None
-        choice.decode.take_place(alone=False)
+        choice.decode.count_place(1, alone=False)
         loads[choice.decode] += 1
         pairs.add((choice.prefill, choice.decode))
     of_p, of_d = (Counter(pair[side] for pair in pairs) for side in (0, 1))
@@ -198,7 +198,7 @@ def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
         rig.join("P", 20_000 + each)
     router = Router(rig.registry, room=1)
     for _ in ds:
-        router.choose(RoutingRequest(), rig.now).decode.take_place(alone=False)
+        router.choose(RoutingRequest(), rig.now).decode.count_place(1, alone=False)
     assert [d.places for d in ds] == [1] * 20
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
-from proxy_behaviours import Seen, after, answer_json, event, event_stream, never
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, error_of, join, ping, quiet
+from proxy_behaviours import DONE, Seen, after, answer_json, event, event_stream, never
+from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, join, ping
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
 from p2pkv_proxy.limits import Limits
@@ -30,68 +30,55 @@ class Vouching(FakeInstance):
         return replace(super().ping, version=self.version)
 
 
-async def add(deployment: Deployment, role: Any, kind: type[FakeInstance] = Vouching) -> FakeInstance:
-    instance = kind(role)
-    await deployment.enlist(instance)
-    (deployment.prefills if role == "P" else deployment.decodes).append(instance)
-    return instance
-
-
 def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -> None:
     """As vLLM's /pause or /resume."""
     pinger = deployment.pingers[instance.http_address]
-    pinger._paused = lambda: paused
+    pinger._current = lambda: replace(instance.ping, paused=paused)
     pinger.hurry()
 
 
 def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
-    deployment.pingers[instance.http_address]._vouched_for = lambda: False
+    deployment.pingers[instance.http_address]._current = lambda: None
 
 
 # Paused ones.
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
-async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: Any) -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        other = await add(deployment, role)
-        await deployment.ready(2 if role == "P" else 1, 2 if role == "D" else 1)
-        pause(deployment, other)
-        await eventually(lambda: other.http_address not in deployment.routable(role), "the pause")
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
-        assert not other.requests
-        listed = (await deployment.get("/instances"))[1]["instances"]
-        states = {each["address"]: each["state"] for each in listed}
-        assert states.pop(other.http_address) == "engine_paused" and set(states.values()) == {"ready"}
-        assert (await deployment.get("/health"))[1]["gauges"]["engines_paused"] == 1
-        pause(deployment, other, False)
-        await eventually(lambda: other.http_address in deployment.routable(role), "the resumption")
-        for _ in range(6):
-            assert (await deployment.post()).status == 200
-        assert other.requests
-        await quiet(deployment)
+async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(
+    concurrent: Deployment, role: Any
+) -> None:
+    other = await concurrent.add(role, Vouching)
+    await concurrent.ready(2 if role == "P" else 1, 2 if role == "D" else 1)
+    pause(concurrent, other)
+    await eventually(lambda: other.http_address not in concurrent.routable(role), "the pause")
+    await concurrent.serves(4)
+    assert not other.requests
+    listed = (await concurrent.get("/instances"))[1]["instances"]
+    states = {each["address"]: each["state"] for each in listed}
+    assert states.pop(other.http_address) == "engine_paused" and set(states.values()) == {"ready"}
+    assert (await concurrent.get("/health"))[1]["gauges"]["engines_paused"] == 1
+    pause(concurrent, other, False)
+    await eventually(lambda: other.http_address in concurrent.routable(role), "the resumption")
+    await concurrent.serves(6)
+    assert other.requests
 
 
-async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        resumed = asyncio.Event()
-        deployment.d.behaviour = after(resumed, answer_json)
-        asked = await deployment.under_way(deployment.d)
-        pause(deployment, deployment.d)
-        await eventually(lambda: not deployment.routable("D"))
-        pause(deployment, deployment.d, False)
-        resumed.set()
-        assert (await asked).status == 200
+async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed(concurrent: Deployment) -> None:
+    resumed = asyncio.Event()
+    concurrent.d.behaviour = after(resumed, answer_json)
+    asked = await concurrent.under_way(concurrent.d)
+    pause(concurrent, concurrent.d)
+    await eventually(lambda: not concurrent.routable("D"))
+    pause(concurrent, concurrent.d, False)
+    resumed.set()
+    assert (await asked).status == 200
 
 
-async def test_without_any_other_d_the_answer_says_that_it_is_paused() -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        pause(deployment, deployment.d)
-        await eventually(lambda: not deployment.routable("D"))
-        response = await deployment.post()
-        assert response.status == 503
-        assert "1 paused by vLLM's /pause" in (await error_of(response))["message"]
+async def test_without_any_other_d_the_answer_says_that_it_is_paused(concurrent: Deployment) -> None:
+    pause(concurrent, concurrent.d)
+    await eventually(lambda: not concurrent.routable("D"))
+    assert "1 paused by vLLM's /pause" in await concurrent.refusal(503)
 
 
 def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
@@ -141,14 +128,13 @@ async def hung() -> AsyncIterator[Deployment]:
     limits = Limits(max_body=1 << 20)
     async with deployed("concurrent", 1, 0, life=LIFE, lease=PROXYS_LEASE, limits=limits) as deployment:
         for _ in range(2):
-            await add(deployment, "D")
+            await deployment.add("D", Vouching)
         await deployment.ready(1, 2)
         yield deployment
 
 
 async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: Deployment) -> None:
-    for each in hung.decodes:
-        each.behaviour = never
+    all_do(hung.decodes, never)
     request = asyncio.create_task(hung.post())
     await eventually(lambda: any(each.requests for each in hung.decodes))
     (stuck,) = (each for each in hung.decodes if each.requests)
@@ -158,11 +144,10 @@ async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: 
     assert (await request).status == 200
     assert asked(hung.decodes) == [1, 1]
     assert stuck.healths > 1, "its HTTP server has answered all the while"
-    for _ in range(3):
-        assert (await hung.post()).status == 200
+    await hung.serves(3)
     assert len(stuck.requests) == 1
     stuck.behaviour = answer_json
-    hung.pingers[stuck.http_address]._vouched_for = lambda: True
+    hung.pingers[stuck.http_address]._current = lambda: stuck.ping
     await eventually(lambda: stuck.http_address in hung.routable("D"), "its return")
 
 
@@ -175,7 +160,7 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
             if goes_on.is_set():
                 await response.write(event(seen, "token"))
             await asyncio.sleep(0.05)
-        await response.write(b"data: [DONE]\n\n")
+        await response.write(DONE)
         return response
 
     return behaviour
@@ -188,9 +173,8 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
     monkeypatch.setattr("p2pkv_proxy.upstream._HUNG_SECONDS", 1.5)
     stop, goes_on = asyncio.Event(), asyncio.Event()
     goes_on.set()
-    for each in hung.decodes:
-        each.behaviour = stream(stop, goes_on)
-    response = await hung.post({"model": "tiny", "prompt": "hi", "stream": True})
+    all_do(hung.decodes, stream(stop, goes_on))
+    response = await hung.post(stream=True)
     await response.content.readany()
     (stuck,) = (each for each in hung.decodes if each.requests)
     fall_silent(hung, stuck)
@@ -208,7 +192,7 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
 
 async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: Deployment) -> None:
     assert VOUCHING_VERSION == 4  # when pings began to mean that
-    old = await add(hung, "D", type("Old", (Vouching,), {"version": 3}))
+    old = await hung.add("D", type("Old", (Vouching,), {"version": 3}))
     await hung.ready(1, 3)
     for each in hung.decodes:
         if each is not old:

@@ -7,6 +7,7 @@ import socket as socket_module
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,8 +30,8 @@ def router(endpoint: str = "tcp://127.0.0.1:*") -> Iterator[tuple[zmq.Socket[byt
 
 
 @contextlib.contextmanager
-def pinging(address: str, interval: float = 0.05) -> Iterator[Pinger]:
-    pinger = Pinger(address, PING, interval)
+def pinging(address: str, interval: float = 0.05, ping: Ping = PING, **more: Any) -> Iterator[Pinger]:
+    pinger = Pinger(address, ping, interval, **more)
     pinger.start()
     try:
         yield pinger
@@ -125,20 +126,15 @@ def test_what_a_proxy_answers_is_ignored() -> None:
 def test_what_a_proxy_answers_a_d_that_asked() -> None:
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=4)
-    with router() as (socket, address):
-        pinger = Pinger(address, ping, 0.05, on_partners=heard.append)
-        pinger.start()
-        try:
-            peer, _ = socket.recv_multipart()
-            noise = (b"", b"hello", encode_ping(PING))
-            for frame in (*noise, encode_partners(["a:1"]), *noise, encode_partners(["a:1", "b:2"])):
-                socket.send_multipart([peer, frame])
-            socket.send_multipart([peer, encode_partners(["c:3"]), b"and another frame"])
-            wait_for(lambda: len(heard) == 2, what="the answers")
-            for _ in range(3):
-                assert decode_ping(socket.recv_multipart()[1]) == ping
-        finally:
-            pinger.stop()
+    with router() as (socket, address), pinging(address, ping=ping, on_partners=heard.append):
+        peer, _ = socket.recv_multipart()
+        noise = (b"", b"hello", encode_ping(PING))
+        for frame in (*noise, encode_partners(["a:1"]), *noise, encode_partners(["a:1", "b:2"])):
+            socket.send_multipart([peer, frame])
+        socket.send_multipart([peer, encode_partners(["c:3"]), b"and another frame"])
+        wait_for(lambda: len(heard) == 2, what="the answers")
+        for _ in range(3):
+            assert decode_ping(socket.recv_multipart()[1]) == ping
     assert heard == [("a:1",), ("a:1", "b:2")]
 
 

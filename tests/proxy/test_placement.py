@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import proxy_fakes
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_behaviours import (
@@ -21,6 +20,7 @@ from proxy_behaviours import (
     after,
     answer_error,
     answer_json,
+    chosen,
     dies,
     dies_before_a_token,
     never_a_token,
@@ -258,7 +258,7 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
         admission._leave(place)
     for each in pool:
         engine = router.costs.of(each)
-        assert (engine.answers, engine.prompts, engine.tokens) == (0, 0, 0)
+        assert (engine.answers, len(engine._queue), engine.tokens) == (0, 0, 0)
 
 
 # What instances report.
@@ -405,14 +405,14 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(victim: str, fai
             learned(pool.proxy.router, each, prompt, step)
         lost = fakes[victim == "D"]
 
-        async def as_vllm(request: web.Request, seen: Seen) -> web.StreamResponse:
+        def as_vllm(seen: Seen) -> Behaviour:
             """It waits for the KV of the P that is lost."""
             pair = find_pair(seen.request_id)
             waits = pair is not None and str(pair.prefill) == lost.zmq_address
-            return await (never_a_token if waits else generates())(request, seen)
+            return never_a_token if waits else generates()
 
         for fake in fakes:
-            fake.behaviour = failure if fake is lost else as_vllm
+            fake.behaviour = failure if fake is lost else chosen(as_vllm)
         assert same(await ask(pool, COMPLETION), whole(COMPLETION))
         assert len({each.request_id for each in lost.requests}) == 1
         ways = pool.proxy.router.costs.ways
@@ -433,7 +433,7 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
         assert page["by"] == "auto" and sum(page["ways"].values()) == 8
         assert page["median_error"] >= 0.0 and len(page["latest"]) == 8
         assert all(each["first_token_seen"] > 0 < each["first_token"] for each in page["latest"])
-        metrics = await (await pool.client.get(pool.url + "/metrics")).text()
+        metrics = await pool.text("/metrics")
         counted = [
             line
             for line in metrics.splitlines()
@@ -443,9 +443,9 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
         assert "instance_reported_queued_tokens{" not in metrics
         for each in pool.registry.known("P"):
             report(pool.registry, each, pool.proxy.clock(), running=1, tokens=700)
-        metrics = await (await pool.client.get(pool.url + "/metrics")).text()
+        metrics = await pool.text("/metrics")
         assert metrics.count('"} 700.0') == 2
-        (shown, _) = (await (await pool.client.get(pool.url + "/instances")).json())["instances"]
+        (shown, _) = (await pool.get("/instances"))[1]["instances"]
         assert shown["reported"]["tokens"] == 700
         for name in ("queued_prefill_seconds", "prefill_share", "reported_running", "reported_queued_tokens"):
             assert metrics.count(f"p2pkv_proxy_instance_{name}{{") == 2
@@ -463,8 +463,8 @@ async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that
         before = engine.prompt.weights = [1.0, 0.0, 0.0]
         asking = asyncio.create_task(pool.post())
         await called.wait()
-        assert (engine.answers, engine.prompts) == (1, 1)
-        await eventually(lambda: engine.prompts == 0)
+        assert (engine.answers, len(engine._queue)) == (1, 1)
+        await eventually(lambda: len(engine._queue) == 0)
         assert not asking.done() and engine.answers == 1
         release.set()
         assert (await asking).status == 200

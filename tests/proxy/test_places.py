@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from proxy_fakes import Deployment, fleet, join, ping, quiet
+from proxy_fakes import Deployment, fleet, join, ping
 from test_admission import ask, slow
 
 from p2pkv_proxy.admission import Admission
@@ -188,4 +188,3 @@ async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment)
         await eventually(lambda: len(sequential.p.requests) == 9)
         assert sorted((first.places, second.places)) == [4, 5]
     assert await asyncio.gather(*asked) == [200] * 9
-    await quiet(sequential)

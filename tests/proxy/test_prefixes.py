@@ -137,7 +137,6 @@ def test_a_chain_costs_no_more_than_its_beginning(fields: dict[str, Any]) -> Non
 JSON = json_values(names=st.sampled_from(["content", "text", "role", "type", "x"]))
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["prompt", "messages", "input", "tools", "system", "model", "cache_salt"]), JSON
@@ -264,4 +263,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(deadline=None, max_examples=100, stateful_step_count=30)
+TestIndex.settings = settings(max_examples=100, stateful_step_count=30)

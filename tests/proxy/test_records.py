@@ -26,24 +26,19 @@ TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=x
 
 
 async def test_the_clients_id_reaches_the_instances_beside_the_proxys_own(either: Deployment) -> None:
-    answer = await either.post(headers={"X-Request-Id": "mine"})
-    assert answer.headers["X-Request-Id"] == "mine"
+    mine = "___prefill_addr_6.6.6.6:1___decode_addr_6.6.6.6:2_" + "0" * 32
+    answer = await either.post(headers={"X-Request-Id": mine})
+    assert answer.headers.getall("X-Request-Id") == [mine]
     for instance in (either.p, either.d):
         (seen,) = instance.requests
-        assert seen.headers.getall("X-Client-Request-Id") == ["mine"]
-        assert "_addr_" in seen.request_id
+        assert seen.headers.getall("X-Client-Request-Id") == [mine]
+        (own,) = seen.headers.getall("X-Request-Id")
+        assert "_addr_" in own and "6.6.6.6" not in own
 
 
 async def test_an_id_under_the_other_name_is_left_as_it_is(concurrent: Deployment) -> None:
     await concurrent.post(headers={"X-Request-Id": "mine", "X-Client-Request-Id": "older"})
     assert concurrent.d.requests[0].headers.getall("X-Client-Request-Id") == ["older"]
-
-
-async def test_the_clients_trace_reaches_both_as_it_is(either: Deployment) -> None:
-    await either.post(headers=TRACEPARENT)
-    for instance in (either.p, either.d):
-        (seen,) = instance.requests
-        assert {name: seen.headers[name] for name in TRACEPARENT} == TRACEPARENT
 
 
 @pytest.mark.parametrize(
@@ -147,8 +142,7 @@ async def test_a_collector_that_is_gone_holds_up_nobody() -> None:
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     async with asyncio.timeout(DEADLINE):
         async with deployed("concurrent", 1, 1, tracing=spans) as deployment:
-            for _ in range(3):
-                assert (await deployment.post()).status == 200
+            await deployment.serves(3)
 
 
 def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +157,7 @@ async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> No
         proxy.prefills[0].behaviour = dies
         proxy.d.behaviour = with_a_p(never, streams_at_once)
         headers = {"X-Request-Id": "the client's own", **TRACEPARENT}
-        async with await proxy.post(headers, stream=True) as answer:
+        async with await proxy.post(headers=headers, stream=True) as answer:
             assert answer.status == 200
             await answer.read()
         await proxy.says('"outcome": ')

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_behaviours import Behaviour, Seen, answer_json, die, event_stream, never_a_token
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet, take_turns
+from proxy_behaviours import (
+    DONE,
+    Behaviour,
+    Seen,
+    Step,
+    a_moment,
+    after,
+    answer_json,
+    by_kind,
+    chosen,
+    die,
+    forever,
+    never_a_token,
+    stream_of,
+)
+from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, take_turns
 from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model
 
 from p2pkv_proxy.access import Access
@@ -30,48 +42,32 @@ CHATTED: dict[str, Any] = {
     "stream_options": {"include_usage": True},
 }
 
-Loss = Callable[[web.Request, web.StreamResponse], Any]
+Loss = tuple[Step, ...]
+"""The last steps of a stream."""
+DIES: Loss = (die,)
+HANGS: Loss = (forever,)
+FAILS: Loss = (b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n', DONE)
+"""As an API server whose engine core has died."""
+GIVES_UP: Loss = (
+    b'data: {"id":"x","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"abort",'
+    b'"token_ids":[]}]}\n\n',
+    DONE,
+)
+"""As a vLLM that is stopped."""
 
 
-async def dies(request: web.Request, response: web.StreamResponse) -> None:
-    die(request)
-
-
-async def fails(request: web.Request, response: web.StreamResponse) -> None:
-    """As an API server whose engine core has died."""
-    await response.write(b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n')
-    await response.write(b"data: [DONE]\n\n")
-
-
-async def gives_up(request: web.Request, response: web.StreamResponse) -> None:
-    """As a vLLM that is stopped."""
-    choice = b'{"index":0,"text":"","logprobs":null,"finish_reason":"abort","token_ids":[]}'
-    await response.write(b'data: {"id":"x","choices":[' + choice + b"]}\n\ndata: [DONE]\n\n")
-
-
-async def hangs(request: web.Request, response: web.StreamResponse) -> None:
-    await asyncio.Event().wait()
-
-
-def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: Loss = dies) -> Behaviour:
+def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: Loss = DIES) -> Behaviour:
     """Streams the engine's answer; `lost_after`: events after which it is lost, 0 for never."""
 
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        if not seen.body["stream"]:
-            return await answer_json(request, seen)
-        response = await event_stream(request)
+    def streamed(seen: Seen) -> Behaviour:
         events = engine.events(seen.path, seen.body, seen.request_id)
-        for event in itertools.islice(events, lost_after or None):
-            await response.write(event)
-            await asyncio.sleep(0)
-        if lost_after:
-            await loss(request, response)
-        return response
+        steps = [step for event in events for step in (event, a_moment)]
+        return stream_of(*([*steps[: 2 * lost_after], *loss] if lost_after else steps))
 
-    return behaviour
+    return by_kind(chosen(streamed), answer_json)
 
 
-def the_first_is_lost(instances: list[FakeInstance], lost_after: int = 9, loss: Loss = dies) -> None:
+def the_first_is_lost(instances: list[FakeInstance], lost_after: int = 9, loss: Loss = DIES) -> None:
     """Of these the first that is asked loses its answer; the others do not."""
     take_turns(instances, generates(lost_after=lost_after, loss=loss), generates())
 
@@ -103,7 +99,6 @@ async def test_a_stream_outlives_its_d(dispatch: Dispatch, path: str, body: dict
         assert first.path == path and second.path == COMPLETIONS
         assert second.body["max_tokens"] == 1 and len(second.body["prompt"]) > 8
         assert deployment.proxy.counters.resumed == 1
-        await quiet(deployment)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -120,22 +115,20 @@ async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(
         got = await ask(deployment, body, CHAT)
         assert same(got, wanted) if known else got.error is not None
         assert deployment.proxy.counters.not_resumed == (not known)
-        await quiet(deployment)
 
 
-@pytest.mark.parametrize("loss", [dies, fails, gives_up, hangs], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [DIES, FAILS, GIVES_UP, HANGS], ids=["dies", "fails", "gives up", "hangs"])
 async def test_each_way_to_lose_a_d(loss: Loss) -> None:
     async with deployed("concurrent", 1, 2, limits=Limits(event_seconds=0.5)) as deployment:
         the_first_is_lost(deployment.decodes, loss=loss)
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
-        await quiet(deployment)
 
 
 async def test_ds_that_died_together_are_no_tries() -> None:
     """Their ports refuse: nothing is asked of them, and neither limit nor budget counts."""
     async with deployed("concurrent", 1, 5, limits=Limits(resumes=1)) as deployment:
 
-        async def loss(request: web.Request, response: web.StreamResponse) -> None:
+        def loss(request: web.Request, seen: Seen) -> None:
             for each in [each for each in deployment.decodes if not each.requests][:-1]:
                 each.kill()
             deployment.proxy.admission.budget.spend = never_again  # type: ignore[method-assign]
@@ -144,62 +137,50 @@ async def test_ds_that_died_together_are_no_tries() -> None:
         def never_again(now: float, *, whatever: bool = False) -> bool:
             return whatever
 
-        the_first_is_lost(deployment.decodes, loss=loss)
+        the_first_is_lost(deployment.decodes, loss=(loss,))
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
         assert deployment.proxy.counters.resumed == 1
-        await quiet(deployment)
 
 
-async def test_two_ds_are_lost_one_after_the_other() -> None:
-    async with deployed("concurrent", 1, 3) as deployment:
-        take_turns(deployment.decodes, *[generates(lost_after=5)] * 2, generates())
-        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
-        assert asked(deployment.decodes) == [1, 1, 1]
-        await quiet(deployment)
-
-
-async def test_without_another_d_the_stream_ends_with_an_error() -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        the_first_is_lost(deployment.decodes)
+@pytest.mark.parametrize(
+    ("decode", "limits", "loss", "said"),
+    [
+        (1, Limits(), DIES, "died"),
+        (1, Limits(), FAILS, "EngineCore died"),
+        (2, Limits(resumes=0), DIES, "died"),
+        (2, Limits(resume_bytes=0), DIES, "died"),
+    ],
+    ids=["no other D", "its own error", "no tries", "no memory"],
+)
+async def test_where_none_goes_on_the_stream_ends_with_an_error(
+    decode: int, limits: Limits, loss: Loss, said: str
+) -> None:
+    async with deployed("concurrent", 1, decode, limits=limits) as deployment:
+        the_first_is_lost(deployment.decodes, loss=loss)
         got = await ask(deployment, COMPLETION)
-        assert got.error["code"] == 502 and "died" in got.error["message"]
-        assert whole(COMPLETION).text.startswith(got.text) and got.text
-        assert deployment.proxy.counters.not_resumed == 1
-        await quiet(deployment)
-
-
-async def test_the_error_of_a_failed_d_is_passed_on_if_none_goes_on() -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        the_first_is_lost(deployment.decodes, loss=fails)
-        got = await ask(deployment, COMPLETION)
-        assert got.error["message"] == "EngineCore died"
-
-
-async def test_with_a_limit_of_zero_d_gets_the_clients_own_bytes() -> None:
-    async with deployed("concurrent", 1, 2, limits=Limits(resumes=0)) as deployment:
-        the_first_is_lost(deployment.decodes)
-        got = await ask(deployment, COMPLETION)
-        assert got.error["code"] == 502
+        assert got.error["code"] == (500 if loss is FAILS else 502) and said in got.error["message"]
+        assert whole(COMPLETION).text.startswith(got.text) and got.text and not got.ids
         (sent,) = [seen for each in deployment.decodes for seen in each.requests]
-        assert sent.body == COMPLETION
+        assert (sent.body == COMPLETION) == (limits.resumes == 0), "D gets the client's own bytes"
+        assert deployment.proxy.counters.not_resumed == (decode == 1)
+
+
+@pytest.mark.parametrize(("prefill", "losses"), [(1, 2), (0, 1)], ids=["two are lost", "without a P"])
+async def test_another_d_goes_on(prefill: int, losses: int) -> None:
+    async with deployed("concurrent", prefill, losses + 1) as deployment:
+        take_turns(deployment.decodes, *[generates(lost_after=5)] * losses, generates())
+        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+        assert asked(deployment.decodes) == [1] * (losses + 1)
 
 
 async def test_no_more_than_the_limit() -> None:
     async with deployed("concurrent", 1, 4, limits=Limits(resumes=2)) as deployment:
-        for each in deployment.decodes:
-            each.behaviour = generates(lost_after=3)
+        all_do(deployment.decodes, generates(lost_after=3))
         got = await ask(deployment, COMPLETION)
         assert got.error["code"] == 502
         assert asked(deployment.decodes) == [0, 1, 1, 1]
         counters = deployment.proxy.counters
         assert (counters.resume_tries, counters.resumed, counters.not_resumed) == (2, 0, 1)
-        await quiet(deployment)
-
-
-async def test_without_a_p_another_d_goes_on_alone() -> None:
-    async with deployed("concurrent", 0, 2) as deployment:
-        the_first_is_lost(deployment.decodes)
-        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
 
 
 async def test_an_answer_that_has_its_last_token_is_ended_by_the_proxy() -> None:
@@ -218,21 +199,19 @@ async def test_a_client_that_leaves_meanwhile_is_not_served_on() -> None:
         await eventually(lambda: asked(deployment.decodes) == [1, 1])
         response.close()
         await eventually(lambda: any(seen.aborted for each in deployment.decodes for seen in each.requests))
-        await quiet(deployment)
 
 
 async def test_a_client_that_leaves_as_its_d_is_lost_is_not_served_on() -> None:
     async with deployed("concurrent", 1, 2) as deployment:
         response: asyncio.Future[aiohttp.ClientResponse] = asyncio.get_running_loop().create_future()
 
-        async def both_leave(request: web.Request, response: web.StreamResponse) -> None:
+        async def both_leave(request: web.Request, seen: Seen) -> None:
             (await response).close()
             die(request)
 
-        the_first_is_lost(deployment.decodes, loss=both_leave)
+        the_first_is_lost(deployment.decodes, loss=(both_leave,))
         response.set_result(await deployment.post(COMPLETION))
         await eventually(lambda: deployment.proxy.counters.admitted == 1)
-        await quiet(deployment)
 
 
 async def test_a_proxy_that_stops_meanwhile_says_so() -> None:
@@ -243,22 +222,13 @@ async def test_a_proxy_that_stops_meanwhile_says_so() -> None:
             assert await deployment.proxy.stop(0.0, asyncio.Event()) == 1
             got = Answer.of(await response.read())
         assert got.error["code"] == 503 and "stop" in got.error["message"]
-        await quiet(deployment)
-
-
-async def test_beyond_the_bound_of_memory_answers_do_not_go_on() -> None:
-    async with deployed("concurrent", 1, 2, limits=Limits(resume_bytes=0)) as deployment:
-        the_first_is_lost(deployment.decodes)
-        got = await ask(deployment, COMPLETION)
-        assert got.error["code"] == 502 and not got.ids
-        await quiet(deployment)
 
 
 async def test_all_streams_of_a_lost_d_go_on() -> None:
     """More than the budget of retries would allow."""
     async with deployed("concurrent", 1, 2) as deployment:
         lost = deployment.d
-        lost.behaviour = generates(lost_after=6, loss=hangs)
+        lost.behaviour = generates(lost_after=6, loss=HANGS)
         deployment.decodes[1].behaviour = generates()
         asking = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(40)]
         await eventually(lambda: asked(deployment.decodes) == [20, 20])
@@ -268,7 +238,6 @@ async def test_all_streams_of_a_lost_d_go_on() -> None:
         for answer in await asyncio.gather(*asking):
             assert same(answer, whole(COMPLETION))
         assert deployment.proxy.counters.resumed == len(lost.requests) >= 20
-        await quiet(deployment)
 
 
 async def test_a_client_that_reads_slowly_loses_nothing() -> None:
@@ -294,18 +263,12 @@ async def drain(deployment: Deployment, instance: FakeInstance, move_after: str)
 
 
 async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -> None:
-    endless = generates(lost_after=20, loss=hangs)
+    endless = generates(lost_after=20, loss=HANGS)
     whole_json = asyncio.Event()
     async with deployed("concurrent", 1, 2, guard=Access(token="admin")) as deployment:
         leaving, other = deployment.decodes
 
-        async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
-            if seen.body["stream"]:
-                return await endless(request, seen)
-            await whole_json.wait()
-            return await answer_json(request, seen)
-
-        leaving.behaviour, other.behaviour = slow, generates()
+        leaving.behaviour, other.behaviour = by_kind(endless, after(whole_json, answer_json)), generates()
         streams = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(16)]
         await eventually(lambda: asked(deployment.decodes) == [8, 8])
         plain = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
@@ -320,22 +283,17 @@ async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -
         (left,) = [each for each in deployment.everyone() if each.drained]
         assert left.load == 0 and left.breaker.closed
         assert deployment.proxy.counters.breakers_opened == 0
-        await quiet(deployment)
 
 
 async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take() -> None:
     async with deployed("concurrent", 1, 1, guard=Access(token="admin")) as deployment:
         release = asyncio.Event()
 
-        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-            response = await event_stream(request)
-            for number, event in enumerate(ENGINE.events(seen.path, seen.body, seen.request_id)):
-                if number == 5:
-                    await release.wait()
-                await response.write(event)
-            return response
+        def waits(seen: Seen) -> Behaviour:
+            events = [*ENGINE.events(seen.path, seen.body, seen.request_id)]
+            return stream_of(*events[:5], release, *events[5:])
 
-        deployment.d.behaviour = behaviour
+        deployment.d.behaviour = chosen(waits)
         asking = asyncio.create_task(ask(deployment, COMPLETION))
         await eventually(lambda: asked(deployment.decodes) == [1])
         assert (await drain(deployment, deployment.d, "0"))[0] == 200

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
     Seen,
     after,
     answer_error,
     answer_json,
-    die,
+    chosen,
     dies,
     dies_before_a_token,
     never,
     stops,
     stops_before_a_token,
-    stream_of,
 )
-from proxy_fakes import Deployment, asked, deployed, quiet, take_turns
+from proxy_fakes import Deployment, all_do, asked, deployed, quiet, take_turns
 from test_failures import OFF
 
 from p2pkv_proxy.admission import RetryBudget
@@ -42,17 +40,11 @@ async def test_another_p_serves_what_the_first_failed(dispatch: Dispatch, failur
         assert asked(deployment.prefills) == [1, 1]
         assert asked(deployment.decodes) == [2 if dispatch == "concurrent" else 1], "each try has its own id"
         assert deployment.proxy.counters.retried == 1
-        await quiet(deployment)
 
 
 def never_first(deployment: Deployment) -> Behaviour:
     """A D that waits for KV, which the first P will not send."""
-
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await eventually(lambda: sum(asked(deployment.prefills)) == 2)
-        return await answer_json(request, seen)
-
-    return behaviour
+    return after(lambda: sum(asked(deployment.prefills)) == 2, answer_json)
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
@@ -66,14 +58,11 @@ async def test_another_d_serves_what_the_first_failed_before_its_first_token(
         take_turns(deployment.decodes, failure, answer_json)
         assert (await deployment.post()).status == 200
         assert asked(deployment.decodes) == [1, 1]
-        await quiet(deployment)
 
 
 async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deployment) -> None:
     concurrent.d.behaviour = answer_error(503, "busy")
-    response = await concurrent.post()
-    assert response.status == 503
-    assert (await response.json())["error"]["message"].startswith("busy")
+    assert (await concurrent.refusal(503)).startswith("busy")
     assert len(concurrent.d.requests) == 1
     for _ in range(20):
         await concurrent.post()
@@ -91,22 +80,18 @@ async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
             return 0.0
 
         monkeypatch.setattr("p2pkv_proxy.retries.pause", everybody_goes)
-        for instance in deployment.prefills:
-            instance.behaviour = dies
+        all_do(deployment.prefills, dies)
         assert (await deployment.post()).status == 502
         assert asked(deployment.prefills) == [0, 1]
         assert deployment.proxy.counters.retried == 0
-        await quiet(deployment)
 
 
 async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
     limits = Limits(retries=9, alone_share=0)
     async with deployed("sequential", prefill=3, decode=1, limits=limits) as deployment:
-        for instance in deployment.prefills:
-            instance.behaviour = answer_error(500)
+        all_do(deployment.prefills, answer_error(500))
         assert (await deployment.post()).status == 502
         assert asked(deployment.prefills) == [1, 1, 1]
-        await quiet(deployment)
 
 
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
@@ -120,41 +105,25 @@ async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, rol
         allowed = iter([True, True])
         deployment.proxy.admission.budget.spend = lambda now, **_: next(allowed, False)  # type: ignore
 
-        async def fails_first(request: web.Request, seen: Seen) -> web.StreamResponse:
+        def fails_first(seen: Seen) -> Behaviour:
             if sum(asked(some)) > 1:
-                return await answer_json(request, seen)
+                return answer_json
             for each in some:
                 if not each.requests and each.http_address != last:
                     each.kill()
-            return await dies(request, seen)
+            return dies
 
-        for each in some:
-            each.behaviour = fails_first
+        all_do(some, chosen(fails_first))
         if role == "P":
-            for each in deployment.decodes:
-                each.behaviour = never_first(deployment)
+            all_do(deployment.decodes, never_first(deployment))
         assert (await deployment.post()).status == 200
         assert asked(some) == [0, 0, 0, 0, 1, 1]
         assert deployment.proxy.counters.retried == 5
-        await quiet(deployment)
-
-
-async def test_after_the_first_byte_nothing_is_tried_again() -> None:
-    relayed = asyncio.Event()
-    async with deployed("concurrent", prefill=2, decode=2) as deployment:
-        for instance in deployment.decodes:
-            instance.behaviour = stream_of("first", relayed, die)
-        response = await deployment.begin()
-        relayed.set()
-        assert b'"code":502' in await response.content.read()
-        assert asked(deployment.decodes) == asked(deployment.prefills) == [0, 1]
-        await quiet(deployment)
 
 
 async def test_an_outage_does_not_multiply_the_load() -> None:
     async with deployed("sequential", prefill=3, decode=1, limits=OFF) as deployment:
-        for instance in deployment.prefills:
-            instance.behaviour = answer_error(500)
+        all_do(deployment.prefills, answer_error(500))
         statuses = [(await deployment.post()).status for _ in range(40)]
         assert statuses == [502] * 40
         assert sum(asked(deployment.prefills)) == 40 + deployment.proxy.counters.retried
@@ -166,8 +135,7 @@ async def test_an_outage_does_not_multiply_the_load() -> None:
 async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.retries.pause", lambda tries: 1000.0)
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
-        for instance in deployment.prefills:
-            instance.behaviour = dies
+        all_do(deployment.prefills, dies)
         deployment.d.behaviour = never
         asking = asyncio.create_task(deployment.post())
         await eventually(
@@ -188,8 +156,7 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("p2pkv_proxy.retries.pause", long)
     async with deployed("sequential", prefill=2, decode=1) as deployment:
-        for instance in deployment.prefills:
-            instance.behaviour = dies
+        all_do(deployment.prefills, dies)
         asking = asyncio.create_task(deployment.post())
         await pausing.wait()
         assert await deployment.proxy.stop(0.01, asyncio.Event()) == 1
@@ -197,14 +164,12 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         assert response.status == 503
         assert "had to stop" in (await response.json())["error"]["message"]
         assert deployment.proxy.counters.cut_off == 1
-        await quiet(deployment)
 
 
 async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
     fail = asyncio.Event()
     async with deployed("sequential", prefill=2, decode=1) as deployment:
-        for instance in deployment.prefills:
-            instance.behaviour = after(fail, answer_error(500))
+        all_do(deployment.prefills, after(fail, answer_error(500)))
         asking = asyncio.create_task(deployment.post())
         await eventually(lambda: asked(deployment.prefills) == [0, 1])
         stopping = asyncio.create_task(deployment.proxy.stop(1000.0, asyncio.Event()))

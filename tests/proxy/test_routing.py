@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import Seen, answer_json
-from proxy_fakes import FakeInstance, deployed, fail, fleet, prompt_of, quiet
+from proxy_behaviours import Seen, answers, completion
+from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, prompt_of, quiet
 from test_admission import ask, slow
 
 from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
@@ -50,17 +50,17 @@ def instances(count: int, role: Any = "P", **more: Any) -> list[Instance]:
 
 def test_ps_work_is_the_tokens_of_its_prompts() -> None:
     long, many = instances(2)
-    long.expect(5000)
+    long.expect(1, 5000)
     for _ in range(10):
-        many.expect(100)
+        many.expect(1, 100)
     assert (work(long), work(many)) == (5000, 1000)
     assert least_loaded([long, many], asked()).instance is many
 
 
 def test_a_ps_work_is_the_same_while_a_prompt_is_on_its_way_and_in_flight() -> None:
     (p,) = instances(1)
-    p.expect(300)
-    p.expect_no_more(300)
+    p.expect(1, 300)
+    p.expect(-1, 300)
     with p.busy(lambda loss: None, 300):
         assert (work(p), p.load) == (300, 1)
     assert (work(p), p.load) == (0, 0)
@@ -78,20 +78,20 @@ def test_two_proxies_take_idle_instances_in_different_orders() -> None:
 
 def test_ds_work_is_its_requests_and_their_tokens() -> None:
     few, many, long = instances(3, "D")
-    few.take_place(alone=False, tokens=100)
+    few.count_place(1, alone=False, tokens=100)
     for _ in range(3):
-        many.take_place(alone=False, tokens=1)
-    long.take_place(alone=False, tokens=10 * REQUEST_TOKENS)
+        many.count_place(1, alone=False, tokens=1)
+    long.count_place(1, alone=False, tokens=10 * REQUEST_TOKENS)
     ranked = sorted([long, many, few], key=work)
     assert ranked == [few, many, long]
-    few.leave_place(alone=False, tokens=100)
+    few.count_place(-1, alone=False, tokens=100)
     assert (work(few), few.tokens) == (0, 0)
 
 
 def test_twice_the_ranks_do_twice_the_work() -> None:
     _, (small, large) = fleet("P", ("P", {"tp_size": 2}))
-    small.expect(100)
-    large.expect(150)
+    small.expect(1, 100)
+    large.expect(1, 150)
     assert least_loaded([small, large], asked()).instance is large
 
 
@@ -107,7 +107,7 @@ def test_least_loaded_takes_turns_among_equals() -> None:
 
 def test_round_robin_looks_at_no_load() -> None:
     router, (*everyone, _) = fleet("P", "P", "P", "D", routing=Routing(prefill="round_robin"))
-    everyone[0].expect(100_000)
+    everyone[0].expect(1, 100_000)
     chosen = [router.choose(asked(), 0.0).prefill for _ in range(9)]
     assert Counter(chosen) == dict.fromkeys(everyone, 3)
 
@@ -123,7 +123,7 @@ def test_p_and_d_each_go_by_their_own_policy() -> None:
 def test_power_of_two_takes_the_one_with_less_to_do_and_looks_at_two_only() -> None:
     everyone = instances(5)
     for rank, instance in enumerate(everyone):
-        instance.expect(rank * 100)
+        instance.expect(1, rank * 100)
     policy = PowerOfTwo(random.Random(7))
     chosen = Counter(everyone.index(policy(everyone, asked()).instance) for _ in range(2000))
     assert 4 not in chosen, "the busiest is never the better one of two"
@@ -152,7 +152,7 @@ def test_a_session_stays_and_only_the_sessions_of_who_goes_move() -> None:
 
 def test_a_restart_and_a_load_move_no_session() -> None:
     old, new = instances(3, incarnation="old"), instances(3, incarnation="new")
-    old[0].expect(10_000)
+    old[0].expect(1, 10_000)
     for number in range(30):
         wants = asked(session=str(number))
         homes = [consistent_hash(each, wants).instance.name for each in (old, new)]
@@ -169,7 +169,7 @@ def test_an_instance_of_twice_the_size_has_twice_the_sessions() -> None:
 
 def test_without_a_session_the_least_loaded_is_chosen() -> None:
     busy, idle = instances(2)
-    busy.expect(10)
+    busy.expect(1, 10)
     assert {consistent_hash([busy, idle], asked()).instance for _ in range(5)} == {idle}
 
 
@@ -207,18 +207,18 @@ def test_the_longest_beginning_decides() -> None:
 def test_when_the_load_is_uneven_it_is_the_least_loaded() -> None:
     policy, (warm, cold) = make_policy("prefix_aware", 10_000), instances(2)
     policy([warm], asked(LONG))
-    warm.expect(2 * LONG - 1)
+    warm.expect(1, 2 * LONG - 1)
     assert policy([warm, cold], asked(LONG)).instance is warm, "better than to compute all of it anew"
-    warm.expect(2)
+    warm.expect(1, 2)
     assert policy([warm, cold], asked(LONG)) == (cold, 0)
-    cold.expect(2)
+    cold.expect(1, 2)
     assert policy([warm, cold], asked(LONG)) == (cold, LONG), "which has been given it now"
 
 
 def test_the_next_turn_of_a_conversation_follows_one_that_is_not_computed_yet() -> None:
     policy, (warm, idle) = make_policy("prefix_aware", 10_000), instances(2)
     policy([warm], asked(LONG))
-    warm.expect(LONG)
+    warm.expect(1, LONG)
     assert policy([idle, warm], asked(LONG + 30)) == (warm, LONG)
 
 
@@ -242,7 +242,7 @@ def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() 
     for _ in range(300):  # none of them ends
         choice = router.choose(asked(LONG + 60), 0.0)
         assert choice.prefill is not None
-        choice.prefill.expect(choice.prefill_tokens)
+        choice.prefill.expect(1, choice.prefill_tokens)
     loads = [p.coming for p in prefills]
     assert max(loads) - min(loads) <= 2 * LONG // 60 + 1, "apart by what the cache is worth, and no more"
 
@@ -297,12 +297,12 @@ class PrefixCache:
 def with_a_cache(instance: FakeInstance, blocks: int) -> PrefixCache:
     cache = PrefixCache(blocks)
 
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+    def compute(seen: Seen) -> web.Response:
         said = seen.body.get("prompt") or "".join(each["content"] for each in seen.body["messages"])
         cache.compute(said)
-        return await answer_json(request, seen)
+        return web.json_response(completion(seen))
 
-    instance.behaviour = behaviour
+    instance.behaviour = answers(compute)
     return cache
 
 
@@ -352,16 +352,15 @@ async def test_a_session_is_named_by_a_header() -> None:
                 assert len(homes) == 1
 
 
-async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back() -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
-        with slow(deployment.p), slow(deployment.d):
-            tasks = [ask(deployment, "x" * 400) for _ in range(3)]
-            await eventually(lambda: len(deployment.p.requests) == len(deployment.d.requests) == 3)
-            assert (p.tokens, d.tokens) == (300, 300)
-        assert [await task for task in tasks] == [200] * 3
-        await quiet(deployment)
-        assert (p.tokens, d.tokens) == (0, 0)
+async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back(concurrent: Deployment) -> None:
+    (p,), (d,) = concurrent.registry.known("P"), concurrent.registry.known("D")
+    with slow(concurrent.p), slow(concurrent.d):
+        tasks = [ask(concurrent, "x" * 400) for _ in range(3)]
+        await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 3)
+        assert (p.tokens, d.tokens) == (300, 300)
+    assert [await task for task in tasks] == [200] * 3
+    await quiet(concurrent)
+    assert (p.tokens, d.tokens) == (0, 0)
 
 
 def test_the_help_describes_every_policy(capsys: pytest.CaptureFixture[str]) -> None:

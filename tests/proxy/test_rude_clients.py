@@ -15,18 +15,20 @@ from aiohttp.http_exceptions import HttpProcessingError
 from proxy_behaviours import (
     Behaviour,
     Seen,
+    Step,
     after,
     answer_error,
     answer_json,
+    answers,
+    chosen,
     die,
     dies,
-    event,
-    event_stream,
     flood,
     never,
+    stream_of,
     streams,
 )
-from proxy_fakes import Deployment, deployed, quiet
+from proxy_fakes import Deployment, all_do, connect, deployed, quiet
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
@@ -48,11 +50,10 @@ class Client:
     """A bare connection to the proxy."""
 
     def __init__(self, deployment: Deployment) -> None:
-        host, _, port = deployment.url.removeprefix("http://").rpartition(":")
-        self._place = host, int(port)
+        self._deployment = deployment
 
     async def __aenter__(self) -> Client:
-        self.reader, self.writer = await asyncio.open_connection(*self._place)
+        self.reader, self.writer = await connect(self._deployment.url)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -84,30 +85,20 @@ def moody(dice: random.Random) -> Behaviour:
         await asyncio.sleep(dice.random() * 0.05)
         return await answer_json(request, seen)
 
-    async def streams(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        for _ in range(dice.randrange(1, 20)):
-            await response.write(event(seen, "x" * dice.choice([1, 10_000])))
-            await asyncio.sleep(dice.choice([0, 0, 0.002]))
-            if dice.random() < 0.02:
-                die(request)
-        return response
+    async def pauses(request: web.Request, seen: Seen) -> None:
+        await asyncio.sleep(dice.choice([0, 0, 0.002]))
+        if dice.random() < 0.02:
+            die(request)
 
-    moods: list[Behaviour] = [
-        answer_json,
-        slow,
-        slow,
-        streams,
-        streams,
-        dies,
-        answer_error(500),
-        answer_error(400),
-    ]
+    def steps() -> list[Step]:
+        count = dice.randrange(1, 20)
+        return [step for _ in range(count) for step in ("x" * dice.choice([1, 10_000]), pauses)]
 
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return await dice.choice(moods)(request, seen)
+    streamed = chosen(lambda _: stream_of(*steps()))
+    failures = [dies, answer_error(500), answer_error(400)]
+    moods = [answer_json, *[slow] * 2, *[streamed] * 2, *failures]
 
-    return behaviour
+    return chosen(lambda _: dice.choice(moods))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -116,18 +107,15 @@ async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: 
     dice = random.Random(seed)
     limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_seconds=5.0)
     async with deployed(dispatch, prefill=2, decode=2, limits=limits) as deployment:
-        for instance in (*deployment.prefills, *deployment.decodes):
-            instance.behaviour = moody(dice)
+        all_do(deployment.instances, moody(dice))
         for _ in range(4):
             async with asyncio.timeout(20):
                 await asyncio.gather(*(leaves(deployment, dice) for _ in range(25)), return_exceptions=True)
         await quiet(deployment)
         assert deployment.proxy.counters.admitted > 0 < deployment.proxy.counters.left_waiting
-        for instance in (*deployment.prefills, *deployment.decodes):
-            instance.behaviour = answer_json
+        all_do(deployment.instances, answer_json)
         await deployment.ready(prefill=2, decode=2)
-        for _ in range(4):
-            assert (await deployment.post()).status == 200
+        await deployment.serves(4)
         await quiet(deployment)
         assert len(asyncio.all_tasks()) < 60
 
@@ -229,7 +217,6 @@ async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Dep
             assert await client.status() == 200
             head = await client.reader.readuntil(b"\r\n\r\n")
             await client.reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
-    await quiet(short)
 
 
 async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(short: Deployment) -> None:
@@ -266,7 +253,6 @@ async def test_a_body_that_comes_byte_by_byte_has_one_deadline(short: Deployment
         trickle = asyncio.create_task(drip(client.writer))
         assert await client.status() == 408
         trickle.cancel()
-    await quiet(short)
 
 
 async def drip(writer: asyncio.StreamWriter) -> None:
@@ -280,11 +266,8 @@ async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnect
 ) -> None:
     """D's own error, of which more than the kernel buffers is left when the request has ended."""
 
-    async def refuses(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return web.Response(status=400, body=b"x" * (16 << 20))
-
     monkeypatch.setattr("p2pkv_proxy.service.STALL_SECONDS", 0.3)
-    short.d.behaviour = refuses
+    short.d.behaviour = answers(lambda _: web.Response(status=400, body=b"x" * (16 << 20)))
     async with Client(short) as deaf:
         deaf.writer.transport.pause_reading()
         deaf.writer.write(WHOLE)
@@ -321,7 +304,6 @@ async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: D
             assert await client.status() == 200
             await client.reader.readuntil(b"\r\n\r\n")
         assert (await crowded.post()).status == 200, "in the place of one that is kept for a next request"
-    await quiet(crowded)
 
 
 async def test_when_all_have_requests_under_way_another_one_is_turned_away(
@@ -344,7 +326,6 @@ async def test_when_all_have_requests_under_way_another_one_is_turned_away(
             assert await client.status() == 200
     lines = [line for line in caplog.records if "takes no more" in line.getMessage()]
     assert len(lines) == 1
-    await quiet(crowded)
 
 
 # A client leaves: both instances hear of it.
@@ -374,12 +355,3 @@ async def test_a_client_that_leaves_in_the_stream(concurrent: Deployment) -> Non
     response = await concurrent.begin()
     response.close()
     await eventually(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
-
-
-async def test_a_client_that_leaves_in_a_flood(either: Deployment) -> None:
-    either.d.behaviour = flood(10_000)
-    response = await either.post({"prompt": "x", "stream": True})
-    await response.content.readuntil(b"\n\n")
-    response.close()
-    instance = either.known(either.d)
-    await eventually(lambda: instance.in_flight == 0)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from proxy_behaviours import dies, never, with_a_p
-from proxy_fakes import Deployment, asked, deployed, quiet
+from proxy_fakes import Deployment, all_do, asked, deployed
 from test_admission import ask, slow
 from test_alone import paired
 
@@ -37,7 +37,6 @@ async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch)
         assert paired(deployment.d) == [False, True, False]
         assert [seen.body["prompt"] for seen in deployment.p.requests] == [LONG]
         assert counted(deployment) == (2, 0, 0, 0)
-        await quiet(deployment)
 
 
 async def test_beyond_the_share_short_prompts_get_a_p() -> None:
@@ -50,7 +49,6 @@ async def test_beyond_the_share_short_prompts_get_a_p() -> None:
             assert deployment.proxy.gauges()["alone"] == 2
         assert await asyncio.gather(*tasks) == [200] * 5
         assert counted(deployment) == (2, 0, 0, 0)
-        await quiet(deployment)
 
 
 async def test_a_prompt_that_its_d_mostly_knows_is_a_short_one() -> None:
@@ -66,7 +64,6 @@ async def test_a_prompt_that_its_d_mostly_knows_is_a_short_one() -> None:
         other = {"model": "tiny", "prompt": random_text(2000, seed=2)}
         assert (await deployment.post(other)).status == 200
         assert len(deployment.p.requests) == 3
-        await quiet(deployment)
 
 
 async def test_without_a_p_a_long_prompt_is_missed_and_not_spared() -> None:
@@ -86,14 +83,12 @@ async def test_where_d_may_do_nothing_alone_nobody_skips() -> None:
 
 async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:
     async with deployed("concurrent", 1, 2, routing=SKIP) as deployment:
-        for decode in deployment.decodes:
-            decode.behaviour = dies
+        all_do(deployment.decodes, dies)
         response = await deployment.post({"model": "tiny", "prompt": SHORT})
         assert response.status == 502
         assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [0]
         assert not any(paired(deployment.decodes[0]) + paired(deployment.decodes[1]))
         assert counted(deployment) == (2, 0, 0, 1)
-        await quiet(deployment)
 
 
 async def test_a_long_prompt_whose_p_fails_competes_with_short_ones_for_the_share() -> None:
@@ -108,4 +103,3 @@ async def test_a_long_prompt_whose_p_fails_competes_with_short_ones_for_the_shar
             deployment.d.behaviour = answering
         assert await short == 200
         assert counted(deployment) == (1, 0, 1, 0)
-        await quiet(deployment)

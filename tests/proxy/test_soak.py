@@ -4,7 +4,6 @@ is right or says that it is not, and afterwards nothing is left: no task, connec
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import random
@@ -15,7 +14,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,26 @@ import psutil
 import pytest
 from aiohttp import web
 from proxy_behaviours import (
+    DONE,
     Behaviour,
     Seen,
+    Step,
+    a_moment,
     after,
     answer_error,
     answer_json,
+    answers,
+    by_kind,
     dies_before_a_token,
     dies_in_the_body,
-    event_stream,
-    given_up,
+    given_up_event,
+    stops,
+    stream_of,
 )
-from proxy_fakes import Deployment, FakeInstance, held, quiet, serve_and_ping
-from proxy_process import Command, running
+from proxy_fakes import Deployment, FakeInstance, all_do, held, quiet
+from proxy_process import Served, served
 from soak_peer import objects_of_requests
 
-from p2pkv.demo.processes import free_ports
 from support.waiting import eventually
 
 CLIENTS = 48
@@ -48,7 +52,7 @@ MOST_GROWTH = 5 << 20
 EVENTS = 6
 # Requests between two changes of who is closed.
 CLOSED_FOR = 60
-OPTIONS = ("--max-requests", "14", "--max-waiting", "30", "--alone-share", "1", "--log-level", "WARNING")
+OPTIONS = ("--max-requests", "14", "--max-waiting", "30", "--alone-share", "1")
 
 
 # What the instances do.
@@ -59,24 +63,21 @@ def number_of(seen: Seen) -> int:
     return int(seen.body["prompt"].split()[1])
 
 
-async def right(request: web.Request, seen: Seen) -> web.StreamResponse:
-    number = number_of(seen)
-    if not seen.body.get("stream"):
-        return web.json_response({"id": seen.request_id, "choices": [{"text": f"answer {number}"}]})
-    response = await event_stream(request)
-    for token in range(EVENTS):
-        await response.write(token_event(seen, number, token))
-        await asyncio.sleep(0)
-    await response.write(b"data: [DONE]\n\n")
-    return response
+def token(number: int) -> Step:
+    """An event with the token of this number."""
+
+    def made(_: web.Request, seen: Seen) -> bytes:
+        text = {"id": seen.request_id, "choices": [{"text": f"{number_of(seen)}.{number} "}]}
+        return f"data: {json.dumps(text)}\n\n".encode()
+
+    return made
 
 
-def token_event(seen: Seen, number: int, token: int) -> bytes:
-    text = json.dumps({"id": seen.request_id, "choices": [{"text": f"{number}.{token} "}]})
-    return f"data: {text}\n\n".encode()
+def answer(seen: Seen) -> web.Response:
+    return web.json_response({"id": seen.request_id, "choices": [{"text": f"answer {number_of(seen)}"}]})
 
 
-def reset(request: web.Request) -> None:
+def reset(request: web.Request, _: Seen) -> None:
     """A connection that ends with RST."""
     assert request.transport is not None
     held: socket.socket = request.transport.get_extra_info("socket")
@@ -85,25 +86,8 @@ def reset(request: web.Request) -> None:
 
 
 async def resets(request: web.Request, seen: Seen) -> web.StreamResponse:
-    reset(request)
+    reset(request, seen)
     return web.Response()
-
-
-async def breaks_the_stream(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = await event_stream(request)
-    for token in range(EVENTS // 2):
-        await response.write(token_event(seen, number_of(seen), token))
-    reset(request)
-    return response
-
-
-async def gives_up(request: web.Request, seen: Seen) -> web.StreamResponse:
-    if not seen.body.get("stream"):
-        return web.Response(body=given_up(seen), content_type="application/json")
-    response = await event_stream(request)
-    await response.write(token_event(seen, number_of(seen), 0))
-    await response.write(b"data: " + given_up(seen, "") + b"\n\ndata: [DONE]\n\n")
-    return response
 
 
 async def is_slow(request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -111,15 +95,20 @@ async def is_slow(request: web.Request, seen: Seen) -> web.StreamResponse:
     return await right(request, seen)
 
 
+TOKENS = [token(number) for number in range(EVENTS)]
+right = by_kind(stream_of(*(step for each in TOKENS for step in (each, a_moment)), DONE), answers(answer))
 ANYHOW: dict[str, Behaviour] = {
     "reset": resets,
     "500": answer_error(500),
     "503": answer_error(503),
     "400": answer_error(400),
     "slow": is_slow,
-    "given up": gives_up,
+    "given up": by_kind(stream_of(TOKENS[0], given_up_event, DONE), stops),
 }
-STREAMED: dict[str, Behaviour] = {"stream broken": breaks_the_stream, "no token": dies_before_a_token}
+STREAMED: dict[str, Behaviour] = {
+    "stream broken": stream_of(*TOKENS[: EVENTS // 2], reset),
+    "no token": dies_before_a_token,
+}
 WHOLE: dict[str, Behaviour] = {"half a body": dies_in_the_body}
 
 
@@ -151,9 +140,7 @@ class Soak:
         ends: how the requests ended, for their clients.
     """
 
-    command: Command
-    url: str
-    instances: list[FakeInstance]
+    proxy: Served
     dice: random.Random
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
@@ -163,7 +150,7 @@ class Soak:
 
     @property
     def process(self) -> psutil.Process:
-        return psutil.Process(self.command.process.pid)
+        return psutil.Process(self.proxy.command.process.pid)
 
     async def behave(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         """An instance's answer: four in five are right."""
@@ -190,7 +177,7 @@ class Soak:
 
             await asyncio.gather(*(one_client() for _ in range(CLIENTS)))
         await self.reopen()
-        for instance in self.instances:
+        for instance in self.proxy.instances:
             instance.requests.clear()
         await self.quiet()
 
@@ -198,7 +185,7 @@ class Soak:
         """One instance's port is closed for a while, and its pings go on."""
         async with self.turn:
             await self.open_again()
-            self.closed = self.dice.choice(self.instances)
+            self.closed = self.dice.choice(self.proxy.instances)
             await self.closed.stop()
         self.faults["refused"] += 1
 
@@ -216,7 +203,7 @@ class Soak:
         """One request; how it ended. Fails if the answer is not this request's, or looks whole and is not."""
         stream, leaves = self.dice.random() < 0.6, self.dice.random() < 0.1
         body = {"model": "tiny", "prompt": f"number {number} " + "x" * self.dice.randrange(3000)}
-        asking = client.post(f"{self.url}/v1/completions", json=body | {"stream": stream})
+        asking = client.post(f"{self.proxy.url}/v1/completions", json=body | {"stream": stream})
         if leaves:
             return await self.leave(asking)
         async with asking as response:
@@ -242,37 +229,24 @@ class Soak:
             pass
         return "left"
 
-    async def ready(self) -> None:
-        """Until it is up and has found all instances."""
-        counted = Counter(each.role for each in self.instances)
-        wanted = f"prefill={counted['P']}&decode={counted['D']}"
-        async with aiohttp.ClientSession() as client, asyncio.timeout(PATIENCE):
-            while True:
-                with contextlib.suppress(aiohttp.ClientConnectorError):
-                    async with client.get(f"{self.url}/health?{wanted}") as response:
-                        if response.status == 200:
-                            return
-                await asyncio.sleep(0.05)
-
     async def quiet(self) -> None:
         """Until nothing is under way."""
-        async with aiohttp.ClientSession() as client, asyncio.timeout(PATIENCE):
-            while True:
-                async with client.get(f"{self.url}/health") as response:
-                    gauges = (await response.json())["gauges"]
-                    if not any(gauges[name] for name in ("under_way", "waiting", "held_bytes", "calls")):
-                        return
-                await asyncio.sleep(0.05)
+
+        async def there() -> bool:
+            gauges = (await self.proxy.get("/health"))[1]["gauges"]
+            return not any(gauges[name] for name in ("under_way", "waiting", "held_bytes", "calls"))
+
+        await eventually(there, "the end of all requests", PATIENCE)
 
     async def holds(self) -> Holds:
         """Of when only the pings have connections left: idle ones to instances end after some seconds."""
         end = time.monotonic() + PATIENCE
-        while len(self.connections()) > len(self.instances):
+        while len(self.connections()) > len(self.proxy.instances):
             assert time.monotonic() < end, f"connections are left: {self.connections()}"
             await asyncio.sleep(0.1)
-        before = len(re.findall("holds: ", self.command.log))
-        self.command.process.send_signal(signal.SIGUSR1)
-        while len(lines := re.findall(r"holds: (.*)\n", self.command.log)) <= before:
+        before = len(re.findall("holds: ", self.proxy.command.log))
+        self.proxy.command.process.send_signal(signal.SIGUSR1)
+        while len(lines := re.findall(r"holds: (.*)\n", self.proxy.command.log)) <= before:
             assert time.monotonic() < end, "it does not answer the signal"
             await asyncio.sleep(0.02)
         told = json.loads(lines[-1])
@@ -295,18 +269,10 @@ def assert_stream(number: int, text: str) -> None:
 
 @asynccontextmanager
 async def soaking(seed: int) -> AsyncIterator[Soak]:
-    async with AsyncExitStack() as cleanup:
-        discovery, port = f"127.0.0.1:{free_ports()}", str(free_ports())
-        peer = (str(Path(__file__).with_name("soak_peer.py")),)
-        command = cleanup.enter_context(
-            running("--port", port, "--discovery", discovery, *OPTIONS, program=peer)
-        )
-        soak = Soak(command, f"http://127.0.0.1:{port}", [], random.Random(seed))
-        for role in ("P", "P", "D", "D", "D"):
-            instance = FakeInstance(role, behaviour=soak.behave)
-            await serve_and_ping(cleanup, discovery, instance)
-            soak.instances.append(instance)
-        await soak.ready()
+    peer = (str(Path(__file__).with_name("soak_peer.py")),)
+    async with served(*OPTIONS, prefill=2, decode=3, keep=False, program=peer) as proxy:
+        soak = Soak(proxy, random.Random(seed))
+        all_do(proxy.instances, soak.behave)
         yield soak
 
 
@@ -336,9 +302,8 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
         assert last_held.objects == {}, "objects of requests that have ended are left"
         assert last_held.descriptors <= first_held.descriptors
         assert last_held.memory - first_held.memory < MOST_GROWTH, f"{first_held} then {last_held}"
-        soak.command.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(soak.command.end) == 0
-        assert not re.search("Traceback|destroyed|never retrieved|Unclosed|ERROR", soak.command.log)
+        soak.proxy.terminate()
+        await soak.proxy.ended()
 
 
 async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
@@ -353,6 +318,7 @@ async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     release.set()
     await quiet(concurrent)
     await eventually(lambda: objects_of_requests() <= before)
+    assert [(seen.answered, seen.aborted) for seen in concurrent.p.requests] == [(True, False)]
 
 
 async def test_what_a_request_leaves_waits_for_no_garbage_collector(concurrent: Deployment) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 
 import aiohttp
 import pytest
-from aiohttp import web
-from proxy_behaviours import DONE, Behaviour, Seen, after, answer_json, flood, stream_of
-from proxy_fakes import DEADLINE, deployed, quiet
+from proxy_behaviours import DONE, Behaviour, after, answer_json, by_kind, flood, stream_of
+from proxy_fakes import DEADLINE, connect
 from proxy_process import Served, running, served
 
 from p2pkv.demo.processes import free_ports
@@ -19,27 +17,17 @@ from support.waiting import eventually
 
 def stream(release: asyncio.Event) -> Behaviour:
     """Of a D: a first event, and the rest once it may."""
-    streamed, whole = stream_of("first", release, "second", DONE), after(release, answer_json)
-
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        return await (streamed if seen.body.get("stream") else whole)(request, seen)
-
-    return behaviour
+    return by_kind(stream_of("first", release, "second", DONE), after(release, answer_json))
 
 
 async def waits(proxy: Served, **wanted: int) -> None:
     """Until the gauges are as wanted."""
 
     async def there() -> bool:
-        found: dict[str, int] = (await proxy.page("/health"))["gauges"]
+        found: dict[str, int] = (await proxy.get("/health"))[1]["gauges"]
         return wanted.items() <= found.items()
 
     await eventually(there, f"{wanted}")
-
-
-def place(proxy: Served) -> tuple[str, int]:
-    host, _, port = proxy.url.removeprefix("http://").rpartition(":")
-    return host, int(port)
 
 
 async def test_what_is_under_way_ends_and_nothing_new_begins() -> None:
@@ -51,7 +39,7 @@ async def test_what_is_under_way_ends_and_nothing_new_begins() -> None:
         await eventually(lambda: len(proxy.d.requests) == 2)
         waiting = asyncio.create_task(proxy.post(prompt="waiting"))
         await waits(proxy, under_way=2, waiting=1)
-        reader, writer = await asyncio.open_connection(*place(proxy))
+        reader, writer = await connect(proxy.url)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in await reader.readline()
         proxy.terminate()
@@ -61,7 +49,7 @@ async def test_what_is_under_way_ends_and_nothing_new_begins() -> None:
         assert int(turned_away.headers["Retry-After"]) >= 3
         assert "stopping" in (await turned_away.json())["error"]["message"]
         with pytest.raises(OSError):
-            await asyncio.open_connection(*place(proxy))
+            await connect(proxy.url)
         await reader.readuntil(b"}}")
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
         assert b" 503 " in await reader.readline()
@@ -110,16 +98,18 @@ async def test_a_client_that_does_not_read_does_not_hold_it_up() -> None:
         proxy.d.behaviour = flood(100_000)
         body = b'{"prompt": "x", "stream": true}'
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection(place(proxy)) as deaf:
-            deaf.sendall(head + body)
-            await eventually(lambda: len(proxy.d.requests) == 1)
-            proxy.terminate()
-            await proxy.ended()
+        _, deaf = await connect(proxy.url)
+        deaf.transport.pause_reading()
+        deaf.write(head + body)
+        await eventually(lambda: len(proxy.d.requests) == 1)
+        proxy.terminate()
+        await proxy.ended()
+        deaf.close()
 
 
 async def test_half_a_body_does_not_hold_it_up() -> None:
     async with served("--drain-seconds", "0.2") as proxy:
-        reader, writer = await asyncio.open_connection(*place(proxy))
+        reader, writer = await connect(proxy.url)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         await waits(proxy, held_bytes=1)
         proxy.terminate()
@@ -145,22 +135,3 @@ async def test_a_proxy_that_is_killed_and_started_again_serves_after_a_ping() ->
                     assert response.status == 200 or response.headers["Retry-After"]
             assert set(again) <= {200, 503}
             assert (await proxy.post()).status == 200
-
-
-@pytest.mark.parametrize("role", ["P", "D"])
-async def test_a_goodbye_under_load_lets_requests_end(role: str) -> None:
-    async with deployed("concurrent", prefill=2, decode=2) as deployment:
-        leaver, stayer = deployment.prefills if role == "P" else deployment.decodes
-        release = asyncio.Event()
-        for instance in deployment.decodes:
-            instance.behaviour = stream(release)
-        answers = [await deployment.begin() for _ in range(4)]
-        assert len(leaver.requests) == len(stayer.requests) == 2
-        await deployment.goodbye(leaver)
-        answers += [await deployment.post({"prompt": "x", "stream": True}) for _ in range(4)]
-        assert (len(leaver.requests), len(stayer.requests)) == (2, 6)
-        release.set()
-        for answer in answers:
-            assert (await answer.content.read()).endswith(DONE)
-        await quiet(deployment)
-        assert not any(seen.aborted for each in deployment.decodes for seen in each.requests)

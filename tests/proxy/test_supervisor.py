@@ -296,6 +296,11 @@ async def freeze(seat: WorkerConfig) -> None:
     await work(seat, before=before, until=asyncio.Event())
 
 
+async def start_slowly(begin: asyncio.Event, seat: WorkerConfig) -> None:
+    await begin.wait()
+    await work(seat)
+
+
 async def serve_and_end(seat: WorkerConfig) -> None:
     """It serves, and ends when it has said so."""
     said = asyncio.Event()
@@ -358,12 +363,7 @@ async def test_a_frozen_worker_is_restarted_and_a_starting_one_is_not(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     begin = asyncio.Event()
-
-    async def starts_slowly(seat: WorkerConfig) -> None:
-        await begin.wait()
-        await work(seat)
-
-    lives = Lives([starts_slowly], [freeze, work])
+    lives = Lives([partial(start_slowly, begin)], [freeze, work])
     async with supervised(lives, 2, tmp_path) as supervisor:
         starting = asyncio.create_task(supervisor.start(asyncio.Event()))
         await eventually(lives.began_again(2, times=1), "the frozen worker's successor")
@@ -433,12 +433,7 @@ async def test_a_worker_that_can_never_be_started_is_the_end_of_all(
 
 async def test_they_can_be_stopped_before_all_serve(tmp_path: Path) -> None:
     begin, stop = asyncio.Event(), asyncio.Event()
-
-    async def starts_slowly(seat: WorkerConfig) -> None:
-        await begin.wait()
-        await work(seat)
-
-    lives = Lives([starts_slowly], [work])
+    lives = Lives([partial(start_slowly, begin)], [work])
     async with supervised(lives, 2, tmp_path) as supervisor:
         starting = asyncio.create_task(supervisor.start(stop))
         await eventually(supervisor.workers[1].served.is_set, "one of both")

@@ -13,11 +13,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
-from proxy_behaviours import Seen, answer_error, answer_json, dies, forever, stream_of
-from proxy_fakes import Deployment, FakeInstance, RawInstance, deployed, join, outcomes, ping, quiet
+from proxy_behaviours import Behaviour, Seen, answer_error, answer_json, chosen, dies, forever, stream_of
+from proxy_fakes import Deployment, FakeInstance, RawInstance, deployed, join, outcomes, ping
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import Content
@@ -222,7 +221,6 @@ async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
         assert deployment.proxy.session.reconnected == closed
         assert all(all(outcomes(each)) for each in deployment.everyone())
         assert deployment.proxy.counters.retried == deployment.proxy.counters.retries_refused == 0
-        await quiet(deployment)
 
 
 async def test_what_had_begun_to_answer_is_not_asked_again() -> None:
@@ -257,11 +255,7 @@ async def test_a_d_that_fails_what_was_sent_twice_is_asked_anew() -> None:
     """The first one had arrived after all, was aborted, and took the KV of both with it."""
     async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
         broken = iter((dies, answer_error(500), answer_json))
-
-        async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
-            return await next(broken)(request, seen)
-
-        deployment.d.behaviour = breaks
+        deployment.d.behaviour = chosen(lambda _: next(broken))
         assert (await deployment.post()).status == 200
         ids = [seen.request_id for seen in deployment.d.requests]
         assert ids[0] == ids[1] != ids[2]
@@ -278,11 +272,11 @@ async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
         assert (await deployment.post()).status == 200
 
-        async def closes_later(request: web.Request, seen: Seen) -> web.StreamResponse:
+        def closes_later(_: Seen) -> Behaviour:
             clock.now += after
-            return await dies(request, seen)
+            return dies
 
-        deployment.p.behaviour = closes_later
+        deployment.p.behaviour = chosen(closes_later)
         assert (await deployment.post()).status == 502
         assert len(deployment.p.requests) == 2 + again
         assert deployment.proxy.session.reconnected == again
@@ -292,18 +286,16 @@ async def test_what_is_sent_once_more_is_within_the_budget_of_retries() -> None:
     """Ten, or a fifth of the requests."""
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
 
-        async def every_other(request: web.Request, seen: Seen) -> web.StreamResponse:
+        def first_copy_dies(seen: Seen) -> Behaviour:
             copies = [each for each in deployment.p.requests if each.request_id == seen.request_id]
-            idle = len(deployment.p.requests) > 1 and len(copies) == 1
-            return await (dies if idle else answer_json)(request, seen)
+            return dies if len(copies) == 1 else answer_json
 
-        deployment.p.behaviour = every_other
         statuses = []
         for _ in range(30):
             # So that there is an idle connection again.
             deployment.p.behaviour = answer_json
             assert (await deployment.post()).status == 200
-            deployment.p.behaviour = every_other
+            deployment.p.behaviour = chosen(first_copy_dies)
             statuses.append((await deployment.post()).status)
         allowed = statuses.count(200)
         assert statuses[:10] == [200] * 10 and 10 <= allowed <= 12 == 60 // 5

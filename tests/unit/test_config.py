@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pkv.config import DEFAULT_KV_PORT, MIB, RENAMED, ConfigError, Options
@@ -114,7 +114,6 @@ class TestReading:
         assert options().proxies == ()
 
     @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
-    @settings(deadline=None, max_examples=100)
     def test_any_value_is_understood_or_refused(self, value: object) -> None:
         for name in Options.__struct_fields__:
             if name not in ("role", "kv_port", "notes"):

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples_support import EXAMPLES, options_of
 
 from p2pkv.config import Options
 from p2pkv.pairing import Address
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, sys, time
 program = pathlib.Path(sys.argv[0])
@@ -52,20 +52,14 @@ def started(programs: Path, *command: str, **environ: str) -> list[dict[str, Any
     return [each for each in found if each["program"] != "curl"]
 
 
-def options_of(server: dict[str, Any], has_gpu: bool) -> tuple[str, Options]:
-    """The role that a server was given, and its options as p2pkv reads them."""
-    arguments = server["arguments"]
-    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector"] == "P2pKvConnector"
-    made = Options.from_extra(
-        transfer["kv_connector_extra_config"],
-        role=transfer["kv_role"],
-        kv_port=transfer["kv_port"],
-        default_host="127.0.0.1",
-        has_gpu=has_gpu,
-        environ={},
-    )
-    return made.role, made
+def pair_of(servers: list[dict[str, Any]], has_gpu: bool) -> dict[str, Options]:
+    """By role, the options of a P and a D that ping the proxy of this host."""
+    read = [options_of(each["arguments"], has_gpu) for each in servers]
+    made = {each.role: each for each in read}
+    assert sorted(made) == ["D", "P"]
+    assert {each.proxies for each in read} == {(Address("127.0.0.1", 30001),)}
+    assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
+    return made
 
 
 def test_a_pair_on_two_gpus(programs: Path) -> None:
@@ -75,10 +69,7 @@ def test_a_pair_on_two_gpus(programs: Path) -> None:
     assert sorted(each["gpus"] for each in servers) == ["0", "1"]
     assert all(each["arguments"][:2] == ["serve", "a-model"] for each in servers)
     assert all(each["arguments"][-2:] == ["--max-model-len", "2048"] for each in servers)
-    made = dict(options_of(each, has_gpu=True) for each in servers)
-    assert sorted(made) == ["D", "P"] and {each.link for each in made.values()} == {"nccl"}
-    assert {each.proxies for each in made.values()} == {(Address("127.0.0.1", 30001),)}
-    assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
+    assert {each.link for each in pair_of(servers, has_gpu=True).values()} == {"nccl"}
 
 
 @pytest.mark.parametrize(("mode", "more"), [("default", []), ("write", ["--kv-connector", "moriio"])])
@@ -90,10 +81,7 @@ def test_a_pair_behind_vllm_router(programs: Path, mode: str, more: list[str]) -
     assert asked[-len(more) :] == more if more else "--kv-connector" not in asked
     assert asked[asked.index("--vllm-discovery-address") + 1] == "127.0.0.1:30001"
     servers = [each for each in found if each["program"] == "python"]
-    made = dict(options_of(each, has_gpu=False) for each in servers)
-    assert sorted(made) == ["D", "P"] and {each.discovery for each in made.values()} == {"plain"}
-    assert {each.proxies for each in made.values()} == {(Address("127.0.0.1", 30001),)}
-    assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
+    assert {each.discovery for each in pair_of(servers, has_gpu=False).values()} == {"plain"}
 
 
 @pytest.mark.parametrize(("what", "role"), [("prefill", "P"), ("decode", "D")])
@@ -102,8 +90,8 @@ def test_two_hosts(programs: Path, tmp_path: Path, what: str, role: str) -> None
     (tmp_path / "secret").chmod(0o600)
     environ = {"HERE": "10.0.0.2", "PROXY": "10.0.0.1", "P2PKV_SECRET_FILE": str(tmp_path / "secret")}
     (server,) = started(programs, str(EXAMPLES / "serve_two_hosts.sh"), what, "a-model", **environ)
-    found, made = options_of(server, has_gpu=True)
-    assert (found, made.proxies, made.discovery) == (role, (Address("10.0.0.1", 30001),), "curve")
+    made = options_of(server["arguments"], has_gpu=True)
+    assert (made.role, made.proxies, made.discovery) == (role, (Address("10.0.0.1", 30001),), "curve")
     assert made.http_address == Address("10.0.0.2", 8100) and made.secret
     (proxy,) = started(programs, str(EXAMPLES / "serve_two_hosts.sh"), "proxy", **environ)
     assert proxy["program"] == "p2pkv-proxy" and "--secret-file" in proxy["arguments"]

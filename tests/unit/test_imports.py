@@ -224,23 +224,14 @@ def test_the_proxy_imports_only_pairing_trust_log_and_control_of_p2pkv() -> None
     assert importing(PROXY, {"torch", "vllm"}) == []
 
 
-LIGHT = [
-    "p2pkv",
-    "p2pkv.pairing",
-    "p2pkv.trust",
-    "p2pkv.plan",
-    "p2pkv.config",
-    "p2pkv.link_kinds",
-    "p2pkv.log",
-    "p2pkv.plugin",
-    "p2pkv.control.discovery",
-]
+LIGHT = ["p2pkv", *(f"p2pkv.{name}" for name in ("pairing", "trust", "plan", "config", "link_kinds", "log"))]
+WITH_ZMQ = ["p2pkv.control.discovery", "p2pkv.control.announcer_child", "p2pkv.cli", "p2pkv_proxy.cli"]
 
 
-@pytest.mark.parametrize("module", LIGHT)
+@pytest.mark.parametrize("module", LIGHT + WITH_ZMQ)
 def test_light_modules_load_neither_torch_nor_vllm(module: str) -> None:
     """In a fresh process, so that what they import in turn counts too."""
-    heavy = {"torch", "vllm"} | ({"zmq"} if module != "p2pkv.control.discovery" else set())
+    heavy = HEAVY - {"zmq"} | {"numpy"} if module in WITH_ZMQ else HEAVY
     code = f"import sys, {module}\nprint(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"

@@ -19,8 +19,6 @@ def test_each_kind_has_windows_of_its_own() -> None:
     clock[0] = 110.0
     assert limit.count("a") == (True, 3)
     assert limit.count("a") == (True, 0)
-    limit.forget()
-    assert limit.count("a") == (True, 0)
 
 
 def test_who_has_a_clock_of_its_own_says_what_it_is() -> None:

@@ -31,7 +31,7 @@ pairs = st.builds(Pair, addresses, addresses, uniques)
 plain_ids = st.text(string.ascii_letters + string.digits + "-_.", min_size=1, max_size=40).filter(
     lambda text: not re.search(r"_[0-9]+$|-[0-9a-f]{8}$|_addr_", text)
 )
-budget = settings(deadline=None, max_examples=150)
+budget = settings(max_examples=150)
 
 
 def completion(request_id: str, index: int, suffix: str) -> str:
@@ -261,7 +261,7 @@ class TestTransferKeys:
         max_size=14,
     )
 )
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_garbage_is_understood_or_refused(parts: list[str]) -> None:
     """The invariant: a value, or a PairingError; never anything else."""
     text = "".join(parts)

@@ -35,7 +35,7 @@ def main() -> int:
             world.run(args.seconds / parts)
         except Broken as error:
             broken = str(error)
-        report(f"{args.seed}/{part}", world)
+        world.report(f"{args.seed}/{part}")
         whole.update(world.trace.encode())
         lines += world.lines
         if broken:
@@ -44,16 +44,6 @@ def main() -> int:
     print(f"trace {whole.hexdigest()} of {lines} lines")
     print(f"VIOLATION {broken}\nFAIL" if broken else "PASS")
     return 1 if broken else 0
-
-
-def report(seed: str, world: World) -> None:
-    """What has happened, for a person."""
-    print(f"seed {seed}: {world.faults.total()} faults in {world.now:.0f} virtual s")
-    print(f"the model has {world.model}")
-    print("ranks: " + ", ".join(f"{name} {each.build.ranks}" for name, each in world.machines.items()))
-    for kind, count in sorted(world.faults.items()):
-        print(f"  {count:5} {kind}")
-    world.jobs.report()
 
 
 if __name__ == "__main__":

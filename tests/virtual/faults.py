@@ -7,6 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chaos.schedule import LEASE
+from hostile_support import DEEP, nearly_right
+from protocol.samples import KINDS, example
+from virtual.network import Endpoint, Network
+
+from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
 
 if TYPE_CHECKING:
     from virtual.machine import Machine
@@ -16,8 +22,29 @@ SHORT, LONG = (0.05, 0.7 * LEASE), (1.2 * LEASE, 2.0 * LEASE)
 FULL = 3
 """Most messages that find a queue full."""
 
+MESSAGES = 30
+"""Of a stranger, before it goes."""
+
 Heal = tuple[float, Callable[[], None]]
 """After so many seconds, do this."""
+
+
+class Stranger:
+    """A bad member: it connects, says what it should not, and listens to nobody."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._endpoint = Endpoint("X", Address("127.0.0.1", 6000), network, lambda: None)
+        self._wrong = [*DEEP, *(each for kind in KINDS for each in nearly_right(example(kind), m.encode))]
+        self._right = [m.encode(example(kind)) for kind in KINDS]
+
+    def harass(self, machine: Machine, draw: random.Random) -> None:
+        """Connect, speak, and go at some time."""
+        assert machine.life is not None
+        connection = self._endpoint.dial(machine.outside.shifted(draw.randrange(machine.build.ranks)))
+        said = draw.sample(self._wrong, MESSAGES) + draw.sample(self._right, 3)
+        self._network.clock.after(draw.uniform(0.1, 0.5), lambda: [connection.send(data) for data in said])
+        self._network.clock.after(draw.uniform(0.5, 3.0), lambda: self._endpoint.hang_up(connection))
 
 
 def kill(world: World, machine: Machine, draw: random.Random) -> Heal:
@@ -51,11 +78,7 @@ def hang(world: World, machine: Machine, draw: random.Random) -> Heal:
 def crawl(world: World, machine: Machine, draw: random.Random) -> Heal:
     """Its threads wait long for each turn."""
     machine.slow = draw.uniform(5.0, 60.0)
-
-    def heal() -> None:
-        machine.slow = 1.0
-
-    return draw.uniform(0.2, LEASE), heal
+    return draw.uniform(0.2, LEASE), lambda: setattr(machine, "slow", 1.0)
 
 
 def stall_links(world: World, machine: Machine, draw: random.Random) -> Heal:
@@ -142,11 +165,7 @@ def replay(world: World, machine: Machine, draw: random.Random) -> Heal:
 def slow_down(world: World, machine: Machine, draw: random.Random) -> Heal:
     """Messages take long."""
     world.network.slow = draw.uniform(0.01, 0.3)
-
-    def heal() -> None:
-        world.network.slow = 0.0
-
-    return draw.uniform(0.2, LEASE), heal
+    return draw.uniform(0.2, LEASE), lambda: setattr(world.network, "slow", 0.0)
 
 
 def harass(world: World, machine: Machine, draw: random.Random) -> Heal:

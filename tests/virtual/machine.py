@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from chaos.crew import Crew
-from chaos.decode import DecodeSide
 from chaos.engine import Build
-from chaos.forward import Forward
-from chaos.model import Memory, RankPages, Violation, hello_of
-from chaos.prefill import PrefillSide
+from chaos.model import RankPages, Violation, hello_of
 from chaos.schedule import LEASE
 from engine_support import BUSY
 from faulty_links import Faults, FaultyLinks
 from virtual.clock import Alarm, Clock
 from virtual.network import Endpoint, Network
 
-from p2pkv.config import Options
 from p2pkv.engine.core import Core
 from p2pkv.pairing import Address
 from p2pkv.protocol import sender
@@ -46,13 +41,8 @@ class Worker:
         self.wires = machine.wires.rank(STAGING)
         self.links = FaultyLinks(self.wires, Faults(delay_polls=3), machine.draw.randrange(1 << 30))
         self.endpoint = Endpoint(machine.name, place.shifted(pages.rank), machine.network, self.ring)
-        options = Options(
-            role=role, host=place.host, kv_port=machine.kv_port, lease_seconds=LEASE, staging_bytes=STAGING,
-            engine_index=machine.index, engine_ranks=machine.build.ranks,
-            data_parallel=len(machine.named) > 1,
-            chunk_bytes=machine.chunk_bytes, stall_seconds=STALL, prefetch_bytes=STAGING,
-            verify=role == "P",  # it is enough that one side asks
-        )  # fmt: skip
+        room = {"staging_bytes": STAGING, "prefetch_bytes": STAGING, "chunk_bytes": machine.chunk_bytes}
+        options = machine.build.options(role, place, stall_seconds=STALL, **room)
         hello = hello_of(options, machine.build.model, pages, self.links.kind, incarnation)
         self.core = Core(hello, options, pages.cache, self.links, self.endpoint)  # type: ignore[arg-type]
         self._turns = Alarm(machine.clock, self._turn)
@@ -89,11 +79,9 @@ class Life:
         self.hung_until = 0.0
         build = machine.build
         pages = build.pages()
-        self.memory = Memory(build.model, pages)
         self.workers = [Worker(self, each, f"{machine.draw.getrandbits(128):032x}") for each in pages]
-        crew = Crew([each.core for each in self.workers], machine.broken, [each.layers for each in pages])
-        forward = PrefillSide if machine.name.startswith("P") else DecodeSide
-        self.forward: Forward = forward(crew, self.memory, machine.say, machine.broken)
+        cores = [each.core for each in self.workers]
+        self.forward = build.forward(machine.name[0], pages, cores, machine.say, machine.broken)
 
     def ring(self) -> None:
         """All ranks have something to hear."""
@@ -159,16 +147,13 @@ class Machine:
     Attributes as of `chaos.machines.Machine`, on the virtual clock.
     """
 
-    def __init__(
-        self, name: str, build: Build, port: int, world: Any, index: int = 0, engines: int = 1
-    ) -> None:
-        """`index`: which one of the `engines` of a data-parallel instance, whose ports begin at `port`."""
+    def __init__(self, name: str, build: Build, port: int, world: Any) -> None:
+        """`port`: where the ports of its data-parallel instance begin."""
         self.name = name
         self.build = build
         self.chunk_bytes: int = world.chunk_bytes
-        self.kv_port, self.index = port, index
-        self.named = tuple(Address("127.0.0.1", port + each * build.ranks) for each in range(engines))
-        self.outside = self.named[index]
+        self.named = tuple(Address("127.0.0.1", port + each * build.ranks) for each in range(build.engines))
+        self.outside = self.named[build.index]
         self.clock: Clock = world.clock
         self.network: Network = world.network
         self.wires = world.wires
@@ -292,5 +277,5 @@ class Machine:
                 if counts.get(name) and name != PATIENT
             }
         if not self.life.forward.empty():
-            busy["blocks"] = self.life.memory.held
+            busy["blocks"] = self.life.forward.memory.held
         return busy

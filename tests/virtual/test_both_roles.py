@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_support import prefill, step, wrong_cells
-from virtual.moves import BLOCKS, HALF, LEASE, TOKENS, half_a_push, nothing_was_lost, value
-from virtual.pair import VirtualPair
+from virtual.pair import BLOCKS, HALF, LEASE, TOKENS, VirtualPair, half_a_push, nothing_was_lost, value
 
 from p2pkv.engine import commands as do
 from p2pkv.protocol import messages as m

@@ -4,12 +4,14 @@ one whose step hangs. And each state of a transfer ends by itself, however livel
 from __future__ import annotations
 
 import pytest
-from virtual.moves import (
+from virtual.pair import (
     GRACE,
     LEASE,
     LONG,
     STALL,
     TOKENS,
+    VirtualEngine,
+    VirtualPair,
     begin,
     computed,
     ends_well,
@@ -18,10 +20,11 @@ from virtual.moves import (
     half_a_push,
     kept,
     load,
+    offered,
+    queued,
     served,
     value,
 )
-from virtual.pair import VirtualEngine, VirtualPair
 
 from p2pkv.engine import commands as do
 
@@ -77,9 +80,7 @@ def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, tro
 
 @each_trouble
 def test_a_d_whose_core_makes_no_step_does_not_keep_ps_blocks(pair: VirtualPair, trouble: str) -> None:
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    offered(pair)
     strike(pair.d, trouble)
     pair.lasts(lambda: kept(pair), STALL - 1.0)
     pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
@@ -94,8 +95,7 @@ def test_a_core_that_gets_on_again_in_time_has_lost_nothing(
     pair: VirtualPair, trouble: str, who: str
 ) -> None:
     struck = pair.p if who == "P" else pair.d
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
     pair.lasts(lambda: kept(pair), 2.0)
     strike(struck, trouble)
     pair.lasts(lambda: kept(pair), STALL + LEASE / 2)
@@ -114,8 +114,7 @@ def test_after_a_pause_requests_are_served_as_before(pair: VirtualPair) -> None:
 
 def test_a_core_that_makes_steps_or_has_no_work_lives(pair: VirtualPair) -> None:
     """A queued request may wait for longer than a stall."""
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
     numbers = iter(range(10, 1 << 30))
 
     def steps() -> bool:
@@ -150,9 +149,7 @@ def test_a_rank_whose_core_never_beats_is_judged_by_its_steps(pair: VirtualPair)
 
 def test_a_paused_p_gives_a_d_that_takes_nothing_one_lease(pair: VirtualPair) -> None:
     """vLLM's /pause waits until P's blocks are free."""
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    offered(pair)
     pair.lasts(lambda: kept(pair), LONG)
     strike(pair.p, "paused")
     pair.lasts(lambda: kept(pair), LEASE - 1.0)
@@ -195,8 +192,7 @@ def test_an_engine_whose_server_is_gone_gives_up_what_it_holds(
 
 
 def test_a_request_that_p_never_begins_ends_although_p_vouches_for_it(pair: VirtualPair) -> None:
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
     pair.lasts(lambda: kept(pair), WAIT - 1.0)
     fails(pair, "has not begun this prompt")
 
@@ -218,17 +214,14 @@ def test_p_does_not_rely_on_d_for_the_end_of_its_patience() -> None:
     pair = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL, wait_seconds=WAIT)
     pair.options = pair.options | {"wait_seconds": 100 * WAIT}
     pair.d = pair.engine("D", 7020)
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    offered(pair)
     pair.lasts(lambda: kept(pair), WAIT - 2.0)
     fails(pair, "D has taken nothing of this prompt")
     pair.rest("k")
 
 
 def test_the_wait_for_p_and_the_wait_for_room_on_d_are_two(pair: VirtualPair) -> None:
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
     pair.lasts(lambda: kept(pair), 0.9 * WAIT)
     computed(pair)
     pair.d.wait(do.Begun("k"))
@@ -238,8 +231,7 @@ def test_the_wait_for_p_and_the_wait_for_room_on_d_are_two(pair: VirtualPair) ->
 
 
 def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: VirtualPair) -> None:
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
     began = pair.clock.now
     while not pair.d.failures and pair.clock.now - began < 2 * WAIT:
         pair.lasts(lambda: True, LEASE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_support import step, wrong_cells
 from transfers import arrives
-from virtual.moves import (
+from virtual.pair import (
     BLOCKS,
     GRACE,
     HALF,
@@ -13,6 +13,7 @@ from virtual.moves import (
     LONG,
     STALL,
     TOKENS,
+    VirtualPair,
     begin,
     computed,
     ends_well,
@@ -21,10 +22,11 @@ from virtual.moves import (
     half_a_push,
     kept,
     load,
+    offered,
+    queued,
     served,
     value,
 )
-from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
 
@@ -56,23 +58,18 @@ def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wak
     assert all((page == 5.0).all() for page in pair.d.ranks[0].pages), "late data was written"
 
 
-def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(pair: VirtualPair) -> None:
+@pytest.mark.parametrize("when", ["before it loads", "in mid-transfer"])
+def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(pair: VirtualPair, when: str) -> None:
     """Its engine thread is well, and says that the request waits until the step has lasted too long."""
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    if when == "in mid-transfer":
+        half_a_push(pair)
+    else:
+        expect(pair)
+        computed(pair)
+        pair.d.wait(do.Begun("k"))
     pair.d.hang()
     pair.lasts(lambda: not pair.p.all_heard(do.BlocksFree("k")), STALL - 0.1)
     pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
-    pair.until(lambda: len(pair.d.failures) == 1)
-    pair.d.wake()
-    pair.rest("k")
-
-
-def test_a_d_that_hangs_in_mid_transfer_costs_p_nothing(pair: VirtualPair) -> None:
-    half_a_push(pair)
-    pair.d.hang()
-    pair.p.wait(do.BlocksFree("k"), STALL + LEASE + GRACE)
     pair.until(lambda: len(pair.d.failures) == 1)
     pair.d.wake()
     pair.rest("k")
@@ -84,8 +81,7 @@ def test_who_is_idle_is_not_dead_however_long(pair: VirtualPair, who: str) -> No
     idle = pair.p if who == "P" else pair.d
     idle.hang()
     idle.wake()
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
     if who == "D":
         computed(pair)
     pair.lasts(lambda: kept(pair), LONG)
@@ -108,8 +104,7 @@ def test_a_step_longer_than_the_lease_and_shorter_than_a_stall_is_waited_for(who
 
 def test_many_short_steps_are_no_stall(pair: VirtualPair) -> None:
     """It is one step that must not last too long, not a series of them."""
-    expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    queued(pair)
 
     def steps() -> bool:
         pair.p.hang()
@@ -216,9 +211,7 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
 
 def test_a_silence_counts_only_while_it_could_have_been_heard(pair: VirtualPair) -> None:
     """Both stand still, as on a machine that does; P comes to itself first, and hears nothing yet."""
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    offered(pair)
     pair.d.rank.stand_still(2.0 * LEASE)
     pair.p.rank.stand_still(2.0 * LEASE - 2.0)
     pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))

@@ -7,22 +7,20 @@ same run in every process, which its trace proves.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 from chaos.engine import Build
-from chaos.jobs import GRACE, Jobs
+from chaos.jobs import GRACE, Jobs, Run
 from chaos.model import Model, draw_model
 from chaos.schedule import LEASE
 from memory_links import MemoryNetwork
 from virtual.clock import Clock
-from virtual.faults import WEIGHTS, Fault, Heal
+from virtual.faults import WEIGHTS, Fault, Heal, Stranger
 from virtual.machine import CHUNKS, Machine
 from virtual.network import Network
-from virtual.stranger import Stranger
 
 from p2pkv.protocol.handshake import REFUSED_FOR
 
@@ -43,7 +41,7 @@ class Broken(Exception):
     """An invariant does not hold."""
 
 
-class World:
+class World(Run):
     """`say`: print the trace as it grows."""
 
     def __init__(
@@ -88,14 +86,13 @@ class World:
         self.chunk_bytes = self.draw.choice(chunks)
         self.machines: dict[str, Machine] = {}
         for n, (name, build) in enumerate(zip(names, builds, strict=True)):
-            role, index = name[0], int(name[1:])
-            port, where = 7000 + 10 * n, {}
+            role, first = name[0], n
             if role in groups:
+                index, engines = int(name[1:]), prefills if role == "P" else decodes
                 first = n - index
-                build, port = builds[first], 7000 + 10 * first
-                where = {"index": index, "engines": prefills if role == "P" else decodes}
-            self.machines[name] = Machine(name, build, port, self, **where)
-        self.decode_ranks = sum(each.build.ranks for each in self._of("D"))
+                build = replace(builds[first], index=index, engines=engines)
+            self.machines[name] = Machine(name, build, 7000 + 10 * first, self)
+        self.decode_ranks = sum(each.build.ranks for each in self.of("D"))
         self.stranger = Stranger(self.network)
         for machine in self.machines.values():
             machine.start()
@@ -153,25 +150,18 @@ class World:
                 worker.links.mend()
         for way in self.network.ways:
             way.connection.refuses = 0
-        self._ask_all(must=False)  # it takes a request to find out that a connection is deaf
+        self.ask_all(must=False, longest=LONGEST)  # it takes a request to find out that a connection is deaf
         self.turn_until(lambda: not self.jobs.open, 2 * (LEASE + GRACE))
         self.wait(REFUSED_FOR + 1)  # a P that failed a handshake is left alone for so long
         self._rest("after the faults")
-        self._ask_all(must=True)
+        self.ask_all(longest=LONGEST)
         self.turn_until(lambda: not self.jobs.open, LEASE + GRACE)
         self.wait(1.0)
         self._rest("at the end")
 
-    def _ask_all(self, must: bool) -> None:
-        for p, d in itertools.product(self._of("P"), self._of("D")):
-            self.jobs.ask(p, d, must=must, longest=LONGEST)
-
-    def _of(self, role: str) -> list[Any]:
-        return [machine for machine in self.machines.values() if machine.name.startswith(role)]
-
     def _load(self) -> None:
         if self.clock.now < self._until:
-            self.jobs.ask_any(self._of("P"), self._of("D"), LONGEST)
+            self.jobs.ask_any(self.of("P"), self.of("D"), LONGEST)
             self.clock.after(self.jobs.pause(), self._load)
 
     def turn_until(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -234,7 +224,7 @@ class World:
     def _sweep(self) -> None:
         """No free block has been written to."""
         for machine in self.machines.values():
-            if machine.life is not None and not machine.life.memory.clean():
+            if machine.life is not None and not machine.life.forward.memory.clean():
                 machine.broken("a block was written to after it had been given back")
         self.clock.after(SWEEP_SECONDS, self._sweep)
 

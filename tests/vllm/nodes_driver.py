@@ -16,19 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos.namespaces import HOSTS
-from probes import Compared
-from vllm_support import (
-    BLOCK,
-    CHUNK,
-    GAUGES,
-    PROBE_FOLDER,
-    SETTINGS,
-    ask_all,
-    assert_same,
-    by_vllm_serve,
-    python_path,
-    tokens,
-)
+from data_parallel_support import serves_as_one
+from vllm_support import GAUGES, PROBE_FOLDER, SETTINGS, by_vllm_serve, python_path
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import members_of
@@ -39,7 +28,6 @@ from p2pkv.trust import SECRET_VARIABLE
 
 SECRET = "a secret that all instances of these tests share"
 FIRST, SECOND = HOSTS["P"], HOSTS["D"]
-LENGTHS = (2, BLOCK, BLOCK + 1, CHUNK + 1, 2 * CHUNK + 7)
 ALL_ADDRESSES = ("--host", "0.0.0.0")
 
 
@@ -141,21 +129,10 @@ def main(model: Path, folder: Path, keeper: str, sizes: Sequence[int]) -> None:
         try:
             for each in (p.http, d.http, proxy, single):
                 each.wait_ready(240.0)
-            prompts = [
-                tokens(length, f"{sizes} {length} {count}") for length in LENGTHS for count in range(4)
-            ]
-            halves = [prompt[: len(prompt) // 2] for prompt in prompts[::2] if len(prompt) > 2 * BLOCK]
-            compared = Compared(probes)
-            ask_all(proxy.base_url, halves, at_once=16, max_tokens=1)
-            compared.spans(len(halves))
-            expected = ask_all(single.base_url, prompts, at_once=16)
-            compared = Compared(probes)
-            got = ask_all(proxy.base_url, prompts, at_once=16)
-            spans = compared.spans(len(prompts))
-            assert_same(expected, got)
+            count = serves_as_one(proxy.base_url, single.base_url, probes, f"{sizes}")
             for each in (p, d):
                 each.rests()
-            print(f"TP {sizes[0]} to {sizes[1]} on two hosts: {len(spans)} prompts, equal blocks and answers")
+            print(f"TP {sizes[0]} to {sizes[1]} on two hosts: {count} prompts, equal blocks and answers")
         except BaseException:
             for each in servers:
                 print(each.log_tail(60))

@@ -83,7 +83,7 @@ class ProbeConnector(P2pKvConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         assert self.worker is not None
-        requests = {request: key for key, request in self.worker.loads.requests.items()}
+        requests = {load.request_id: key for key, load in self.worker.loads._known.items()}
         results = super().get_transfer_results(finished_req_ids)
         for request in results.finished_recving - results.failed_recving:
             key = requests[request]

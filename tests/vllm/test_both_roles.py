@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from probes import Compared
+from vllm_deployments import TOKEN, http_address, order, states
 from vllm_support import (
     FORKED,
     MODEL_NAME,
@@ -23,6 +24,7 @@ from vllm_support import (
     ask_pair,
     assert_same,
     at_rest,
+    joined,
     metric,
     paired_headers,
     probing_server,
@@ -38,12 +40,11 @@ Start = Callable[..., Any]
 
 TOKENS = 16
 SHORT = {"lease_seconds": 4, "stall_seconds": 8, "chunk_bytes": 16384}
-ADMIN = "admin"
-PAIR = ("--admin-token", ADMIN)
+PAIR = ("--admin-token", TOKEN)
 BY_COST = ("--placement", "auto", *PAIR)
 """Nearly all requests are served by one instance."""
-APART = (*BY_COST, "--pause-weight", "10")
-"""Nearly all requests are served by a pair."""
+APART = (*BY_COST, "--pause-weight", "100")
+"""Most requests are served by a pair, also where prompts pause answers for milliseconds only."""
 
 
 @pytest.fixture
@@ -96,12 +97,7 @@ def ask(url: str, prompt: answers.Prompt, streamed: bool = True, **more: Any) ->
         return answers.complete(url, MODEL_NAME, prompt, max_tokens=TOKENS, **more)[0]
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, **GREEDY, **more}
     events = client.stream(f"{url}/v1/completions", body)
-    parts = [answers.answer_of(choice) for event in events for choice in event["choices"]]
-    return Answer(
-        text="".join(part.text for part in parts),
-        tokens=tuple(token for part in parts for token in part.tokens),
-        margins=tuple(margin for part in parts for margin in part.margins),
-    )
+    return joined([answers.answer_of(choice) for event in events for choice in event["choices"]])
 
 
 def alone(server: VllmServer, asked: Sequence[answers.Prompt]) -> list[Answer]:
@@ -172,11 +168,13 @@ def test_both_proxies_see_what_the_schedulers_have_to_do(pool: Start) -> None:
 
     def reported(proxy: ProxyServer, server: VllmServer) -> dict[str, int]:
         listed = json.loads(client.get(f"{proxy.base_url}/instances"))["instances"]
-        work = {each["address"]: each["reported"] for each in listed}[_address(server)]
+        work = {each["address"]: each["reported"] for each in listed}[http_address(server)]
         gauge = next(
             float(line.split()[-1])
             for line in client.get(f"{proxy.base_url}/metrics").splitlines()
-            if line.startswith(f'p2pkv_proxy_instance_reported_queued_tokens{{address="{_address(server)}"')
+            if line.startswith(
+                f'p2pkv_proxy_instance_reported_queued_tokens{{address="{http_address(server)}"'
+            )
         )
         return work | {"gauge": gauge}
 
@@ -274,23 +272,9 @@ def running(server: VllmServer) -> float:
     return metric(server, "vllm:num_requests_running")
 
 
-def order(proxy: ProxyServer, server: VllmServer, what: str) -> None:
-    url = f"{proxy.base_url}/instances/{_address(server)}/{what}"
-    client.post(url, {}, headers={"Authorization": f"Bearer {ADMIN}"})
-
-
-def _address(server: VllmServer) -> str:
-    return server.base_url.removeprefix("http://")
-
-
-def state(proxy: ProxyServer, server: VllmServer) -> str | None:
-    listed = json.loads(client.get(f"{proxy.base_url}/instances"))["instances"]
-    return {each["address"]: each["state"] for each in listed}.get(_address(server))
-
-
 def drain(proxy: ProxyServer, victim: VllmServer) -> None:
     order(proxy, victim, "drain")
-    wait_until(lambda: state(proxy, victim) == "drained", "no more work", 60.0)
+    wait_until(lambda: states(proxy, victim) == ["drained"], "no more work", 60.0)
 
 
 def end(proxy: ProxyServer, victim: VllmServer) -> None:

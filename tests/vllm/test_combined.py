@@ -38,6 +38,7 @@ from vllm_support import (
     at_rest,
     complete,
     kv_bytes,
+    letters,
     metric,
     paired_headers,
     plugin_environment,
@@ -421,7 +422,7 @@ def picture(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("pictures", [1, 3])
 def test_pictures(seeing: Combined, pictures: int) -> None:
     """Two prompts that differ in their last picture only; the longer ones are computed in two steps."""
-    text = {"type": "text", "text": "".join(chr(97 + token % 26) for token in tokens(60, "see"))}
+    text = {"type": "text", "text": letters(tokens(60, "see"))}
     compared, expected = Compared(seeing.probes), []
     for last in (100, 200):
         seen = [*map(picture, range(pictures - 1)), picture(last)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, tokens
+from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
 
 pytestmark = pytest.mark.usefixtures("compared")
 
@@ -20,7 +21,7 @@ WORDS = 8
 
 
 def story(seed: str) -> str:
-    return "".join(chr(97 + token % 26) for token in tokens(200, seed))
+    return letters(tokens(200, seed))
 
 
 def by_openai(base_url: str) -> openai.OpenAI:
@@ -136,15 +137,20 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
     return "".join(each.name or "" for each in pieces), "".join(each.arguments or "" for each in pieces)
 
 
+def answers_as_one(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[..., Any]) -> Any:
+    """The pair's answer, which is the single server's, from KV that moved."""
+    prompt, traffic = story(f"{ask.__name__} {dispatch} {streamed}"), Traffic(fleet)
+    pair = ask(fleet.proxy(dispatch).base_url, prompt, streamed)
+    assert pair == ask(fleet.single.base_url, prompt, streamed) and pair and all(pair)
+    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+    return pair
+
+
 @each_dispatch
 @streamed_or_not
 @pytest.mark.parametrize("ask", [complete, chat, call_of_a_tool])
 def test_openais_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Any) -> None:
-    prompt = story(f"{ask.__name__} {dispatch} {streamed}")
-    traffic = Traffic(fleet)
-    pair = ask(fleet.proxy(dispatch).base_url, prompt, streamed)
-    assert pair == ask(fleet.single.base_url, prompt, streamed) and all(pair)
-    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+    pair = answers_as_one(fleet, dispatch, streamed, ask)
     if ask is call_of_a_tool:
         name, arguments = pair
         assert name == "weather" and json.loads(arguments)["city"] in ("Lima", "Oslo")
@@ -153,11 +159,7 @@ def test_openais_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Any) -
 @each_dispatch
 @streamed_or_not
 def test_responses(fleet: Fleet, dispatch: str, streamed: bool) -> None:
-    prompt = story(f"responses {dispatch} {streamed}")
-    traffic = Traffic(fleet)
-    pair = respond(fleet.proxy(dispatch).base_url, prompt, streamed)
-    assert pair == respond(fleet.single.base_url, prompt, streamed) != ""
-    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+    answers_as_one(fleet, dispatch, streamed, respond)
 
 
 @each_dispatch
@@ -204,11 +206,7 @@ def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: s
 @each_dispatch
 @streamed_or_not
 def test_messages(fleet: Fleet, dispatch: str, streamed: bool) -> None:
-    prompt = story(f"messages {dispatch} {streamed}")
-    traffic = Traffic(fleet)
-    pair = message(fleet.proxy(dispatch).base_url, prompt, streamed)
-    assert pair == message(fleet.single.base_url, prompt, streamed) != ""
-    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+    answers_as_one(fleet, dispatch, streamed, message)
 
 
 @each_dispatch

@@ -14,10 +14,13 @@ from vllm_support import (
     Traffic,
     ask_all,
     assert_same,
+    chat_all,
     each_dispatch,
     kv_bytes,
+    letters,
     metric,
     paired_headers,
+    streamed,
     tokens,
 )
 
@@ -120,11 +123,9 @@ def test_two_children_of_one_prompt(fleet: Fleet, dispatch: str) -> None:
 
 @each_dispatch
 def test_chat(fleet: Fleet, dispatch: str) -> None:
-    story = "".join(chr(97 + token % 26) for token in tokens(200, f"chat {dispatch}"))
-    messages = [{"role": "user", "content": story}]
-    traffic = Traffic(fleet)
-    pair = answers.chat(fleet.proxy(dispatch).base_url, MODEL_NAME, messages)
-    assert_same(answers.chat(fleet.single.base_url, MODEL_NAME, messages), pair)
+    story, traffic = [letters(tokens(200, f"chat {dispatch}"))], Traffic(fleet)
+    pair = chat_all(fleet.proxy(dispatch).base_url, story, at_once=1)
+    assert_same(chat_all(fleet.single.base_url, story, at_once=1), pair)
     assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
 
 
@@ -137,12 +138,7 @@ def test_streaming(fleet: Fleet, dispatch: str) -> None:
     events = list(client.stream(f"{fleet.proxy(dispatch).base_url}/v1/completions", body))
     choices = [event["choices"][0] for event in events if event["choices"]]
     assert len(choices) > 1, "the answer came in one piece"
-    streamed = answers.Answer(
-        text="".join(choice["text"] for choice in choices),
-        tokens=tuple(token for choice in choices for token in choice["token_ids"]),
-        margins=single.margins,
-    )
-    assert_same([single], [streamed])
+    assert_same([single], [streamed(choices, single.margins)])
     assert_moved(traffic, (0, len(prompt) - 1))
 
 

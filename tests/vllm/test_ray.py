@@ -15,10 +15,22 @@ from typing import Any
 
 import pytest
 from environments import Unavailable, environment
-from vllm_support import BLOCK, CHUNK, MODEL, MODEL_NAME, SETTINGS, assert_same, kv_bytes, tokens
+from vllm_support import (
+    BLOCK,
+    CHUNK,
+    MODEL,
+    MODEL_NAME,
+    SETTINGS,
+    ask_all,
+    assert_same,
+    chat_all,
+    kv_bytes,
+    letters,
+    tokens,
+)
 
 from p2pkv.control.endpoint import inspect
-from p2pkv.demo import answers, client
+from p2pkv.demo import client
 from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
 from p2pkv.demo.servers import LOOPBACK, VllmServer, cpu_environment
 from p2pkv.pairing import Address, find_pair
@@ -142,22 +154,11 @@ def test_ray_serve_llm(ray_python: Path, tiny_model: Path, logs: Path, launch: A
     lengths = [7 + 23 * index % 300 for index in range(REQUESTS)]
     prompts = [tokens(length, f"ray {index}") for index, length in enumerate(lengths)]
     before = inspect(Address(LOOPBACK, ray.on_d))
-    assert_same(completions(single.base_url, prompts), completions(ray.base_url, prompts))
-    stories = ["".join(chr(97 + token % 26) for token in prompt) for prompt in prompts[:AT_ONCE]]
-    assert_same(chats(single.base_url, stories), chats(ray.base_url, stories))
+    expected, got = (ask_all(each.base_url, prompts, at_once=AT_ONCE) for each in (single, ray))
+    assert_same(expected, got)
+    stories = [letters(prompt) for prompt in prompts[:AT_ONCE]]
+    expected, got = (chat_all(each.base_url, stories, at_once=AT_ONCE) for each in (single, ray))
+    assert_same(expected, got)
     after = inspect(Address(LOOPBACK, ray.on_d))
     moved = int(after["bytes_scattered"]) - int(before["bytes_scattered"])
     assert moved >= sum(kv_bytes(0, length - 1) for length in lengths)
-
-
-def completions(url: str, prompts: list[list[int]]) -> list[answers.Answer]:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda each: answers.complete(url, MODEL_NAME, each)[0], prompts))
-
-
-def chats(url: str, stories: list[str]) -> list[answers.Answer]:
-    def ask(story: str) -> answers.Answer:
-        return answers.chat(url, MODEL_NAME, [{"role": "user", "content": story}])[0]
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(ask, stories))

@@ -24,7 +24,7 @@ from vllm_deployments import (
     instance,
     started_again,
 )
-from vllm_support import MODEL_NAME, assert_same, metric, tokens
+from vllm_support import MODEL_NAME, assert_same, joined, metric, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import GREEDY, Answer
@@ -85,16 +85,16 @@ def core_killed(server: VllmServer) -> None:
 def completion(base_url: str, prompt: list[int], most: int = TOKENS, **more: Any) -> Answer:
     """A streamed one."""
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": most, "logprobs": 2, **GREEDY, **more}
-    return joined(client.stream(f"{base_url}/v1/completions", body, timeout_seconds=300.0), most)
+    return checked(client.stream(f"{base_url}/v1/completions", body, timeout_seconds=300.0), most)
 
 
 def chat(base_url: str, text: str, **more: Any) -> Answer:
     body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}], "max_tokens": TOKENS}
     body |= {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}, **GREEDY, **more}
-    return joined(client.stream(f"{base_url}/v1/chat/completions", body), TOKENS)
+    return checked(client.stream(f"{base_url}/v1/chat/completions", body), TOKENS)
 
 
-def joined(events: Iterator[dict[str, Any]], most: int) -> Answer:
+def checked(events: Iterator[dict[str, Any]], most: int) -> Answer:
     """One answer of all events, whose usage and finish reason are right."""
     parts: list[Answer] = []
     finish: list[str] = []
@@ -113,11 +113,7 @@ def joined(events: Iterator[dict[str, Any]], most: int) -> Answer:
         if event.get("usage"):
             assert event["usage"]["completion_tokens"] == sum(len(part.tokens) for part in parts)
     assert len(ids) == 1 and len(finish) == 1
-    made = Answer(
-        text="".join(part.text for part in parts),
-        tokens=tuple(token for part in parts for token in part.tokens),
-        margins=tuple(margin for part in parts for margin in part.margins),
-    )
+    made = joined(parts)
     assert finish == ["length" if len(made.tokens) == most else "stop"]
     return made
 

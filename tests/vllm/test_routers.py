@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from vllm_support import (
     Traffic,
     ask_all,
     assert_same,
+    chat_all,
     kv_bytes,
+    letters,
     tokens,
 )
 
@@ -56,9 +57,9 @@ def serves_as_one(fleet: Fleet, url: str, seed: str) -> None:
     assert moved <= sum(kv_bytes(0, length - 1, whole_blocks=True) for length in lengths)
     assert_same(ask_all(fleet.single.base_url, prompts, at_once=AT_ONCE), pair)
 
-    stories = ["".join(chr(97 + token % 26) for token in prompt) for prompt in prompts[:AT_ONCE]]
-    traffic = Traffic(fleet)
-    assert_same(chats(fleet.single.base_url, stories), chats(url, stories))
+    stories, traffic = [letters(prompt) for prompt in prompts[:AT_ONCE]], Traffic(fleet)
+    pair = chat_all(url, stories, at_once=AT_ONCE)
+    assert_same(chat_all(fleet.single.base_url, stories, at_once=AT_ONCE), pair)
     assert traffic.scattered(at_least=1)
 
     prompt = tokens(CHUNK + 11, f"{seed} stream")
@@ -67,14 +68,6 @@ def serves_as_one(fleet: Fleet, url: str, seed: str) -> None:
     events = [event for event in client.stream(f"{url}/v1/completions", body) if event["choices"]]
     assert len(events) > 1, "the answer came in one piece"
     assert "".join(event["choices"][0]["text"] for event in events) == single.text
-
-
-def chats(url: str, stories: list[str]) -> list[answers.Answer]:
-    def ask(story: str) -> answers.Answer:
-        return answers.chat(url, MODEL_NAME, [{"role": "user", "content": story}])[0]
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(ask, stories))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -29,7 +29,8 @@ from pathlib import Path
 
 import pytest
 from environments import environment
-from vllm_support import MODEL_NAME, SETTINGS, ask_all, at_rest, tokens
+from vllm_deployments import TOKEN, http_address, order
+from vllm_support import MODEL_NAME, SETTINGS, ask_all, at_rest, streamed, tokens
 
 import p2pkv
 from p2pkv.control.endpoint import inspect
@@ -45,7 +46,6 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 PACKAGED = ("p2pkv", "proxy", "pyproject.toml", "README.md", "LICENSE")
 """What a wheel is built from."""
-TOKEN = "a-token-of-the-tests"
 STREAMS = 16
 PROMPTS = 32
 TOKENS = 24
@@ -240,11 +240,7 @@ class Streams:
             if "choices" not in event:
                 raise ValueError(f"an event that is no part of an answer: {event}")
             choices += event["choices"]
-        return Answer(
-            text="".join(choice["text"] for choice in choices),
-            tokens=tuple(token for choice in choices for token in choice["token_ids"]),
-            margins=self._expected[index].margins,
-        )
+        return streamed(choices, self._expected[index].margins)
 
 
 @dataclass
@@ -269,12 +265,11 @@ class Rolling:
     def state(self, server: VllmServer) -> str | None:
         """What the proxy says of an instance; None if it knows none at this address."""
         states = {each["address"]: each["state"] for each in self.status()["instances"]}
-        return states.get(address(server))
+        return states.get(http_address(server))
 
     def leave(self, server: VllmServer) -> None:
         """Drain it, and stop it when it may be stopped."""
-        order = f"{self.proxy.base_url}/instances/{address(server)}/drain"
-        client.post(order, {}, headers={"Authorization": f"Bearer {TOKEN}"})
+        order(self.proxy, server, "drain")
         wait_until(lambda: self.state(server) == "drained", f"{server.name} without work", 60.0)
         self.loaded += loaded(server)
         server.stop()
@@ -294,9 +289,9 @@ class Rolling:
         """Wait until each P and D that fit, so many pairs, have served a few more; no others may have."""
         before = self.pairs()
         fitting = {
-            (address(p), address(d))
+            (http_address(p), http_address(d))
             for p, d in itertools.product(self.running, self.running)
-            if (p.role, d.role) == ("P", "D") and self._fit(address(p), address(d))
+            if (p.role, d.role) == ("P", "D") and self._fit(http_address(p), http_address(d))
         }
         assert len(fitting) == pairs
 
@@ -313,11 +308,6 @@ class Rolling:
 
     def _fit(self, p: str, d: str) -> bool:
         return self.releases[p].protocol == self.releases[d].protocol
-
-
-def address(server: VllmServer) -> str:
-    """Its HTTP address, as the proxy writes it."""
-    return server.base_url.removeprefix("http://")
 
 
 def loaded(server: VllmServer) -> int:
@@ -388,7 +378,7 @@ def rolling(
             log_path=tmp_path / f"{role}{number}-{by.version}.log",
         )
         by.run_by(made)
-        releases[address(made)] = by
+        releases[http_address(made)] = by
         return made
 
     changes = [
@@ -434,9 +424,9 @@ def test_sixteen_streams_do_not_notice_a_rolling_upgrade(
             fleet.flow(pairs)
             assert fleet.status()["missing"] == missing
     assert fleet.streams.failures == []
-    assert [fleet.releases[address(each)] for each in fleet.running] == [old_and_new[1]] * 4
+    assert [fleet.releases[http_address(each)] for each in fleet.running] == [old_and_new[1]] * 4
     assert {each["address"] for each in fleet.status()["instances"]} == {
-        address(each) for each in fleet.running
+        http_address(each) for each in fleet.running
     }
     for each in fleet.running:
         at_rest(each)

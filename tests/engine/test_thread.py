@@ -1,5 +1,5 @@
-"""The engine thread ends before its rank is stopped: its own start fails, or something that is no error of a
-turn. Nothing may go on as if it lived."""
+"""The engine thread as the forward thread sees it: it says that something has happened, and it may end before
+its rank is stopped, at its own start or by what is no error of a turn. Nothing may go on as if it lived."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from memory_links import MemoryNetwork
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
+from p2pkv.engine import commands as do
 from p2pkv.engine import thread as engine_thread
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Beat
+from p2pkv.pairing import Address
 from support.waiting import wait_for
 
 
@@ -84,3 +86,35 @@ def test_a_rank_whose_engine_core_falls_silent_is_not_announced_long_before_its_
     assert not made.rank.steps.trouble(time.monotonic()), "D is still told that its prompts are held"
     beats.append(Beat(steps=1, work=False))
     wait_for(lambda: not made.rank.trouble(), what="the end of the doubt")
+
+
+# Who is waited for, and how long, is in tests/virtual/test_silence.py.
+
+
+def test_an_event_ends_the_forward_threads_wait(memory_pair):
+    """What happens in the wait, and what has happened before it; else it would outlast the test."""
+    _, d = memory_pair
+    rank = d.ranks[0].rank
+    for meanwhile in (True, False):
+        d.do(do.Expect("k", Address("127.0.0.1", 1), 96, b"digest"))
+        d.do(do.Drop("k", "over"))
+        if not meanwhile:
+            wait_for(lambda: rank.core.news)
+        rank.wait_for_event(300.0)
+        assert [type(event) for event in rank.events()] == [do.LoadFailed]
+        d.do(do.Forget("k"))
+
+
+def test_an_event_is_called_out_once_until_it_has_been_heard(memory_pair):
+    _, d = memory_pair
+    rank, calls = d.ranks[0].rank, []
+    rank.call_on_event(lambda: calls.append(rank.core.news))
+    for heard in (1, 2):
+        for key in "ab":
+            d.do(do.Expect(key, Address("127.0.0.1", 1), 96, b"digest"))
+            d.do(do.Drop(key, "over"))
+        wait_for(lambda: rank.core.news == 2)
+        assert len(calls) == heard
+        assert len(rank.events()) == 2
+        for key in "ab":
+            d.do(do.Forget(key))

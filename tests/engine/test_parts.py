@@ -1,0 +1,132 @@
+"""Small parts of an engine by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_device import Device
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pkv.engine.context import Copies, Remembered
+from p2pkv.engine.peers import surplus
+from p2pkv.engine.prefetch import PrefetchBuffers
+
+# Which links are closed when there are too many.
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.booleans()), unique_by=lambda link: link[0], max_size=20),
+    st.integers(1, 20),
+)
+def test_only_idle_ones_and_the_longest_unused_first(links: list[tuple[int, bool]], most: int) -> None:
+    chosen = surplus(len(links) - most, [link for link in links if link[1]], lambda link: link[0])
+    idle = sorted(link for link in links if link[1])
+    assert chosen == idle[: max(0, len(links) - most)]
+
+
+# Room for KV that comes ahead of its request.
+
+
+@pytest.mark.parametrize("room", [0, 63, 64, 100, 200])
+def test_what_was_given_is_not_exceeded(room: int) -> None:
+    """Slots come in steps of 64 bytes, and the room that somebody asks for need not."""
+    buffers, whole = PrefetchBuffers(room, torch.device("cpu")), room // 64 * 64
+    assert buffers.take(whole + 1, 0.0) is None
+    buffer = buffers.take(whole, 0.0)
+    assert (buffer is not None) == (whole > 0)
+    if buffer is not None:
+        assert buffers.take(1, 0.0) is None
+        buffers.give(buffer)
+    assert buffers.used == 0
+
+
+# What P remembers of transfers that have ended, and for how long.
+
+
+def test_reasons_are_kept_for_a_while() -> None:
+    ends = Remembered[str](10.0, 1024)
+    ends.add("a", "P aborted", 0.0)
+    ends.expire(10.0)
+    assert ends.get("a") == "P aborted" and ends.get("b") is None
+    ends.expire(10.1)
+    assert ends.get("a") is None and len(ends) == 0
+
+
+def test_a_key_that_ends_again_is_kept_from_its_last_end_on() -> None:
+    """As when a client sends the same request id again."""
+    ends = Remembered[str](10.0, 1024)
+    ends.add("a", "first", 0.0)
+    ends.discard("a")
+    ends.add("a", "second", 8.0)
+    ends.expire(12.0)
+    assert ends.get("a") == "second"
+    ends.expire(18.1)
+    assert len(ends) == 0
+
+
+def test_they_are_bounded_in_number() -> None:
+    ends = Remembered[str](1e9, most=100)
+    for number in range(200):
+        ends.add(f"k{number}", "over", float(number))
+    assert len(ends) == 100 and ends.get("k0") is None and ends.get("k199") == "over"
+
+
+# What waits for copies, and what does not.
+
+
+def test_actions_come_in_order_behind_the_last_copy_of_their_own_transfer():
+    device, seen = Device(), []
+    copies = Copies(device.fence)
+    for number, key in enumerate("aba"):
+        device.queue(lambda: None)
+        copies.launched(key)
+        copies.then(key, lambda now, number=number: seen.append((number, now)), 0.0)
+    copies.then("a", lambda now: seen.append(("last of a", now)), 0.0)
+    copies.then("b", lambda now: seen.append(("last of b", now)), 0.0)
+    copies.then("c", lambda now: seen.append(("nothing of c", now)), 0.0)
+    assert seen == [("nothing of c", 0.0)]
+    device.run(2)
+    copies.poll(5.0)
+    assert seen[1:] == [(0, 5.0), (1, 5.0), ("last of b", 5.0)]
+    copies.then("b", lambda now: seen.append(("later b", now)), 6.0)
+    assert seen[-1] == ("later b", 6.0)
+    device.run(1)
+    copies.poll(7.0)
+    assert seen[-2:] == [(2, 7.0), ("last of a", 7.0)]
+    assert len(copies) == 0
+
+
+def test_an_action_that_fails_does_not_keep_the_others():
+    device, seen = Device(), []
+    copies = Copies(device.fence)
+    device.queue(lambda: None)
+    copies.launched("k")
+
+    def fail(now: float) -> None:
+        raise ZeroDivisionError
+
+    copies.then("k", fail, 0.0)
+    copies.then("k", seen.append, 0.0)
+    device.run()
+    try:
+        copies.poll(1.0)
+    except ZeroDivisionError:
+        seen.append("raised")
+    copies.poll(2.0)
+    assert seen == ["raised", 2.0] and len(copies) == 0
+
+
+def test_a_copy_behind_one_that_is_under_way_waits_its_turn():
+    """Fences pass in order, but the one behind may be asked first."""
+    device, seen = Device(), []
+    copies = Copies(device.fence)
+    device.queue(lambda: None)
+    copies.launched("a")
+    device.run()
+    copies.launched("b")
+    copies.then("b", lambda now: seen.append("b"), 0.0)
+    copies.then("a", lambda now: seen.append("a"), 0.0)
+    assert seen == []
+    copies.poll(1.0)
+    assert seen == ["a", "b"]
