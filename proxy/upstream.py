@@ -383,6 +383,7 @@ class Call:
             self._response.close()
         self._cleanup.close()
         self.span.end(failed)
+        self.may_repeat = self.may_leave = bool  # no more: those of an attempt would make it refer to itself
 
 
 def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
