@@ -111,7 +111,8 @@ async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment,
     frames = [FORGED, msgspec.structs.replace(guarded.p.ping, zmq_address="127.0.0.1:10")]
     with dealer(Address.parse(guarded.discovery), way, "proxy") as socket:
         for ping in (*frames, goodbye(guarded.p.ping)):
-            socket.send(encode_ping(ping))
+            with contextlib.suppress(zmq.Again):  # libzmq sends no more once its handshake has failed
+                socket.send(encode_ping(ping))
         await eventually(lambda: guarded.app[LISTENER].shut_out > 0)
     assert [instance.ping for instance in guarded.registry.known("P")] == [guarded.p.ping]
     assert guarded.refused == 0
