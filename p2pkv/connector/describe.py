@@ -156,7 +156,7 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
                     f"this model keeps {type(spec).__name__} for {name}: this version of p2pkv moves "
                     f"recurrent states, rings, and of attention {names}; serve this model without p2pkv"
                 )
-            row_form(name, spec)
+            row_form(name, spec, modules.get(name))
 
 
 def computes_last_token(config: KVCacheConfig) -> bool:
@@ -279,12 +279,13 @@ class Layers:
     def alike(self, config: VllmConfig) -> dict[tuple[object, ...], list[Layer]]:
         """Attention layers that are alike: the same rows, planes, units, window and heads."""
         groups: dict[tuple[object, ...], list[Layer]] = {}
+        modules = config.compilation_config.static_forward_context
         for layer in self.all:
             spec, shape = layer.spec, tuple(layer.tensor.shape[1:])
             if keeps_state(spec):
                 continue
-            heads = _model_heads(config, layer.name, spec, shape[0])
-            rows, seen = row_form(layer.name, spec), (_window(spec), _chunked(spec))
+            rows, seen = row_form(layer.name, spec, modules.get(layer.name)), (_window(spec), _chunked(spec))
+            heads = _model_heads(config, layer.name, spec, rows.slot_heads or shape[0])
             form = shape, layer.tensor.dtype, spec.block_size, rows, seen, heads
             groups.setdefault(form, []).append(layer)
         return groups
@@ -342,7 +343,8 @@ def local_groups(config: VllmConfig, layers: Layers) -> list[LocalGroup]:
 def _groups_of(config: VllmConfig, form: tuple[object, ...], layers: list[Layer]) -> Iterator[LocalGroup]:
     """The KV groups of layers that are alike: one for each plane of their rows. Raises ConfigError."""
     names, spec = [layer.name for layer in layers], layers[0].spec
-    rows, parts, transfer = row_form(names[0], spec), token_parts(config, spec), config.kv_transfer_config
+    rows = row_form(names[0], spec, config.compilation_config.static_forward_context.get(names[0]))
+    parts, transfer = token_parts(config, spec), config.kv_transfer_config
     assert transfer is not None
     keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     keeps_windows = keeps_windows and not replayed_window(spec)
@@ -352,7 +354,7 @@ def _groups_of(config: VllmConfig, form: tuple[object, ...], layers: list[Layer]
         group = PagedCache.from_tensors(
             tensors,
             block_size=spec.block_size,
-            codec=codec_of(config, names),
+            codec=rows.codec(plane, codec_of(config, names)),
             tables=[layer.table for layer in layers],
             tokens_per_row=rows.tokens,
         )

@@ -7,8 +7,7 @@ how many bytes a block has. And some have two *slots*, one for K and one for V: 
 or, with NVFP4, each slot has planes of its own.
 
 Each plane of a layer, or of its slots, and each slot without planes, becomes a layer of a KV group of its
-own; these groups have the same block table. What is not certain
-is refused, with the layer's name.
+own; these groups have the same block table. What is not certain is refused, with the layer's name.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.layouts import plane_of
+from p2pkv.packings import PAGE_PREFIX
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -35,11 +35,24 @@ class RowForm(NamedTuple):
         tokens: that a row stands for; it is written when the last of them is computed.
         planes: bytes of a row in its values, and in its scales, in each slot; () if a row lies together.
         slot_heads: KV heads in each of two slots; 0: there are none, and heads are the view's own.
+        mixed: scales of several tokens of a head are mixed, so those of a block travel together.
+        by_head: K and V of a head lie together, not all K in front of all V.
     """
 
     tokens: int
     planes: tuple[int, ...]
     slot_heads: int = 0
+    mixed: bool = False
+    by_head: bool = False
+
+    def codec(self, plane: str, layers: str) -> str:
+        """Of this plane; `layers`: of the layers without planes."""
+        return MIXED_SCALES if self.mixed and plane.endswith("scales") else layers
+
+
+MIXED_SCALES = f"{PAGE_PREFIX}nvfp4_scales"
+"""NVFP4's scales as vLLM writes them for compute capability 10: of V, those of four tokens are mixed
+(`swizzle_scale_offset` in csrc/nvfp4_kv_cache_kernels.cu), and of K they are or are not, by version."""
 
 
 LATENT = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
@@ -51,8 +64,14 @@ INDEXER = {132: (128, 4), 68: (64, 4)}
 of MXFP4 and a scale for each 32 of them."""
 
 
-def row_form(name: str, spec: KVCacheSpec) -> RowForm:
-    """How the rows of this attention layer lie. Raises ConfigError if that is not known."""
+NVFP4_BY_HEAD = {"FLASHINFER": False, "MINIMAX_M3_SPARSE": True}
+"""See `RowForm`, by the attention backend: `_nvfp4_kv_views` in flashinfer.py has [K | scales | V | scales],
+and `nvfp4_kv_cache_views` of MiniMax-M3 has that for each head."""
+
+
+def row_form(name: str, spec: KVCacheSpec, module: Any) -> RowForm:
+    """How the rows of this attention layer lie; `module`: the layer itself, as in vLLM's
+    static_forward_context. Raises ConfigError if that is not known."""
     tokens: int | Fraction = getattr(spec, "tokens_per_state", 1)
     if tokens < 1 or int(tokens) != tokens:
         raise ConfigError(
@@ -65,25 +84,20 @@ def row_form(name: str, spec: KVCacheSpec) -> RowForm:
             "expected whole rows in a block; choose another --block-size"
         )
     if getattr(spec, "num_head_slots", None) and spec.kv_quant_mode.is_nvfp4:
-        return RowForm(int(tokens), _nvfp4_planes(name, spec), spec.num_kv_heads)
+        return _nvfp4_form(name, spec, module)
     return RowForm(int(tokens), _planes(name, spec), _slot_heads(name, spec))
 
 
-def _nvfp4_planes(name: str, spec: Any) -> tuple[int, ...]:
-    """Of K and of V, as `_nvfp4_kv_views` of vLLM's FlashInfer backend has them. Raises ConfigError."""
-    planes = (spec.head_size // 2, spec.head_size // 16)
-    if not any(current_platform.is_device_capability_family(family) for family in (80, 90, 120)):
-        raise ConfigError(
-            f"this model's layer {name} has NVFP4 numbers, and vLLM's kernels for this device mix the "
-            "scales of four tokens (swizzle_scale_offset in csrc/nvfp4_kv_cache_kernels.cu), but p2pkv moves "
-            "KV token by token: use a GPU of compute capability 8, 9 or 12, or another --kv-cache-dtype, "
-            "for example fp8"
-        )
-    if spec.num_head_slots != 2 * spec.num_kv_heads or spec.state_content_size_bytes != sum(planes):
-        raise _unknown(
-            name, spec, f"{spec.num_head_slots} slots of {spec.state_content_size_bytes} bytes in NVFP4"
-        )
-    return planes
+def _nvfp4_form(name: str, spec: Any, module: Any) -> RowForm:
+    """Of K and of V. Raises ConfigError."""
+    planes, slots = (spec.head_size // 2, spec.head_size // 16), spec.num_head_slots
+    backend = module.get_attn_backend().get_name() if module is not None else "an unknown backend"
+    if slots != 2 * spec.num_kv_heads or spec.state_content_size_bytes != sum(planes):
+        raise _unknown(name, spec, f"{slots} slots of {spec.state_content_size_bytes} bytes in NVFP4")
+    if backend not in NVFP4_BY_HEAD:
+        raise _unknown(name, spec, f"NVFP4 numbers of {backend}")
+    linear = any(current_platform.is_device_capability_family(family) for family in (80, 90, 120))
+    return RowForm(1, planes, spec.num_kv_heads, not linear, NVFP4_BY_HEAD[backend])
 
 
 def _slot_heads(name: str, spec: Any) -> int:
@@ -163,14 +177,17 @@ def _slot_planes(
     of heads and rows in the order of `tensor`'s. Raises ConfigError."""
     blocks, slots, rows, content = tensor.shape
     heads_first = tensor.stride()[1:] == (rows * content, content, 1)
-    if not heads_first and tensor.stride()[1:] != (content, slots * content, 1):
+    if not heads_first and (form.by_head or tensor.stride()[1:] != (content, slots * content, 1)):
         raise ConfigError(
             f"{name} is registered as {list(tensor.shape)} with strides {list(tensor.stride())}: p2pkv "
             "expected blocks whose slots and rows lie together, as vLLM 0.33 registers this layer"
         )
-    begin = int(tensor.storage_offset()) + side * form.slot_heads * rows * content
+    begin, per_head = int(tensor.storage_offset()), rows * content
+    begin += side * (per_head if form.by_head else form.slot_heads * per_head)
     for plane, width in zip(("", "scales"), form.planes, strict=True):
         strides = (rows * width, width) if heads_first else (width, form.slot_heads * width)
+        if form.by_head:
+            strides = (2 * per_head, width)
         size = (blocks, form.slot_heads, rows, width)
         yield plane, tensor.as_strided(size, (tensor.stride(0), *strides, 1), begin)
-        begin += form.slot_heads * rows * width
+        begin += rows * width if form.by_head else form.slot_heads * rows * width

@@ -331,8 +331,8 @@ def _advice(mine: KvGroup, theirs: KvGroup) -> str:
     if mine.codec == theirs.codec:
         return "this codec's pages travel whole, so set the same --block-size"
     return (
-        "pages of a codec that p2pkv cannot undo travel whole, so use hosts with the same kind of CPU, "
-        "and set the same --dtype, --kv-cache-dtype and --block-size"
+        "pages of a codec that p2pkv cannot undo travel whole, so use the same kind of CPU or GPU, and set "
+        "the same --dtype, --kv-cache-dtype and --block-size"
     )
 
 

@@ -8,9 +8,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import torch
-from connector_support import vllm_config
+from connector_support import kv_cache_config, vllm_config
 from vllm.config import set_current_vllm_config
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
@@ -31,9 +32,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.version import __version_tuple__ as version
 
 from p2pkv.config import ConfigError
-from p2pkv.connector.describe import make_ready
-from p2pkv.connector.planes import INDEXER, LATENT, plane_views, row_form
-from p2pkv.kv import PagedCache
+from p2pkv.connector.describe import Layers, cache_of, make_ready
+from p2pkv.connector.planes import INDEXER, LATENT, MIXED_SCALES, RowForm, plane_views, row_form
+from p2pkv.kv import DENSE, PagedCache
+from p2pkv.protocol.handshake import row_format
+from p2pkv.protocol.messages import KvGroup
 
 pytestmark = pytest.mark.vllm
 
@@ -77,7 +80,7 @@ LAYERS: dict[str, tuple[Callable[[Any], Any], int, tuple[Any, ...]]] = {
 def test_the_rows_of_vllm_s_own_layers(layer: str) -> None:
     make, tokens, planes = LAYERS[layer]
     spec = spec_of(make)
-    form = row_form("i", spec)
+    form = form_of(spec)
     assert (form.tokens, form.planes) == (tokens, planes)
     assert not planes or sum(planes) == spec.state_content_size_bytes
 
@@ -87,7 +90,7 @@ def test_an_indexer_s_keys_without_scales_lie_together(dtype: torch.dtype) -> No
     """MiniMax-M3's."""
     role = SparseCacheRole.INDEXER
     spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=128, dtype=dtype, cache_role=role)
-    assert row_form("i", spec) == (1, (), 0)
+    assert form_of(spec) == RowForm(1, ())
 
 
 # Types of caches.
@@ -129,8 +132,8 @@ def test_each_type_of_cache_is_listed() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
-    """Scales lie in the row of their token and head; or heads have slots, whose scales some kernels mix."""
+def test_a_cache_is_moved_as_rows_or_by_planes_of_slots(kind: str) -> None:
+    """Scales lie in the row of their token and head; or heads have slots, with planes."""
     backend, how = TYPES[kind]
     latent = kind in CONTENT
     spec: Any = (MLAAttentionSpec if latent else FullAttentionSpec)(
@@ -143,11 +146,8 @@ def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
         **({"cache_dtype_str": kind} if latent else {}),
     )
     spec = backend.customize_spec(spec)
-    if how == SLOTS:
-        with pytest.raises(ConfigError, match="use a GPU of compute capability 8, 9 or 12"):
-            row_form("layer", spec)
-    else:
-        assert row_form("layer", spec) == (1, (), 0)
+    # This machine's device is none of those for which the scales of a token lie together.
+    assert form_of(spec) == (RowForm(1, (64, 8), 4, mixed=True) if how == SLOTS else RowForm(1, ()))
 
 
 def test_scales_that_have_been_loaded_stay() -> None:
@@ -172,7 +172,7 @@ def test_a_slot_for_k_and_one_for_v_are_layers_of_all_heads(layout: str) -> None
     apart = 2 * 16 * 128 * (3 if layout == "BLHNC" else 1)
     memory = torch.arange(5 * apart).to(torch.bfloat16)
     view = memory.as_strided((5, 2, 16, 128), (apart, 16 * 128, 128, 1))
-    views = dict(plane_views("layer", row_form("layer", spec), view))
+    views = dict(plane_views("layer", form_of(spec), view))
     for name, expected in zip(("keys", "values"), view.unbind(1), strict=True):
         assert torch.equal(views[name], expected.unflatten(-1, (4, 32)).transpose(1, 2))
         assert views[name].untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
@@ -193,16 +193,25 @@ def test_what_rocm_lays_out_otherwise_is_refused(
 ) -> None:
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     with pytest.raises(ConfigError, match=why):
-        row_form("layer", FullAttentionSpec(**SLOTTED | more))
+        form_of(FullAttentionSpec(**SLOTTED | more))
 
 
 NVFP4: Any = {"block_size": 16, "num_kv_heads": 4, "head_size": 128, "dtype": torch.uint8}
 
 
-def nvfp4_spec(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
-    """As on a GPU of compute capability 9.0, for which vLLM chooses FlashInfer's kernels of FA2."""
+def layer_of(backend: str = "FLASHINFER") -> Any:
+    """As in vLLM's static_forward_context."""
+    return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+
+
+def form_of(spec: Any, backend: str = "FLASHINFER") -> RowForm:
+    return row_form("layer", spec, layer_of(backend))
+
+
+def nvfp4_spec(monkeypatch: pytest.MonkeyPatch, capability: int = 90, **changes: Any) -> Any:
+    """For GPUs of compute capability 9.0 vLLM chooses FlashInfer's kernels of FA2, for 10.0 trtllm-gen's."""
     monkeypatch.setattr(
-        type(current_platform), "is_device_capability_family", lambda self, family: family == 90
+        type(current_platform), "is_device_capability_family", lambda self, family: family == capability
     )
     spec = FullAttentionSpec(**NVFP4, kv_quant_mode=get_kv_quant_mode("nvfp4"))
     return replace(NvFp4.customize_spec(spec), **changes)
@@ -214,8 +223,8 @@ def test_nvfp4_s_numbers_and_scales_are_layers_of_all_heads(
 ) -> None:
     """As `_nvfp4_kv_views` reads them, which cannot be imported without a GPU: K, its scales, V, its scales,
     each a dense [heads, rows, bytes] or [rows, heads, bytes]."""
-    form = row_form("layer", nvfp4_spec(monkeypatch))
-    assert (form.planes, form.slot_heads) == ((64, 8), 4)
+    form = form_of(nvfp4_spec(monkeypatch))
+    assert (form.planes, form.slot_heads, form.codec("keys scales", DENSE)) == ((64, 8), 4, DENSE)
     memory = torch.randint(256, (5, 9_600), dtype=torch.uint8)  # 384 bytes of padding behind each block
     inner = (16 * 72, 72) if heads_first else (72, 8 * 72)
     view = memory.as_strided((5, 8, 16, 72), (9_600, *inner, 1))
@@ -231,13 +240,87 @@ def test_nvfp4_s_numbers_and_scales_are_layers_of_all_heads(
     assert not views
 
 
+def mixed(scales: torch.Tensor) -> torch.Tensor:
+    """[..., tokens, scales] as `swizzle_scale_offset` places them, by the formula that stands above it."""
+    *outer, tokens, count = scales.shape
+    fours = scales.reshape(*outer, tokens // 4, 4, 4, count // 4)
+    return fours.permute(*range(len(outer) + 1), -2, -1, -3).reshape(scales.shape)
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER", "MINIMAX_M3_SPARSE"])
+@pytest.mark.parametrize("stop", [1, 16, 37, 48])
+def test_scales_of_which_four_are_mixed_travel_by_blocks(
+    monkeypatch: pytest.MonkeyPatch, stop: int, backend: str
+) -> None:
+    """From one rank of P to the second of two of D: what D's kernel reads of each token is what P's wrote."""
+    form = form_of(nvfp4_spec(monkeypatch, capability=100), backend)
+    codec = form.codec("values scales", DENSE)
+    assert codec == form.codec("keys scales", DENSE) == MIXED_SCALES
+    assert form.codec("values", DENSE) == DENSE
+    truth = torch.randint(1, 256, (4, 48, 8), dtype=torch.uint8)  # of each head and token
+    tables = {4: [3, 0, 4], 2: [1, 4, 2]}
+    ranks = {}
+    for heads in tables:
+        pages = torch.zeros(5, 2 * heads, 16, 72, dtype=torch.uint8)
+        scales = dict(plane_views("layer", form._replace(slot_heads=heads), pages))["values scales"]
+        cache = PagedCache.from_tensors([scales], block_size=16, codec=codec)
+        assert (cache.heads, cache.unit_tokens, cache.row_bytes) == (heads, 16, 16 * 8)
+        ranks[heads] = cache, scales
+    p, written = ranks[4]
+    for place, block in enumerate(tables[4]):
+        written[block] = mixed(truth[:, 16 * place : 16 * (place + 1)])
+    d, received = ranks[2]
+    group = KvGroup((1,), 4, p.row_bytes, 16, "uint8", codec, "")
+    row = row_format(group, group)
+    assert row is not None
+    span = row.needed(0, stop)
+    message = torch.zeros(p.nbytes(1, *span, 2), dtype=torch.uint8)
+    p.gather(message, (0, 1), span, (2, 4), (tables[4],))
+    d.scatter(message, (0, 1), span, (0, 2), (tables[2],))
+    places = mixed(torch.arange(16 * 8).view(16, 8)).flatten().argsort()  # where the kernel looks
+    read = torch.cat([received[block].flatten(1)[:, places].view(2, 16, 8) for block in tables[2]], dim=1)
+    assert torch.equal(read[:, :stop], truth[2:, :stop])
+    assert not received[[0, 3]].any()
+    assert (
+        row_format(group, msgspec.structs.replace(group, unit_tokens=32, row_bytes=2 * p.row_bytes)) is None
+    )
+    assert row_format(group, msgspec.structs.replace(group, codec=DENSE, unit_tokens=1, row_bytes=8)) is None
+
+
+def test_minimax_m3_keeps_k_and_v_of_each_head_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its `nvfp4_kv_cache_views` describes them, whose module cannot be imported without its kernels."""
+    form = form_of(nvfp4_spec(monkeypatch, capability=100), "MINIMAX_M3_SPARSE")
+    pages = torch.randint(256, (5, 8, 16, 72), dtype=torch.uint8)
+    views = dict(plane_views("layer", form, pages))
+    for slot, name in enumerate(("keys", "values")):
+        both = pages[:, slot::2].flatten(2)
+        assert torch.equal(views[name].flatten(2), both[..., : 16 * 64])
+        assert torch.equal(views[f"{name} scales"].flatten(2), both[..., 16 * 64 :])
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_a_rank_with_nvfp4_says_four_groups_of_the_model_s_heads(
+    monkeypatch: pytest.MonkeyPatch, capability: int
+) -> None:
+    spec, config = nvfp4_spec(monkeypatch, capability, num_kv_heads=2, num_head_slots=4), vllm_config("P")
+    names = ["l.0", "l.1"]
+    config.compilation_config.static_forward_context = dict.fromkeys(names, layer_of())
+    caches = {name: torch.zeros(4, 4, 16, 72, dtype=torch.uint8) for name in names}
+    _, said = cache_of(config, Layers(caches, kv_cache_config(spec=spec, layers=names)))
+    scales = (MIXED_SCALES, 16, 128) if capability == 100 else (DENSE, 1, 8)
+    found = [(group.heads, group.codec, group.unit_tokens, group.row_bytes) for group in said.groups]
+    assert found == [(2, DENSE, 1, 64), (2, *scales)] * 2
+
+
 def test_nvfp4_in_other_slots_or_strides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="2 slots of 72 bytes in NVFP4"):
-        row_form("layer", nvfp4_spec(monkeypatch, num_head_slots=2))
+        form_of(nvfp4_spec(monkeypatch, num_head_slots=2))
+    with pytest.raises(ConfigError, match="NVFP4 numbers of NEW"):
+        form_of(nvfp4_spec(monkeypatch), "NEW")
     spec = nvfp4_spec(monkeypatch)
     apart = torch.zeros(5, 8, 17, 72, dtype=torch.uint8)[:, :, :16]
     with pytest.raises(ConfigError, match="expected blocks whose slots and rows lie together"):
-        plane_views("layer", row_form("layer", spec), apart)
+        plane_views("layer", form_of(spec), apart)
 
 
 # Views.
@@ -247,7 +330,7 @@ def test_a_plane_is_found_in_kernel_blocks_of_any_size() -> None:
     """vLLM's indexers have kernel blocks of 64 tokens, whatever --block-size is."""
     spec = MLAAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8)
     pages = torch.arange(8 * 64 * 132).to(torch.uint8).view(8, 1, 64, 132)
-    (one, keys), (two, scales) = plane_views("i", row_form("i", spec), pages)
+    (one, keys), (two, scales) = plane_views("i", form_of(spec), pages)
     assert (one, two) == ("values", "scales")
     flat = pages[5].flatten()
     assert torch.equal(keys[5, 0, 63], flat[63 * 128 : 64 * 128])
@@ -257,4 +340,4 @@ def test_a_plane_is_found_in_kernel_blocks_of_any_size() -> None:
 def test_a_view_of_another_size_is_refused() -> None:
     spec = MLAAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"expected rows of 132 bytes"):
-        plane_views("i", row_form("i", spec), torch.zeros(8, 1, 64, 130, dtype=torch.uint8))
+        plane_views("i", form_of(spec), torch.zeros(8, 1, 64, 130, dtype=torch.uint8))
