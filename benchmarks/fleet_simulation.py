@@ -556,14 +556,13 @@ NOTES = """\
   A request of the proxy that dies is asked again by its client, from its beginning.
 - Four proxies took idle instances in one order and so met at the same ones; now each has an order of its
   own. And prefix_aware sent the next turn of a conversation elsewhere while the one before was computed;
-  now tokens that are new to a P count twice. With both, 0.84 became 0.91 (synthetic, one of four dies). Rows
-  of p2pkv's policies that were run at 5968a18 are from before.
+  now tokens that are new to a P count twice. With both, 0.84 became 0.91 (synthetic, one of four dies).
 - Where the pings of half of the instances are lost, those that answer are not silent, so they get requests
   as the others do. Before, the other half got them all: 0.56 were good, and now 0.98 (conversation,
   prefix_aware).
 - What is not answered was lost with its instance once more than --retries (1) or --resume-limit (2) allow.
-  A try at an instance that is gone before it is asked does not count. Where it did (rows of 5968a18), 7 of
-  prefix_aware's 54,932 conversations were lost while 30% restarted; now 1, three times after its first token.
+  A try at an instance that is gone before it is asked does not count. Where it did, 7 of prefix_aware's 54,932
+  conversations were lost while 30% restarted; now 3, each three times after its first token.
 - Not modelled: calls that hang when the network splits (only pings are lost), HTTP, tensor parallelism."""
 
 
