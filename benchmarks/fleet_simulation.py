@@ -561,8 +561,8 @@ NOTES = """\
   as the others do. Before, the other half got them all: 0.56 were good, and now 0.98 (conversation,
   prefix_aware).
 - What is not answered was lost with its instance once more than --retries (1) or --resume-limit (2) allow.
-  A try at an instance that is gone before it is asked does not count. Where it did, 7 of prefix_aware's 54,932
-  conversations were lost while 30% restarted; now 3, each three times after its first token.
+  A try at an instance that is gone before it is asked does not count. Where it did, 7 of prefix_aware's
+  54,932 conversations were lost while 30% restarted; now 3, each three times after its first token.
 - Not modelled: calls that hang when the network splits (only pings are lost), HTTP, tensor parallelism."""
 
 
