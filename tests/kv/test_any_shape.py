@@ -19,13 +19,14 @@ from shapes_support import BITS, Elements, Held, Side, cut
 
 from p2pkv.kv import DENSE
 from p2pkv.kv.cache import seen_as
+from p2pkv.packings import PACKINGS
 from p2pkv.plan import Edge, Plan, make_plan
 from p2pkv.protocol.handshake import GroupAssignment, row_format
 from p2pkv.protocol.messages import Piece
 from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 from p2pkv.sharding import Shape
 
-CODECS = ["dense", "page:vec", "page:vec16", "page:amx"]
+CODECS = [DENSE, *PACKINGS]
 
 
 @dataclass(frozen=True)
