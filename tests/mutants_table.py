@@ -221,7 +221,7 @@ P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait 
 == p2pkv/protocol/receiver.py
 > tests/virtual/test_engine_cores.py
 Receiver._bound: a request that D never admits waits without end (K3)
-- return None if self.ahead or self._idle else self.waits_since + self.bounds.wait
+- return None if self.ahead or self._idle else self.waits_since + self.terms.wait
 + return None
 > tests/protocol/test_receiver_faults.py
 Source.announced: D counts chunks that P has sent against what P may announce
