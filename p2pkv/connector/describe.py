@@ -276,19 +276,6 @@ class Layers:
         self.indices = {layer.name: layer.number for layer in self.all}
         self.device = self.all[0].tensor.device if self.all else torch.device("cpu")
 
-    def alike(self, config: VllmConfig) -> dict[tuple[object, ...], list[Layer]]:
-        """Attention layers that are alike: the same rows, planes, units, window and heads."""
-        groups: dict[tuple[object, ...], list[Layer]] = {}
-        for layer in self.all:
-            spec, shape = layer.spec, tuple(layer.tensor.shape[1:])
-            if keeps_state(spec):
-                continue
-            heads = _model_heads(config, layer.name, spec, shape[0])
-            rows, seen = row_form(layer.name, spec), (_window(spec), _chunked(spec))
-            form = shape, layer.tensor.dtype, spec.block_size, rows, seen, heads
-            groups.setdefault(form, []).append(layer)
-        return groups
-
 
 def codec_of(config: VllmConfig, names: list[str]) -> str:
     """How the attention kernels arrange a page's bytes; dense unless they pack tokens together."""
@@ -328,9 +315,16 @@ def cache_of(config: VllmConfig, layers: Layers) -> tuple[RankCache, Cache]:
 
 
 def local_groups(config: VllmConfig, layers: Layers) -> list[LocalGroup]:
-    groups: list[LocalGroup] = []
-    for form, alike in layers.alike(config).items():
-        groups += _groups_of(config, form, alike)
+    alike: dict[tuple[object, ...], list[Layer]] = {}
+    """Attention layers with the same rows, planes, units, window and heads."""
+    for layer in layers.all:
+        spec, shape = layer.spec, tuple(layer.tensor.shape[1:])
+        if not keeps_state(spec):
+            heads = _model_heads(config, layer.name, spec, shape[0])
+            rows, seen = row_form(layer.name, spec), (_window(spec), _chunked(spec))
+            form = shape, layer.tensor.dtype, spec.block_size, rows, seen, heads
+            alike.setdefault(form, []).append(layer)
+    groups = [group for form, some in alike.items() for group in _groups_of(config, form, some)]
     modules = config.compilation_config.static_forward_context
     states = [replace(each, module=modules.get(each.name)) for each in layers.all if is_recurrent(each.spec)]
     tp = config.parallel_config.tensor_parallel_size
