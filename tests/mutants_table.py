@@ -118,9 +118,9 @@ replica: a hybrid server gets the number of an engine in the whole instance
 local_groups: rings are left out
 - once += ring_groups(
 + [] and ring_groups(
-Layers.alike: an indexer's keys are left out
-- if keeps_state(spec):
-+ if keeps_state(spec) or spec.head_size == 132:
+local_groups: an indexer's keys are left out
+- if not keeps_state(spec):
++ if not keeps_state(spec) and spec.head_size != 132:
 > tests/connector/test_planes.py
 make_ready: vLLM sets scales that have been loaded to 1
 - impl._ensure_scale_caches(layer.kv_cache)
