@@ -11,28 +11,28 @@ from typing import Any
 from side_by_side_mooncake import MooncakeConnector as Mooncake
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector as Example
 
-from p2pkv.connector.idle_steps import SPINNING
+from p2pkv.connector.vllm_patches import SPIN_WAIT
 
 
 class _Naps:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        SPINNING.install()
+        SPIN_WAIT.install()
 
     def register_kv_caches(self, *args: Any, **kwargs: Any) -> Any:
-        SPINNING.worker = True
+        SPIN_WAIT.worker = True
         return super().register_kv_caches(*args, **kwargs)  # type: ignore[misc]
 
     def build_connector_meta(self, output: Any) -> Any:
-        SPINNING.idle = output.total_num_scheduled_tokens == 0
+        SPIN_WAIT.idle = output.total_num_scheduled_tokens == 0
         return super().build_connector_meta(output)  # type: ignore[misc]
 
     def bind_connector_metadata(self, metadata: Any) -> Any:
-        SPINNING.idle = True  # until a layer is computed
+        SPIN_WAIT.idle = True  # until a layer is computed
         return super().bind_connector_metadata(metadata)  # type: ignore[misc]
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> Any:
-        SPINNING.idle = False
+        SPIN_WAIT.idle = False
         return super().save_kv_layer(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -48,8 +48,6 @@ PatchName = Literal["weights", "engine_core", "spin_wait", "early_revocation", "
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e9)]
-Share = Annotated[float, Meta(ge=0.001, le=1)]
-SecondsOrOff = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class ConfigError(ValueError):
@@ -162,7 +160,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """seconds | recommended | how long a request may wait on D for P to begin, and again for room on D; and
     how long P keeps a prompt's blocks for a D that takes nothing. Then D's policy decides"""
 
-    held_share: Share = 0.5
+    held_share: Annotated[float, Meta(ge=0.001, le=1)] = 0.5
     """a share, more than 0 and at most 1 | no | the share of P's blocks, not counting those held for other
     D's, that finished prompts may hold for one D; at this share P begins no further prompt for it. With
     kv_both a share of a third of the blocks"""
@@ -175,7 +173,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """names, as `["deferral"]` | no | [patches of vLLM](compatibility.md#what-p2pkv-replaces-in-vllm) to
     leave out: `weights`, `engine_core`, `spin_wait`, `early_revocation`, `deferral`, `paused_loads`"""
 
-    warm_up_seconds: SecondsOrOff = 120.0
+    warm_up_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 120.0
     """seconds | no | how long an instance waits for its own `/health`, and again for its first prompts,
     before it registers with the proxy; 0: off"""
 

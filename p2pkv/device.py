@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -199,13 +199,11 @@ def take_memory(
     """uint8 [nbytes] for what `option` sizes, out of what vLLM's --gpu-memory-utilization leaves. On CUDA
     `allocate` makes it (None: torch), and the log has what is left. Raises MemoryError with a sentence.
     """
+    plain = partial(torch.empty, dtype=torch.uint8, device=device)
     if device.type != "cuda" or not nbytes:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return plain(nbytes)
     try:
-        if allocate is None:
-            block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        else:
-            block = allocate(nbytes)
+        block = (allocate or plain)(nbytes)
     except (torch.OutOfMemoryError, MemoryError):
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryError(

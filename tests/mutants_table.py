@@ -118,9 +118,9 @@ replica: a hybrid server gets the number of an engine in the whole instance
 local_groups: rings are left out
 - once += ring_groups(
 + [] and ring_groups(
-Layers.alike: an indexer's keys are left out
-- if keeps_state(spec):
-+ if keeps_state(spec) or spec.head_size == 132:
+local_groups: an indexer's keys are left out
+- if not keeps_state(spec):
++ if not keeps_state(spec) and spec.head_size != 132:
 > tests/connector/test_planes.py
 make_ready: vLLM sets scales that have been loaded to 1
 - impl._ensure_scale_caches(layer.kv_cache)
@@ -221,7 +221,7 @@ P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait 
 == p2pkv/protocol/receiver.py
 > tests/virtual/test_engine_cores.py
 Receiver._bound: a request that D never admits waits without end (K3)
-- return None if self.ahead or self._idle else self.waits_since + self.bounds.wait
+- return None if self.ahead or self._idle else self.waits_since + self.terms.wait
 + return None
 > tests/protocol/test_receiver_faults.py
 Source.announced: D counts chunks that P has sent against what P may announce

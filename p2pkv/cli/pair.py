@@ -56,9 +56,6 @@ NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_
 SAME_NCCL = "give both the same `link`, and install the same nvidia-nccl package on both"
 
 
-# Instances that run.
-
-
 def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[Finding]:
     """Do all ranks of both answer, and do the two fit? `p` and `d` are the addresses of their first ranks."""
     firsts = []
@@ -95,9 +92,6 @@ def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> 
     return Finding(what, f"{one} on {sides[0]} and {two} on {sides[1]}: {advice}", ok=False)
 
 
-# The network's way.
-
-
 def way_to(host: str) -> str:
     """The interface and the address from which this machine reaches `host`."""
     try:
@@ -121,9 +115,6 @@ def interface_of(own: str) -> str | None:
         each.address.partition("%")[0]: name for name, some in psutil.net_if_addrs().items() for each in some
     }
     return known.get(own.partition("%")[0])
-
-
-# The messages between two doctors.
 
 
 class About(Struct, frozen=True, forbid_unknown_fields=True):
@@ -293,9 +284,6 @@ class Conversation:
             f"nothing answers at {address}: is `p2pkv doctor --listen {address}` running there, and does "
             f"every firewall in between let TCP to port {address.port} pass?"
         )
-
-
-# The two sides of the check.
 
 
 def listen(address: Address, members: Members | None, link: str) -> Iterator[Finding]:

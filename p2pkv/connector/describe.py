@@ -276,20 +276,6 @@ class Layers:
         self.indices = {layer.name: layer.number for layer in self.all}
         self.device = self.all[0].tensor.device if self.all else torch.device("cpu")
 
-    def alike(self, config: VllmConfig) -> dict[tuple[object, ...], list[Layer]]:
-        """Attention layers that are alike: the same rows, planes, units, window and heads."""
-        groups: dict[tuple[object, ...], list[Layer]] = {}
-        modules = config.compilation_config.static_forward_context
-        for layer in self.all:
-            spec, shape = layer.spec, tuple(layer.tensor.shape[1:])
-            if keeps_state(spec):
-                continue
-            rows, seen = row_form(layer.name, spec, modules.get(layer.name)), (_window(spec), _chunked(spec))
-            heads = _model_heads(config, layer.name, spec, rows.slot_heads or shape[0])
-            form = shape, layer.tensor.dtype, spec.block_size, rows, seen, heads
-            groups.setdefault(form, []).append(layer)
-        return groups
-
 
 def codec_of(config: VllmConfig, names: list[str]) -> str:
     """How the attention kernels arrange a page's bytes; dense unless they pack tokens together."""
@@ -329,10 +315,17 @@ def cache_of(config: VllmConfig, layers: Layers) -> tuple[RankCache, Cache]:
 
 
 def local_groups(config: VllmConfig, layers: Layers) -> list[LocalGroup]:
-    groups: list[LocalGroup] = []
-    for form, alike in layers.alike(config).items():
-        groups += _groups_of(config, form, alike)
     modules = config.compilation_config.static_forward_context
+    alike: dict[tuple[Any, ...], list[Layer]] = {}
+    """Attention layers with the same rows, planes, units, window and heads."""
+    for layer in layers.all:
+        spec, shape = layer.spec, tuple(layer.tensor.shape[1:])
+        if not keeps_state(spec):
+            rows, seen = row_form(layer.name, spec, modules.get(layer.name)), (_window(spec), _chunked(spec))
+            heads = _model_heads(config, layer.name, spec, rows.slot_heads or shape[0])
+            form = rows, shape, layer.tensor.dtype, spec.block_size, seen, heads
+            alike.setdefault(form, []).append(layer)
+    groups = [group for form, some in alike.items() for group in _groups_of(config, form, some)]
     states = [replace(each, module=modules.get(each.name)) for each in layers.all if is_recurrent(each.spec)]
     tp = config.parallel_config.tensor_parallel_size
     once = state_groups(states, tp=tp, dim_first=conv_dim_first()) if states else []
@@ -340,10 +333,9 @@ def local_groups(config: VllmConfig, layers: Layers) -> list[LocalGroup]:
     return [*groups, *sorted(once, key=lambda group: group.numbers[0])]
 
 
-def _groups_of(config: VllmConfig, form: tuple[object, ...], layers: list[Layer]) -> Iterator[LocalGroup]:
+def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -> Iterator[LocalGroup]:
     """The KV groups of layers that are alike: one for each plane of their rows. Raises ConfigError."""
-    names, spec = [layer.name for layer in layers], layers[0].spec
-    rows = row_form(names[0], spec, config.compilation_config.static_forward_context.get(names[0]))
+    names, spec, rows = [layer.name for layer in layers], layers[0].spec, form[0]
     parts, transfer = token_parts(config, spec), config.kv_transfer_config
     assert transfer is not None
     keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching

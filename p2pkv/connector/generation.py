@@ -121,8 +121,6 @@ class Generation:
             self._discards = False
             self._mix()
 
-    # Inside.
-
     def _mix(self) -> None:
         self.changes += 1
         self._mixed = self._mixed or f"unfinished {uuid.uuid4().hex[:12]}"

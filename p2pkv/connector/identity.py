@@ -111,8 +111,7 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozens
         digest.update(_settings(settings, apart | MACHINES_SETTINGS).encode())
     if name:
         digest.update(f"weights_name {name}".encode())
-        return digest.hexdigest()
-    for file in _weight_files(model, load):
+    for file in () if name else _weight_files(model, load):
         _sample(digest, file)
     return digest.hexdigest()
 
@@ -276,9 +275,6 @@ def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
         return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
-
-
-# Requests.
 
 
 @dataclass(frozen=True)

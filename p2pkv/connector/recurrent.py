@@ -277,9 +277,6 @@ def _check_kind(name: str, spec: Any) -> Callable[[Sizes], Form]:
     return STATE_KINDS[kind]
 
 
-# Where it lies.
-
-
 @dataclass(frozen=True)
 class _StatePart:
     """What makes one KV group of all layers that have it.

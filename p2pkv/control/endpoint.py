@@ -296,6 +296,7 @@ class Endpoint:
     def close(self) -> None:
         for connection in list(self._dialed.values()):
             self._shut(connection, LINGER_MS)
+        self._acts.clear()  # else this object, which they hold, would be left to the garbage collector
         self._watch.close()
         self._router.close(LINGER_MS)
         self._asked.close(0)

@@ -20,6 +20,7 @@ from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import Throttle
 from p2pkv.protocol.handshake import Refused, RowFormat, row_formats
+from p2pkv.protocol.machine import Terms
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
 
 
@@ -213,8 +214,13 @@ class Context:
     counters: Counters = field(default_factory=Counters)
     revoked: Revocations = field(default_factory=Revocations)
     copies: Copies = field(init=False)
+    terms: Terms = field(init=False)
 
     def __post_init__(self) -> None:
+        limits = self.options
+        self.terms = Terms(
+            limits.lease_seconds, limits.wait_seconds, limits.stall_seconds, limits.chunk_bytes
+        )
         works_at_once = self.cache.fence() is PASSED
         self.copies = Copies(None if works_at_once else self.cache.fence)
         self.counters.add_gauges(copies=lambda: len(self.copies), links_stuck=lambda: self.links.stuck)

@@ -259,11 +259,8 @@ class Core:
                     take(peer, message, now)
                 else:
                     self._take_unowned(connection, message, now)
-            except BadMessage as error:
-                self.counters.add("messages_bad")
-                log.debug("dropped: %s", error)
-            except RemoteProtocolError as error:
-                self.counters.add("messages_refused")
+            except (BadMessage, RemoteProtocolError) as error:
+                self.counters.add("messages_bad" if isinstance(error, BadMessage) else "messages_refused")
                 log.debug("dropped: %s", error)
             if effects:
                 self._apply(now)

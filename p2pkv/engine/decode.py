@@ -27,7 +27,7 @@ from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import is_engine_of, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.pieces import Extents
-from p2pkv.protocol.receiver import Bounds, LoadPhase, Receiver
+from p2pkv.protocol.receiver import LoadPhase, Receiver
 
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
@@ -104,8 +104,6 @@ class Decode:
         self._ctx = context
         self._ranks = ranks
         self._buffers = PrefetchBuffers(context.options.prefetch_bytes, context.cache.device)
-        options = context.options
-        self._bounds = Bounds(options.lease_seconds, options.stall_seconds, options.wait_seconds)
         self._attempt = 0
         self._generation = ""
         """Of D's weights; a prompt of others is not taken before its request comes."""
@@ -228,7 +226,7 @@ class Decode:
         return any(entry.rank_of(peer) is not None for entry in self.of(peer))
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
-        request = expect.tokens, expect.digest, self._bounds
+        request = expect.tokens, expect.digest, self._ctx.terms
         return Receiver(expect.key, self._next_attempt(), *request, now, ahead)
 
     def _next_attempt(self) -> int:
@@ -245,18 +243,14 @@ class Decode:
     def connect(self, now: float) -> None:
         """A rank of P may be connected now: connect the requests that waited for it and for no other."""
         for prefill, waiting in list(self._unconnected.items()):
-            self._connect_all(waiting, now)
+            while waiting:
+                key, entry = next(iter(waiting.items()))
+                self._connect(entry, now)
+                if waiting.get(key) is entry and not entry.receiver.load.ended:
+                    break  # all of these are for one P: where one still waits for a rank, the others do, too
+                waiting.pop(key, None)
             if not waiting and self._unconnected.get(prefill) is waiting:
                 del self._unconnected[prefill]
-
-    def _connect_all(self, waiting: dict[str, RequestEntry], now: float) -> None:
-        """All of `waiting` are for one P: where one still waits for a rank, the others do, too."""
-        while waiting:
-            key, entry = next(iter(waiting.items()))
-            self._connect(entry, now)
-            if waiting.get(key) is entry and not entry.receiver.load.ended:
-                return
-            waiting.pop(key, None)
 
     def _connect(self, entry: RequestEntry, now: float) -> None:
         """Connect the request to all ranks that hold a part of its KV, if all are there; ask them for it."""
@@ -522,9 +516,9 @@ class Decode:
 
     def _expire(self, now: float) -> None:
         """End what has outlived its lease, and note when the next lease may end, without news from P."""
-        lease = self._ctx.options.lease_seconds
+        lease = self._ctx.terms.lease
         # The earliest end of a lease or of a wait that begins later.
-        first = now + min(lease, self._ctx.options.wait_seconds)
+        first = now + min(lease, self._ctx.terms.wait)
         for entry in list(self.entries.values()):
             peer = self._ranks.get(entry.prefill)
             self._decided(entry, entry.receiver.tick(now, peer is not None and peer.reached), now)

@@ -32,9 +32,6 @@ IDLE_SECONDS = 60.0
 """Seconds without a request after which the connection to a rank of P is closed."""
 
 
-# What has happened.
-
-
 class PrefillWelcomed(Effect, frozen=True, eq=False):
     """This rank of P has accepted our Hello."""
 

@@ -54,15 +54,15 @@ class PrefetchBuffers:
         """Raises MemoryError with a sentence if the device has no room."""
         whole = nbytes // ALIGNMENT * ALIGNMENT
         self._block = take_memory(whole, device, "prefetch_bytes")
-        self._slots = Slots(whole) if whole else None
+        self._slots = Slots(max(whole, ALIGNMENT))
 
     @property
     def used(self) -> int:
-        return self._slots.used if self._slots is not None else 0
+        return self._slots.used
 
     def take(self, nbytes: int, now: float) -> PrefetchBuffer | None:
         """A buffer of so many bytes; None if there is no room now."""
-        if self._slots is None or not 1 <= nbytes <= self._block.numel():
+        if not 1 <= nbytes <= self._block.numel():
             return None
         offset = self._slots.take(nbytes)
         return None if offset is None else PrefetchBuffer(offset, now)
@@ -80,6 +80,5 @@ class PrefetchBuffers:
         buffer.touched = now
 
     def give(self, buffer: PrefetchBuffer) -> None:
-        assert self._slots is not None
         buffer.kept.clear()
         self._slots.give(buffer.offset)

@@ -23,7 +23,7 @@ from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import is_engine_of
 from p2pkv.protocol.machine import RemoteProtocolError, Transmit
-from p2pkv.protocol.sender import PromptPhase, Sender, Terms
+from p2pkv.protocol.sender import PromptPhase, Sender
 
 MOST_ENDED = 1024
 """Failed transfers whose reasons are kept for late claims."""
@@ -54,11 +54,9 @@ class Prefill:
     def __init__(self, context: Context, ranks: DecodePeers) -> None:
         self._ctx = context
         self._ranks = ranks
-        options = context.options
-        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
-        self._claims = PendingClaims(options.lease_seconds)
+        self._claims = PendingClaims(context.terms.lease)
         self._referrals = Referrals(context)
-        self._ended = Remembered[str](options.lease_seconds, MOST_ENDED)
+        self._ended = Remembered[str](context.terms.lease, MOST_ENDED)
         """The reasons of transfers that have failed, by key."""
         self._count = context.counters.values
         self.entries: dict[str, PromptEntry] = {}
@@ -80,7 +78,8 @@ class Prefill:
         key, decode = command.key, str(command.decode)
         if key not in self.entries:
             self._ended.discard(key)
-            entry = self.entries[key] = PromptEntry(Sender(key, self._ctx.cache.layers, self._terms), decode)
+            sender = Sender(key, self._ctx.cache.layers, self._ctx.terms)
+            entry = self.entries[key] = PromptEntry(sender, decode)
             self._of.setdefault(decode, {})[key] = entry
             self._take_claims(key, now)
             if isinstance(command, do.Hold) and command.named is not None:
@@ -366,7 +365,7 @@ class Prefill:
         """End what has outlived its lease, or P's patience; messages from D may put that off."""
         paused_since = self._ctx.steps.paused_since
         # The earliest end of a lease or a wait that begins later or runs.
-        first = now + min(self._terms.lease, self._terms.wait)
+        first = now + min(self._ctx.terms.lease, self._ctx.terms.wait)
         for entry in list(self.entries.values()):
             sender = entry.sender
             self._decided(entry, sender.tick(now, paused_since), now)

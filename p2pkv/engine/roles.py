@@ -34,37 +34,42 @@ class Role(ABC):
     Attributes:
         peers, peer: the table of its peers, and their class.
         notified: peers were sent the end of something, and need time to read it.
-        check: look at what is under way.
-        look: look at all peers.
     """
 
     peer: ClassVar[type]
     peers: DecodePeers | PrefillPeers
+    transfers: Prefill | Decode
     commands: Mapping[type, Handle]
     messages: Mapping[type, Receive]
     unowned: Mapping[type, Receive]
     effects: Mapping[type, Handle]
     notified = False
-    check: Callable[[float], object]
-    look: Callable[[float], object]
 
-    @abstractmethod
     def after(self, now: float) -> bool:
         """What is left of a turn once the effects of `poll` are applied; whether data is under way."""
+        return self.peers.moving
 
     @property
-    @abstractmethod
     def busy(self) -> bool:
         """Whether something is under way that has to be looked at often."""
+        return self.peers.busy
+
+    def check(self, now: float) -> None:
+        """Look at what is under way."""
+        self.peers.check(now)
+
+    @abstractmethod
+    def look(self, now: float) -> None:
+        """Look at all peers."""
 
     @abstractmethod
     def leave(self, now: float, finish: bool = True) -> None:
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
 
     @property
-    @abstractmethod
     def over(self) -> bool:
         """Whether nothing is under way."""
+        return self.transfers.over
 
 
 class PrefillRole(Role):
@@ -72,6 +77,7 @@ class PrefillRole(Role):
 
     peer: ClassVar[type] = DecodePeer
     peers: DecodePeers
+    transfers: Prefill
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
@@ -106,15 +112,9 @@ class PrefillRole(Role):
             to_decode.Taken: transfers.taken,
             to_decode.SendDue: transfers.sent,
         }
-        self.check = peers.check
-        self.look = peers.look
 
-    def after(self, now: float) -> bool:
-        return self.peers.moving
-
-    @property
-    def busy(self) -> bool:
-        return self.peers.busy
+    def look(self, now: float) -> None:
+        self.peers.look(now)
 
     def leave(self, now: float, finish: bool = True) -> None:
         reason = f"{self._ctx.hello.address} is gone: it is shutting down"
@@ -122,7 +122,7 @@ class PrefillRole(Role):
 
     @property
     def over(self) -> bool:
-        return self.transfers.over and not self.peers.unfinished
+        return super().over and not self.peers.unfinished
 
 
 class DecodeRole(Role):
@@ -130,6 +130,7 @@ class DecodeRole(Role):
 
     peer: ClassVar[type] = PrefillPeer
     peers: PrefillPeers
+    transfers: Decode
     # D need not wait until its last messages are read (`notified`): P gets them even if D closes right after.
 
     def __init__(self, context: Context) -> None:
@@ -174,15 +175,15 @@ class DecodeRole(Role):
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
 
     def after(self, now: float) -> bool:
-        return self.transfers.write_kept(now) or self.peers.moving
+        return self.transfers.write_kept(now) or super().after(now)
 
     def check(self, now: float) -> None:
         self.transfers.connect(now)
-        self.peers.check(now)
+        super().check(now)
 
     @property
     def busy(self) -> bool:
-        return not self.transfers.connected or self.peers.busy
+        return not self.transfers.connected or super().busy
 
     def look(self, now: float) -> None:
         self.peers.redial_silent(now)
@@ -198,7 +199,3 @@ class DecodeRole(Role):
         """Load nothing any more, whatever `finish`: no request would use it."""
         self.preconnect.leave()
         self.transfers.leave(f"{self._ctx.hello.address} is gone: it is shutting down", now)
-
-    @property
-    def over(self) -> bool:
-        return self.transfers.over

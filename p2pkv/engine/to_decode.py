@@ -42,9 +42,6 @@ FORGOTTEN_SECONDS = 180.0
 """Seconds without a transfer after which P closes its end: D has hung up by then, and P does not know."""
 
 
-# What has happened.
-
-
 class DecodeGone(Effect, frozen=True, eq=False):
     """This incarnation of a rank of D is gone, and is not in the table any more."""
 

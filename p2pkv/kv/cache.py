@@ -446,9 +446,6 @@ Rectangles = PagedCache | DenseView
 """What moves rectangles [layer, unit, head, row_bytes]."""
 
 
-# All KV groups of a rank.
-
-
 class RankCache:
     """All KV groups of one rank, in the order in which its Hello names them. All lie on one device.
     What is not described here is PagedCache's.

@@ -52,14 +52,12 @@ def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copie
     return StorageCopier(pages, tensors)
 
 
-# Rows listed on the host, and copied by torch.
-
-
 class StorageCopier(RowLists):
     """Lists the rows of a cut on the host, and lets torch copy them. The copies are queued on the current
     stream when the calls return."""
 
     digest_name = FOLD
+    digest = staticmethod(digest_by_torch)
 
     def __init__(self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(pages)
@@ -79,9 +77,6 @@ class StorageCopier(RowLists):
     def put_rows(self, flat: torch.Tensor, rows: Rows, src: torch.Tensor) -> None:
         grid(flat, rows).index_copy_(0, self.uploads(rows.index), src.view(-1, rows.atom))
 
-    def digest(self, buffer: torch.Tensor) -> Checksum:
-        return digest_by_torch(buffer)
-
     def warm_up(self) -> None:
         """Take the memory that a copy needs, and run each of torch's kernels once: a first use loads it."""
         side = 4
@@ -95,9 +90,6 @@ class StorageCopier(RowLists):
             memory, matrix = columns_on_device(scratch, Columns(0, side, side, word, side * word), dense)
             memory.copy_(matrix)
         self.digest(scratch)
-
-
-# Rows whose elements do not lie together: as columns of a matrix whose rows are the elements.
 
 
 def columns_on_device(

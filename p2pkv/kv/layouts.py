@@ -114,9 +114,6 @@ class Columns:
     step: int
 
 
-# From a tensor of vLLM.
-
-
 def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_rows: int, paged: bool) -> None:
     """Raises ValueError unless layer `number` can be addressed and is like the first one."""
     if tensor.dim() != 4:
@@ -194,9 +191,6 @@ def pages_of(tensor: torch.Tensor, table: int, block_rows: int, paged: bool) -> 
         head_stride=head_stride,
         offset=int(tensor.storage_offset()) * size,
     )
-
-
-# From a rectangle to rows.
 
 
 class Runs:

@@ -286,9 +286,6 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
         ) from None
 
 
-# Who may call one end of a link, and whether it still works.
-
-
 class Guard:
     """The checks that every call to one end of a link makes first. The first caller's thread is the owner."""
 

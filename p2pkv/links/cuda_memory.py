@@ -53,9 +53,6 @@ class CudaError(RuntimeError):
         self.result = result
 
 
-# Memory of this process, and of another one.
-
-
 @dataclass
 class ExportedBlock:
     """Memory that other processes can map. `nbytes`: of the whole; `tensor` has what was asked for."""
@@ -105,9 +102,6 @@ def _mapped(driver: CudaMemory, handle: int, nbytes: int) -> torch.Tensor:
         driver.allow(address, nbytes)
         unmap = undo.pop_all()
     return driver.tensor(address, nbytes, unmap.close)
-
-
-# CUDA's driver itself.
 
 
 class Location(Structure):

@@ -207,7 +207,6 @@ class HostInbound(GuardedInbound):
         self.port = int(listener.getsockname()[1])
         self._door = Door(listener, nonce, MAGIC)
         self._reader: TcpReader | None = None
-        self._ready = False
         self._next = 0
         self._live: dict[int, HostReceive] = {}
         self._released: list[HostReceive] = []  # before their bytes had arrived
@@ -215,15 +214,6 @@ class HostInbound(GuardedInbound):
     def offer(self) -> SharedArena | None:
         """What a P on this host needs to open the arena; None if it cannot."""
         return None if self._arena is None else self._arena.offer()
-
-    def ready(self) -> bool:
-        """Whether P has mapped the arena or sent its hello over TCP."""
-        self.guard.check()
-        if not self._ready:
-            self._meet()
-        if self.lost is not None:
-            raise LinkError(self.lost)
-        return self._ready
 
     def post(self, nbytes: int) -> HostReceive | None:
         self.guard.check()
@@ -245,7 +235,7 @@ class HostInbound(GuardedInbound):
     def poll(self) -> None:
         """Take what TCP has brought and return idle pages. Raises LinkError if a receive can never end."""
         self.guard.check()
-        if not self._ready:
+        if not self.up:
             self._meet()
         if self._reader is not None:
             self._pump(self._reader)
@@ -279,7 +269,7 @@ class HostInbound(GuardedInbound):
 
     @property
     def way(self) -> str:
-        return "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
+        return "tcp" if self._reader is not None else "shared memory" if self.up else "not ready"
 
     def _settle(self) -> None:
         released, self._released = self._released, []
@@ -288,15 +278,12 @@ class HostInbound(GuardedInbound):
 
     def _meet(self) -> None:
         assert self._arena is not None
-        if self._arena.greeted(self._peer_nonce):
-            self._ready = True
-        else:
+        if not self._arena.greeted(self._peer_nonce):
             connection = self._door.admit()
             if connection is None:
                 return
             self._reader = TcpReader(connection, self._peer_nonce, self._place, self._landed)
-            self._ready = True
-            self._pump(self._reader)
+        self.up = True
         self._arena.seal_off()
         self._door.close()
 

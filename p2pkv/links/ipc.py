@@ -29,6 +29,7 @@ from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedB
 from p2pkv.links.gpu import CudaDevice, DevicePool
 from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
 from p2pkv.links.ipc_socket import dial
+from p2pkv.links.shared_memory import Number, Text
 from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ BUILD_SECONDS = 30.0
 CLOSE_SECONDS = 2.0
 
 Uuid = Annotated[bytes, Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
-Text = Annotated[str, Meta(max_length=64)]
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class IpcInvitation(Invitation, frozen=True, tag="ipc"):

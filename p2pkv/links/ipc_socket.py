@@ -68,7 +68,15 @@ class Line:
             raise Closed(f"closed by the peer ({error})") from None
 
     def records(self) -> Iterator[Record]:
-        while (data := self._receive()) is not None:
+        while True:
+            try:
+                data = self._socket.recv(64)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise Closed(f"closed by the peer ({error})") from None
+            if not data:
+                raise Closed("closed by the peer")
             if len(data) != _RECORD.size:
                 raise Closed(f"closed: the peer sent {len(data)} bytes where {_RECORD.size} belong")
             yield Record(*_RECORD.unpack(data))
@@ -109,17 +117,6 @@ class Line:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _receive(self) -> bytes | None:
-        try:
-            data = self._socket.recv(64)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise Closed(f"closed by the peer ({error})") from None
-        if not data:
-            raise Closed("closed by the peer")
-        return data
 
 
 def listen(name: bytes) -> socket.socket:

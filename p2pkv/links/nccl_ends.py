@@ -48,13 +48,12 @@ class Operation:
         times: see NcclContext; empty if they are not wanted.
     """
 
-    __slots__ = ("_link", "after", "buffer", "event", "finished", "nbytes", "offset", "released", "times")
+    __slots__ = ("_link", "after", "buffer", "event", "finished", "offset", "released", "times")
 
     def __init__(self, link: NcclEnd, offset: int, nbytes: int, released: bool) -> None:
         self._link = link
         self.offset = offset
         self.buffer: torch.Tensor = link.shared.pool.tensor(offset, nbytes)
-        self.nbytes = nbytes
         self.after: CudaEvent | None = None
         self.event: CudaEvent | None = None
         self.finished = False
@@ -101,15 +100,11 @@ class NcclEnd(GuardedEnd):
         self._ended = False
         self._opening = Opening(shared, unique_id, self.rank)
 
-    def ready(self) -> bool:
-        """Whether the communicator is up and has carried a message. Raises LinkError if it never will be."""
-        self.check()
-        return self._comm() is not None
-
     def poll(self) -> None:
         """Launch what can be, and see what the device has finished. Raises LinkError."""
         self.check()
         comm = self._comm()
+        self.up = comm is not None
         if comm is None or not (self._queue or self._on_device):
             return
         try:

@@ -16,6 +16,7 @@ import stat
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -39,9 +40,6 @@ _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=64)]
-
-
-# Who can share memory.
 
 
 class PidNamespace(Struct, frozen=True, forbid_unknown_fields=True):
@@ -228,12 +226,11 @@ fence: Callable[[], None] = _nothing if platform.machine() in ("x86_64", "AMD64"
 class SharedSend:
     """One send; its buffer is D's slot, so committing it is setting a flag."""
 
-    __slots__ = ("_entry", "_finished", "_link", "_words", "buffer", "sequence")
+    __slots__ = ("_entry", "_link", "_words", "buffer", "sequence")
 
     def __init__(self, link: SharedOutbound, arena: Arena, sequence: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.sequence = sequence
-        self._finished = False
         self._link = link
         self._words = arena.words
         self._entry = entry(sequence)
@@ -246,10 +243,7 @@ class SharedSend:
 
     def done(self) -> bool:
         self._link.guard.check()
-        if not self._finished and self.taken():
-            self._finished = True
-            self._link.finish(self)
-        return self._finished
+        return self.taken()
 
     def taken(self) -> bool:
         """`done` without the checks. A later number means that the entry has been used again since."""
@@ -265,7 +259,7 @@ class SharedOutbound(GuardedOutbound):
         self.up = True  # D made its end before P mapped it
         self._arena: Arena | None = arena
         self._next = 0
-        self._unfinished: dict[int, SharedSend] = {}
+        self._unfinished: deque[SharedSend] = deque()
         arena.greet(nonce)
 
     def reserve(self, nbytes: int, remote_slot: int) -> SharedSend | None:
@@ -280,25 +274,19 @@ class SharedOutbound(GuardedOutbound):
                 f"remote slot {remote_slot} lies outside the window of {pool.capacity} bytes"
             )
         send = SharedSend(self, self._arena, self._next, pool.tensor(offset, nbytes))
-        self._unfinished[self._next] = send
+        self._unfinished.append(send)
         self._next += 1
         return send
 
     @property
     def used(self) -> int:
-        return sum(send.buffer.numel() for send in tuple(self._unfinished.values()))
-
-    def finish(self, send: SharedSend) -> None:
-        self._unfinished.pop(send.sequence, None)
+        return sum(send.buffer.numel() for send in tuple(self._unfinished) if not send.taken())
 
     def poll(self) -> None:
-        """End the sends that D has taken, whether or not their `done` was called."""
+        """Let go of the sends that D has taken."""
         self.guard.check()
-        while self._unfinished:
-            send = next(iter(self._unfinished.values()))
-            if not send.taken():
-                return
-            self.finish(send)
+        while self._unfinished and self._unfinished[0].taken():
+            self._unfinished.popleft()
 
     def _free(self) -> None:
         self._arena = None  # unmapped when no tensor of it is held any more

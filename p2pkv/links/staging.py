@@ -92,10 +92,6 @@ class Slots:
     def used(self) -> int:
         return sum(size for size, _ in tuple(self._taken.values()))
 
-    @property
-    def empty(self) -> bool:
-        return not self._taken
-
     def take(self, nbytes: int, share: StagingShare | None = None) -> int | None:
         """The lowest offset with room for `nbytes`, or None while there is none. The slot counts as a part of
         `share`; None: it is no part of a rank's staging. Raises as `check` does."""
@@ -183,16 +179,13 @@ class MappedPool(Slots):
 
     def tidy(self) -> None:
         """Give pages back, a step per call, once the pool has been empty for `idle_seconds`."""
-        if not self.empty or not self._touched:
+        if self._taken or not self._touched:
             return
         now = time.monotonic()
         if self._idle_since is None:
             self._idle_since = now
         elif now - self._idle_since >= self.idle_seconds:
-            self._free_a_step()
-
-    def _free_a_step(self) -> None:
-        stop = -(-self._touched // mmap.PAGESIZE) * mmap.PAGESIZE
-        start = max(0, stop - _STEP)
-        self._memory.madvise(self._advice, self._start + start, stop - start)
-        self._touched = start
+            stop = -(-self._touched // mmap.PAGESIZE) * mmap.PAGESIZE
+            start = max(0, stop - _STEP)
+            self._memory.madvise(self._advice, self._start + start, stop - start)
+            self._touched = start

@@ -25,8 +25,6 @@ from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.protocol.pieces import Extent, Extents
 from p2pkv.sharding import Shape, ShardingError
 
-# The form in which KV travels.
-
 
 class RowFormat(Struct, frozen=True):
     """How rows of a KV group, of `unit` tokens, are arranged between two ranks: by the codec of both, or
@@ -156,9 +154,6 @@ class Assignment(Struct, frozen=True, dict=True):
     def unit(self) -> int:
         """Tokens may be wanted from a multiple of this on."""
         return lcm(*(each.wire.unit for each in self.groups if not each.wire.once))
-
-
-# The verdict on a pair, and D's dialing.
 
 
 FIRST_RETRY = 0.05

@@ -7,7 +7,9 @@ RemoteProtocolError ends the peer's transfer and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Generic, TypeVar
 
 from msgspec import Struct
@@ -58,8 +60,21 @@ class Machine(Generic[State, Event]):
         self.state = to
         self.ended = not self.table[to]
 
-    def __repr__(self) -> str:
-        return f"{self.name}:{self.state.name}"
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for every transfer of a rank.
+
+    `lease`: seconds without an answer after which a load ends, and P's blocks are free; the latter also for
+    any D while P is paused. `wait`: seconds for which D waits for P to begin, and again for blocks, and P for
+    a D that claims a prompt and takes nothing. `stall`: without a byte, after which a load ends.
+    `chunk_bytes`: of a full message; P's.
+    """
+
+    lease: float
+    wait: float = inf
+    stall: float = inf
+    chunk_bytes: int = 0
 
 
 class Decision(Struct, frozen=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from math import inf, lcm
+from math import lcm
 
 from p2pkv.protocol.handshake import Assignment
 from p2pkv.protocol.machine import (
@@ -24,11 +24,10 @@ from p2pkv.protocol.machine import (
     RemoteProtocolError,
     SendTo,
     Table,
+    Terms,
 )
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Coverage
-
-# Every legal move.
 
 
 class LoadPhase(Enum):
@@ -169,16 +168,6 @@ class Source:
         self.last_heard = now
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Seconds after which a load ends: `lease`: without an answer of P's; `stall`: without a byte; `wait`:
-    for P to begin, and again for blocks on D."""
-
-    lease: float
-    stall: float = inf
-    wait: float = inf
-
-
 class Receiver:
     """One prompt on one D rank."""
 
@@ -188,7 +177,7 @@ class Receiver:
         attempt: int,
         tokens: int,
         digest: bytes,
-        bounds: Bounds,
+        terms: Terms,
         now: float,
         ahead: bool = False,
     ) -> None:
@@ -197,7 +186,7 @@ class Receiver:
         self.attempt = attempt
         self.tokens = tokens
         self.digest = digest
-        self.bounds = bounds
+        self.terms = terms
         self.load = Machine(f"load {key}", LOAD, LoadPhase.WAITING)
         self.sources: dict[int, Source] = {}
         self._began = now
@@ -280,7 +269,7 @@ class Receiver:
 
     def again(self, attempt: int, lease_from: float) -> Receiver:
         """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
-        known = self.tokens, self.digest, self.bounds
+        known = self.tokens, self.digest, self.terms
         other = Receiver(self.key, attempt, *known, lease_from, self.ahead)
         other.waits_since = self.waits_since
         return other
@@ -392,16 +381,16 @@ class Receiver:
         if self._idle:
             return None
         if not self.sources:
-            return self._began + self.bounds.lease
+            return self._began + self.terms.lease
         times = [source.last_heard for source in self.sources.values() if not source.satisfied]
-        return min(times) + self.bounds.lease if times else None
+        return min(times) + self.terms.lease if times else None
 
     @property
     def _bound(self) -> float | None:
         """The end of what this state may last although P answers; None if another bounds it."""
         if self.load.state is LoadPhase.LOADING:
-            return self._moved + self.bounds.stall
-        return None if self.ahead or self._idle else self.waits_since + self.bounds.wait
+            return self._moved + self.terms.stall
+        return None if self.ahead or self._idle else self.waits_since + self.terms.wait
 
     def tick(self, now: float, reached: bool = False) -> list[Decision]:
         """End what has outlived its lease or its bound. `reached`: there is a connection to P's rank 0, which
@@ -415,11 +404,11 @@ class Receiver:
             return []
         if not self.sources and not reached:
             return self.cancel(
-                f"P could not be reached: there was no connection to it for {self.bounds.lease:g} s; is it "
+                f"P could not be reached: there was no connection to it for {self.terms.lease:g} s; is it "
                 "up, and is its address right?"
             )
         return self.cancel(
-            f"P did not answer in time: it has not confirmed this request for {self.bounds.lease:g} s; it is "
+            f"P did not answer in time: it has not confirmed this request for {self.terms.lease:g} s; it is "
             "dead, hung or paused, or never got it"
         )
 
@@ -427,18 +416,18 @@ class Receiver:
         match self.load.state:
             case LoadPhase.LOADING:
                 return (
-                    f"P answers, and has pushed nothing of this prompt for {self.bounds.stall:g} s: its "
+                    f"P answers, and has pushed nothing of this prompt for {self.terms.stall:g} s: its "
                     "engine hangs, or it has preempted the prompt, perhaps for want of blocks that it keeps "
                     "for what this D has no room for"
                 )
             case LoadPhase.WAITING:
                 return (
-                    f"P answers, and has not begun this prompt for {self.bounds.wait:g} s (wait_seconds): "
+                    f"P answers, and has not begun this prompt for {self.terms.wait:g} s (wait_seconds): "
                     "its queue is too long, or it waits until this D takes prompts that P holds for it "
                     "(held_share)"
                 )
         return (
-            f"D has had no room for this prompt for {self.bounds.wait:g} s (wait_seconds) since P began it, "
+            f"D has had no room for this prompt for {self.terms.wait:g} s (wait_seconds) since P began it, "
             "and P does not keep its blocks for longer"
         )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from math import inf
 
 from p2pkv.protocol.handshake import Assignment
 from p2pkv.protocol.machine import (
@@ -24,12 +23,11 @@ from p2pkv.protocol.machine import (
     RemoteProtocolError,
     SendTo,
     Table,
+    Terms,
     Transmit,
 )
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Computed, Cutter
-
-# Every legal move.
 
 
 class PromptPhase(Enum):
@@ -175,18 +173,6 @@ class SendState:
 
     def _owed(self, computed: Sequence[int]) -> Computed:
         return {group: [computed[layer] for layer in layers] for group, layers in self.layers.items()}
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What holds for every transfer of a rank. `chunk_bytes`: of a full message. `lease`: seconds for which
-    blocks wait for a silent D, and for any D while P is paused; `wait`: for a D that claims them and takes
-    nothing.
-    """
-
-    chunk_bytes: int
-    lease: float
-    wait: float = inf
 
 
 class Sender:

@@ -23,9 +23,9 @@ from protocol.receiver_rigs import (
     whole,
 )
 
-from p2pkv.protocol.machine import Decision, Finished, LocalProtocolError, Offered, SendTo
+from p2pkv.protocol.machine import Decision, Finished, LocalProtocolError, Offered, SendTo, Terms
 from p2pkv.protocol.messages import Done, Failed, Piece, Sent, Want
-from p2pkv.protocol.receiver import LOAD, Bounds, LoadEvent, LoadPhase, Receiver
+from p2pkv.protocol.receiver import LOAD, LoadEvent, LoadPhase, Receiver
 
 # One load, from end to end.
 
@@ -203,7 +203,7 @@ def test_a_source_whose_part_is_here_has_no_lease() -> None:
 
 def test_a_load_that_stalls_ends_although_p_vouches_for_it() -> None:
     """Its time runs from the want and from each chunk that comes; a P that says things renews nothing."""
-    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Bounds(LEASE, stall=50.0), now=0.0)
+    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Terms(LEASE, stall=50.0), now=0.0)
     made.attach(owed(), now=0.0)
     for now in (20.0, 40.0, 60.0):
         for rank in made.sources:
