@@ -888,7 +888,7 @@ RequestPlace.mode_after: that a request was left to a D alone is forgotten at th
 -         if self.choice.missed:
 +         if False:
 > tests/proxy/test_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
-Admission.stay_alone: a place that is left for a D alone is not given to the next request
+Admission.move: a place that is left for a D alone is not given to the next request
 -         self._count(place.choice)
 -         self.advance()
 +         self._count(place.choice)
