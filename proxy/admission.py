@@ -257,9 +257,13 @@ class Admission:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
             self._router.able(waiter.request.model, self._clock(), mode=waiter.mode)
-        except AloneFull as full:
+        except AloneFull:
             self._counters.refused_alone += 1
-            raise ProxyError(503, f"{full}; try again in a few seconds.") from None
+            raise ProxyError(
+                503,
+                "No prefill instance can serve this request, and the decode instances compute as many "
+                "prompts by themselves as they may; try again in a few seconds.",
+            ) from None
         except Full:
             pass
         if self.waiting > self._limits.max_waiting:

@@ -9,7 +9,7 @@ model. What an instance still has in its cache the proxy can only guess, from wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Self
 
 from .bodies import PIECE_TOKENS, Chain
@@ -59,8 +59,11 @@ class PrefixAware(Policy):
         if len({each.ping.tp_size for each in candidates}) == 1:
             candidates = [least_busy(candidates), *cached]  # the least cost is one of theirs
         chosen = min(candidates, key=cost)
-        self._index.add(_remembered(request.prompt.chain), chosen.cache)
+        self.remember(chosen, request)
         return Pick(chosen, cached.get(chosen, 0))
+
+    def remember(self, instance: Instance, request: RoutingRequest) -> None:
+        self._index.add(_remembered(request.prompt.chain), instance.cache)
 
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
         held = self._index.held(_remembered(request.prompt.chain))
@@ -98,12 +101,15 @@ class PrefixIndex:
         """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left
         out."""
         found: dict[Hashable, int] = {}
+        there: Set[Hashable] = self._links.get(chain[0], {}).keys() if chain else set()
         for depth, link in enumerate(chain):
-            deeper = [each for each in self._links.get(link, ()) if found.get(each, 0) == depth]
-            if not deeper:
+            holders = self._links.get(link, {}).keys()
+            if not there <= holders:
+                found.update(dict.fromkeys(there - holders, depth))
+                there = there & holders
+            if not there:
                 break
-            found.update(dict.fromkeys(deeper, depth + 1))
-        return found
+        return found | dict.fromkeys(there, len(chain))
 
     def add(self, chain: Sequence[bytes], holder: Hashable) -> None:
         """`holder` is given a prompt that begins like this."""

@@ -83,3 +83,6 @@ class Policy:
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
         """Tokens of the prompt that each has been given before; those that are left out have none."""
         return {}
+
+    def remember(self, instance: Instance, request: RoutingRequest) -> None:
+        """This one is given the prompt, by another choice."""

@@ -353,7 +353,7 @@ Router.choose: with placement by cost a request comes back to what has failed it
 + self._kept(now).fleet(request.model, frozenset())
 > tests/proxy/test_kept.py
 _Kept.holds: the router goes on with instances that have changed since
-- self._version == self._registry.version
+- self._version == self.registry.version
 + True
 _Kept.holds: one that has fallen silent since counts as well
 - <= now <= self._until
@@ -411,11 +411,9 @@ LeastSquares.learn: what was observed is never forgotten
 LeastSquares.learn: one stall decides what is predicted
 - seen = min(seen, 4.0 * self.predict(*features) + 0.1)
 + pass
-LeastSquares._solved: more work may be predicted to take less time
--         if found[least] < 0.0 and used[1:]:
--             return self._solved([column for column in used if column != least])
--         return [max(0.0, found.get(column, 0.0)) for column in self._columns]
-+         return [found.get(column, 0.0) for column in self._columns]
+LeastSquares.learn: more work may be predicted to take less time
+- max(0.0, (self._seen[row] - others) / products[row])
++ (self._seen[row] - others) / products[row]
 PlacedRequest.computed: a guess at when a prompt was computed teaches
 - learn=learn
 + learn=True
