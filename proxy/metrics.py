@@ -324,13 +324,10 @@ class RequestSpan:
 
     def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
         """A call begins; `headers`, which it will have, then name its parent."""
-        return _NO_CALL
+        return CallSpan()
 
     def end(self, record: RequestRecord) -> None:
         """The request has ended."""
-
-
-_NO_CALL = CallSpan()
 
 
 @dataclass

@@ -378,18 +378,18 @@ PlacementCosts._prompt_part: a prompt's cost forgets the answers that it stops
 PlacementCosts._prompt_part: what is queued at an instance costs nothing
 - engine.queued_seconds(now) + prompt
 + prompt
-EngineCosts._seconds_left: a prompt that is long overdue costs nothing
+EngineCosts.queued_seconds: a prompt that is long overdue costs nothing
 - abs(first - since)
 + max(0.0, first - since)
-EngineCosts._seconds_left: what instances report of their queues is not used
+EngineCosts.queued_seconds: what instances report of their queues is not used
 - if self._reports(now):
 + if False:
-EngineCosts.follow: a prompt counts beside the report that has it
-- self._since_report.popleft()
-+ break
+EngineCosts._is_new: a prompt counts beside the report that has it
+- prompt.placed > self.report.at - _ON_ITS_WAY
++ True
 PlacementCosts.cheapest: what an instance has of a prompt in its cache costs as much as the rest
-- tokens - cached.get(each, 0), now) for each in drawn
-+ tokens, now) for each in drawn
+- tokens - cached.get(each, 0), now) for each, at in drawn
++ tokens, now) for each, at in drawn
 PlacementCosts.cheapest: a hand-over costs nothing
 - + _FIRST_TOKEN * late + cost
 + + cost
