@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence, Set
-from typing import Self
 
 from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance, least_busy
@@ -41,12 +40,8 @@ class PrefixAware(Policy):
     )
     knows_prompts = True
 
-    @classmethod
-    def of(cls, routing: Routing) -> Self:
-        return cls(routing.prefix_memory)
-
-    def __init__(self, capacity: int) -> None:
-        self._index = PrefixIndex(capacity)
+    def __init__(self, routing: Routing | None = None) -> None:
+        self._index = PrefixIndex((routing or Routing()).prefix_memory)
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         tokens, cached = request.prompt.tokens, self.cached(candidates, request)
@@ -92,10 +87,6 @@ class PrefixIndex:
         self._capacity = capacity
         self._links: OrderedDict[bytes, dict[Hashable, None]] = OrderedDict()
         self._size = 0
-
-    def __len__(self) -> int:
-        """Of what `capacity` bounds."""
-        return self._size
 
     def held(self, chain: Chain) -> dict[Hashable, int]:
         """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left

@@ -55,7 +55,7 @@ class PowerOfTwo(Policy):
 
     help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
 
-    def __init__(self, dice: random.Random | None = None) -> None:
+    def __init__(self, routing: Routing | None = None, dice: random.Random | None = None) -> None:
         self._dice = dice or random.Random()
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
@@ -252,8 +252,8 @@ class Router:
         registry.limit_places(float("inf") if room is None else room)
         self._alone = alone
         self.routing = routing or Routing()
-        self._pick_prefill = POLICIES[self.routing.prefill].of(self.routing)
-        self._pick_decode = POLICIES[self.routing.decode].of(self.routing)
+        self._pick_prefill = POLICIES[self.routing.prefill](self.routing)
+        self._pick_decode = POLICIES[self.routing.decode](self.routing)
         self._turns = itertools.count(1)
         self._last: _Kept | None = None
         self.costs = PlacementCosts(self.routing.pause_weight, on_error)

@@ -860,8 +860,8 @@ reserved: what keeps the port takes connections, too
 +             made[-1].listen()
 > tests/proxy/test_supervisor.py::test_a_closed_connection_takes_its_instance_along
 Pings.all: the supervisor does not find out which connections are closed
--         for source in [source for source in self._latest if not source.stands()]:
-+         for source in list[PingSource]():
+-  if source.stands()}
++ }
 > tests/proxy/test_supervisor.py::test_the_pause_before_a_restart_doubles_up_to_a_bound
 Supervisor._keep: the pause before a worker's restart does not grow
 -             pause = min(2 * pause, _LONGEST_PAUSE)
