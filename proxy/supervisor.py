@@ -262,7 +262,8 @@ class Supervisor:
             pause = _FIRST_PAUSE if time.monotonic() - began > _LIVED_SECONDS else pause
             logger.error("worker %d %s: its requests are lost; another starts in %g s", number, why, pause)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._stopping.wait()
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _live(self, worker: _Child) -> str:
@@ -299,7 +300,8 @@ class Supervisor:
                 logger.exception("a round of updates failed; the next one comes")
             pause = _UPDATE_SECONDS if all(each.serving for each in there) else _START_SECONDS
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._news.wait()
 
     async def _update(self, worker: _Child, update: Update) -> None:
         """One update of one worker, which is killed if it is frozen: what connects to it would wait for ever.

@@ -74,7 +74,8 @@ class Prober:
             except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.hurry.wait(), _PERIOD_SECONDS)
+                async with asyncio.timeout(_PERIOD_SECONDS):
+                    await self.hurry.wait()
 
     async def round(self) -> None:
         """Asks each once that has to be asked now."""
