@@ -408,7 +408,7 @@ class CacheAware(Policy):
 
     help = "vllm-router's cache_aware"
 
-    def __init__(self) -> None:
+    def __init__(self, routing: Routing | None = None) -> None:
         self._index = POLICIES["prefix_aware"](Routing(prefix_memory=1 << 22))
         self._given: dict[str, int] = {}
 
