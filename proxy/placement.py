@@ -39,7 +39,6 @@ MOST_COMPARED = 8
 # Features are of the order of 1, so that all weights are learned equally fast.
 _TOKENS, _STREAMS, _ANSWER = 256.0, 16.0, 64.0
 _FORGET, _RIDGE = 0.98, 0.05
-_SWEEPS = 4
 _FIRST_TOKEN = 2.0
 """What a second before the first token counts, beside one between others."""
 _SHARE_SECONDS = 5.0
@@ -62,8 +61,8 @@ class LeastSquares:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
-        count = range(len(self.weights))
-        self._products = [[_RIDGE * (row == column) for column in count] for row in count]
+        self._columns = range(len(self.weights))
+        self._products = [[_RIDGE * (row == column) for column in self._columns] for row in self._columns]
         """Of the features with each other, and in `_seen` with the observations, summed."""
         self._seen = [_RIDGE * weight for weight in weights]
         self._first = list(self._seen)
@@ -76,15 +75,28 @@ class LeastSquares:
         seen = min(seen, 4.0 * self.predict(*features) + 0.1)
         for row, feature in enumerate(features):
             products = self._products[row]
-            for column, other in enumerate(features):
-                products[column] = _FORGET * products[column] + feature * other
+            for column in self._columns:
+                products[column] = _FORGET * products[column] + feature * features[column]
             products[row] += (1.0 - _FORGET) * _RIDGE
             self._seen[row] = _FORGET * self._seen[row] + feature * seen + (1.0 - _FORGET) * self._first[row]
-        # The best of the weights that are not below zero: each in turn, for the others as they are.
-        for _ in range(_SWEEPS):
-            for row, products in enumerate(self._products):
-                others = sum(map(float.__mul__, products, self.weights)) - products[row] * self.weights[row]
-                self.weights[row] = max(0.0, (self._seen[row] - others) / products[row])
+        self.weights = self._solved(list(self._columns))
+
+    def _solved(self, used: list[int]) -> list[float]:
+        """The best weights, if those of all columns but these are zero; by Cholesky's elimination."""
+        rows = [[*(self._products[row][column] for column in used), self._seen[row]] for row in used]
+        for at, pivot in enumerate(rows):
+            for row in rows[at + 1 :]:
+                factor = row[at] / pivot[at]
+                for column in range(at, len(pivot)):
+                    row[column] -= factor * pivot[column]
+        found: dict[int, float] = {}
+        for at in reversed(range(len(used))):
+            known = sum(rows[at][later] * found[used[later]] for later in range(at + 1, len(used)))
+            found[used[at]] = (rows[at][-1] - known) / rows[at][at]
+        least = min(found, key=found.__getitem__)
+        if found[least] < 0.0 and used[1:]:
+            return self._solved([column for column in used if column != least])
+        return [max(0.0, found.get(column, 0.0)) for column in self._columns]
 
 
 _NOTHING = WorkloadReport(Workload(), float("-inf"))

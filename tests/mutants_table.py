@@ -411,9 +411,11 @@ LeastSquares.learn: what was observed is never forgotten
 LeastSquares.learn: one stall decides what is predicted
 - seen = min(seen, 4.0 * self.predict(*features) + 0.1)
 + pass
-LeastSquares.learn: more work may be predicted to take less time
-- max(0.0, (self._seen[row] - others) / products[row])
-+ (self._seen[row] - others) / products[row]
+LeastSquares._solved: more work may be predicted to take less time
+-         if found[least] < 0.0 and used[1:]:
+-             return self._solved([column for column in used if column != least])
+-         return [max(0.0, found.get(column, 0.0)) for column in self._columns]
++         return [found.get(column, 0.0) for column in self._columns]
 PlacedRequest.computed: a guess at when a prompt was computed teaches
 - learn=learn
 + learn=True
