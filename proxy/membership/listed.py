@@ -26,11 +26,12 @@ from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 
 from .instance import ROLE_NAMES, InstanceKey, InstanceRole, ListedSource, PingSource, Role
-from .prober import health, is_ours
+from .prober import is_ours
 from .registry import Registry
 
 logger = logging.getLogger(__name__)
 
+_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 2.0
 # How long rank 0 may take to answer, and when one that did not is asked again.
 _RANK_SECONDS = 2.0
@@ -102,8 +103,10 @@ class ListedWatch:
             self._source.pinged = True
             return
         try:
-            status = await health(self.session, f"http://{self.listed.http}")
-            trouble = "" if status == 200 else f"its /health answered {status}"
+            async with self.session.get(
+                f"http://{self.listed.http}/health", timeout=_TIMEOUT, allow_redirects=False
+            ) as answer:
+                trouble = "" if answer.status == 200 else f"its /health answered {answer.status}"
         except TimeoutError:
             # It may be busy. If it stays so it becomes silent, as if its pings had stopped.
             return

@@ -17,7 +17,6 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -73,9 +72,11 @@ class Prober:
                 await self.round()
             except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self.hurry.wait()
+            except TimeoutError:
+                continue
 
     async def round(self) -> None:
         """Asks each once that has to be asked now."""
@@ -92,7 +93,7 @@ class Prober:
         """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
         one that has said goodbye, or only pings no more, those whose answer has not begun. See Call.lose."""
         try:
-            await health(self._session, instance.url)
+            await self._health(instance)
             if instance.left is None and self._registry.overdue(instance, now := self._clock()):
                 if self._complaints.admits(instance.name):
                     logger.warning(
@@ -121,9 +122,15 @@ class Prober:
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
 
+    async def _health(self, instance: Instance) -> bool:
+        async with self._session.get(
+            f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
+        ) as answer:
+            return bool(answer.status == 200)
+
     async def _probe(self, instance: Instance) -> None:
         try:
-            if await health(self._session, instance.url) != 200:
+            if not await self._health(instance):
                 return
             await self._learn_models(instance)
         except (aiohttp.ClientError, OSError) as error:
@@ -153,12 +160,6 @@ class Prober:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)
         context = max((model.max_model_len or 0 for model in listed), default=0)
         instance.learn(frozenset(model.id for model in listed), context)
-
-
-async def health(session: aiohttp.ClientSession, url: str) -> int:
-    """The status with which an instance answers."""
-    async with session.get(f"{url}/health", timeout=_TIMEOUT, allow_redirects=False) as answer:
-        return int(answer.status)
 
 
 # What this machine may lack for one connection more: descriptors, ports, memory.
