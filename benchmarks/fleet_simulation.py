@@ -408,8 +408,8 @@ class CacheAware(Policy):
 
     help = "vllm-router's cache_aware"
 
-    def __init__(self) -> None:
-        self._index = POLICIES["prefix_aware"].of(Routing(prefix_memory=1 << 22))
+    def __init__(self, routing: Routing | None = None) -> None:
+        self._index = POLICIES["prefix_aware"](Routing(prefix_memory=1 << 22))
         self._given: dict[str, int] = {}
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:

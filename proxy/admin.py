@@ -9,10 +9,11 @@ import base64
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from operator import itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -159,27 +160,24 @@ def merged_instances(parts: Sequence[Sequence[dict[str, Any]]], complete: bool) 
     """Each instance once; in the state that lets it take the fewest requests. It is not drained before all
     workers have drained it: one that is late may have requests there."""
     states: dict[Any, list[str]] = {}
-    for each in (each for part in parts for each in part):
+    for each in chain.from_iterable(parts):
         late = each["state"] == "drained" and not complete
-        states.setdefault(_name(each), []).append("draining" if late else each["state"])
-    together = added([{_name(each): each for each in part} for part in parts])
-    return [{**each, "state": min(states[_name(each)], key=WORST_FIRST.index)} for each in together]
-
-
-def _name(described: dict[str, Any]) -> tuple[str, str, int]:
-    return described["role"], described["address"], described["rank"]
+        states.setdefault(_INSTANCE(each), []).append("draining" if late else each["state"])
+    together = _added(parts, _INSTANCE)
+    return [{**each, "state": min(states[_INSTANCE(each)], key=WORST_FIRST.index)} for each in together]
 
 
 _AMOUNTS = ("running", "load", "alone", "total")
+_INSTANCE, _PAIR = itemgetter("role", "address", "rank"), itemgetter("prefill", "decode")
 
 
-def added(parts: Sequence[dict[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each thing once, with the sums of its amounts; all else as in the first part."""
+def _added(parts: Sequence[Sequence[dict[str, Any]]], name: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Each thing of one name once, with the sums of its amounts; all else as in the first part."""
     found: dict[Any, dict[str, Any]] = {}
-    for name, each in (item for part in parts for item in part.items()):
-        if name in found:
-            each = found[name] | {what: found[name][what] + each[what] for what in _AMOUNTS if what in each}
-        found[name] = each
+    for each in chain.from_iterable(parts):
+        if before := found.get(name(each)):
+            each = before | {what: before[what] + each[what] for what in _AMOUNTS if what in each}
+        found[name(each)] = each
     return list(found.values())
 
 
@@ -250,7 +248,7 @@ _SEEN_BY_ALL = ("silent", "engines_paused", "breakers_open", "claims_refused")
 
 def merged(parts: Sequence[dict[str, Any]], complete: bool = True) -> dict[str, Any]:
     """The page, of at least one worker's part; `complete`: of all workers'."""
-    pairs = added([{(each["prefill"], each["decode"]): each for each in part["pairs"]} for part in parts])
+    pairs = _added([part["pairs"] for part in parts], _PAIR)
     first_tokens = [seconds for part in parts for seconds in part["first_token_seconds"]]
     return {
         **parts[0],

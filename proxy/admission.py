@@ -170,24 +170,11 @@ class Admission:
         return True
 
     def move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
-        """Puts a request at other instances, without a wait. False if there are none with room."""
-        try:
-            other = self._choose(place.request, mode, avoid)
-        except Unroutable:
-            return False
-        self._give_up(place)
-        place.choice = other
-        self._take(place)
-        self._count(other)
-        self.advance()
-        return True
-
-    def stay_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
-        """Lets a D alone go on with a request that has a place, which may be the last one there is. False if
-        no D may: all compute as many prompts alone as they may, or there is none."""
+        """Puts a request at other instances, without a wait; its own place may be the last one there is.
+        False if there are none with room: then it stays."""
         self._give_up(place)
         try:
-            place.choice = self._choose(place.request, PrefillMode.MISSED, avoid)
+            place.choice = self._router.choose(place.request, self._clock(), mode=mode, avoid=avoid)
         except Unroutable:
             return False
         finally:
@@ -196,6 +183,11 @@ class Admission:
         self.advance()
         return True
 
+    def stay_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
+        """Lets a D alone go on with a request. False if no D may: all compute as many prompts alone as they
+        may, or there is none."""
+        return self.move(place, PrefillMode.MISSED, avoid)
+
     def advance(self) -> None:
         """Gives out what places there are; call it when there may be new ones."""
         firsts = [(first.number, first) for queue in self._queues.values() if (first := _first(queue))]
@@ -203,16 +195,13 @@ class Admission:
         while firsts and self._router.has_room(self._clock()):
             _, waiter = heapq.heappop(firsts)
             try:
-                place = self._new_place(waiter.request, waiter.mode)
+                waiter.placed.set_result(self._new_place(waiter.request, waiter.mode))
             except Unroutable:
                 # An instance may come, or come back, before the wait is over.
                 continue
             except Exception as error:  # this request's alone: the caller may serve another one
-                self._remove(waiter)
                 waiter.placed.set_exception(error)
-            else:
-                self._remove(waiter)
-                waiter.placed.set_result(place)
+            self._remove(waiter)
             if following := _first(self._queues.get(waiter.wants, {})):
                 heapq.heappush(firsts, (following.number, following))
 
@@ -253,10 +242,9 @@ class Admission:
 
     def _new_place(self, request: RoutingRequest, mode: PrefillMode) -> RequestPlace:
         """Raises as `Router.choose`."""
-        choice = self._choose(request, mode)
-        place = RequestPlace(request, mode, choice)
+        place = RequestPlace(request, mode, self._router.choose(request, self._clock(), mode=mode))
         self._take(place)
-        self._count(choice)
+        self._count(place.choice)
         return place
 
     def _remove(self, waiter: _Waiter) -> None:
@@ -269,9 +257,13 @@ class Admission:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
             self._router.able(waiter.request.model, self._clock(), mode=waiter.mode)
-        except AloneFull as full:
+        except AloneFull:
             self._counters.refused_alone += 1
-            raise ProxyError(503, f"{full}; try again in a few seconds.") from None
+            raise ProxyError(
+                503,
+                "No prefill instance can serve this request, and the decode instances compute as many "
+                "prompts by themselves as they may; try again in a few seconds.",
+            ) from None
         except Full:
             pass
         if self.waiting > self._limits.max_waiting:
@@ -281,11 +273,6 @@ class Admission:
                 "All decode instances have as many requests as they take, and as many as may are waiting; "
                 "try again in a few seconds.",
             )
-
-    def _choose(
-        self, request: RoutingRequest, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()
-    ) -> Choice:
-        return self._router.choose(request, self._clock(), mode=mode, avoid=avoid)
 
     def _count(self, choice: Choice) -> None:
         self._counters.alone += choice.missed

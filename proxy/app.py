@@ -21,7 +21,6 @@ from .http import PAIRED, SINGLE
 from .limits import Limits
 from .membership import Membership
 from .membership.listed import ListedInstance
-from .membership.listener import Listener
 from .membership.registry import Registry, random_turn
 from .metrics import Metrics
 from .routing_base import Routing
@@ -38,9 +37,7 @@ IDLE_SECONDS = 75.0
 API = PAIRED | SINGLE | {"/v1/models"}
 
 SIBLINGS = web.AppKey("siblings", Siblings)
-LISTENER = web.AppKey("listener", Listener)
 MOST_CONNECTIONS = web.AppKey("most_connections", int)
-PLAIN_LISTENER = web.AppKey("plain_listener", Listener)
 
 
 def make_app(
@@ -96,9 +93,9 @@ def make_app(
                 await cleanup.enter_async_context(answering(worker.config.socket, parts | {"update": update}))
             membership.watch(listed, members)
             if worker is None:
-                app[LISTENER] = membership.listen(discovery, members)
+                membership.listen(discovery, members)
                 if plain_discovery is not None:
-                    app[PLAIN_LISTENER] = membership.listen(plain_discovery)
+                    membership.listen(plain_discovery)
             forever = [membership.run(), admin.keep_history(metrics)]
             tasks = [asyncio.create_task(each) for each in forever]
             yield

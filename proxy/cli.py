@@ -26,7 +26,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from . import options, settings
 from .access import Access
-from .app import LISTENER, PLAIN_LISTENER, end, make_app, make_runner
+from .app import end, make_app, make_runner
 from .limits import Limits
 from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
@@ -104,8 +104,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     app = _app(arguments, members, options.limits(arguments))
     async with _running(app, arguments.drain_seconds, hurry) as runner:
         await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=_tls(arguments)).start()
-        listeners = [app[each] for each in (LISTENER, PLAIN_LISTENER) if each in app]
-        _log_serving(arguments, members, runner.addresses, listeners)
+        _log_serving(arguments, members, runner.addresses, app[PROXY].membership.listeners)
         await stop.wait()
 
 

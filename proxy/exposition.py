@@ -46,9 +46,6 @@ class Exposition:
             for each in self._metrics.registry.collect()
         ]
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
         counted, gauges = self._held.counted(), self._held.gauges()

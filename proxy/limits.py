@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .membership.registry import LEASE
-from .settings import at_least, option, seconds, share
-
-_MIB = 1 << 20
+from .settings import at_least, mib, option, seconds, share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +21,8 @@ class Limits:
         "requests that wait, in all; others get a 503")
     max_wait: float = option("--max-wait", 30.0, seconds, "SECONDS",
         "how long a request waits before it gets a 503")
-    max_body: int = option("--max-body-mib", 64, at_least(1), "MIB",
-        "MiB of one request's body; a larger one gets a 413", factor=_MIB)
+    max_body: int = option("--max-body-mib", "64", mib, "MIB",
+        "MiB of one request's body; a larger one gets a 413")
     max_values: int = option("--max-body-values", 1 << 17, at_least(1), "N",
         "JSON values in one request's body, token ids not counted; more get a 413")
     max_messages: int = option("--max-messages", 4096, at_least(1), "N",
@@ -33,15 +31,15 @@ class Limits:
         "how long a request's body may take to come; then it gets a 408")
     max_connections: int = option("--max-connections", 16384, at_least(1), "N",
         "connections of clients; one more takes the place of an idle one, or gets a 503")
-    max_held: int = option("--max-held-mib", 1024, at_least(1), "MIB",
-        "MiB of the bodies of all requests without an answer yet; others get a 503", factor=_MIB)
+    max_held: int = option("--max-held-mib", "1024", mib, "MIB",
+        "MiB of the bodies of all requests without an answer yet; others get a 503")
     retries: int = option("--retries", 1, at_least(0), "N",
         "tries at other instances if one fails before the first byte, not counting refused connections")
     resumes: int = option("--resume-limit", 2, at_least(0), "N",
         "how often a streamed answer whose decode instance is lost goes on at another one; 0: never")
-    resume_bytes: int = option("--resume-mib", 256, at_least(1), "MIB",
-        "MiB of token ids that the proxy holds for that; answers beyond it do not go on", factor=_MIB)
-    resume_bytes_each: int = 2 * _MIB
+    resume_bytes: int = option("--resume-mib", "256", mib, "MIB",
+        "MiB of token ids that the proxy holds for that; answers beyond it do not go on")
+    resume_bytes_each: int = 2 << 20
     """The same of one answer; no option."""
     alone_share: float = option("--alone-share", 0.25, share, "SHARE",
         "share of each decode instance's --max-requests, for prompts that it computes because no prefill "

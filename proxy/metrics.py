@@ -139,45 +139,30 @@ class Metrics:
         self.began = clock()
         self.registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self.registry)
-        counter = partial(prometheus.Counter, registry=self.registry)
-        histogram = partial(prometheus.Histogram, registry=self.registry)
-        self._requests = counter(
-            "p2pkv_proxy_requests",
-            "Requests that have ended, by how they ended.",
-            ["endpoint", "model", "outcome"],
-        )
-        self._first_token = histogram(
-            "p2pkv_proxy_time_to_first_token_seconds",
+        counter = partial(prometheus.Counter, namespace="p2pkv_proxy", registry=self.registry)
+        histogram = partial(prometheus.Histogram, namespace="p2pkv_proxy", registry=self.registry)
+        # fmt: off
+        self._requests = counter("requests", "Requests that have ended, by how they ended.",
+            ["endpoint", "model", "outcome"])
+        self._first_token = histogram("time_to_first_token_seconds",
             "From a streamed request's arrival to the first token of the decode instance's answer; `way` is "
             "pair, alone (no prefill instance could help) or unpaired (none was wanted).",
-            ["address", "way"],
-            buckets=_FIRST_TOKEN_BUCKETS,
-        )
-        self._duration = histogram(
-            "p2pkv_proxy_request_seconds",
+            ["address", "way"], buckets=_FIRST_TOKEN_BUCKETS)
+        self._duration = histogram("request_seconds",
             "From a request's arrival to its end, by the decode instance that had it last.",
-            ["address", "outcome"],
-            buckets=_DURATION_BUCKETS,
-        )
-        self._prefill = histogram(
-            "p2pkv_proxy_prefill_seconds",
+            ["address", "outcome"], buckets=_DURATION_BUCKETS)
+        self._prefill = histogram("prefill_seconds",
             "How long a prefill instance took for its part of a request, if it succeeded.",
-            ["address"],
-            buckets=_FIRST_TOKEN_BUCKETS,
-        )
-        self._parts = counter(
-            "p2pkv_proxy_instance_requests",
+            ["address"], buckets=_FIRST_TOKEN_BUCKETS)
+        self._parts = counter("instance_requests",
             "What became of requests at single instances, retries included. A decode instance's `ok` is its "
             "first token; an answer that breaks off later counts as `failed`, too.",
-            ["address", "role", "outcome"],
-        )
-        self._errors = histogram(
-            "p2pkv_proxy_first_token_prediction_error",
+            ["address", "role", "outcome"])
+        self._errors = histogram("first_token_prediction_error",
             "Of --placement auto: how far the predicted time to the first token was from the time that came, "
             "as a share of that; `way` is whole or pair.",
-            ["way"],
-            buckets=_ERROR_BUCKETS,
-        )
+            ["way"], buckets=_ERROR_BUCKETS)
+        # fmt: on
         self._by_address = (self._first_token, self._duration, self._prefill, self._parts)
         self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
         self.gaps: defaultdict[str, Gaps] = defaultdict(Gaps)
@@ -339,13 +324,10 @@ class RequestSpan:
 
     def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
         """A call begins; `headers`, which it will have, then name its parent."""
-        return _NO_CALL
+        return CallSpan()
 
     def end(self, record: RequestRecord) -> None:
         """The request has ended."""
-
-
-_NO_CALL = CallSpan()
 
 
 @dataclass

@@ -6,10 +6,9 @@ import argparse
 import resource
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from p2pkv import __version__
 from p2pkv.pairing import Address
@@ -20,8 +19,6 @@ from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
 from .routing import POLICIES
 from .routing_base import Routing
-
-T = TypeVar("T")
 
 _DESCRIPTION = """\
 One OpenAI endpoint in front of vLLM prefill and decode instances.
@@ -84,14 +81,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = partial(settings.add_option, parser)
     add("--host", "127.0.0.1", what="address to serve on")
     add("--port", 10001, _port, what="port to serve on")
-    add("--discovery", "127.0.0.1:30001", _address, "HOST:PORT", "where instances send their pings")
+    add("--discovery", "127.0.0.1:30001", Address.parse, "HOST:PORT", "where instances send their pings")
     add("--secret-file", None, str, "FILE",
         "the secret of all instances, so that only they can register; or set P2PKV_SECRET")
-    add("--plain-discovery", None, _address, "HOST:PORT",
+    add("--plain-discovery", None, Address.parse, "HOST:PORT",
         "a second place for pings, without the secret: for instances with `discovery: plain`")
     roles: tuple[Role, ...] = ("P", "D")
     for role in roles:
-        add(f"--{ROLE_NAMES[role]}", [], _told(partial(ListedInstance.parse, role)), "URL=HOST:PORT",
+        add(f"--{ROLE_NAMES[role]}", [], partial(ListedInstance.parse, role), "URL=HOST:PORT",
             f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. Repeat the "
             "option for others (environment: commas; file: a list)")
     add("--allow-insecure", False, what="let --discovery be off loopback without a secret")
@@ -139,21 +136,6 @@ def _policies() -> str:
         f"among those that serve its model, are in good health and fit each other.\n\n{each}\n\n"
         "The proxy has no tokenizer: it takes four bytes of a prompt for a token."
     )
-
-
-def _told(read: Callable[[str], T]) -> Callable[[str], T]:
-    """The same, with a ValueError's sentence for argparse, which else has one of its own."""
-
-    def told(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return told
-
-
-_address = _told(Address.parse)
 
 
 def _token(text: str) -> str:

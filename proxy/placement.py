@@ -22,7 +22,6 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -127,10 +126,6 @@ class EngineCosts:
         """The prompts that are not computed yet, the oldest first; `tokens` are theirs."""
         self.report = self._reported = _NOTHING
         """The last report, and what is left of it."""
-        self._since_report: deque[QueuedPrompt] = deque()
-        """Of the queue, what is not in the report."""
-        self._asked: tuple[float, float] | None = None
-        """When the queue was asked for last, and its seconds; None if it has changed since."""
         self._since = 0.0
         """When it began with the prompt that it computes now."""
         self._computed = 0.0
@@ -148,11 +143,6 @@ class EngineCosts:
     def queued_seconds(self, now: float) -> float:
         """Until all prompts that are here now are computed. One that is overdue may take as long again, so
         that an engine that hangs does not look idle."""
-        if self._asked is None or self._asked[0] != now:
-            self._asked = now, self._seconds_left(now)
-        return self._asked[1]
-
-    def _seconds_left(self, now: float) -> float:
         if self._reports(now):
             prompts, tokens = self._waiting(now)
             return self.prompt_seconds(tokens, prompts)
@@ -168,7 +158,11 @@ class EngineCosts:
     def _waiting(self, now: float) -> tuple[float, float]:
         """How many prompts are here now, and their tokens: what time has left of the last report, and of the
         prompts that are not in it."""
-        work, new, begun = self._reported.work, self._since_report, self._since
+        work, begun, new = (
+            self._reported.work,
+            self._since,
+            [each for each in self._queue if self._is_new(each)],
+        )
         prompts = tokens = 0.0
         if work.prompts:
             seconds = self.prompt_seconds(work.tokens, work.prompts)
@@ -185,10 +179,11 @@ class EngineCosts:
 
     def follow(self, report: WorkloadReport) -> None:
         """Its scheduler has reported."""
-        self.report, self._reported, self._asked = report, report, None
-        sent = report.at - _ON_ITS_WAY
-        while self._since_report and self._since_report[0].placed <= sent:
-            self._since_report.popleft()
+        self.report = self._reported = report
+
+    def _is_new(self, prompt: QueuedPrompt) -> bool:
+        """Whether it is not in the report."""
+        return prompt.placed > self.report.at - _ON_ITS_WAY
 
     def prefill_share(self, now: float, *, own: bool = False) -> float:
         """Of its time that prompts take, lately and next; `own`: without other proxies' prompts, so that the
@@ -207,8 +202,6 @@ class EngineCosts:
             count, others = self._waiting(now)
             prompt.among = count + 1.0, others + tokens
         self._queue.append(prompt)
-        self._since_report.append(prompt)
-        self._asked = None
         self.tokens += tokens
         return prompt
 
@@ -216,16 +209,13 @@ class EngineCosts:
         if self._queue[0] is prompt:
             self._since = now
         self._queue.remove(prompt)
-        self._asked = None
         self.tokens -= prompt.tokens
-        with suppress(ValueError):  # it is in the report
-            self._since_report.remove(prompt)
 
     def prompt_computed(self, prompt: QueuedPrompt, now: float, *, learn: bool = True) -> None:
         """It took the time since the last, as prompts are computed in order; or, where other proxies' may
         have been between, since it came, with all that were there then."""
         seconds = now - self._since
-        if prompt in self._since_report:
+        if self._is_new(prompt):
             self._reported = _NOTHING
         self.prompt_left(prompt, now)
         if learn:
@@ -245,7 +235,6 @@ class EngineCosts:
         self._area += self.answers * (now - self._counted)
         self._counted = now
         self.answers += more
-        self._asked = None
 
     def answer_ended(self, steps: int, begun: tuple[float, float, float], now: float) -> None:
         """An answer that began at these marks took so many steps."""
@@ -392,10 +381,10 @@ class PlacementCosts:
         if no two match and none may serve it whole. `near`: the decoders with a link to an instance; None if
         all have or may have one."""
         drawn = self._some(prefillers)
-        prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now) for each in drawn}
+        prompts = {each: self._prompt_part(at, tokens - cached.get(each, 0), now) for each, at in drawn}
 
-        def answers_at(some: Sequence[Instance]) -> list[tuple[Instance, float, float]]:
-            return [(each, *self._answer_part(each, tokens, now)) for each in some]
+        def answers_at(some: _Drawn) -> list[tuple[Instance, float, float, EngineCosts]]:
+            return [(each, *self._answer_part(engine, tokens, now), engine) for each, engine in some]
 
         # Of a pool of both roles the same ones: two choices, and half of the work.
         answers = answers_at(drawn if prefillers == decoders else self._some(decoders))
@@ -403,13 +392,13 @@ class PlacementCosts:
             _Way(prompt.cost + _FIRST_TOKEN * late + cost, each.turn, prompt.seconds + late, prefill, each)
             # The second one is for where the first one is the best to decode, too.
             for prefill, prompt in heapq.nsmallest(1 if near else 2, prompts.items(), key=itemgetter(1))
-            for each, cost, late in (answers_at(self._some(near(prefill))) if near else answers)
+            for each, cost, late, _ in (answers_at(self._some(near(prefill))) if near else answers)
             if each is not prefill and each.matches(prefill)
         ]
         whole = []
-        for each, cost, _ in answers:
+        for each, cost, _, engine in answers:
             if may_be_whole(each):
-                prompt = prompts.get(each) or self._prompt_part(each, tokens - cached.get(each, 0), now)
+                prompt = prompts.get(each) or self._prompt_part(engine, tokens - cached.get(each, 0), now)
                 whole.append(_Way(prompt.cost + cost, each.turn, prompt.seconds, each, each))
         best = sorted((min(ways, key=_ORDER) for ways in (pairs, whole) if ways), key=_ORDER)
         if not best:
@@ -419,27 +408,25 @@ class PlacementCosts:
         self.ways[way] += 1
         return prefill, decode, Prediction(way, first_token, cost, best[1].cost if best[1:] else None)
 
-    def _prompt_part(self, instance: Instance, new: int, now: float) -> PromptPart:
+    def _prompt_part(self, engine: EngineCosts, new: int, now: float) -> PromptPart:
         """The part of the cost that depends on where the prompt is computed."""
-        engine = self.of(instance)
         prompt = engine.prompt_seconds(new)
         seconds = engine.queued_seconds(now) + prompt
         return PromptPart(_FIRST_TOKEN * seconds + self.pause_weight * engine.answers * prompt, seconds)
 
-    def _answer_part(self, instance: Instance, tokens: int, now: float) -> tuple[float, float]:
+    def _answer_part(self, engine: EngineCosts, tokens: int, now: float) -> tuple[float, float]:
         """The part of the cost that depends on where the answer is decoded, and the seconds of a hand-over
         to there."""
-        engine = self.of(instance)
         step, longer, stopped = engine.step.weights
         step += longer * (2 * engine.answers + 1) / _STREAMS  # of this answer, and more of the others
         stopped *= engine.prefill_share(now) * (1.0 + self.pause_weight)
         return self.answer_steps * (step + stopped), engine.hand_over.predict(1.0, tokens / _TOKENS)
 
-    def _some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
-        if len(instances) <= MOST_COMPARED:
-            return instances
-        count, draw = len(instances), self.dice.random
-        return [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
+    def _some(self, instances: Sequence[Instance]) -> _Drawn:
+        if (count := len(instances)) > MOST_COMPARED:
+            draw = self.dice.random
+            instances = [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
+        return [(each, self.of(each)) for each in instances]
 
 
 class PromptPart(NamedTuple):
@@ -457,4 +444,5 @@ class _Way(NamedTuple):
     decode: Instance
 
 
+_Drawn = Sequence[tuple[Instance, EngineCosts]]
 _ORDER = itemgetter(0, 1)

@@ -9,8 +9,7 @@ model. What an instance still has in its cache the proxy can only guess, from wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Self
+from collections.abc import Hashable, Sequence, Set
 
 from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance, least_busy
@@ -41,12 +40,8 @@ class PrefixAware(Policy):
     )
     knows_prompts = True
 
-    @classmethod
-    def of(cls, routing: Routing) -> Self:
-        return cls(routing.prefix_memory)
-
-    def __init__(self, capacity: int) -> None:
-        self._index = PrefixIndex(capacity)
+    def __init__(self, routing: Routing | None = None) -> None:
+        self._index = PrefixIndex((routing or Routing()).prefix_memory)
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         tokens, cached = request.prompt.tokens, self.cached(candidates, request)
@@ -59,8 +54,11 @@ class PrefixAware(Policy):
         if len({each.ping.tp_size for each in candidates}) == 1:
             candidates = [least_busy(candidates), *cached]  # the least cost is one of theirs
         chosen = min(candidates, key=cost)
-        self._index.add(_remembered(request.prompt.chain), chosen.cache)
+        self.remember(chosen, request)
         return Pick(chosen, cached.get(chosen, 0))
+
+    def remember(self, instance: Instance, request: RoutingRequest) -> None:
+        self._index.add(_remembered(request.prompt.chain), instance.cache)
 
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
         held = self._index.held(_remembered(request.prompt.chain))
@@ -90,20 +88,19 @@ class PrefixIndex:
         self._links: OrderedDict[bytes, dict[Hashable, None]] = OrderedDict()
         self._size = 0
 
-    def __len__(self) -> int:
-        """Of what `capacity` bounds."""
-        return self._size
-
     def held(self, chain: Chain) -> dict[Hashable, int]:
         """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left
         out."""
         found: dict[Hashable, int] = {}
+        there: Set[Hashable] = self._links.get(chain[0], {}).keys() if chain else set()
         for depth, link in enumerate(chain):
-            deeper = [each for each in self._links.get(link, ()) if found.get(each, 0) == depth]
-            if not deeper:
+            holders = self._links.get(link, {}).keys()
+            if not there <= holders:
+                found.update(dict.fromkeys(there - holders, depth))
+                there = there & holders
+            if not there:
                 break
-            found.update(dict.fromkeys(deeper, depth + 1))
-        return found
+        return found | dict.fromkeys(there, len(chain))
 
     def add(self, chain: Sequence[bytes], holder: Hashable) -> None:
         """`holder` is given a prompt that begins like this."""

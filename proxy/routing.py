@@ -55,7 +55,7 @@ class PowerOfTwo(Policy):
 
     help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
 
-    def __init__(self, dice: random.Random | None = None) -> None:
+    def __init__(self, routing: Routing | None = None, dice: random.Random | None = None) -> None:
         self._dice = dice or random.Random()
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
@@ -88,8 +88,7 @@ class Full(Unroutable):
 
 
 class AloneFull(Full):
-    """No P can serve this request, and every D computes as many prompts alone as it may. The message is for
-    the client."""
+    """No P can serve this request, and every D computes as many prompts alone as it may."""
 
 
 class UnknownModel(Unroutable):
@@ -140,15 +139,13 @@ class Choice:
 class _Fleet:
     """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
 
-    _registry: Registry
-    _now: float
-    _all_prefillers: Sequence[Instance]
-    _all_decoders: Sequence[Instance]
+    _of: _Kept
     _model: str | None
     _avoid: frozenset[Instance]
 
     def __post_init__(self) -> None:
-        self._decoders = _serving(self._all_decoders, self._model)
+        self._now = self._of.now
+        self._decoders = _serving(self._of.decoders, self._model)
 
     @cached_property
     def decoders(self) -> Sequence[Instance]:
@@ -157,9 +154,9 @@ class _Fleet:
 
     @cached_property
     def _matching_prefillers(self) -> Sequence[Instance]:
-        if not self._all_prefillers:
-            raise NoInstance(_why_none(self._registry, "P"))
-        serving = _serving(self._all_prefillers, self._model)
+        if not self._of.prefillers:
+            raise NoInstance(_why_none(self._of.registry, "P"))
+        serving = _serving(self._of.prefillers, self._model)
         matching = _matching(serving, self._decoders)
         if not matching:
             raise NoInstance(_why_none_match(serving, self._decoders))
@@ -195,8 +192,7 @@ class _Kept:
     """
 
     def __init__(self, registry: Registry, now: float) -> None:
-        self._registry, self._now = registry, now
-        self._version = registry.version
+        self.registry, self.now, self._version = registry, now, registry.version
         candidates = registry.candidates()
         doubtful = [each for each in candidates if each.silent(now) or not each.breaker.closed]
         self._doubtful = {each: self._state(each, now) for each in doubtful}
@@ -210,25 +206,25 @@ class _Kept:
         self._fleets: dict[str | None, _Fleet] = {}
 
     def _state(self, instance: Instance, now: float) -> tuple[bool, bool, bool]:
-        return self._registry.alive(instance, now), instance.silent(now), instance.breaker.admits(now)
+        return self.registry.alive(instance, now), instance.silent(now), instance.breaker.admits(now)
 
     def holds(self, now: float) -> bool:
         """Whether it is still true."""
         return (
-            self._version == self._registry.version
-            and self._now <= now <= self._until
+            self._version == self.registry.version
+            and self.now <= now <= self._until
             and all(self._state(each, now) == state for each, state in self._doubtful.items())
         )
 
     def fleet(self, model: str | None, avoid: frozenset[Instance]) -> _Fleet:
         """For this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
         if not self.decoders:
-            raise NoInstance(_why_none(self._registry, "D"))
+            raise NoInstance(_why_none(self.registry, "D"))
         if self._alike and model not in self._names:
             model = None  # see `_serving`: as for a request that names none
         known = None if avoid else self._fleets.get(model)
         if known is None:
-            known = _Fleet(self._registry, self._now, self.prefillers, self.decoders, model, avoid)
+            known = _Fleet(self, model, avoid)
             if not avoid and (model is None or model in self._names):  # so that clients cannot make entries
                 self._fleets[model] = known
         return known
@@ -256,8 +252,8 @@ class Router:
         registry.limit_places(float("inf") if room is None else room)
         self._alone = alone
         self.routing = routing or Routing()
-        self._pick_prefill = POLICIES[self.routing.prefill].of(self.routing)
-        self._pick_decode = POLICIES[self.routing.decode].of(self.routing)
+        self._pick_prefill = POLICIES[self.routing.prefill](self.routing)
+        self._pick_decode = POLICIES[self.routing.decode](self.routing)
         self._turns = itertools.count(1)
         self._last: _Kept | None = None
         self.costs = PlacementCosts(self.routing.pause_weight, on_error)
@@ -352,8 +348,7 @@ class Router:
         prefill, decode, prediction = found
         for each in {prefill, decode}:
             each.take_turn(next(self._turns))
-            if policy.knows_prompts:
-                policy([each], request)  # which remembers that this one has the prompt now
+            policy.remember(each, request)
         return Choice(
             None if prefill is decode else prefill,
             decode,
@@ -413,12 +408,8 @@ class Router:
         return prefillers, self._with_room(decoders)
 
     def _with_room_alone(self, fleet: _Fleet) -> Sequence[Instance]:
-        able = [each for each in self._with_room(fleet.decoders) if each.alone < self._alone]
-        if not able:
-            raise AloneFull(
-                "No prefill instance can serve this request, and the decode instances compute as many "
-                "prompts by themselves as they may"
-            )
+        if not (able := [each for each in self._with_room(fleet.decoders) if each.alone < self._alone]):
+            raise AloneFull
         return able
 
     def has_room(self, now: float) -> bool:
@@ -428,12 +419,9 @@ class Router:
 
     def _with_room(self, decoders: Sequence[Instance]) -> Sequence[Instance]:
         full = self._registry.full
-        if not full:
-            return decoders
-        able = [each for each in decoders if each not in full]
-        if not able:
+        if full and not (decoders := [each for each in decoders if each not in full]):
             raise Full
-        return able
+        return decoders
 
     def _kept(self, now: float) -> _Kept:
         if self._last is None or not self._last.holds(now):

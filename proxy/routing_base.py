@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 from .bodies import PIECE_TOKENS, Prompt
 from .membership.instance import Instance
@@ -72,10 +72,8 @@ class Policy:
     help: ClassVar[str]
     knows_prompts: ClassVar[bool] = False
 
-    @classmethod
-    def of(cls, routing: Routing) -> Self:
-        """One for a proxy with these options."""
-        return cls()
+    def __init__(self, routing: Routing | None = None) -> None:
+        """For a proxy with these options."""
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         raise NotImplementedError
@@ -83,3 +81,6 @@ class Policy:
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
         """Tokens of the prompt that each has been given before; those that are left out have none."""
         return {}
+
+    def remember(self, instance: Instance, request: RoutingRequest) -> None:
+        """This one is given the prompt, by another choice."""

@@ -42,27 +42,20 @@ def parse(
         for action in parser._actions
         if action.option_strings and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
     }
-    given = {FILE_OPTION, *(each.partition("=")[0] for each in argv)}
-    file = _file_named(argv, environ)
+    unset = argparse.Namespace(**{each.dest: None for each in options.values()})
+    given = {name: value for name, value in vars(parser.parse_args(argv, unset)).items() if value is not None}
+    file = given.get("config") or environ.get(f"{PREFIX}CONFIG")
     found = _from_file(parser, file, options) if file else {}
     found |= _from_environment(environ, options)
-    more: list[str] = []
+    values = vars(parser.parse_args([]))
     for name, (where, value) in found.items():
-        if not given.intersection(options[name].option_strings):
+        action = options[name]
+        if action.dest not in given:
             try:
-                more += _as_arguments(name, options[name], value)
+                values[action.dest] = _read(action, value)
             except (argparse.ArgumentTypeError, ValueError) as error:
                 parser.error(f"{where}: {error}")
-    return parser.parse_args([*more, *argv])
-
-
-def _file_named(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument(FILE_OPTION, default=environ.get(f"{PREFIX}CONFIG", ""))
-    try:
-        return str(early.parse_known_args(argv)[0].config)
-    except argparse.ArgumentError:
-        return ""  # the real parser reports it
+    return argparse.Namespace(**values | given)
 
 
 _Found = dict[str, tuple[str, Any]]
@@ -107,21 +100,22 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
     return found
 
 
-def _as_arguments(name: str, action: argparse.Action, value: Any) -> list[str]:
-    """As on the command line. Raises ArgumentTypeError or ValueError if it could not be there."""
+def _read(action: argparse.Action, value: Any) -> Any:
+    """As from the command line. Raises ArgumentTypeError or ValueError if it could not be there."""
     if action.nargs == 0:
         text = str(value).lower()
         demand(text in (*_YES, *_NO), f"{value!r} is neither true nor false")
-        return [f"--{name}"] if text in _YES else []
+        return text in _YES
+    several = isinstance(action, argparse._AppendAction)
     values = value if isinstance(value, list) else [value]
-    if len(values) != 1:
-        demand(isinstance(action, argparse._AppendAction), "expected one value, not a list")
+    demand(several or len(values) == 1, "expected one value, not a list")
+    read = []
     for each in values:
         demand(not isinstance(each, bool | dict | list), f"{each!r} is no value for this option")
-        read = action.type(str(each)) if callable(action.type) else str(each)
+        read.append(action.type(str(each)) if callable(action.type) else str(each))
         if action.choices is not None:
-            demand(read in action.choices, f"{each!r} is none of {', '.join(map(str, action.choices))}")
-    return [f"--{name}={each}" for each in values]
+            demand(read[-1] in action.choices, f"{each!r} is none of {', '.join(map(str, action.choices))}")
+    return read if several else read[0]
 
 
 # Their declaration.
@@ -139,8 +133,8 @@ def add_option(
     """One option.
 
     Args:
-        default: False for a flag, and a list for one that may be repeated.
-        read: makes its value of a text, or raises ArgumentTypeError.
+        default: False for a flag, a list for one that may be repeated; a text is read as if it were given.
+        read: makes its value of a text, or raises ValueError or ArgumentTypeError with a sentence.
         unit: stands for the value in --help.
         what: it means, for --help.
         choices: all that it may be; None for anything that can be read.
@@ -153,7 +147,7 @@ def add_option(
     group.add_argument(
         name,
         action="append" if several else "store",
-        type=read,
+        type=_told(read),
         default=default,
         metavar=unit,
         choices=choices,
@@ -161,11 +155,22 @@ def add_option(
     )
 
 
-def option(name: str, default: Any, *more: Any, factor: int = 1, **others: Any) -> Any:
-    """A field of a dataclass that an option gives, see `add_option`; `factor`: by which its value is
-    multiplied."""
-    known = {"name": name, "more": (default, *more), "others": others, "factor": factor}
-    return field(default=default if factor == 1 else default * factor, metadata=known)
+def _told(read: Callable[[str], T]) -> Callable[[str], T]:
+    """The same, with a ValueError's sentence for argparse, which else has one of its own."""
+
+    def told(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return told
+
+
+def option(name: str, default: Any, read: Callable[[str], Any], *more: Any, **others: Any) -> Any:
+    """A field of a dataclass that an option gives, see `add_option`."""
+    known = {"name": name, "more": (default, read, *more), "others": others}
+    return field(default=read(default) if isinstance(default, str) else default, metadata=known)
 
 
 def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Collection[str]) -> None:
@@ -178,11 +183,8 @@ def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Co
 
 def made(kind: type[T], arguments: argparse.Namespace) -> T:
     """One with the fields that were given."""
-    given = {}
-    for each in fields(kind):  # type: ignore[arg-type]
-        if known := each.metadata:
-            value = getattr(arguments, known["name"].removeprefix("--").replace("-", "_"))
-            given[each.name] = value if known["factor"] == 1 else value * known["factor"]
+    names = {each.name: each.metadata["name"] for each in fields(kind) if each.metadata}  # type: ignore[arg-type]
+    given = {name: getattr(arguments, flag[2:].replace("-", "_")) for name, flag in names.items()}
     return kind(**given)
 
 
@@ -192,6 +194,10 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def mib(text: str) -> int:
+    return at_least(1)(text) << 20
 
 
 def header(text: str) -> str:

@@ -153,19 +153,18 @@ class Pings:
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
         self._serials = itertools.count(1)
-        self._latest: dict[PingSource, dict[tuple[str, str, int], RepeatedPing]] = {}
+        self._latest: dict[tuple[PingSource, str, str, int], RepeatedPing] = {}
         """By connection and instance."""
         self._numbers: dict[PingSource, int] = {}
 
     def take(self, ping: Ping, source: PingSource) -> None:
-        latest, key = self._latest.get(source, {}), (ping.type, ping.http_address, ping.dp_rank)
-        before = latest.get(key)
-        if before is None and sum(map(len, self._latest.values())) >= MAX_INSTANCES:
+        key = source, ping.type, ping.http_address, ping.dp_rank
+        before = self._latest.get(key)
+        if before is None and len(self._latest) >= MAX_INSTANCES:
             return
         serial = next(self._serials)
         number = self._numbers.setdefault(source, serial)
-        latest[key] = RepeatedPing(number, source.member, serial, ping, time.monotonic())
-        self._latest[source] = latest
+        self._latest[key] = RepeatedPing(number, source.member, serial, ping, time.monotonic())
         if before is None or before.ping.paused != ping.paused or not are_alike(before.ping, ping):
             self._changed()
 
@@ -177,9 +176,9 @@ class Pings:
     def all(self) -> list[RepeatedPing]:
         """The latest of each instance, on connections that stand. A goodbye is one of them: it changes
         nothing for a worker that has had it, or does not know the instance."""
-        for source in [source for source in self._latest if not source.stands()]:
-            del self._latest[source], self._numbers[source]
-        return [ping for latest in self._latest.values() for ping in latest.values()]
+        self._numbers = {source: each for source, each in self._numbers.items() if source.stands()}
+        self._latest = {key: each for key, each in self._latest.items() if key[0] in self._numbers}
+        return list(self._latest.values())
 
 
 # The workers.

@@ -353,7 +353,7 @@ Router.choose: with placement by cost a request comes back to what has failed it
 + self._kept(now).fleet(request.model, frozenset())
 > tests/proxy/test_kept.py
 _Kept.holds: the router goes on with instances that have changed since
-- self._version == self._registry.version
+- self._version == self.registry.version
 + True
 _Kept.holds: one that has fallen silent since counts as well
 - <= now <= self._until
@@ -378,18 +378,18 @@ PlacementCosts._prompt_part: a prompt's cost forgets the answers that it stops
 PlacementCosts._prompt_part: what is queued at an instance costs nothing
 - engine.queued_seconds(now) + prompt
 + prompt
-EngineCosts._seconds_left: a prompt that is long overdue costs nothing
+EngineCosts.queued_seconds: a prompt that is long overdue costs nothing
 - abs(first - since)
 + max(0.0, first - since)
-EngineCosts._seconds_left: what instances report of their queues is not used
+EngineCosts.queued_seconds: what instances report of their queues is not used
 - if self._reports(now):
 + if False:
-EngineCosts.follow: a prompt counts beside the report that has it
-- self._since_report.popleft()
-+ break
+EngineCosts._is_new: a prompt counts beside the report that has it
+- prompt.placed > self.report.at - _ON_ITS_WAY
++ True
 PlacementCosts.cheapest: what an instance has of a prompt in its cache costs as much as the rest
-- tokens - cached.get(each, 0), now) for each in drawn
-+ tokens, now) for each in drawn
+- tokens - cached.get(each, 0), now) for each, at in drawn
++ tokens, now) for each, at in drawn
 PlacementCosts.cheapest: a hand-over costs nothing
 - + _FIRST_TOKEN * late + cost
 + + cost
@@ -862,8 +862,8 @@ reserved: what keeps the port takes connections, too
 +             made[-1].listen()
 > tests/proxy/test_supervisor.py::test_a_closed_connection_takes_its_instance_along
 Pings.all: the supervisor does not find out which connections are closed
--         for source in [source for source in self._latest if not source.stands()]:
-+         for source in list[PingSource]():
+-  if source.stands()}
++ }
 > tests/proxy/test_supervisor.py::test_the_pause_before_a_restart_doubles_up_to_a_bound
 Supervisor._keep: the pause before a worker's restart does not grow
 -             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -888,7 +888,7 @@ RequestPlace.mode_after: that a request was left to a D alone is forgotten at th
 -         if self.choice.missed:
 +         if False:
 > tests/proxy/test_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
-Admission.stay_alone: a place that is left for a D alone is not given to the next request
+Admission.move: a place that is left for a D alone is not given to the next request
 -         self._count(place.choice)
 -         self.advance()
 +         self._count(place.choice)

@@ -24,7 +24,8 @@ from .registry import Registry
 
 class Membership:
     """Keeps one registry up to date, and sends D's the P's that they may be paired with. The session asks
-    instances and is not closed here; `clock` is monotonic seconds."""
+    instances and is not closed here; `clock` is monotonic seconds; `listeners` are in the order in which they
+    were made."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class Membership:
         self.prober = Prober(session, self.registry, clock)
         self.partners = PartnerLists(self.registry)
         self._session = session
-        self._listeners: list[Listener] = []
+        self.listeners: list[Listener] = []
         self._watches: list[ListedWatch] = []
 
     def take(self, ping: Ping, source: PingSource) -> None:
@@ -53,8 +54,8 @@ class Membership:
 
     def listen(self, endpoint: str, members: Members | None = None) -> Listener:
         """Takes pings at this ZMQ endpoint, while it runs. Raises OSError if it cannot be bound."""
-        self._listeners.append(Listener(endpoint, self.take, members))
-        return self._listeners[-1]
+        self.listeners.append(Listener(endpoint, self.take, members))
+        return self.listeners[-1]
 
     def watch(self, listed: Sequence[ListedInstance], members: Members | None = None) -> None:
         """These are there without a ping, as long as their /health answers, while it runs."""
@@ -64,10 +65,10 @@ class Membership:
 
     async def run(self) -> None:
         """Until cancelled."""
-        members: list[Prober | Listener | ListedWatch] = [self.prober, *self._listeners, *self._watches]
+        members: list[Prober | Listener | ListedWatch] = [self.prober, *self.listeners, *self._watches]
         await asyncio.gather(*(each.run() for each in members))
 
     def close(self) -> None:
         """Frees the ports. Idempotent."""
-        for each in self._listeners:
+        for each in self.listeners:
             each.close()

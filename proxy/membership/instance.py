@@ -108,16 +108,16 @@ class Breaker:
         changed: called when it opens or closes.
     """
 
+    _resume: float | None
+    _trial: object | None
+
     def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
         self._uniform = uniform
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_BREAKER_OUTCOMES)
-        self._resume: float | None = None
-        self._trial: object | None = None
         self._patience = -math.inf
         """Until then no other may be the trial."""
-        self._last_failure = -math.inf
-        self.opened = 0
         self.changed: Callable[[], None] = lambda: None
+        self.clear()
 
     @property
     def closed(self) -> bool:
@@ -144,9 +144,7 @@ class Breaker:
             return False
         if owner is None or owner is not self._trial:
             return False  # asked before the pause, or in it for want of another
-        self._resume = self._trial = None
-        self._outcomes.clear()
-        self.changed()
+        self._close()
         return True
 
     def failed(self, now: float, owner: object | None = None) -> bool:
@@ -171,10 +169,13 @@ class Breaker:
 
     def clear(self) -> None:
         """Forget all outcomes: they predict nothing."""
-        self._outcomes.clear()
-        self._resume = self._trial = None
         self._last_failure = -math.inf
         self.opened = 0
+        self._close()
+
+    def _close(self) -> None:
+        self._outcomes.clear()
+        self._resume = self._trial = None
         self.changed()
 
     def forgettable(self, now: float) -> bool:

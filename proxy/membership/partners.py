@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from weakref import WeakKeyDictionary
 
@@ -66,7 +66,7 @@ class PartnerLists:
         around = self._around(decode, now)
         found = chain.from_iterable(_after(ring, decode.point, most + 1) for ring in around)
         others = (address for address in found if address != decode.ping.zmq_address)
-        return [address for address, _ in zip(others, range(most), strict=False)]
+        return list(islice(others, most))
 
     def _around(self, decode: Instance, now: float) -> tuple[_Ring, _Ring]:
         """The P's that D's of this kind fit: those that get requests now, and the others."""

@@ -20,7 +20,7 @@ from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.access import Access
-from p2pkv_proxy.app import LISTENER, PLAIN_LISTENER, make_app, make_runner
+from p2pkv_proxy.app import make_app, make_runner
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import Prompt
 from p2pkv_proxy.http import PAIRED, SINGLE
@@ -419,7 +419,7 @@ class Deployment(Front):
 
     @property
     def refused(self) -> int:
-        return self.app[LISTENER].refused
+        return self.app[PROXY].membership.listeners[0].refused
 
     def begin_ping(self, instance: FakeInstance) -> Pinger:
         pinger = Pinger(self.discovery, instance.ping, PING_SECONDS, self.members)
@@ -496,10 +496,10 @@ async def deployed(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE))
         )
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        discovery = app[LISTENER].endpoint.removeprefix("tcp://")
+        discovery = app[PROXY].membership.listeners[0].endpoint.removeprefix("tcp://")
         deployment = Deployment(url, discovery, client, cleanup, members, app=app, registry=registry)
         if plain is not None:
-            deployment.plain_discovery = app[PLAIN_LISTENER].endpoint.removeprefix("tcp://")
+            deployment.plain_discovery = app[PROXY].membership.listeners[1].endpoint.removeprefix("tcp://")
         for _ in range(prefill):
             await deployment.add("P")
         for _ in range(decode):

@@ -19,7 +19,6 @@ from p2pkv.control.discovery import Ping, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
-from p2pkv_proxy.app import LISTENER
 from support.waiting import eventually
 
 PING = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10", model="m")
@@ -55,7 +54,7 @@ async def test_raw_bytes(lonely: Deployment, kind: str) -> None:
 
 async def test_idle_connections_are_closed(lonely: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the ten seconds that the page gives; here after one."""
-    assert lonely.app[LISTENER]._router.getsockopt(zmq.HANDSHAKE_IVL) == 10_000
+    assert lonely.proxy.membership.listeners[0]._router.getsockopt(zmq.HANDSHAKE_IVL) == 10_000
     monkeypatch.setattr(security, "HANDSHAKE_SECONDS", 1.0)
     async with deployed("concurrent") as deployment:
         place = Address.parse(deployment.discovery)
@@ -63,7 +62,7 @@ async def test_idle_connections_are_closed(lonely: Deployment, monkeypatch: pyte
             for _ in range(200):
                 stack.enter_context(shout(place, b""))
             await serves(deployment)
-            await eventually(lambda: deployment.app[LISTENER].shut_out >= 200)
+            await eventually(lambda: deployment.proxy.membership.listeners[0].shut_out >= 200)
         await serves(deployment)
 
 
@@ -76,7 +75,7 @@ async def test_the_tasks_of_the_listener_outlive_what_they_meet(lonely: Deployme
         failed.set()
         raise RuntimeError("made up")
 
-    listener = lonely.app[LISTENER]
+    listener = lonely.proxy.membership.listeners[0]
     take, listener._take = listener._take, fail
     with dealer(Address.parse(lonely.discovery)) as socket:
         socket.send(encode_ping(PING))
@@ -113,7 +112,7 @@ async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment,
         for ping in (*frames, goodbye(guarded.p.ping)):
             with contextlib.suppress(zmq.Again):  # libzmq sends no more once its handshake has failed
                 socket.send(encode_ping(ping))
-        await eventually(lambda: guarded.app[LISTENER].shut_out > 0)
+        await eventually(lambda: guarded.proxy.membership.listeners[0].shut_out > 0)
     assert [instance.ping for instance in guarded.registry.known("P")] == [guarded.p.ping]
     assert guarded.refused == 0
     assert (await guarded.post()).status == 200
@@ -122,7 +121,7 @@ async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment,
 async def test_a_member_of_the_ranks_is_one_here_only_with_the_proxys_key(guarded: Deployment) -> None:
     with dealer(Address.parse(guarded.discovery), MEMBERS, "rank") as socket:
         socket.send(encode_ping(FORGED))
-        await eventually(lambda: guarded.app[LISTENER].shut_out > 0)
+        await eventually(lambda: guarded.proxy.membership.listeners[0].shut_out > 0)
     assert len(guarded.registry.known("P")) == 1
 
 

@@ -25,7 +25,7 @@ least_loaded, consistent_hash = LeastLoaded(), ConsistentHash()
 
 
 def make_policy(name: str, memory: int) -> Policy:
-    return POLICIES[name].of(Routing(prefix_memory=memory))
+    return POLICIES[name](Routing(prefix_memory=memory))
 
 
 def work(instance: Instance) -> float:
@@ -124,7 +124,7 @@ def test_power_of_two_takes_the_one_with_less_to_do_and_looks_at_two_only() -> N
     everyone = instances(5)
     for rank, instance in enumerate(everyone):
         instance.expect(1, rank * 100)
-    policy = PowerOfTwo(random.Random(7))
+    policy = PowerOfTwo(dice=random.Random(7))
     chosen = Counter(everyone.index(policy(everyone, asked()).instance) for _ in range(2000))
     assert 4 not in chosen, "the busiest is never the better one of two"
     assert [chosen[rank] for rank in range(4)] == sorted((chosen[rank] for rank in range(4)), reverse=True)
