@@ -9,14 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .http import Headers
 from .membership.instance import ROLE_NAMES, Instance, Role
-from .metrics import TRACEPARENT, CallSpan, RequestSpan
-
-if TYPE_CHECKING:
-    from .metrics import RequestRecord
+from .metrics import TRACEPARENT, CallSpan, RequestRecord, RequestSpan
 
 # For one batch, retries included: so long the proxy's end may wait for a collector that is gone.
 _EXPORT_SECONDS = 2.0
