@@ -134,17 +134,17 @@ class Relay:
         """Ends an answer of which nothing has come for long, and hangs up on a client that has taken nothing
         for long: it would keep its place, and D's answer, for ever."""
         waited = monotonic() - self._since
-        if not self._writing and waited >= self.most_silence:
+        client, instance = (waited, 0.0) if self._writing else (0.0, waited)
+        if instance >= self.most_silence:
             why = f"The decode instance has sent nothing for {self.most_silence:g} s."
             self.most_silence = math.inf
             self._close(CallEnd.LATE, why, 504)
-        left = STALL_SECONDS - (waited if self._writing else 0.0)
-        if left <= 0:
+        if client >= STALL_SECONDS:
             logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
             hang_up(self.request)
             return
         # One timer for the whole answer: one for each piece of it costs more than the piece.
-        left = min(left, self.most_silence - (0.0 if self._writing else waited))
+        left = min(STALL_SECONDS - client, self.most_silence - instance)
         self._timer = asyncio.get_running_loop().call_later(left, self._watch)
 
     async def _relay_stream(self) -> bool:

@@ -190,8 +190,8 @@ to_instance: the proxy sends no X-data-parallel-rank
 + if False:
 > tests/proxy/test_hung.py::test_a_client_that_reads_slowly_is_not_ds_silence
 Relay._watch: a client that reads slowly counts as a silent D
-- if not self._writing and waited
-+ if waited
+- (waited, 0.0) if self._writing
++ (waited, waited) if self._writing
 > tests/proxy/test_failures.py::test_what_was_held_back_when_d_dies_reaches_the_client
 Relay.give_up: bytes that were held back are lost when D dies
 -             await self._send(self._filter.flush())
