@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from aiohttp import web
@@ -32,14 +33,13 @@ from .errors import error_response
 from .http import REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
-from .metrics import RECORD, Ended
+from .metrics import RECORD
 from .relay import Relay, Scrubber, refusal, to_instance
+from .retries import Retries
 from .transcript import Transcript
 from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Dispatch = Literal["concurrent", "sequential"]
 
@@ -64,14 +64,12 @@ class Outcome:
     Attributes:
         response: what the client gets if there is no other attempt, or has got.
         end: how the call ended that ended the attempt.
-        ended: for the metrics, where that is more than the response's status shows.
     """
 
     response: web.StreamResponse
     verdict: Verdict
     end: CallEnd
     culprit: Instance | None = None
-    ended: Ended | None = None
 
 
 class Means(Protocol):
@@ -82,10 +80,8 @@ class Means(Protocol):
     limits: Limits
     counters: RequestCounters
     dispatch: Dispatch
+    retries: Retries
     lingering: set[asyncio.Task[Any]]
-
-    def may_repeat(self) -> bool:
-        """Whether a call may be sent once more, over another connection."""
 
 
 _Prefilled = tuple[Verdict, Reply | CallFailed]
@@ -100,9 +96,7 @@ class Attempt:
         may_leave: whether the request has anywhere else to go, should this instance hang.
         may_resend: whether it may be sent to the same instances again, under a new id.
         doubted: P's that have refused this request at earlier attempts, and what would prove them wrong.
-        transcript: what the client has of a stream that others could go on with; None if none could.
-        continuation: how this attempt goes on with it, by `body`; None if it is at the answer's beginning.
-        former: what relayed what was sent before that.
+        transcript, continuation, former: as the `relay` gets them; a continuation has its own `body`.
         unique: 32 hex digits, made here.
         request_id: under which the instances know it.
         relay: D's answer on its way to the client; None before it begins.
@@ -137,8 +131,7 @@ class Attempt:
     async def run(self) -> Outcome:
         """Serves the request, as far as this attempt can."""
         if self.choice.prefill is None:
-            with self._computed_as_predicted():
-                return await self._by_decode()
+            return await self._by_decode()
         return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
 
     def going_on(self, continuation: Continuation) -> Attempt:
@@ -175,24 +168,9 @@ class Attempt:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
 
-    @contextmanager
-    def _computed_as_predicted(self) -> Iterator[None]:
-        """Of an answer that is no stream nothing shows when its prompt has been computed."""
-        prediction, progress = self.choice.prediction, self.place.progress
-        if prediction is None or progress is None or self.body.streams:
-            yield
-            return
-        timer = asyncio.get_running_loop().call_later(
-            prediction.first_token, lambda: progress.computed(self.means.clock(), learn=False)
-        )
-        try:
-            yield
-        finally:
-            timer.cancel()
-
     async def _sequential(self) -> Outcome:
         """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
-        verdict, ended = await self._prefill(may_leave=True)
+        verdict, ended = await self._prefill()
         if isinstance(ended, CallFailed):
             return self._prefill_failed(verdict, ended)
         return await self._by_decode(ended.kv_transfer_params)
@@ -200,10 +178,11 @@ class Attempt:
     async def _concurrent(self) -> Outcome:
         """P and D at once; D waits for P's KV by itself."""
         with self._decode_call() as call, ExitStack() as cleanup:
-            # If P hangs, D's own lease for it ends D's wait.
-            prefilling = _task(self._prefill(may_leave=False))
+            prefilling = asyncio.create_task(self._prefill())
             cleanup.callback(self._see_off, prefilling)
-            decoding = _task(self._decode(call))
+            decoding = asyncio.create_task(self._decode(call))
+            # Its failure may go unread, because P's came first.
+            decoding.add_done_callback(lambda done: done.cancelled() or done.exception())
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             if prefilling.done() and call.end not in _DECIDED_BY_D:
@@ -218,7 +197,9 @@ class Attempt:
                 return self._decode_failed(error)
             return await self._pass_on(answer, prefilling)
 
-    def _call(self, role: Role, instance: Instance, tokens: int = 0, *, may_leave: bool) -> Call:
+    def _call(self, role: Role, instance: Instance, tokens: int = 0) -> Call:
+        # If P hangs and D has been asked, D's own lease for it ends D's wait.
+        may_leave = role == "D" or self._decoding is None
         headers = to_instance(self.request.headers, instance, self.request_id)
         return Call(
             self.means.session,
@@ -232,19 +213,16 @@ class Attempt:
         )
 
     def _may_repeat(self) -> bool:
-        """Whether a call may be sent once more, over another connection."""
-        again = self.means.may_repeat()
+        again = self.means.retries.spend()
         self._sent_twice |= again
         return again
 
     # P's part.
 
-    async def _prefill(self, *, may_leave: bool) -> _Prefilled:
-        """P's whole part; `may_leave`: it may be left, should P hang."""
+    async def _prefill(self) -> _Prefilled:
         instance, means = self.choice.prefill, self.means
         assert instance is not None
-        tokens = self.choice.prefill_tokens
-        self._prefilling = call = self._call("P", instance, tokens, may_leave=may_leave)
+        self._prefilling = call = self._call("P", instance, self.choice.prefill_tokens)
         self.place.sent()
         asked = means.clock()
         try:
@@ -271,9 +249,7 @@ class Attempt:
         return verdict, failed
 
     def _prefill_failed(self, verdict: Verdict, error: CallFailed) -> Outcome:
-        if error.end is CallEnd.NO_SOCKET:
-            response = self._failed(_NO_SOCKET, 503)
-        elif error.end in REFUSALS and error.reply is not None:
+        if error.end in REFUSALS and error.reply is not None:
             response = refusal(error.reply, self._scrubber)
         else:
             response = self._failed(f"The prefill instance failed: it {error}.")
@@ -284,26 +260,30 @@ class Attempt:
         if self.relay is None or not self.relay.complete:
             prefilling.cancel()
         elif not prefilling.done():
-            lingering = self.means.lingering
-            lingering.add(prefilling)
+            self.means.lingering.add(prefilling)
+            prefilling.add_done_callback(self.means.lingering.discard)
             deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
-
-            def ended(_: asyncio.Task[_Prefilled]) -> None:
-                # A timer that stays would hold P's answer and all of this request until it fires.
-                deadline.cancel()
-                lingering.discard(prefilling)
-
-            prefilling.add_done_callback(ended)
+            # A timer that stays would hold P's answer and all of this request until it fires.
+            prefilling.add_done_callback(lambda _: deadline.cancel())
 
     # D's part.
 
     @contextmanager
     def _decode_call(self) -> Iterator[Call]:
         """The call to D, closed at the end whatever happens."""
-        self._decoding = call = self._call("D", self.choice.decode, may_leave=True)
+        self._decoding = call = self._call("D", self.choice.decode)
+        prediction, progress, timer = self.choice.prediction, self.place.progress, None
+        alone = self.choice.prefill is None and not self.body.streams
+        if alone and prediction is not None and progress is not None:
+            # Of an answer that is no stream nothing shows when its prompt has been computed.
+            timer = asyncio.get_running_loop().call_later(
+                prediction.first_token, lambda: progress.computed(self.means.clock(), learn=False)
+            )
         try:
             yield call
         finally:
+            if timer is not None:
+                timer.cancel()
             complete = self.relay is not None and self.relay.complete
             call.close("" if complete else "the answer is not complete")
 
@@ -340,8 +320,6 @@ class Attempt:
         return call.end
 
     def _to_ds_failure(self, error: CallFailed, verdict: Verdict) -> web.Response:
-        if error.end is CallEnd.NO_SOCKET:
-            return self._failed(_NO_SOCKET, 503)
         if error.reply is not None:
             status = error.reply.status
             if status == 500 and _names_no_reason(error.reply.error_message):
@@ -392,7 +370,7 @@ class Attempt:
             head,
             self._scrubber,
             pace,
-            self.means.limits.event_seconds if streamed else 0.0,
+            (streamed and self.means.limits.event_seconds) or math.inf,
             self.transcript if streamed else None,
             self.continuation,
             self.former,
@@ -403,18 +381,18 @@ class Attempt:
         if relay.broken is not None:
             verdict = assign_blame("D", relay.broken, self._state_of_prefill(), begun=True)
             self._charge(self.choice.decode, verdict)
-            return Outcome(response, verdict, relay.broken, self.choice.decode, "broken")
+            return Outcome(response, verdict, relay.broken, self.choice.decode)
         if progress is not None and pace is not None and relay.complete:
             progress.ended(pace.events - 1, self.means.clock())
-        ended: Ended | None = None if relay.complete else "left" if relay.client_left else "broken"
-        return Outcome(response, _ANSWERED, CallEnd.ANSWERED, ended=ended)
+        return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
 
     # Who is to blame, and what follows for breakers.
 
     def _outcome(self, response: web.Response, verdict: Verdict, error: CallFailed) -> Outcome:
         culprits = {Blame.P: self.choice.prefill, Blame.D: self.choice.decode}
-        ended: Ended | None = "shed" if verdict.blame is Blame.PROXY else None
-        return Outcome(response, verdict, error.end, culprits.get(verdict.blame), ended)
+        if verdict.blame is Blame.PROXY:
+            response = self._failed(_NO_SOCKET, 503)
+        return Outcome(response, verdict, error.end, culprits.get(verdict.blame))
 
     def _charge(self, instance: Instance, verdict: Verdict) -> None:
         if verdict.charge is Charge.NOW and not instance.drained:  # whose streams are moved, perhaps
@@ -457,10 +435,3 @@ def _interrupt(relay: Relay, prefilling: asyncio.Task[_Prefilled]) -> None:
 
 def _names_no_reason(message: str) -> bool:
     return not message or message.lower().rstrip(".") == _NO_REASON
-
-
-def _task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task whose failure may go unread, because another one's came first."""
-    task = asyncio.create_task(coroutine)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return task

@@ -405,13 +405,6 @@ class Intake:
     counters: RequestCounters
     held: int = 0
 
-    def take(self, size: int) -> None:
-        """`size` bytes more. Raises ProxyError if they are too many."""
-        if self.held + size > self.limits.max_held:
-            self.counters.refused_full += 1
-            raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
-        self.held += size
-
 
 @dataclass
 class BodyReader:
@@ -450,9 +443,13 @@ class BodyReader:
         self._size = 0
 
     def _add(self, request: web.Request, body: bytearray, chunk: bytes) -> None:
-        _check_size(request, len(body) + len(chunk))
-        self._intake.take(len(chunk))
-        self._size += len(chunk)
+        intake, size = self._intake, len(chunk)
+        _check_size(request, len(body) + size)
+        if intake.held + size > intake.limits.max_held:
+            intake.counters.refused_full += 1
+            raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
+        intake.held += size
+        self._size += size
         body += chunk
 
 

@@ -62,14 +62,8 @@ class _Refusal(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         answer = error_response(503, _FULL)
-        body = answer.body
-        assert isinstance(body, bytes)
-        head = [
-            f"HTTP/1.1 503 {answer.reason}",
-            *(f"{name}: {value}" for name, value in answer.headers.items()),
-            f"Content-Length: {len(body)}",
-            "Connection: close",
-        ]
-        assert isinstance(transport, asyncio.Transport)
-        transport.write("\r\n".join((*head, "", "")).encode() + body)
+        assert isinstance(answer.body, bytes) and isinstance(transport, asyncio.Transport)
+        headers = {**answer.headers, "Content-Length": len(answer.body), "Connection": "close"}
+        lines = [f"HTTP/1.1 503 {answer.reason}", *(f"{name}: {value}" for name, value in headers.items())]
+        transport.write("\r\n".join((*lines, "", "")).encode() + answer.body)
         transport.close()

@@ -51,7 +51,6 @@ def retry_after() -> dict[str, str]:
 
 
 def error_json(status: int, message: str) -> bytes:
-    """The body of an error response."""
     kind = _KINDS.get(status, "internal_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 

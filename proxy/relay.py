@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
@@ -18,10 +19,10 @@ from .continuation import Continuation, Diverged
 from .errors import error_event
 from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers
 from .membership.instance import ROLE_NAMES, Instance
-from .metrics import Pace
+from .metrics import RECORD, Pace
 from .routing import Choice
 from .transcript import Transcript
-from .upstream import ABORT, ABORTED, EVENT_END, EVENT_STREAM, SIGNS, STOPPED, Reply, first_given_up
+from .upstream import ABORTED, EVENT_END, EVENT_STREAM, SIGNS, STOPPED, Reply, first_given_up
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +44,21 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class Relay:
-    """One successful answer on its way to the client; `run` it once.
+    """One successful answer on its way to the client; `run` it once. The request's record learns how the
+    answer ends, unless it is complete.
 
     Attributes:
         head: the part of the answer's body that has been read already.
         pace: measures a stream.
-        most_silence: seconds from one piece of the answer to the next, at most; 0: no deadline.
+        most_silence: seconds from one piece of the answer to the next, at most.
         transcript: what the client has of a stream that others could go on with; None if none could.
         continuation: how this instance goes on with it; None if it is the first.
         former: what relayed what was sent before that.
         response: to the client.
-        why: what the error is that ends an answer too early.
         complete: the client has got all of it.
         resumable: the instance ended it too early, and another one can go on. The client has got no error,
             and the response is still open.
         broken: how the instance ended it too early, by itself; None if it did not.
-        client_left: the client has not got all of it, because its connection broke.
     """
 
     request: web.Request
@@ -66,35 +66,32 @@ class Relay:
     head: bytes
     scrubber: Scrubber
     pace: Pace | None = None
-    most_silence: float = 0.0
+    most_silence: float = math.inf
     transcript: Transcript | None = None
     continuation: Continuation | None = None
     former: InitVar[Relay | None] = None
-    response: web.StreamResponse = field(init=False)
-    why: str = field(init=False, default="The decode instance died in the middle of its answer.")
     complete: bool = field(init=False, default=False)
     resumable: bool = field(init=False, default=False)
     broken: CallEnd | None = field(init=False, default=None)
-    client_left: bool = field(init=False, default=False)
 
     def __post_init__(self, former: Relay | None) -> None:
         self._filter = AnswerFilter(self.request.path, self.scrubber, streamed=self.pace is not None)
         self._stream = self.continuation or self.transcript
+        self._sent: bytes = b"" if former is None else former._sent
+        """The last bytes that the client has got."""
         if former is None:
             headers = self.scrubber.headers(to_client(self.answer.headers))
             self.response = web.StreamResponse(status=self.answer.status, headers=headers)
         else:
             self.response = former.response
-        self._sent: bytes = b"" if former is None else former._sent
-        """The last bytes that the client has got."""
         self._writing = False
         self._since = monotonic()
         """For so long a piece waits for the client to take it, or else the instance's next piece has not
         come."""
-        self._timers: list[asyncio.TimerHandle] = []
-        self._status = 502
+        self._timer: asyncio.TimerHandle | None = None
         self._end: CallEnd | None = CallEnd.BROKEN
-        """How the instance ends it, if it is too early."""
+        """How the instance ends it, if it is too early; and the error that the client gets then."""
+        self._why, self._status = "The decode instance died in the middle of its answer.", 502
         self._error = b""
         """The instance's own, as an event; b"" if it sent none."""
 
@@ -108,55 +105,47 @@ class Relay:
             self._close(CallEnd.STOPPED, "The decode instance was drained, and no other could go on.")
 
     def _close(self, end: CallEnd | None, why: str, status: int = 502) -> None:
-        self._end, self.why, self._status = end, why, status
+        self._end, self._why, self._status = end, why, status
         self.answer.close()
 
     async def run(self) -> web.StreamResponse:
         """Relays the answer to its end, or until either side breaks."""
-        self._watch_client()
-        if self.most_silence:
-            self._watch_instance()
+        self._watch()
         try:
             if self.pace is None and self.answer.content.at_eof():
                 body = self._filter.rewritten(self.head)
                 headers = self.response.headers
                 self.response = web.Response(status=self.answer.status, headers=headers, body=body)
-                await self._send(b"", last=True)
-                self.complete = True
+                await self.finish(b"")
             elif await self._relay_stream():
-                await self._send(self._filter.flush(), last=True)
-                self.complete = True
+                await self.finish(self._filter.flush())
             elif self.broken is not None and self.transcript is not None and self.transcript.possible:
                 self.resumable = True
             else:
-                await self._break_off()
+                await self.give_up()
         except ClientGone:
-            logger.debug("a client left in the middle of its answer")
-            self.client_left = True
+            pass  # which is on record
         finally:
-            for timer in self._timers:
-                timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
         return self.response
 
-    def _watch_client(self) -> None:
-        """Hangs up on a client that has taken nothing for long: it would keep its place, and D's answer, for
-        ever."""
-        left = STALL_SECONDS - (monotonic() - self._since if self._writing else 0.0)
-        if left > 0:
-            # One timer for the whole answer: one for each piece of it costs more than the piece.
-            self._timers[:1] = [asyncio.get_running_loop().call_later(left, self._watch_client)]
+    def _watch(self) -> None:
+        """Ends an answer of which nothing has come for long, and hangs up on a client that has taken nothing
+        for long: it would keep its place, and D's answer, for ever."""
+        waited = monotonic() - self._since
+        client, instance = (waited, 0.0) if self._writing else (0.0, waited)
+        if instance >= self.most_silence:
+            why = f"The decode instance has sent nothing for {self.most_silence:g} s."
+            self.most_silence = math.inf
+            self._close(CallEnd.LATE, why, 504)
+        if client >= STALL_SECONDS:
+            logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
+            hang_up(self.request)
             return
-        logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
-        hang_up(self.request)
-
-    def _watch_instance(self) -> None:
-        """Ends an answer of which nothing has come for long."""
-        left = self.most_silence - (0.0 if self._writing else monotonic() - self._since)
-        if left > 0:
-            self._timers[1:] = [asyncio.get_running_loop().call_later(left, self._watch_instance)]
-            return
-        why = f"The decode instance has sent nothing for {self.most_silence:g} s."
-        self._close(CallEnd.LATE, why, 504)
+        # One timer for the whole answer: one for each piece of it costs more than the piece.
+        left = min(STALL_SECONDS - client, self.most_silence - instance)
+        self._timer = asyncio.get_running_loop().call_later(left, self._watch)
 
     async def _relay_stream(self) -> bool:
         """Whether D's answer came to its end. Raises ClientGone."""
@@ -167,7 +156,7 @@ class Relay:
                 data = passed_on.feed(chunk)
                 await self._send(data if stream is None else stream.feed(data))
                 if passed_on.given_up:
-                    self._end, self.why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
+                    self._end, self._why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
                     return self._broke_off(None)
                 if transcript is not None and transcript.failed:
                     self._end, self._error = CallEnd.ERROR, transcript.failed
@@ -183,27 +172,14 @@ class Relay:
         return True
 
     def _broke_off(self, error: Exception | None) -> bool:
-        logger.warning("an answer broke off: %s (%r)", self.why, error)
+        logger.warning("an answer broke off: %s (%r)", self._why, error)
         self.broken = self._end
         return False
 
     async def finish(self, data: bytes) -> None:
-        """Ends a resumable answer with what is missing of it."""
-        try:
-            await self._send(data, last=True)
-            self.complete = True
-        except ClientGone:
-            self.client_left = True
-
-    async def give_up(self, why: str = "", status: int = 0) -> None:
-        """Ends a resumable answer with an error: no other instance goes on with it."""
-        if why:
-            self.why, self._error = why, b""
-        self._status = status or self._status
-        try:
-            await self._break_off()
-        except ClientGone:
-            self.client_left = True
+        """Ends the answer with what is missing of it. Raises ClientGone."""
+        await self._send(data, last=True)
+        self.complete = True
 
     async def _send(self, data: bytes, *, last: bool = False) -> None:
         """The next bytes; with the `last` ones the answer ends here, where a client that does not read is
@@ -218,19 +194,25 @@ class Relay:
             if last:
                 await self.response.write_eof()
         except (aiohttp.ClientError, OSError) as error:
+            logger.debug("a client left in the middle of its answer")
+            self.request[RECORD].end("left")
             raise ClientGone from error
         finally:
             self._since, self._writing = monotonic(), False
 
-    async def _break_off(self) -> None:
-        """An event stream ends with an error event. Any other body is left visibly unfinished."""
+    async def give_up(self, why: str = "", status: int = 0) -> None:
+        """Ends the answer with an error: an event stream with an error event; any other body is left visibly
+        unfinished. Raises ClientGone."""
+        if why:
+            self._why, self._status, self._error = why, status, b""
+        self.request[RECORD].end("broken")
         if self.answer.content_type != EVENT_STREAM:
             hang_up(self.request)
             return
         if self.transcript is None or not self.transcript.possible:
             await self._send(self._filter.flush())
         between_events = self._sent.endswith((EVENT_END, b"\r\n\r\n"))
-        error = self._error or error_event(self._status, self.why, named=self.request.path in NAMED_EVENTS)
+        error = self._error or error_event(self._status, self._why, named=self.request.path in NAMED_EVENTS)
         await self._send((b"" if between_events else EVENT_END) + error, last=True)
 
 
@@ -350,8 +332,9 @@ class AnswerFilter:
             *_, tail = text.split(self._old)
             end = len(text) - min(len(tail), max(len(self._old), len(ABORTED)) - 1)
         if self._sign is not None and self._sign in text:
-            at = self._given_up_at(text, end)
-            if at is not None:
+            part = text[:end] if self._streamed else text
+            at = first_given_up(part, self._sign, streamed=self._streamed)
+            if at >= 0:
                 self.given_up, self._rest = True, b""
                 return self.rewritten(text[:at])
         self._rest = text[end:]
@@ -365,10 +348,3 @@ class AnswerFilter:
     def rewritten(self, data: bytes) -> bytes:
         """Nothing but the id is replaced in a success, whose body is the model's."""
         return data.replace(self._old, self._new)
-
-    def _given_up_at(self, text: bytes, end: int) -> int | None:
-        if self._streamed:
-            return None if self._sign is None else first_given_up(text[:end], self._sign)
-        # Of a JSON this is exact where nothing that a client chose stands outside of a string.
-        at = text.find(ABORTED) if self._sign is ABORT else -1
-        return at if at >= 0 else None

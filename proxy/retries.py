@@ -43,13 +43,7 @@ class Retries:
         )
 
     async def elsewhere(
-        self,
-        place: RequestPlace,
-        culprit: Instance,
-        failed: frozenset[Instance],
-        tries: int,
-        *,
-        free: bool = False,
+        self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
         """Moves a request away from those that failed it. False if that was its last try. `tries`: without
         those at instances whose port refused: each of these is asked only once, and nothing was computed;
@@ -63,7 +57,7 @@ class Retries:
         return self._move(place, culprit, failed)
 
     async def resume(
-        self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool = False
+        self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
         """Moves a request whose answer has begun away from the decode instance that it lost. False if no
         other has room. The budget counts each time, and refuses only the second and later ones: the first

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 from .access import Access
 from .admission import Admission, RequestPlace
 from .attempt import Attempt, Dispatch, Outcome
-from .blame import Again, CallEnd, Charge
+from .blame import Again, Blame, CallEnd, Charge
 from .bodies import Body, BodyReader, Intake, parse
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
@@ -29,7 +29,7 @@ from .membership import Membership
 from .membership.instance import Instance
 from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .models import ModelLists
-from .relay import STALL_SECONDS, Relay, hang_up
+from .relay import STALL_SECONDS, ClientGone, hang_up
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .routing_base import Routing, RoutingRequest
@@ -74,7 +74,7 @@ class Proxy:
         self.active = ActiveRequests(self.counters)
         self.membership.on_change(self.admission.advance)
         self.model_lists = ModelLists(self.session)
-        self._retries = Retries(self.admission, self.limits, self.counters, self.clock)
+        self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         self.exposition = Exposition(self.metrics, self)
 
@@ -113,15 +113,15 @@ class Proxy:
         if self.limits.resumes:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
-            may_leave = partial(self._retries.may_leave, place, failed=failed, tries=tries)
+            may_leave = partial(self.retries.may_leave, place, failed=failed, tries=tries)
             active.attempt = attempt = Attempt(
                 self, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
             outcome = await attempt.run()
             if attempt.relay is not None and attempt.relay.resumable:
                 return await self._resume(attempt, failed, active)
-            if outcome.ended is not None:
-                record.end(outcome.ended)
+            if outcome.verdict.blame is Blame.PROXY:
+                record.end("shed")
             again = outcome.verdict.again
             if again is Again.NO or self.active.stopping:
                 return outcome.response
@@ -139,7 +139,7 @@ class Proxy:
                 continue
             closed = outcome.end is CallEnd.CLOSED
             free = closed or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
-            if await self._retries.elsewhere(place, culprit, failed, tries - closed, free=free):
+            if await self.retries.elsewhere(place, culprit, failed, tries - closed, free=free):
                 tries += not closed
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
@@ -153,32 +153,27 @@ class Proxy:
         self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest
     ) -> web.StreamResponse:
         """The rest of a streamed answer that lost its decode instance, see continuation.py."""
-        relay, record = attempt.relay, attempt.record
+        relay = attempt.relay
         assert relay is not None
-        try:
-            relay = await self._go_on(attempt, failed, active)
-        except asyncio.CancelledError:
-            if not active.cut:
-                raise
-            active.task.uncancel()
-            await relay.give_up(_CUT_OFF, 503)
-        if relay.client_left:
-            record.end("left")
-        elif not relay.complete:
-            record.end("broken")
+        with suppress(ClientGone):
+            try:
+                await self._go_on(attempt, failed, active)
+            except asyncio.CancelledError:
+                if not active.cut:
+                    raise
+                active.task.uncancel()
+                await relay.give_up(_CUT_OFF, 503)
         return relay.response
 
-    async def _go_on(self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest) -> Relay:
-        """Brings an answer to its end by instances that have not failed, or with an error. Returns what
-        relayed the last of it."""
-        relay, transcript, place = attempt.relay, attempt.transcript, attempt.place
-        assert relay is not None and transcript is not None
+    async def _go_on(self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest) -> None:
+        """Brings an answer to its end by instances that have not failed, or with an error. Raises
+        ClientGone."""
+        transcript, place = attempt.transcript, attempt.place
+        assert transcript is not None
         tries, free = 0, False
         while not transcript.finished:
             failed |= {place.choice.decode}
-            if tries == self.limits.resumes or not await self._retries.resume(
-                place, failed, tries, free=free
-            ):
+            if tries == self.limits.resumes or not await self.retries.resume(place, failed, tries, free=free):
                 break
             self.counters.resume_tries += 1
             decode = place.choice.decode
@@ -191,21 +186,20 @@ class Proxy:
             # It has computed nothing; several D's may have died together.
             free = outcome.end is CallEnd.CLOSED
             tries += not free
-            if attempt.relay is not None:
-                relay = attempt.relay
-                if not relay.resumable:
-                    self.counters.resumed += relay.complete
-                    return relay
-            elif outcome.culprit is not None and outcome.verdict.again is not Again.NO:
+            if attempt.relay is None:
+                if outcome.culprit is None or outcome.verdict.again is Again.NO:
+                    break
                 failed |= {outcome.culprit}
-            else:
-                break
+            elif not attempt.relay.resumable:
+                self.counters.resumed += attempt.relay.complete
+                return
+        last = attempt.relay or attempt.former
+        assert last is not None
         if transcript.finished:
-            await relay.finish(ending(transcript))
+            await last.finish(ending(transcript))
         else:
             self.counters.not_resumed += 1
-            await relay.give_up()
-        return relay
+            await last.give_up()
 
     def _shed(self, attempt: Attempt, outcome: Outcome, record: RequestRecord) -> web.StreamResponse:
         """P has failed, and D may not take the request alone: because of its share, or it is gone, too."""
@@ -241,9 +235,6 @@ class Proxy:
             place = attempt.place
             if self.admission.can_move(place, place.mode_after(place.choice.decode), leaving):
                 attempt.move()
-
-    def may_repeat(self) -> bool:
-        return self._retries.spend()
 
     def counted(self) -> dict[str, int]:
         return {
@@ -296,8 +287,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def by_proxy(serve: Callable[[Proxy, web.Request], Awaitable[web.StreamResponse]]) -> Handler:
-    """A handler of its requests."""
-
     async def handler(request: web.Request) -> web.StreamResponse:
         return await serve(request.app[PROXY], request)
 
@@ -387,7 +376,6 @@ class ActiveRequests:
     async def clear(self, seconds: float, hurry: asyncio.Event) -> int:
         """Waits for requests to end by themselves, for `seconds` at most and not once there is a `hurry`;
         ends the rest, and returns how many those were."""
-        self.stopping = True
         waits = [asyncio.create_task(self._empty.wait()), asyncio.create_task(hurry.wait())]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:

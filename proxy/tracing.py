@@ -9,14 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .http import Headers
 from .membership.instance import ROLE_NAMES, Instance, Role
-from .metrics import TRACEPARENT, CallSpan, RequestSpan
-
-if TYPE_CHECKING:
-    from .metrics import RequestRecord
+from .metrics import CallSpan, RequestRecord, RequestSpan
 
 # For one batch, retries included: so long the proxy's end may wait for a collector that is gone.
 _EXPORT_SECONDS = 2.0
@@ -57,10 +54,9 @@ class Spans:
         self.trace: Any = trace
 
     def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
-        carrier = {name: headers[name] for name in (TRACEPARENT, "tracestate") if name in headers}
         span = self.tracer.start_span(
             f"POST {endpoint}" if endpoint != "/v1/models" else f"GET {endpoint}",
-            context=self.propagator.extract(carrier),
+            context=self.propagator.extract(headers),
             kind=self.trace.SpanKind.SERVER,
         )
         return _Request(self, span)
@@ -82,9 +78,7 @@ class _Request(RequestSpan):
             kind=trace.SpanKind.CLIENT,
             attributes={"server.address": instance.ping.http_address},
         )
-        carrier: dict[str, str] = {}
-        self._spans.propagator.inject(carrier, context=trace.set_span_in_context(span))
-        headers.update(carrier)
+        self._spans.propagator.inject(headers, context=trace.set_span_in_context(span))
         return _Call(trace, span)
 
     def end(self, record: RequestRecord) -> None:

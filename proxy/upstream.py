@@ -237,7 +237,7 @@ class Call:
     known: asyncio.Event = field(default_factory=asyncio.Event)
     _received: int = -1
     _moved: float = 0.0
-    _asking: asyncio.Task[aiohttp.ClientResponse] | None = None
+    _asking: asyncio.Task[Any] | None = None
     _response: aiohttp.ClientResponse | None = None
     _lost: Loss | None = None
     _cleanup: ExitStack = field(default_factory=ExitStack)
@@ -277,14 +277,14 @@ class Call:
         """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
         url = self.instance.url + self.path
-        self._asking = asyncio.create_task(self.session.post(url, body, self.headers, self.may_repeat))
+        self._asking = asyncio.current_task()
         try:
-            self._response = await self._asking
+            self._response = await self.session.post(url, body, self.headers, self.may_repeat)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._lost is None or task is None or task.cancelling():
+            if self._lost is None or task is None or task.uncancel():
                 raise
-            raise CallFailed(*_LOST[self._lost]) from None  # only what it waits for was cancelled
+            raise CallFailed(*_LOST[self._lost]) from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             if is_ours(error):
                 raise CallFailed(CallEnd.NO_SOCKET, "could not be called") from error
@@ -293,6 +293,8 @@ class Call:
             raise CallFailed(end, "could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
+        finally:
+            self._asking = None
         if not 200 <= self._response.status < 300:
             reply = await read_whole(self._response)
             mistake = 400 <= reply.status < 500
@@ -315,6 +317,7 @@ class Call:
             self._response.close()
         elif self._asking is not None:
             self._asking.cancel()
+            self._asking = None  # a second one would pass for the client's end
 
     def _stuck(self, begun: bool) -> bool:
         """Whether an instance that hangs keeps this call waiting for no good."""
@@ -353,12 +356,11 @@ class Call:
         streamed, ended = response.content_type == EVENT_STREAM, response.content.at_eof()
         if not head or (streamed and ended and event is None):
             raise CallFailed(CallEnd.BROKEN, "ended its answer without a token")
-        sign = SIGNS.get(self.path)
-        if streamed:
-            whole_events, *_ = head.rpartition(EVENT_END)
-            given_up = _ends(event) or (sign is not None and first_given_up(whole_events, sign) is not None)
+        if ended and not streamed:
+            given_up = gave_up(self.path, head)
         else:
-            given_up = gave_up(self.path, head) if ended else sign is ABORT and ABORTED in head
+            part = head.rpartition(EVENT_END)[0] if streamed else head
+            given_up = _ends(event) or first_given_up(part, SIGNS.get(self.path), streamed=streamed) >= 0
         if given_up:
             raise CallFailed(CallEnd.ABORTED, STOPPED)
         if is_servers_error(event):
@@ -375,20 +377,11 @@ class Call:
     def close(self, failed: str = "") -> None:
         """Ends the call; `failed`: why, for traces. A connection whose answer was read to its end is kept for
         others. Idempotent."""
-        if self._response is None and self._asking is not None:
-            # The answer may have come in the very moment in which the wait for it ended.
-            self._asking.cancel()
-            self._asking.add_done_callback(_close_answer)
-        elif self._response is not None:
+        if self._response is not None:
             self._response.close()
         self._cleanup.close()
         self.span.end(failed)
         self.may_repeat = self.may_leave = bool  # no more: those of an attempt would make it refer to itself
-
-
-def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
-    if not asking.cancelled() and asking.exception() is None:
-        asking.result().close()
 
 
 async def read_whole(response: aiohttp.ClientResponse) -> Reply:
@@ -521,11 +514,11 @@ class _Answer(msgspec.Struct):
 
 
 _answer = msgspec.json.Decoder(_Answer)
-ABORT = b'"abort"'
+_ABORT = b'"abort"'
 ABORTED = b'"finish_reason":"abort"'
 SIGNS: dict[str, bytes] = {
-    "/v1/completions": ABORT,
-    "/v1/chat/completions": ABORT,
+    "/v1/completions": _ABORT,
+    "/v1/chat/completions": _ABORT,
     "/v1/messages": b'"message_delta"',
     "/v1/responses": b'"response.completed"',
 }
@@ -537,7 +530,7 @@ EVENT_END = b"\n\n"
 def gave_up(path: str, body: bytes) -> bool:
     """Whether the instance has given a whole answer up that is no stream."""
     sign = SIGNS.get(path)
-    return sign is not None and (sign is not ABORT or ABORT in body) and _given_up(body)
+    return sign is not None and (sign is not _ABORT or _ABORT in body) and _given_up(body)
 
 
 def _given_up(data: bytes) -> bool:
@@ -547,12 +540,15 @@ def _given_up(data: bytes) -> bool:
         return False
 
 
-def first_given_up(events: bytes, sign: bytes) -> int | None:
-    """Where the first event begins that gives up, in events that are complete; None if none does."""
+def first_given_up(part: bytes, sign: bytes | None, *, streamed: bool) -> int:
+    """Where in a part of an answer that begins which gives up; -1 if nothing does. Of a stream the part has
+    whole events. Of a JSON this is exact where nothing that a client chose stands outside of a string."""
+    if not streamed:
+        return part.find(ABORTED) if sign is _ABORT else -1
     at = 0
-    for event in events.split(EVENT_END):
-        lines = event.split(b"\n") if sign in event else []
+    for event in part.split(EVENT_END):
+        lines = event.split(b"\n") if sign is not None and sign in event else []
         if any(_given_up(line.removeprefix(_DATA)) for line in lines if line.startswith(_DATA)):
             return at
         at += len(event) + len(EVENT_END)
-    return None
+    return -1

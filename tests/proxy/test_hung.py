@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -204,7 +205,6 @@ async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
         assert active.attempt is not None
         relay = active.attempt.relay
         assert relay is not None
-        loop = asyncio.get_running_loop()
-        await eventually(lambda: relay._writing is not None and loop.time() - relay._writing > 0.8)
+        await eventually(lambda: relay._writing and time.monotonic() - relay._since > 0.8)
         text = await response.read()
         assert text.count(b"data: ") == 200 and b'"error"' not in text

@@ -29,9 +29,14 @@ NOTHING = Content((b"",))
 
 
 class Answer:
-    """Knows whether it has been closed."""
+    """Knows whether it has been closed; no more than its head comes."""
 
     closed = False
+    status, content_type = 200, "application/json"
+
+    @property
+    def content(self) -> Any:
+        return SimpleNamespace(readany=asyncio.Event().wait)
 
     def close(self) -> None:
         self.closed = True
