@@ -87,11 +87,6 @@ class MemoryLinks(LinkFactory):
         self._ends.append(outbound)
         return outbound
 
-    def die(self) -> None:
-        """From now on this rank's ends stand still, without a word to their peers or to their users."""
-        for end in self._ends:
-            end.dead = True
-
     def close(self) -> None:
         self._closed = True
         for end in self._ends:
@@ -116,7 +111,7 @@ class MemoryReceive:
 
     def done(self) -> bool:
         self._link.guard.check()
-        return self.arrived and not self._link.dead
+        return self.arrived
 
     def release(self) -> None:
         self._link.guard.owned()
@@ -130,7 +125,6 @@ class MemoryInbound(GuardedInbound):
 
     def __init__(self, wire: _Wire, window: int, share: StagingShare) -> None:
         self.guard = Guard("the memory link from a peer")
-        self.dead = False
         self.share = share
         self._slots = Slots(window)
         self._window = torch.zeros(self._slots.capacity, dtype=torch.uint8)
@@ -140,11 +134,11 @@ class MemoryInbound(GuardedInbound):
 
     def ready(self) -> bool:
         self.guard.check()
-        return self._wire.completed and not self.dead
+        return self._wire.completed
 
     def post(self, nbytes: int) -> MemoryReceive | None:
         self.guard.check()
-        offset = None if self.dead else self._slots.take(nbytes, self.share)
+        offset = self._slots.take(nbytes, self.share)
         if offset is None:
             return None
         receive = MemoryReceive(self, self._next, offset, self._window[offset : offset + nbytes])
@@ -158,8 +152,6 @@ class MemoryInbound(GuardedInbound):
 
     def poll(self) -> None:
         self.guard.check()
-        if self.dead:
-            return
         with self._wire.lock:
             while self._waiting and self._wire.flying:
                 self._take(self._waiting.popleft(), self._wire.flying.popleft())
@@ -203,7 +195,6 @@ class MemoryOutbound(GuardedOutbound):
 
     def __init__(self, wire: _Wire, share: StagingShare) -> None:
         self.guard = Guard("the memory link to a peer")
-        self.dead = False
         self.taken = 0
         self._wire = wire
         self.share = share
@@ -213,7 +204,7 @@ class MemoryOutbound(GuardedOutbound):
 
     def ready(self) -> bool:
         self.guard.check()
-        return not self.dead
+        return True
 
     def reserve(self, nbytes: int, remote_slot: int) -> MemorySend | None:
         self.guard.check()
@@ -221,7 +212,7 @@ class MemoryOutbound(GuardedOutbound):
             raise ValueError(f"a message of {nbytes} bytes never fits {self.share.limit} bytes of staging")
         if remote_slot != self._next:
             raise self.guard.fail(f"remote slot {remote_slot} is not that of message {self._next}")
-        if self.dead or not self.share.grants(nbytes):
+        if not self.share.grants(nbytes):
             return None
         send = MemorySend(self, self._next, nbytes)
         self._next += 1
@@ -230,15 +221,9 @@ class MemoryOutbound(GuardedOutbound):
         self.share.count(aligned(nbytes))
         return send
 
-    @property
-    def used(self) -> int:
-        return self.share.held
-
     def poll(self) -> None:
         """Put on the wire what is committed, in order, and hear what D has taken."""
         self.guard.check()
-        if self.dead:
-            return
         with self._wire.lock:
             while self._unsent and self._unsent[0].committed:
                 self._wire.flying.append(self._unsent.popleft().buffer)

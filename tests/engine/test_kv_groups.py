@@ -16,7 +16,6 @@ from chaos.model import CANARY, Group, Memory, Model, Tables, hello_of, make_ran
 from engine_support import DEFAULTS, READY, Engine, TestRank, break_link, plain_links
 from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
-from msgspec.structs import replace
 from transfers import ends, expect, failure, rest, value
 
 from p2pkv.config import Options
@@ -25,7 +24,6 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import Cache
 from support.waiting import wait_for
 
 TOKENS, STOP = 80, 79
@@ -196,13 +194,3 @@ def test_what_comes_before_its_request_waits_with_its_state():
         d.wait(do.Begun("k"))
         load(d, 16)
         arrives(d, 16, state_after=TOKENS)
-
-
-def test_a_peer_without_the_state_is_refused_with_a_sentence(monkeypatch):
-    with pair((1, 1), plain_links("memory")) as (p, d):
-        hello = d.ranks[0].rank.context.hello
-        attention = Cache(1, hello.cache.groups[:1])
-        monkeypatch.setattr(d.ranks[0].rank.context, "hello", replace(hello, cache=attention))
-        expect(p, d, tokens=TOKENS)
-        reason = failure(d)
-        assert "numbers of KV groups differ: 2 at" in reason and "serve the same model" in reason

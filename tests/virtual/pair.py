@@ -89,7 +89,6 @@ class VirtualRank:
     def vanish(self) -> None:
         """Die as by kill -9."""
         self.alive = False
-        self.wires.die()
         self.endpoint.vanish()
 
 
