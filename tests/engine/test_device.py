@@ -7,18 +7,16 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_support import Engine, Forward, Geometry, break_link, engines, on_engine_thread, step
+from engine_support import Engine, Forward, Geometry, break_link, engines, on_engine_thread, plain_links, step
 from fake_device import Device, DeviceCache, OrderedLinks
 from faulty_links import Faults, FaultyLinks
-from memory_links import MemoryNetwork
-from transfers import arrives, ask, begin, ends, load, rest, scribble, value
+from transfers import BLOCKS, TOKENS, arrives, ask, begin, ends, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
 from support.waiting import wait_for
 
 ONE = Geometry()
-TOKENS = 96
-BLOCKS, D_BLOCKS = list(range(6)), list(range(20, 26))
+D_BLOCKS = list(range(20, 26))
 
 
 class Pair:
@@ -62,8 +60,8 @@ class Pair:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Pair]]:
     """Starts a Pair: `start(chunk_bytes=...)`; stopped at the end, with devices that work again."""
-    network, on = MemoryNetwork(), {"P": Device(), "D": Device()}
-    links = {side: FaultyLinks(OrderedLinks(network.rank(), on[side]), Faults()) for side in on}
+    plain, on = plain_links("memory"), {"P": Device(), "D": Device()}
+    links = {side: FaultyLinks(OrderedLinks(plain(side, 0), on[side]), Faults()) for side in on}
     made = []
 
     def make(**options: object) -> Pair:

@@ -11,9 +11,7 @@ import pytest
 import zmq
 from engine_support import Geometry, engines, on_engine_thread, plain_links, step
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from protocol.samples import KINDS, any_message, example
+from protocol.samples import KINDS, example
 from transfers import BLOCKS, arrives, expect, half, push, rest, value
 
 from p2pkv.engine import commands as do
@@ -133,27 +131,6 @@ def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
         pair.d.do(do.Drop("k", "the test is over"))
         pair.d.do(do.Forget("k"))
         pair.serves()
-
-
-@pytest.fixture(scope="module")
-def lasting():
-    with a_pair() as made:
-        yield made
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
-@given(message=any_message, role=st.sampled_from(["P", "D"]), data=st.data())
-def test_mutations_at_a_running_rank(lasting, message, role, data):
-    wire = bytearray(m.encode(message))
-    for _ in range(data.draw(st.integers(0, 3))):
-        wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
-    with dealer(lasting.both[role].address) as line:
-        line.send(bytes(wire))
-        assert reported(line)
-
-
-def test_the_rank_of_the_mutations_still_serves(lasting):
-    lasting.serves()
 
 
 @pytest.mark.parametrize("role", ["P", "D"])

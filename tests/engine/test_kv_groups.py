@@ -15,7 +15,6 @@ import torch
 from chaos.model import CANARY, Group, Memory, Model, Tables, hello_of, make_rank_pages
 from engine_support import DEFAULTS, READY, Engine, TestRank, break_link, plain_links
 from faulty_links import Faults, FaultyLinks
-from memory_links import MemoryNetwork
 from transfers import ends, expect, failure, rest, value
 
 from p2pkv.config import Options
@@ -35,7 +34,6 @@ MODEL = Model((ATTENTION, STATE), blocks=24)
 ALL = range(MODEL.layers)
 
 P_TABLES = ([3, 4, 5, 6, 7], [17])
-OTHER_P_TABLES = ([13, 14, 15, 16, 18], [2])
 D_TABLES = ([20, 11, 12, 9, 1], [8])
 
 
@@ -97,12 +95,12 @@ def load(d: Hybrid, cached: int = 0) -> None:
     d.do(do.Load("k", cached, STOP, D_TABLES))
 
 
-def arrives(d: Hybrid, cached: int = 0, state_after: int = STOP) -> None:
+def arrives(d: Hybrid, cached: int) -> None:
     """Every rank of D holds what P computed, and nothing of the tokens that it has or computes by itself."""
     d.wait(do.Loaded("k"))
     heads = sum(len(ATTENTION.on_rank(each.hello.rank, len(d.ranks))) for each in d.ranks)
-    own = (cached + state_after - STOP) * heads * ATTENTION.content
-    assert d.memory.wrong(0, D_TABLES, state_after) == len(ATTENTION.layers) * own
+    own = cached * heads * ATTENTION.content
+    assert d.memory.wrong(0, D_TABLES, STOP) == len(ATTENTION.layers) * own
     for rank in d.ranks:
         for page in rank.pages[0]:
             assert bool((page.view(torch.int32)[D_TABLES[0][0], :, :cached] == CANARY).all())
@@ -123,21 +121,6 @@ def test_both_groups_arrive_whole_and_the_state_is_the_last_one(links, tps, cach
         heads = {group: max(group.heads, tps[1]) for group in MODEL.groups}
         rows = 3 * (STOP - cached) * heads[ATTENTION] * 8 + 2 * heads[STATE] * 22
         assert value(p, "bytes_sent") == rows * 4, "each byte that a rank of D needs travels once"
-
-
-def test_a_preempted_prompt_comes_again_with_both_groups(links):
-    with pair((2, 1), links) as (p, d):
-        begin(p, d)
-        step(p, P_TABLES, 0, 40)
-        for each in p.ranks:
-            each.rank.revoke(["k"])
-            for table, pages in zip(P_TABLES, each.pages, strict=True):
-                for page in pages:
-                    page[table] = 7.0
-        load(d)
-        step(p, OTHER_P_TABLES, 0, 40)
-        step(p, OTHER_P_TABLES, 40, STOP)
-        arrives(d)
 
 
 def all_but_the_state(p: Hybrid, d: Hybrid) -> None:
@@ -166,31 +149,10 @@ def test_a_load_of_which_only_the_state_is_missing_fails_with_its_link(links):
 
 
 def test_a_flipped_bit_of_the_state_alone_fails_the_load():
-    network, made = MemoryNetwork(), {}
-
-    def links(side: str, rank: int) -> LinkFactory:
-        made[side] = FaultyLinks(network.rank(), Faults())
-        return made[side]
-
-    with pair((1, 1), links, verify=True) as (p, d):
+    plain = plain_links("memory")
+    links = {side: FaultyLinks(plain(side, 0), Faults()) for side in "PD"}
+    with pair((1, 1), lambda side, rank: links[side], verify=True) as (p, d):
         all_but_the_state(p, d)
-        made["D"].change(flip_at=0)
+        links["D"].change(flip_at=0)
         step(p, P_TABLES, 0, STOP, STATE.layers)
         assert "checksum" in failure_without_a_state(d)
-
-
-def test_what_comes_before_its_request_waits_with_its_state():
-    """The whole prompt is pushed to an early buffer; then the request takes a part of it."""
-    with pair((2, 1), plain_links("memory"), prefetch_bytes=1 << 20) as (p, d):
-        expect(p, d, "warm", tokens=2)  # connects the two
-        wait_for(lambda: value(d, "links") == 2)
-        d.do(do.Drop("warm", "connected"))
-        d.do(do.Forget("warm"))
-        p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
-        step(p, P_TABLES, 0, TOKENS)
-        whole = (3 * TOKENS * 4 * 8 + 2 * 2 * 22) * 4
-        wait_for(lambda: value(d, "bytes_ahead") == whole)
-        expect(p, d, tokens=TOKENS)
-        d.wait(do.Begun("k"))
-        load(d, 16)
-        arrives(d, 16, state_after=TOKENS)

@@ -8,20 +8,18 @@ from typing import Any
 
 import nccl_simulated
 import pytest
-from engine_support import Engine, Geometry, make_engine, on_engine_thread, step, wrong_cells
+from engine_support import Engine, Geometry, make_engine, on_engine_thread, plain_links, step, wrong_cells
 from fake_device import DeviceCache
 from faulty_links import Faults, FaultyLinks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from links_support import nccl_links
-from memory_links import MemoryNetwork
 from transfers import TOKENS, begin, ends, load, rest, value
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, XXH3
-from p2pkv.links.host import HostLinks
 from p2pkv.protocol.messages import Sent, decode, encode
 from support.waiting import wait_for
 
@@ -99,15 +97,10 @@ memory_only = pytest.mark.parametrize("kind", ["memory"], indirect=True)
 @pytest.fixture
 def start(kind: str) -> Iterator[Callable[..., Pair]]:
     """Starts a Pair: `start(verify=...)`, or with options of each side; stopped at the end."""
-    network, links, made = MemoryNetwork(), dict[str, FaultyLinks](), list[Engine]()
+    plain, links, made = plain_links(kind), dict[str, FaultyLinks](), list[Engine]()
 
     def link(side: str) -> FaultyLinks:
-        inner = {
-            "memory": network.rank,
-            "shared-memory": lambda: HostLinks("127.0.0.1", 1 << 20, True),
-            "tcp": lambda: HostLinks("127.0.0.1", 1 << 20, False),
-            "nccl": lambda: nccl_links(staging=1 << 20),
-        }[kind]()
+        inner = nccl_links(staging=1 << 20) if kind == "nccl" else plain(side, 0)
         links[side] = FaultyLinks(inner, Faults())
         return links[side]
 
@@ -247,20 +240,6 @@ def test_packed_pages_are_checked_too(start):
     pair.flip("P", operation=1, place=1.0, bit=7)
     assert len(sums(pair.transfer()[0])) == 2
     assert pair.transfer()[0] == ""
-
-
-@memory_only
-def test_a_d_of_several_ranks_of_p_checks_each_of_them(start):
-    """A bit changes on both links into D; what the two ranks of P send is checked link by link."""
-    pair = start(Geometry(tp=2), ONE, verify=True)
-    assert pair.transfer() == ("", [])
-    pair.flip("D", operation=1)
-    reason, wrong = pair.transfer()
-    assert len(sums(reason)) == 2 and pair.written(wrong) == []
-    assert 1 <= value(pair.d, "chunks_corrupt") <= 2
-    again = pair.transfer()  # the other link's bit may have waited for it
-    assert again == ("", []) or value(pair.d, "chunks_corrupt") == 2
-    assert pair.transfer() == ("", [])
 
 
 @memory_only

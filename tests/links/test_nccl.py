@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from links_support import NCCL_KINDS, connect, nccl_links, simulated
+from links_support import connect, nccl_links, simulated
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
@@ -21,11 +21,6 @@ from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
 from support.waiting import wait_for
 
 WINDOW = 1 << 16
-
-
-@pytest.fixture(params=NCCL_KINDS)
-def blocking(request: pytest.FixtureRequest) -> bool:
-    return request.param == "nccl-blocking"
 
 
 def both(blocking: bool, **how: object) -> tuple[NcclLinks, NcclLinks]:

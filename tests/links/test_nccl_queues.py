@@ -30,11 +30,6 @@ AHEAD = 4
 SECONDS = 20.0
 
 
-@pytest.fixture(params=NCCL_KINDS)
-def blocking(request: pytest.FixtureRequest) -> bool:
-    return request.param == "nccl-blocking"
-
-
 @dataclass
 class Line:
     """One link, and what the engines say about it: grants, and with `announced` that a send is launched."""

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from links_support import NCCL_KINDS, Pair, connect, nccl_links, simulated
+from links_support import Pair, connect, nccl_links, simulated
 from nccl_simulated_gpu import SimulatedGpu
 
 from p2pkv.links.base import LinkError
@@ -16,11 +16,6 @@ from support.waiting import wait_for
 
 WINDOW = 1 << 16
 SECONDS = 0.2
-
-
-@pytest.fixture(params=NCCL_KINDS)
-def blocking(request: pytest.FixtureRequest) -> bool:
-    return request.param == "nccl-blocking"
 
 
 def hanging(blocking: bool) -> tuple[SimulatedGpu, NcclLinks, Pair]:
