@@ -33,23 +33,18 @@ class MemoryNetwork:
     """A pretend network: `rank()` for each rank, then invite, accept and complete as over a real one."""
 
     def __init__(self) -> None:
-        self._names = itertools.count()
-        self._wires: dict[bytes, _Wire] = {}
+        self.names = itertools.count()
+        self.wires: dict[bytes, _Wire] = {}
 
     def rank(self, staging_bytes: int = _DEFAULT_STAGING) -> MemoryLinks:
         """The factory of one more rank: a D whose receives may hold `staging_bytes` together, or a P whose
         sends may hold them on each link."""
         return MemoryLinks(self, staging_bytes)
 
-    def open(self) -> bytes:
-        name = b"memory/%d" % next(self._names)
-        self._wires[name] = _Wire()
-        return name
-
     def wire(self, name: bytes) -> _Wire:
-        if name not in self._wires:
+        if name not in self.wires:
             raise LinkError(f"no link {name!r} was invited on this network")
-        return self._wires[name]
+        return self.wires[name]
 
 
 class MemoryLinks(LinkFactory):
@@ -65,7 +60,9 @@ class MemoryLinks(LinkFactory):
 
     def invite(self) -> bytes:
         self._check()
-        return self._network.open()
+        name = b"memory/%d" % next(self._network.names)
+        self._network.wires[name] = _Wire()
+        return name
 
     def accept(self, invitation: bytes, window: int) -> tuple[MemoryInbound, bytes]:
         self._check()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import transfers
 from engine_support import (
     Engine,
     Geometry,
@@ -19,10 +20,9 @@ from engine_support import (
     plain_links,
     prefill,
     soon_on_engine_thread,
-    wrong_cells,
 )
 from memory_links import MemoryNetwork
-from transfers import begin, ends
+from transfers import ask, begin, ends
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
@@ -67,9 +67,7 @@ def admit(p: Engine, d: Engine, key: str, number: int) -> None:
 
 
 def arrives(p: Engine, d: Engine, key: str, number: int) -> None:
-    d.wait(do.Loaded(key))
-    for rank in d.ranks:
-        assert wrong_cells(rank, blocks_of(number), 0, TOKENS - 1, number) == []
+    transfers.arrives(d, key, TOKENS, blocks_of(number), salt=number)
     ends(p, d, key)
 
 
@@ -145,10 +143,7 @@ def test_a_slow_d_does_not_delay_the_other_ds_of_its_p(make: Make, how: str) -> 
     whole(p, slow, "before", 0)
     before = values(slow)["bytes_scattered"]
     # It is admitted, and stands still before it has moved anything.
-    slow.do(do.Expect("slow", p.address, TOKENS, b"digest"))
-    p.do(do.OfferPrompt("slow", slow.address, TOKENS, b"digest"))
-    slow.wait(do.Begun("slow"))
-    slow.do(do.Load("slow", 0, TOKENS - 1, (blocks_of(1),)))
+    ask(p, slow, "slow", TOKENS, blocks_of(1))
     wait_for(lambda: gauges(slow)["loads"] == 1)
     standstill.stop()
     prefill(p, "slow", slow.address, TOKENS, blocks_of(1), chunk=TOKENS, salt=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from engine_support import engine_maker, plain_links
 from links_support import starting
-from transfers import BLOCKS, TOKENS, arrives, rest
+from transfers import TOKENS, arrives, load, rest
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
@@ -43,7 +43,7 @@ def test_p_holds_its_lock_when_d_first_asks(secret: bytes, held: float) -> None:
         d.do(do.Expect("k", address, TOKENS, b"digest"))
         p.tell(do="prefill", key="k", peer=str(d.address), tokens=TOKENS)
         d.wait(do.Begun("k"), LEASE)
-        d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
+        load(d)
         arrives(d, seconds=LEASE)
         assert [p.hear(), p.hear()] == 2 * [{"done": True}]
         d.do(do.Forget("k"))

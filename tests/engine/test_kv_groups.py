@@ -49,31 +49,28 @@ class Hybrid(Engine):
         return all(bool((page.view(torch.int32) == CANARY).all()) for page in pages)
 
 
-def make(
-    role: Any, tp: int, links: Callable[[str, int], LinkFactory], options: dict[str, Any]
-) -> Iterator[Hybrid]:
-    port, ranks = free_ports(tp), []
-    opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)
-    pages = [make_rank_pages(MODEL, number, tp) for number in range(tp)]
-    memory = Memory(MODEL, pages)
-    for mine in pages:
-        link = links(role, mine.rank)
-        hello = hello_of(opts, MODEL, mine, link.kind)
-        rank = Rank(hello, opts, mine.cache, link)
-        ranks.append(TestRank(None, rank, mine.groups, hello, link))  # type: ignore[arg-type]
-    engine = Hybrid(Address("127.0.0.1", port), None, ranks, memory)  # type: ignore[arg-type]
-    yield engine
-    engine.stop()
-
-
 @contextlib.contextmanager
 def pair(
     tps: tuple[int, int], links: Callable[[str, int], LinkFactory], **options: Any
 ) -> Iterator[tuple[Hybrid, Hybrid]]:
     """A P and a D of so many ranks each."""
-    making = contextlib.contextmanager(make)
-    with making("P", tps[0], links, options) as p, making("D", tps[1], links, options) as d:
-        yield p, d
+
+    def make(role: Any, tp: int) -> Hybrid:
+        port, ranks = free_ports(tp), []
+        opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)
+        pages = [make_rank_pages(MODEL, number, tp) for number in range(tp)]
+        for mine in pages:
+            link = links(role, mine.rank)
+            hello = hello_of(opts, MODEL, mine, link.kind)
+            rank = Rank(hello, opts, mine.cache, link)
+            ranks.append(TestRank(None, rank, mine.groups, hello, link))  # type: ignore[arg-type]
+        address = Address("127.0.0.1", port)
+        made = Hybrid(address, None, ranks, Memory(MODEL, pages))  # type: ignore[arg-type]
+        stack.callback(made.stop)
+        return made
+
+    with contextlib.ExitStack() as stack:
+        yield make("P", tps[0]), make("D", tps[1])
 
 
 def step(p: Hybrid, tables: Tables, start: int, stop: int, layers: Sequence[int] = ALL) -> None:

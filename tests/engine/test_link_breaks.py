@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from engine_support import Geometry, break_link, engines, plain_links, prefill, step
 from faulty_links import Faults, FaultyLinks
-from transfers import BLOCKS, arrives, begin, failure, load, rest, value
+from transfers import BLOCKS, arrives, begin, ends, failure, load, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.to_decode import OutboundLink
@@ -42,10 +42,7 @@ def test_only_what_it_carried_fails(links, side, begun):
         d.do(do.Load("queued", 0, 95, (OTHERS,)))
         arrives(d, "queued", blocks=OTHERS)
         assert [event.key for event in d.ranks[0].events(do.LoadFailed)] == ["carried"]
-        p.wait(do.BlocksFree("queued"))
-        for key in ("carried", "queued"):
-            d.do(do.Forget(key))
-            p.do(do.Forget(key))
+        ends(p, d, "carried", "queued")
         rest(p, d)
 
 

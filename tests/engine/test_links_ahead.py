@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_support import Engine, Geometry, Make, make_engine, other_group, plain_links, says
+from engine_support import Engine, Geometry, Make, engine_maker, other_group, plain_links, says
 from hostile_support import dealer
 from links_support import simulated
 from msgspec.structs import replace
@@ -240,11 +240,8 @@ def test_a_p_that_restarts_gets_its_link_again(make_nccl: Make, monkeypatch: pyt
 
 def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconnect, "LEFT_SECONDS", 0.0)
-    shape = Geometry(kv_heads=4, tp=2)
-    both = plain_links("memory")
-    p = make_engine("P", shape, lambda rank: both("P", rank))
-    d = make_engine("D", shape, lambda rank: both("D", rank))
-    try:
+    with engine_maker(plain_links("memory"), Geometry(kv_heads=4, tp=2)) as make:
+        p, d = make("P"), make("D")
         name(d, p)
         for rank in range(2):
             wait_for(lambda rank=rank: ahead(d, rank) == 1, what=f"the link of rank {rank}")
@@ -254,9 +251,6 @@ def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(monkeypatch: pyt
         for each in d.ranks:
             gauges = each.rank.counters
             wait_for(lambda gauges=gauges: not gauges.snapshot()["partners"], what="all ranks hearing of it")
-    finally:
-        d.stop()
-        p.stop()
 
 
 @one_kind

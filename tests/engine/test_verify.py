@@ -14,7 +14,7 @@ from faulty_links import Faults, FaultyLinks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from links_support import nccl_links
-from transfers import TOKENS, begin, ends, load, rest, value
+from transfers import TOKENS, ask, begin, ends, load, rest, value
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
@@ -139,10 +139,7 @@ def test_p_hears_of_it_and_sends_no_more_of_that_prompt(start, caplog):
     pair = start(verify=True, chunk_bytes=4096)
     assert pair.transfer() == ("", [])
     pair.flip("D", operation=1)
-    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
-    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
-    pair.d.wait(do.Begun("k"))
-    pair.d.do(do.Load("k", 0, TOKENS - 1, (list(range(20, 26)),)))
+    ask(pair.p, pair.d, blocks=list(range(20, 26)))
     step(pair.p, "k", list(range(6)), 0, 48)
     assert "its bytes changed on the way" in pair.outcome("k")
     pair.p.wait(do.BlocksFree("k"))

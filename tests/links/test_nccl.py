@@ -70,22 +70,6 @@ def test_ready_means_that_a_message_has_gone_through(blocking: bool) -> None:
         assert len(simulated(links).last) == 1 and all(op.done for op in simulated(links).last.values())
 
 
-def test_a_receive_is_launched_by_poll_and_not_when_it_is_posted(blocking: bool) -> None:
-    """Its grant goes out in between."""
-    pair = both(blocking)
-    link = connect(pair, WINDOW)
-    link.carry(100)
-    (before,) = simulated(pair[1]).last.values()
-    receive = link.inbound.post(100)
-    assert receive is not None
-    assert list(simulated(pair[1]).last.values()) == [before]
-    send = link.outbound.reserve(100, receive.remote_slot)
-    assert send is not None
-    send.commit()
-    link.until(lambda: receive.done() and send.done())
-    receive.release()
-
-
 def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -> None:
     p, d = both(blocking, init_seconds=0.05)
     inbound, _ = d.accept(p.invite(), WINDOW)
@@ -259,10 +243,12 @@ def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     monkeypatch.setattr(
         SimulatedNccl, "queue", lambda *given: launched.append("S" if given[2].send else "R") or true(*given)
     )
-    done = False
+    done = True
     monkeypatch.setattr(before, "ready", lambda: done)
     receive = pair.inbound.post(10)
     assert receive is not None
+    assert launched == [], "its grant goes out first"
+    done = False
     pair.inbound.poll()
     assert launched == []
     done = True

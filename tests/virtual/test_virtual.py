@@ -196,14 +196,8 @@ class Peers:
         self.connection = self.d.dial(self.p.address)
         assert not self.connection.shut
         assert self.connection.send(b"0")
-        self.pass_by(0.1)
+        self.clock.pass_by(0.1)
         ((self.back, _),) = self.p.receive()
-
-    def pass_by(self, seconds: float) -> None:
-        over: list[bool] = []
-        self.clock.after(seconds, lambda: over.append(True))
-        while not over:
-            self.clock.step()
 
 
 def test_what_is_held_arrives_in_order() -> None:
@@ -212,24 +206,24 @@ def test_what_is_held_arrives_in_order() -> None:
     for number in range(9):
         assert peers.connection.send(b"%d" % number)
     assert peers.back.send(b"back")
-    peers.pass_by(5.0)
+    peers.clock.pass_by(5.0)
     assert list(peers.p.receive()) == []
     assert list(peers.d.receive()) == [(peers.connection, b"back")]
     peers.network.hold("D", "P", by=-1)
-    peers.pass_by(0.1)
+    peers.clock.pass_by(0.1)
     assert [data for _, data in peers.p.receive()] == [b"%d" % number for number in range(9)]
 
 
 def test_both_ends_of_a_cut_connection_hear_so_and_the_dialer_dials_again() -> None:
     peers = Peers()
-    peers.pass_by(1.0)
+    peers.clock.pass_by(1.0)
     assert peers.connection.way is not None
     peers.connection.send(b"lost")
     peers.network.cut(peers.connection.way)
-    peers.pass_by(1.0)
+    peers.clock.pass_by(1.0)
     assert list(peers.p.receive()) == [] and not peers.back.send(b"gone")
     assert peers.connection.send(b"again")
-    peers.pass_by(0.1)
+    peers.clock.pass_by(0.1)
     ((connection, data),) = peers.p.receive()
     assert data == b"again" and connection is not peers.back
 
@@ -239,7 +233,7 @@ def test_nobody_answers_for_a_frozen_process() -> None:
     peers.d.hang_up(peers.connection)
     peers.p.answers = False
     peers.d.redial(peers.connection)
-    peers.pass_by(15.0)
+    peers.clock.pass_by(15.0)
     (failure,) = peers.d.failures()
     assert failure.connection is peers.connection and peers.connection.shut and failure.late
     assert "127.0.0.1:1 did not answer in time" in failure.reason
