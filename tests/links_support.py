@@ -15,6 +15,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
+from engine_support import Engine
 from faulty_links import Faults, FaultyLinks
 from ipc_simulated import CARD, SimulatedMemory
 from ipc_simulated import SimulatedGpu as SimulatedCard
@@ -98,6 +99,11 @@ def nccl_links(
 def simulated(links: LinkFactory) -> SimulatedNccl:
     """The NCCL under links of `nccl_links`."""
     return _SIMULATIONS[links]
+
+
+def nccl_of(engine: Engine) -> SimulatedNccl:
+    """That of the one rank of an engine."""
+    return simulated(engine.ranks[0].links)
 
 
 @dataclass

@@ -6,13 +6,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 from engine_support import Engine, Geometry, Make, engine_maker, other_group, plain_links, says
 from hostile_support import dealer
-from links_support import simulated
+from links_support import nccl_of
 from msgspec.structs import replace
-from nccl_simulated import SimulatedNccl
 from transfers import push, value
 
 from p2pkv.engine import commands as do
@@ -39,10 +39,6 @@ def silent() -> Iterator[Callable[[], str]]:
         each.close()
 
 
-def nccl_of(engine: Engine) -> SimulatedNccl:
-    return simulated(engine.ranks[0].links)
-
-
 def begun(engine: Engine) -> int:
     """How many communicators this rank has started, ever."""
     return nccl_of(engine).live + nccl_of(engine).aborted
@@ -63,18 +59,9 @@ def name(d: Engine, *ps: Engine | str) -> None:
 
 def looks(d: Engine, count: int = 4) -> None:
     """Let D look so often at what it may do."""
-    seen = 0
-
-    def counted(look: Callable[[float], None], now: float) -> None:
-        nonlocal seen
-        seen += 1
-        look(now)
-
     partners = d.ranks[0].rank.core.decode.preconnect
-    look = partners.look
-    partners.look = lambda now: counted(look, now)
-    wait_for(lambda: seen >= count, what="D's looks")
-    partners.look = look
+    with patch.object(partners, "look", wraps=partners.look) as look:
+        wait_for(lambda: look.call_count >= count, what="D's looks")
 
 
 def test_the_first_request_starts_no_communicator(make_nccl: Make) -> None:

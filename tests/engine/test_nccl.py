@@ -6,9 +6,8 @@ import threading
 import time
 
 import pytest
-from engine_support import Engine, Forward, Make, break_link, on_engine_thread, prefill, step
-from links_support import simulated
-from nccl_simulated import SimulatedNccl
+from engine_support import Forward, Make, break_link, on_engine_thread, prefill, step
+from links_support import nccl_of
 from transfers import BLOCKS, arrives, ask, failure, load, push, value
 
 from p2pkv.engine import commands as do
@@ -16,10 +15,6 @@ from support.waiting import wait_for
 
 TOKENS = 32
 one_kind = pytest.mark.parametrize("make_nccl", ["nccl-polled"], indirect=True)
-
-
-def nccl_of(engine: Engine) -> SimulatedNccl:
-    return simulated(engine.ranks[0].links)
 
 
 def test_other_versions_of_nccl_are_refused_at_the_handshake(make_nccl: Make) -> None:

@@ -29,17 +29,9 @@ def both(blocking: bool, **how: object) -> tuple[NcclLinks, NcclLinks]:
 
 def error_of(call: Callable[[], object]) -> str:
     """Call until it raises LinkError; its sentence."""
-    caught: list[str] = []
-
-    def tried() -> bool:
-        try:
-            call()
-        except LinkError as error:
-            caught.append(str(error))
-        return bool(caught)
-
-    wait_for(tried)
-    return caught[0]
+    with pytest.raises(LinkError) as caught:
+        wait_for(lambda: call() and False)
+    return str(caught.value)
 
 
 # Coming up.
@@ -139,11 +131,8 @@ def test_an_error_that_nccl_reports_breaks_the_link(blocking: bool) -> None:
 def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = connect(both(True), WINDOW)
     pair.begin(100)
-
-    def fail(self: object) -> bool:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(SimulatedEvent, "ready", fail)
+    failed = RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(SimulatedEvent, "ready", Mock(side_effect=failed))
     with pytest.raises(LinkError, match="device has failed: an illegal memory access"):
         pair.inbound.poll()
     monkeypatch.undo()
@@ -271,11 +260,8 @@ def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     monkeypatch.setattr("p2pkv.links.nccl.load_nccl", lambda channels: SimulatedNccl())
-
-    def full(*shape: object, **how: object) -> torch.Tensor:
-        raise torch.cuda.OutOfMemoryError("tried to allocate")
-
-    monkeypatch.setattr(torch, "empty", full)
+    full = torch.cuda.OutOfMemoryError("tried to allocate")
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=full))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 80 << 30))
     with pytest.raises(
         ValueError, match=r"staging_bytes is 0 MiB, and of the 81,920 MiB of cuda:3 only 1 MiB"

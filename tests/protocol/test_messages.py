@@ -114,12 +114,6 @@ def test_mutations_are_messages_or_refused(message: AnyMessage, data: st.DataObj
     parse(bytes(wire))
 
 
-@given(st.binary(max_size=200))
-@budget
-def test_noise_is_refused(data: bytes) -> None:
-    assert parse(data) is None
-
-
 def test_tags_are_those_that_peers_know_whatever_the_classes_are_called() -> None:
     """Another tag is another protocol: PROTOCOL_VERSION has to move with it. (`Partners` passes only between
     the ranks of one engine.)"""
