@@ -246,7 +246,7 @@ def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: Vi
 
 def test_a_load_that_moves_may_last_longer_than_any_wait(pair: VirtualPair) -> None:
     half_a_push(pair)
-    for token in range(HALF, TOKENS):
+    for token in range(HALF, TOKENS - 1):
         pair.lasts(lambda: kept(pair), 2 * WAIT / HALF)
         step(pair.p, "k", BLOCKS, token, token + 1)
     arrives(pair.d)
