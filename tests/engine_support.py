@@ -21,8 +21,8 @@ from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
+from p2pkv.links.host import HostLinks
 from p2pkv.packings import DENSE
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
@@ -32,12 +32,13 @@ from support.waiting import wait_for
 READY = make_recorder(torch.device("cpu"))()
 
 
-def plain_links(kind: str) -> Callable[[str, int], LinkFactory]:
-    """The links of each rank of a pair, by side and rank: through one "memory" network, or the "host"."""
+def plain_links(kind: str, staging: int = 1 << 20) -> Callable[[str, int], LinkFactory]:
+    """The links of each rank of a pair, by side and rank: through one "memory" network, "shared-memory" or
+    "tcp"."""
     network = MemoryNetwork()
     if kind == "memory":
-        return lambda side, rank: network.rank()
-    return lambda side, rank: make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
+        return lambda side, rank: network.rank(staging)
+    return lambda side, rank: HostLinks("127.0.0.1", staging, kind == "shared-memory")
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 import zmq
+from protocol.samples import KINDS, example
 
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 ZMTP_1 = b"\x01\x00" + b"\x06\x00hello" + b"\x02\x00x"  # an anonymous peer, then messages
@@ -125,3 +127,10 @@ def nearly_right(message: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes
 
 
 DEEP = [b"\x91" * 100_000 + b"\x90", b"\x81\xa1k" * 1000 + b"\x80", b"\xdd\xff\xff\xff\xff", b"\xc1", b""]
+
+
+def nonsense() -> Iterator[bytes]:
+    """Nearly right messages of every kind, and what is far from right."""
+    for kind in KINDS:
+        yield from nearly_right(example(kind), m.encode)
+    yield from DEEP

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,27 +26,6 @@ TOKENS_TOGETHER = [name for name in LAYOUTS if name.endswith("NC")]
 Interval = tuple[int, int]
 
 POISON = 0xA5
-
-
-class Draws(Protocol):
-    """Where random choices come from: Hypothesis, or a seed where that is not installed."""
-
-    def integer(self, least: int, most: int) -> int: ...
-
-    def one_of(self, options: Sequence[Any]) -> Any: ...
-
-
-class Seeded:
-    """The choices of one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def integer(self, least: int, most: int) -> int:
-        return self._random.randint(least, most)
-
-    def one_of(self, options: Sequence[Any]) -> Any:
-        return self._random.choice(options)
 
 
 @dataclass
@@ -132,63 +110,63 @@ class Memory:
                     yield page if self.codec != "dense" else page[token % self.kernel_tokens]
 
 
-def a_memory(draw: Draws, like: Memory | None = None) -> Memory:
+def a_memory(draw: random.Random, like: Memory | None = None) -> Memory:
     """Any memory, or one that can exchange rows with `like`."""
-    codec = like.codec if like else draw.one_of(["dense", "dense", "page:vec"])
-    kernel = draw.integer(1, 6)
+    codec = like.codec if like else draw.choice(["dense", "dense", "page:vec"])
+    kernel = draw.randint(1, 6)
     if like and codec != "dense":
         kernel = like.unit_tokens
-    ratio = draw.integer(1, 3)
-    layers = draw.integer(1, 4)
+    ratio = draw.randint(1, 3)
+    layers = draw.randint(1, 4)
     paged = codec != "dense" and kernel > 1
     return Memory(
-        layout=draw.one_of(TOKENS_TOGETHER if paged else sorted(LAYOUTS)),
+        layout=draw.choice(TOKENS_TOGETHER if paged else sorted(LAYOUTS)),
         layers=layers,
-        blocks=draw.integer(8, 11),
+        blocks=draw.randint(8, 11),
         block_size=kernel * ratio,
         ratio=ratio,
-        heads=draw.integer(1, 4),
-        content=like.content if like else draw.one_of([1, 2, 6, 16]),
-        dtype=like.dtype if like else draw.one_of([torch.int8, torch.bfloat16, torch.float32]),
+        heads=draw.randint(1, 4),
+        content=like.content if like else draw.choice([1, 2, 6, 16]),
+        dtype=like.dtype if like else draw.choice([torch.int8, torch.bfloat16, torch.float32]),
         codec=codec,
-        offset=draw.one_of([0, 0, 1, 7, 64]),
-        padding=draw.one_of([0, 0, 3, 16]),
-        groups=tuple(draw.integer(0, 1) for _ in range(layers)),
-        seed=draw.integer(0, 1 << 30),
+        offset=draw.choice([0, 0, 1, 7, 64]),
+        padding=draw.choice([0, 0, 3, 16]),
+        groups=tuple(draw.randint(0, 1) for _ in range(layers)),
+        seed=draw.randint(0, 1 << 30),
     )
 
 
-def an_interval(draw: Draws, size: int, length: int | None = None) -> Interval:
+def an_interval(draw: random.Random, size: int, length: int | None = None) -> Interval:
     """A non-empty interval of [0, size), of a given length if there is one."""
     if length is None:
-        length = draw.integer(1, size)
-    start = draw.integer(0, size - length)
+        length = draw.randint(1, size)
+    start = draw.randint(0, size - length)
     return start, start + length
 
 
-def a_token_interval(draw: Draws, unit: int, most: int) -> Interval:
+def a_token_interval(draw: random.Random, unit: int, most: int) -> Interval:
     """Tokens that start at a unit and end anywhere in one."""
     start, stop = an_interval(draw, most // unit)
-    return start * unit, stop * unit - draw.integer(0, unit - 1)
+    return start * unit, stop * unit - draw.randint(0, unit - 1)
 
 
-def some_tokens(draw: Draws, most: int) -> Index:
+def some_tokens(draw: random.Random, most: int) -> Index:
     """Some of the first tokens: runs of one length with gaps of one length, or without."""
-    run, gap, first = draw.integer(1, 6), draw.integer(0, 6), draw.one_of([0, draw.integer(0, most - 1)])
+    run, gap, first = draw.randint(1, 6), draw.randint(0, 6), draw.choice([0, draw.randint(0, most - 1)])
     tokens = np.arange(first, most, dtype=np.int64)
     return tokens[(tokens - first) % (run + gap) < run]
 
 
-def check_exchange(draw: Draws, device: str) -> None:
+def check_exchange(draw: random.Random, device: str) -> None:
     """One rectangle goes from P's random memory to D's, to another place in another layout."""
     p = a_memory(draw)
     d = a_memory(draw, like=p)
     tokens = a_token_interval(draw, p.unit_tokens, 8 * min(p.block_size, d.block_size))
-    layers = draw.integer(1, min(p.layers, d.layers))
-    heads = draw.integer(1, min(p.heads, d.heads))
+    layers = draw.randint(1, min(p.layers, d.layers))
+    heads = draw.randint(1, min(p.heads, d.heads))
     on_p: Tokens = tokens
     on_d: Tokens = tokens
-    if p.codec == d.codec == "dense" and p.unit_tokens == d.unit_tokens == 1 and draw.one_of([True, False]):
+    if p.codec == d.codec == "dense" and p.unit_tokens == d.unit_tokens == 1 and draw.choice([True, False]):
         on_p, on_d = some_tokens(draw, tokens[1]), some_tokens(draw, tokens[1])
         on_p, on_d = (each[: min(len(on_p), len(on_d))] for each in (on_p, on_d))
         tokens = 0, len(on_p)
@@ -205,7 +183,7 @@ def check_exchange(draw: Draws, device: str) -> None:
 
     p_flat, d_flat = p.flat.clone().to(device), d.flat.clone().to(device)
     p_cache, d_cache = p.cache(p_flat), d.cache(d_flat)
-    nbytes, before = p_cache.nbytes(layers, *tokens, heads), draw.one_of([0, 1, 2, 4, 8, 64])
+    nbytes, before = p_cache.nbytes(layers, *tokens, heads), draw.choice([0, 1, 2, 4, 8, 64])
     around = torch.full((before + nbytes + 32,), POISON, dtype=torch.uint8, device=device)
     wire = around[before : before + nbytes]
     assert wire.numel() == sent.numel() == d_cache.nbytes(layers, *tokens, heads)

@@ -1,6 +1,6 @@
 """The other end of a link, in a process of its own.
 
-`python links_peer.py P|D shared|tcp|ipc|nccl-blocking|nccl-polled`; JSON lines both ways.
+`python links_peer.py P|D shared-memory|tcp|ipc|nccl-blocking|nccl-polled`; JSON lines both ways.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from links_support import NCCL_KINDS, ipc_links, nccl_links, send_sizes
+from links_support import links_of, send_sizes
 
 from p2pkv.links.base import LinkFactory
-from p2pkv.links.host import HostLinks
 from support.waiting import wait_for
 
 STAGING = 1 << 25
@@ -65,13 +64,5 @@ def be_p(links: LinkFactory) -> None:
         time.sleep(0.001)
 
 
-def make(mode: str) -> LinkFactory:
-    if mode in NCCL_KINDS:
-        return nccl_links(blocking=mode == "nccl-blocking", staging=STAGING)
-    if mode == "ipc":
-        return ipc_links(STAGING)
-    return HostLinks("127.0.0.1", STAGING, mode == "shared")
-
-
 if __name__ == "__main__":
-    {"P": be_p, "D": be_d}[sys.argv[1]](make(sys.argv[2]))
+    {"P": be_p, "D": be_d}[sys.argv[1]](links_of(sys.argv[2], STAGING))

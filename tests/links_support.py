@@ -15,6 +15,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
+from engine_support import Engine
 from faulty_links import Faults, FaultyLinks
 from ipc_simulated import CARD, SimulatedMemory
 from ipc_simulated import SimulatedGpu as SimulatedCard
@@ -45,26 +46,25 @@ PEER = Path(__file__).parent / "links_peer.py"
 
 def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
     """P's and D's factories of this kind."""
-    if kind in ("memory", "faulty"):
-        network = MemoryNetwork()
-        pair: tuple[LinkFactory, LinkFactory] = (network.rank(STAGING), network.rank(STAGING))
-        if kind == "faulty":
-            pair = (FaultyLinks(pair[0], Faults(), seed=1), FaultyLinks(pair[1], Faults(), seed=2))
-        return pair
+    if kind not in ("memory", "faulty"):
+        return links_of(kind), links_of(kind)
+    network = MemoryNetwork()
+    p, d = network.rank(STAGING), network.rank(STAGING)
+    return (
+        (p, d) if kind == "memory" else (FaultyLinks(p, Faults(), seed=1), FaultyLinks(d, Faults(), seed=2))
+    )
+
+
+def links_of(kind: str, staging: int = 4 * STAGING) -> LinkFactory:
+    """Those of one rank, of a kind that leaves its process. Raises ValueError for one that is not registered,
+    or needs a GPU."""
     if kind in NCCL_KINDS:
-        blocking = kind == "nccl-blocking"
-        return nccl_links(blocking=blocking), nccl_links(blocking=blocking)
+        return nccl_links(blocking=kind == "nccl-blocking", staging=staging)
     if kind == "ipc":
-        return ipc_links(), ipc_links()
+        return ipc_links(staging)
     if kind in OWN_WAYS["host"]:
-        shared = kind == "shared-memory"
-        return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
-    return _registered(kind), _registered(kind)
-
-
-def _registered(kind: str) -> LinkFactory:
-    """As an instance makes it. Raises ValueError for a kind that is not registered, or needs a GPU."""
-    return make_factory(kind, host="127.0.0.1", staging_bytes=STAGING)
+        return HostLinks("127.0.0.1", staging, kind == "shared-memory")
+    return make_factory(kind, host="127.0.0.1", staging_bytes=staging)  # as an instance makes it
 
 
 def ipc_links(staging: int = STAGING, *, card: bytes = CARD, receives: bool = True) -> IpcLinks:
@@ -99,6 +99,11 @@ def nccl_links(
 def simulated(links: LinkFactory) -> SimulatedNccl:
     """The NCCL under links of `nccl_links`."""
     return _SIMULATIONS[links]
+
+
+def nccl_of(engine: Engine) -> SimulatedNccl:
+    """That of the one rank of an engine."""
+    return simulated(engine.ranks[0].links)
 
 
 @dataclass

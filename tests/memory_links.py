@@ -33,23 +33,18 @@ class MemoryNetwork:
     """A pretend network: `rank()` for each rank, then invite, accept and complete as over a real one."""
 
     def __init__(self) -> None:
-        self._names = itertools.count()
-        self._wires: dict[bytes, _Wire] = {}
+        self.names = itertools.count()
+        self.wires: dict[bytes, _Wire] = {}
 
     def rank(self, staging_bytes: int = _DEFAULT_STAGING) -> MemoryLinks:
         """The factory of one more rank: a D whose receives may hold `staging_bytes` together, or a P whose
         sends may hold them on each link."""
         return MemoryLinks(self, staging_bytes)
 
-    def open(self) -> bytes:
-        name = b"memory/%d" % next(self._names)
-        self._wires[name] = _Wire()
-        return name
-
     def wire(self, name: bytes) -> _Wire:
-        if name not in self._wires:
+        if name not in self.wires:
             raise LinkError(f"no link {name!r} was invited on this network")
-        return self._wires[name]
+        return self.wires[name]
 
 
 class MemoryLinks(LinkFactory):
@@ -65,7 +60,9 @@ class MemoryLinks(LinkFactory):
 
     def invite(self) -> bytes:
         self._check()
-        return self._network.open()
+        name = b"memory/%d" % next(self._network.names)
+        self._network.wires[name] = _Wire()
+        return name
 
     def accept(self, invitation: bytes, window: int) -> tuple[MemoryInbound, bytes]:
         self._check()
@@ -86,11 +83,6 @@ class MemoryLinks(LinkFactory):
         wire.completed = True
         self._ends.append(outbound)
         return outbound
-
-    def die(self) -> None:
-        """From now on this rank's ends stand still, without a word to their peers or to their users."""
-        for end in self._ends:
-            end.dead = True
 
     def close(self) -> None:
         self._closed = True
@@ -116,7 +108,7 @@ class MemoryReceive:
 
     def done(self) -> bool:
         self._link.guard.check()
-        return self.arrived and not self._link.dead
+        return self.arrived
 
     def release(self) -> None:
         self._link.guard.owned()
@@ -130,7 +122,6 @@ class MemoryInbound(GuardedInbound):
 
     def __init__(self, wire: _Wire, window: int, share: StagingShare) -> None:
         self.guard = Guard("the memory link from a peer")
-        self.dead = False
         self.share = share
         self._slots = Slots(window)
         self._window = torch.zeros(self._slots.capacity, dtype=torch.uint8)
@@ -140,11 +131,11 @@ class MemoryInbound(GuardedInbound):
 
     def ready(self) -> bool:
         self.guard.check()
-        return self._wire.completed and not self.dead
+        return self._wire.completed
 
     def post(self, nbytes: int) -> MemoryReceive | None:
         self.guard.check()
-        offset = None if self.dead else self._slots.take(nbytes, self.share)
+        offset = self._slots.take(nbytes, self.share)
         if offset is None:
             return None
         receive = MemoryReceive(self, self._next, offset, self._window[offset : offset + nbytes])
@@ -158,8 +149,6 @@ class MemoryInbound(GuardedInbound):
 
     def poll(self) -> None:
         self.guard.check()
-        if self.dead:
-            return
         with self._wire.lock:
             while self._waiting and self._wire.flying:
                 self._take(self._waiting.popleft(), self._wire.flying.popleft())
@@ -203,7 +192,6 @@ class MemoryOutbound(GuardedOutbound):
 
     def __init__(self, wire: _Wire, share: StagingShare) -> None:
         self.guard = Guard("the memory link to a peer")
-        self.dead = False
         self.taken = 0
         self._wire = wire
         self.share = share
@@ -213,7 +201,7 @@ class MemoryOutbound(GuardedOutbound):
 
     def ready(self) -> bool:
         self.guard.check()
-        return not self.dead
+        return True
 
     def reserve(self, nbytes: int, remote_slot: int) -> MemorySend | None:
         self.guard.check()
@@ -221,7 +209,7 @@ class MemoryOutbound(GuardedOutbound):
             raise ValueError(f"a message of {nbytes} bytes never fits {self.share.limit} bytes of staging")
         if remote_slot != self._next:
             raise self.guard.fail(f"remote slot {remote_slot} is not that of message {self._next}")
-        if self.dead or not self.share.grants(nbytes):
+        if not self.share.grants(nbytes):
             return None
         send = MemorySend(self, self._next, nbytes)
         self._next += 1
@@ -230,15 +218,9 @@ class MemoryOutbound(GuardedOutbound):
         self.share.count(aligned(nbytes))
         return send
 
-    @property
-    def used(self) -> int:
-        return self.share.held
-
     def poll(self) -> None:
         """Put on the wire what is committed, in order, and hear what D has taken."""
         self.guard.check()
-        if self.dead:
-            return
         with self._wire.lock:
             while self._unsent and self._unsent[0].committed:
                 self._wire.flying.append(self._unsent.popleft().buffer)

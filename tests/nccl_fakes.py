@@ -6,6 +6,7 @@ modules where those can be imported.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from typing import Any
@@ -33,6 +34,18 @@ class Asked:
         if name in self.fail:
             raise self.fail.pop(name)
 
+    def function(self, name: str, parameters: str = "", answer: Any = None) -> Any:
+        """What has these parameters, notes them, and answers so."""
+
+        def called(*arguments: Any) -> Any:
+            self.note(name, *arguments)
+            return answer
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        said = [inspect.Parameter(each, kind) for each in parameters.split()]
+        vars(called)["__signature__"] = inspect.Signature(said)
+        return staticmethod(called)
+
 
 def fake_cupy(version: str, *, available: bool = True) -> tuple[types.ModuleType, types.ModuleType, Asked]:
     """`cupy` and `cupy.cuda.nccl`; before version 14 unique ids are tuples of signed numbers."""
@@ -43,28 +56,18 @@ def fake_cupy(version: str, *, available: bool = True) -> tuple[types.ModuleType
         def __init__(self, ndev: int, commId: Any, rank: int, config: Any = None) -> None:
             asked.note("init", ndev, commId, rank)
 
-        def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-            asked.note("send", sendbuf, count, datatype, peer, stream)
+        send = asked.function("send", "sendbuf count datatype peer stream")
+        recv = asked.function("recv", "recvbuf count datatype peer stream")
+        check_async_error = asked.function("check_async_error")
+        abort = asked.function("abort")
 
-        def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-            asked.note("recv", recvbuf, count, datatype, peer, stream)
-
-        def check_async_error(self) -> None:
-            asked.note("check_async_error")
-
-        def abort(self) -> None:
-            asked.note("abort")
-
-    def get_unique_id() -> Any:
-        asked.note("get_unique_id")
-        signed = tuple(part - 256 if part > 127 else part for part in UNIQUE_ID)
-        return UNIQUE_ID if as_bytes else signed
-
+    signed = tuple(part - 256 if part > 127 else part for part in UNIQUE_ID)
     nccl, cupy = types.ModuleType("cupy.cuda.nccl"), types.ModuleType("cupy")
     vars(nccl).update(
         available=available, NcclError=FakeNcclError, NcclCommunicator=NcclCommunicator,
-        get_version=lambda: 23203, get_unique_id=get_unique_id,
-        groupStart=lambda: asked.note("groupStart"), groupEnd=lambda: asked.note("groupEnd"),
+        get_version=lambda: 23203,
+        get_unique_id=asked.function("get_unique_id", answer=UNIQUE_ID if as_bytes else signed),
+        groupStart=asked.function("groupStart"), groupEnd=asked.function("groupEnd"),
     )  # fmt: skip
     vars(cupy).update(__version__=version)
     return cupy, nccl, asked
@@ -89,38 +92,21 @@ def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
         def __bytes__(self) -> bytes:
             return self.data
 
-    def get_version() -> int:
-        asked.note("get_version")
-        return 23203
-
-    def get_unique_id() -> UniqueId:
-        asked.note("get_unique_id")
-        return UniqueId()
-
     def comm_init_rank_config(nranks: int, comm_id: UniqueId, rank: int, config: Config) -> object:
         asked.note("init", nranks, bytes(comm_id), rank, config.blocking, config.max_ctas)
         return "a Comm"
 
-    def send(sendbuff: int, count: int, datatype: int, peer: int, comm: object, stream: int) -> None:
-        asked.note("send", sendbuff, count, datatype, peer, comm, stream)
-
-    def recv(recvbuff: int, count: int, datatype: int, peer: int, comm: object, stream: int) -> None:
-        asked.note("recv", recvbuff, count, datatype, peer, comm, stream)
-
-    def comm_get_async_error(comm: object) -> int:
-        asked.note("comm_get_async_error", comm)
-        return 7
-
-    def comm_abort(comm: object) -> None:
-        asked.note("comm_abort", comm)
-
     module = types.ModuleType("nccl.bindings.nccl")
-    module.NCCLError = FakeNcclError  # type: ignore[attr-defined]
-    for each in (
-        Config, UniqueId, get_version, get_unique_id, comm_init_rank_config, send, recv,
-        comm_get_async_error, comm_abort,
-    ):  # fmt: skip
-        setattr(module, each.__name__, each)
+    vars(module).update(
+        NCCLError=FakeNcclError, Config=Config, UniqueId=UniqueId,
+        get_version=asked.function("get_version", answer=23203),
+        get_unique_id=asked.function("get_unique_id", answer=UniqueId()),
+        comm_init_rank_config=comm_init_rank_config,
+        send=asked.function("send", "sendbuff count datatype peer comm stream"),
+        recv=asked.function("recv", "recvbuff count datatype peer comm stream"),
+        comm_get_async_error=asked.function("comm_get_async_error", "comm", answer=7),
+        comm_abort=asked.function("comm_abort", "comm"),
+    )  # fmt: skip
     return module, asked
 
 

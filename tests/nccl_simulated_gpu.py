@@ -110,14 +110,6 @@ class SimulatedGpu:
         with self._changed:
             return self._changed.wait_for(lambda: work.done, seconds)
 
-    def held_up(self, work: Work) -> bool:
-        """Whether the kernel is behind a head that waits for another kernel of its own stream."""
-        with self._changed:
-            for line in self._lines:
-                if work in line and line[0] is not work:
-                    return self._streams[line[0].stream][0] is not line[0]
-        return False
-
     def _dispatch(self) -> None:
         if self._dispatching:  # `begin` may finish what it began
             return

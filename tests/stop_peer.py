@@ -1,7 +1,7 @@
 """A rank in a process of its own, which its tests stop, kill, and start again.
 
-`python stop_peer.py P|D KV_PORT PROXY_PORT shared|tcp [LEASE [SECRET]]`; JSON lines both ways. It ends as
-vLLM's worker does: SIGTERM raises SystemExit in the main thread; then the pinger is stopped, and the rank.
+`python stop_peer.py P|D KV_PORT PROXY_PORT shared-memory|tcp [LEASE [SECRET]]`; JSON lines both ways. It ends
+as vLLM's worker does: SIGTERM raises SystemExit in the main thread; then the pinger is stopped, and the rank.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine_support import Engine, Geometry, make_engine, prefill, step
+from engine_support import Engine, Geometry, make_engine, plain_links, prefill, step
 from gil_support import hold_lock
 from transfers import BLOCKS, expect, load
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.pinger import Pinger
 from p2pkv.engine import commands as do
-from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
 LEASE = 2.0
@@ -52,9 +52,8 @@ def main(
     role: str, kv_port: str, proxy_port: str, mode: str, lease: str = str(LEASE), secret: str = ""
 ) -> None:
     signal.signal(signal.SIGTERM, end)
-    links = HostLinks("127.0.0.1", 1 << 20, mode == "shared")
     options = {"kv_port": int(kv_port), "lease_seconds": float(lease), "secret": secret.encode() or None}
-    engine = make_engine(role, Geometry(), lambda rank: links, **options)
+    engine = make_engine(role, Geometry(), partial(plain_links(mode), role), **options)
     http = "127.0.0.1:8000"
     assert role in ("P", "D")
     ping = Ping(type="P" if role == "P" else "D", http_address=http, zmq_address=str(engine.address))

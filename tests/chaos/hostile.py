@@ -8,8 +8,7 @@ import threading
 
 import zmq
 from chaos.engine import SECRET
-from hostile_support import DEEP, RAW, dealer, nearly_right, shout
-from protocol.samples import KINDS, example
+from hostile_support import RAW, dealer, nonsense, shout
 
 from p2pkv.control.security import members_of
 from p2pkv.pairing import Address
@@ -28,12 +27,11 @@ def harass(address: Address, seed: int) -> threading.Thread:
 
 def _harass(address: Address, seed: int) -> None:
     draw = random.Random(seed)
-    wrong = [*DEEP, *(each for kind in KINDS for each in nearly_right(example(kind), m.encode))]
     with contextlib.suppress(OSError, zmq.ZMQError):
         for data in draw.sample(list(RAW.values()), 3):
             shout(address, data).close()
         with dealer(address, members_of(SECRET)) as line:
-            for data in draw.sample(wrong, MESSAGES):
+            for data in draw.sample(list(nonsense()), MESSAGES):
                 line.send(data)
             line.send(m.encode(m.Inspect()))
             line.poll(int(ANSWER_SECONDS * 1000))

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import ipc_simulated
 import nccl_simulated
 import pytest
 from engine_support import Engine, Geometry, Make, engine_maker, engines, make_engine, plain_links
-from links_support import NCCL_KINDS, nccl_links
+from links_support import NCCL_KINDS, ipc_links, nccl_links
 
 from p2pkv.links.base import LinkFactory
 
 
-@pytest.fixture(params=["memory", "host", "nccl"])
+@pytest.fixture(params=["memory", "shared-memory", "nccl-polled"])
 def links(request: pytest.FixtureRequest) -> Iterator[Callable[[str, int], LinkFactory]]:
-    """The links of each rank of a pair, by side and rank."""
-    if request.param == "nccl":
-        yield lambda side, rank: nccl_links(blocking=False, staging=1 << 20)
+    """The links of each rank of a pair, by side and rank; a test may name any kind."""
+    if request.param in NCCL_KINDS:
+        blocking = request.param == "nccl-blocking"
+        yield lambda side, rank: nccl_links(blocking=blocking, staging=1 << 20)
+    elif request.param == "ipc":
+        yield lambda side, rank: ipc_links(1 << 20, receives=side == "D")
     else:
         yield plain_links(request.param)
+    ipc_simulated.let_go()
     nccl_simulated.let_go()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import transfers
 from engine_support import (
     Engine,
     Geometry,
@@ -16,19 +16,16 @@ from engine_support import (
     engine_maker,
     engines,
     hold_back,
-    make_engine,
     on_engine_thread,
+    plain_links,
     prefill,
     soon_on_engine_thread,
-    wrong_cells,
 )
 from memory_links import MemoryNetwork
-from transfers import begin, ends
+from transfers import ask, begin, ends
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
-from p2pkv.links.base import LinkFactory
-from p2pkv.links.host import HostLinks
 from support.waiting import wait_for
 
 ONE = Geometry((8,))
@@ -41,19 +38,11 @@ PROMPT = (TOKENS - 1) * 8 * 2 * 8 * 4
 """Bytes of one prompt on the wire: twice the staging. A layer is a chunk."""
 
 
-@pytest.fixture(params=["memory", "shared memory", "tcp"])
-def links(request) -> Callable[[], LinkFactory]:
-    network = MemoryNetwork()
-    if request.param == "memory":
-        return lambda: network.rank(STAGING)
-    return lambda: HostLinks("127.0.0.1", STAGING, request.param == "shared memory")
-
-
-@pytest.fixture
-def make(links) -> Iterator[Make]:
+@pytest.fixture(params=["memory", "shared-memory", "tcp"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Engines of one rank whose peers may be silent for long."""
     options = {"staging_bytes": STAGING, "chunk_bytes": CHUNK, "lease_seconds": 60.0}
-    with engine_maker(lambda role, rank: links(), ONE, **options) as make:
+    with engine_maker(plain_links(request.param, STAGING), ONE, **options) as make:
         yield make
 
 
@@ -78,9 +67,7 @@ def admit(p: Engine, d: Engine, key: str, number: int) -> None:
 
 
 def arrives(p: Engine, d: Engine, key: str, number: int) -> None:
-    d.wait(do.Loaded(key))
-    for rank in d.ranks:
-        assert wrong_cells(rank, blocks_of(number), 0, TOKENS - 1, number) == []
+    transfers.arrives(d, key, TOKENS, blocks_of(number), salt=number)
     ends(p, d, key)
 
 
@@ -156,10 +143,7 @@ def test_a_slow_d_does_not_delay_the_other_ds_of_its_p(make: Make, how: str) -> 
     whole(p, slow, "before", 0)
     before = values(slow)["bytes_scattered"]
     # It is admitted, and stands still before it has moved anything.
-    slow.do(do.Expect("slow", p.address, TOKENS, b"digest"))
-    p.do(do.OfferPrompt("slow", slow.address, TOKENS, b"digest"))
-    slow.wait(do.Begun("slow"))
-    slow.do(do.Load("slow", 0, TOKENS - 1, (blocks_of(1),)))
+    ask(p, slow, "slow", TOKENS, blocks_of(1))
     wait_for(lambda: gauges(slow)["loads"] == 1)
     standstill.stop()
     prefill(p, "slow", slow.address, TOKENS, blocks_of(1), chunk=TOKENS, salt=1)
@@ -197,13 +181,8 @@ def test_slow_ps_do_not_delay_the_other_ps_of_their_d(make: Make, slow_ones: int
 def test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget() -> None:
     """Chunks are small beside a link's window, so only D's own share keeps the first from taking all."""
     sizes = {"staging_bytes": STAGING, "chunk_bytes": CHUNK // 4, "lease_seconds": 60.0}
-    network = MemoryNetwork()
-    with contextlib.ExitStack() as stack:
-        d, other, *slow = (
-            make_engine(role, ONE, lambda rank: network.rank(STAGING), **sizes) for role in "DPPPP"
-        )
-        for engine in (d, other, *slow):
-            stack.callback(engine.stop)
+    with engine_maker(plain_links("memory", STAGING), ONE, **sizes) as make:
+        d, other, *slow = (make(role) for role in "DPPPP")
         go_on = []
         for number, p in enumerate(slow):
             whole(p, d, f"before {number}", number)
@@ -284,22 +263,12 @@ def one_chunk_at_a_time(p: Engine, d: Engine) -> None:
         half.peers.window = NARROW["staging_bytes"]
 
 
-@contextlib.contextmanager
-def two_ranks_each() -> Iterator[tuple[Engine, Engine]]:
-    network = MemoryNetwork()
-    with engines(TWO, TWO, lambda role, rank: network.rank(1024), **NARROW) as (p, d):
-        one_chunk_at_a_time(p, d)
-        yield p, d
-        for each in d.ranks:
-            assert each.rank.counters.values["chunks_waited"] > 0
-        all_at_rest(p, d)
-
-
 @pytest.mark.parametrize("reverse", [False, True], ids=["P in order", "P in reverse"])
 @pytest.mark.parametrize("orders", ORDERS, ids=lambda orders: " ".join("".join(each) for each in orders))
 def test_ranks_that_grant_in_different_orders_do_not_lock_each_other(orders, reverse) -> None:
     """Two ranks of D admit the same transfers in these orders, and there is room for one chunk only."""
-    with two_ranks_each() as (p, d):
+    with engines(TWO, TWO, plain_links("memory", 1024), **NARROW) as (p, d):
+        one_chunk_at_a_time(p, d)
         keys = sorted(orders[0])
         for key in keys:
             d.do(do.Expect(key, p.address, TOKENS, b"digest"))
@@ -315,16 +284,6 @@ def test_ranks_that_grant_in_different_orders_do_not_lock_each_other(orders, rev
             prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=32, salt=number)
         for key in keys:
             arrives(p, d, key, keys.index(key))
-
-
-def test_a_load_on_one_rank_needs_no_load_on_another() -> None:
-    """What keeps ranks from locking each other: each rank of P sends what its own rank of D has granted."""
-    with two_ranks_each() as (p, d):
-        begin(p, d, tokens=TOKENS, blocks=blocks_of(0))
-        d.wait(do.Begun("k"))
-        for rank, other in (d.ranks, d.ranks[::-1]):
-            other_before = other.rank.counters.values["bytes_scattered"]
-            rank.rank.do(do.Load("k", 0, TOKENS - 1, (blocks_of(0),)))
-            wait_for(lambda rank=rank: rank.heard(do.Loaded("k")), what="the load on one rank alone")
-            assert other.rank.counters.values["bytes_scattered"] == other_before
-        arrives(p, d, "k", 0)
+        for each in d.ranks:
+            assert each.rank.counters.values["chunks_waited"] > 0
+        all_at_rest(p, d)

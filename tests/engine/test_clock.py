@@ -8,16 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_support import Geometry, engines, prefill, step
-from transfers import arrives, ask, rest
+from engine_support import Geometry, engines, plain_links, prefill, step
+from transfers import BLOCKS, arrives, ask, rest
 
 import p2pkv
 from p2pkv.engine import commands as do
-from p2pkv.links.host import HostLinks
 from support.waiting import wait_for
 
 ONE = Geometry()
-BLOCKS = list(range(6))
 LEASE = 1.0
 HOUR, YEAR = 3600.0, 365 * 86400.0
 ROOT = Path(p2pkv.__file__).parents[1]
@@ -36,10 +34,9 @@ def jumps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("jumps")
-@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
-def test_a_transfer_arrives_and_leases_keep_their_time(shared: bool) -> None:
-    links = lambda role, rank: HostLinks("127.0.0.1", 1 << 20, shared)  # noqa: E731
-    with engines(ONE, ONE, links, lease_seconds=LEASE) as (p, d):
+@pytest.mark.parametrize("links", ["shared-memory", "tcp"])
+def test_a_transfer_arrives_and_leases_keep_their_time(links: str) -> None:
+    with engines(ONE, ONE, plain_links(links), lease_seconds=LEASE) as (p, d):
         assert abs(time.time() - time.time()) >= HOUR, "the clock does not jump"
         ask(p, d)
         step(p, "k", BLOCKS, 0, 48)

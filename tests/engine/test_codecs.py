@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import Geometry, engines, other_group, prefill, step, wrong_cells
-from memory_links import MemoryNetwork
+from engine_support import Geometry, engines, other_group, plain_links, prefill, step, wrong_cells
 from msgspec.structs import replace
-from transfers import arrives, ask, ends, load, rest, value
+from transfers import arrives, ask, ends, failure, load, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context
@@ -38,7 +37,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("links", ["memory", "host"], indirect=True)
+@pytest.mark.parametrize("links", ["memory", "shared-memory"], indirect=True)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("prefix", [False, True], ids=["from the start", "after a prefix on D"])
 def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
@@ -69,11 +68,10 @@ def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
 
 
 def test_one_p_serves_ds_of_several_forms_at_once():
-    network = MemoryNetwork()
-    blocks = list(range(9))
+    links, blocks = plain_links("memory"), list(range(9))
 
     def pair(isa: str, block: int):
-        return engines(cpu("vec", 32), cpu(isa, block), lambda side, rank: network.rank())
+        return engines(cpu("vec", 32), cpu(isa, block), links)
 
     with pair("vec", 32) as (p, one), pair("vec", 128) as (_, two), pair("dense", 16) as (_, three):
         for number, d in enumerate((one, two, three)):
@@ -87,19 +85,15 @@ def test_one_p_serves_ds_of_several_forms_at_once():
 
 def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
     """An odd number of elements: no K and V of one size, which no Hello says."""
-    network = MemoryNetwork()
     sides = cpu("vec", 32, content=15), cpu("dense", 16, content=15)
-    with engines(*sides, lambda side, rank: network.rank()) as (p, d):
+    with engines(*sides, plain_links("memory")) as (p, d):
         d.do(do.Expect("k", p.address, 20, b"digest"))
-        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
-        (failed,) = d.ranks[0].events(do.LoadFailed)
-        assert "rows of 15 elements do not hold a K and a V" in failed.reason
+        assert "rows of 15 elements do not hold a K and a V" in failure(d)
         wait_for(lambda: value(p, "messages_refused"))
 
 
 def test_a_hello_that_is_not_true_of_the_pages_is_refused():
-    network = MemoryNetwork()
-    with engines(cpu("vec", 32), cpu("vec", 32), lambda side, rank: network.rank()) as (p, _):
+    with engines(cpu("vec", 32), cpu("vec", 32), plain_links("memory")) as (p, _):
         ctx = p.ranks[0].rank.context
         said = replace(ctx.hello, cache=other_group(ctx.hello.cache, row_bytes=64, unit_tokens=2))
         lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps)

@@ -30,16 +30,13 @@ class Rig(VirtualPair):
         self.ps = [self.p, *(self.engine("P", 7100 + number) for number in range(1, prefills))]
         self.ds = [self.d, *(self.engine("D", 8100 + number) for number in range(1, decodes))]
 
-    def pass_by(self, seconds: float) -> None:
-        self.lasts(lambda: True, seconds)
-
     def wait_with(self, number: int, p: VirtualEngine, d: VirtualEngine) -> list[str]:
         """So many requests of this pair wait; their keys, when they are connected and their link is up."""
         keys = [f"{p.address}-{d.address}-{each}" for each in range(number)]
         expect(p, d, *keys, tokens=TOKENS)
         for key in keys:
             p.do(do.Hold(key, d.address))
-        self.pass_by(3.0)
+        self.clock.pass_by(3.0)
         return keys
 
     def transfer(self, key: str, p: VirtualEngine, d: VirtualEngine) -> None:
@@ -92,7 +89,7 @@ def test_a_request_that_waits_is_looked_at_once_a_heartbeat(looks: Counter[str])
     rig.wait_with(MANY, rig.p, rig.d)
     looks.clear()
     before = [each.rank.turns for each in (rig.p, rig.d)]
-    rig.pass_by(10.0)
+    rig.clock.pass_by(10.0)
     # A heartbeat a second reads a few attributes of each; 50 ticks a second, on both sides, read none.
     assert 0 < looks["request"] < 10 * 10 * MANY
     assert 0 < looks["prompt"] < 10 * 10 * MANY
@@ -118,9 +115,9 @@ def test_requests_for_a_p_that_is_not_there_are_not_tried_one_by_one(looks: Coun
     rig = Rig()
     rig.p.rank.endpoint.listens = False
     expect(rig.p, rig.d, *(f"k{number}" for number in range(MANY)))
-    rig.pass_by(1.0)
+    rig.clock.pass_by(1.0)
     looks.clear()
-    rig.pass_by(1.0)
+    rig.clock.pass_by(1.0)
     assert 0 < looks["request"] < 20 * 50  # of one of them, 50 times
     rig.until(lambda: len(rig.d.failures) == MANY, 3 * LEASE)
 

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 from engine_support import Geometry, on_engine_thread, other_group, prefill, says, vanish
-from transfers import BLOCKS, TOKENS, arrives, begin, ends, expect, failure, half, load, push, rest, value
+from transfers import BLOCKS, TOKENS, arrives, begin, ends, expect, failure, half, load, push, value
 
 from p2pkv.control.endpoint import PortTaken
 from p2pkv.engine import commands as do
@@ -18,16 +18,6 @@ from support.waiting import wait_for
 
 ONE = Geometry()
 NOWHERE = Address("127.0.0.1", 9)
-GRACE = 5.0
-"""Seconds after its lease in which whatever was given up has ended: the promise of docs/design.md."""
-
-
-def test_d_gives_up_a_p_that_never_appears(make_memory):
-    d = make_memory("D", lease_seconds=0.5)
-    expect(NOWHERE, d)
-    assert "0.5 s" in failure(d, seconds=0.5 + GRACE)
-    d.do(do.Forget("k"))
-    rest(d)
 
 
 def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(memory_pair):

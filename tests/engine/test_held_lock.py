@@ -9,18 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_support import Geometry, make_engine
+from engine_support import engine_maker, plain_links
 from links_support import starting
-from transfers import arrives, rest
+from transfers import TOKENS, arrives, load, rest
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
-from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
 SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
-BLOCKS = list(range(6))
-TOKENS = 96
 SECRET = b"a secret of the tests"
 LEASE = 30.0
 
@@ -33,26 +30,24 @@ pytestmark = pytest.mark.slow
 def test_p_holds_its_lock_when_d_first_asks(secret: bytes, held: float) -> None:
     """With a secret the handshake waits for P's thread, without one the Hello does: for more seconds than any
     pause of either but the lease."""
-    port, links = free_ports(), HostLinks("127.0.0.1", 1 << 20, True)
+    port = free_ports()
     address = Address("127.0.0.1", port)
-    d = make_engine("D", Geometry(), lambda rank: links, lease_seconds=LEASE, secret=secret or None)
-    try:
-        with starting() as begin:
-            nobody = str(free_ports())  # no proxy listens there
-            p = begin("P", str(port), nobody, "shared", str(LEASE), secret.decode(), script=SCRIPT)
-            assert p.hear() == {"ready": True}
-            p.tell(do="hold", seconds=held)  # from now on its process runs nothing but this
-            assert p.hear() == {"holding": True}
-            d.do(do.Expect("k", address, TOKENS, b"digest"))
-            p.tell(do="prefill", key="k", peer=str(d.address), tokens=TOKENS)
-            d.wait(do.Begun("k"), LEASE)
-            d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
-            arrives(d, seconds=LEASE)
-            assert [p.hear(), p.hear()] == 2 * [{"done": True}]
-            d.do(do.Forget("k"))
-            rest(d)
-            counters = d.ranks[0].rank.counters.values
-            lost = "transfers_failed", "links_aborted", "handshakes_failed"
-            assert {name: counters[name] for name in lost} == dict.fromkeys(lost, 0)
-    finally:
-        d.stop()
+    options = {"lease_seconds": LEASE, "secret": secret or None}
+    with engine_maker(plain_links("shared-memory"), **options) as make, starting() as begin:
+        d = make("D")
+        nobody = str(free_ports())  # no proxy listens there
+        p = begin("P", str(port), nobody, "shared-memory", str(LEASE), secret.decode(), script=SCRIPT)
+        assert p.hear() == {"ready": True}
+        p.tell(do="hold", seconds=held)  # from now on its process runs nothing but this
+        assert p.hear() == {"holding": True}
+        d.do(do.Expect("k", address, TOKENS, b"digest"))
+        p.tell(do="prefill", key="k", peer=str(d.address), tokens=TOKENS)
+        d.wait(do.Begun("k"), LEASE)
+        load(d)
+        arrives(d, seconds=LEASE)
+        assert [p.hear(), p.hear()] == 2 * [{"done": True}]
+        d.do(do.Forget("k"))
+        rest(d)
+        counters = d.ranks[0].rank.counters.values
+        lost = "transfers_failed", "links_aborted", "handshakes_failed"
+        assert {name: counters[name] for name in lost} == dict.fromkeys(lost, 0)

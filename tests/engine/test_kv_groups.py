@@ -15,8 +15,6 @@ import torch
 from chaos.model import CANARY, Group, Memory, Model, Tables, hello_of, make_rank_pages
 from engine_support import DEFAULTS, READY, Engine, TestRank, break_link, plain_links
 from faulty_links import Faults, FaultyLinks
-from memory_links import MemoryNetwork
-from msgspec.structs import replace
 from transfers import ends, expect, failure, rest, value
 
 from p2pkv.config import Options
@@ -25,7 +23,6 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import Cache
 from support.waiting import wait_for
 
 TOKENS, STOP = 80, 79
@@ -37,7 +34,6 @@ MODEL = Model((ATTENTION, STATE), blocks=24)
 ALL = range(MODEL.layers)
 
 P_TABLES = ([3, 4, 5, 6, 7], [17])
-OTHER_P_TABLES = ([13, 14, 15, 16, 18], [2])
 D_TABLES = ([20, 11, 12, 9, 1], [8])
 
 
@@ -53,31 +49,28 @@ class Hybrid(Engine):
         return all(bool((page.view(torch.int32) == CANARY).all()) for page in pages)
 
 
-def make(
-    role: Any, tp: int, links: Callable[[str, int], LinkFactory], options: dict[str, Any]
-) -> Iterator[Hybrid]:
-    port, ranks = free_ports(tp), []
-    opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)
-    pages = [make_rank_pages(MODEL, number, tp) for number in range(tp)]
-    memory = Memory(MODEL, pages)
-    for mine in pages:
-        link = links(role, mine.rank)
-        hello = hello_of(opts, MODEL, mine, link.kind)
-        rank = Rank(hello, opts, mine.cache, link)
-        ranks.append(TestRank(None, rank, mine.groups, hello, link))  # type: ignore[arg-type]
-    engine = Hybrid(Address("127.0.0.1", port), None, ranks, memory)  # type: ignore[arg-type]
-    yield engine
-    engine.stop()
-
-
 @contextlib.contextmanager
 def pair(
     tps: tuple[int, int], links: Callable[[str, int], LinkFactory], **options: Any
 ) -> Iterator[tuple[Hybrid, Hybrid]]:
     """A P and a D of so many ranks each."""
-    making = contextlib.contextmanager(make)
-    with making("P", tps[0], links, options) as p, making("D", tps[1], links, options) as d:
-        yield p, d
+
+    def make(role: Any, tp: int) -> Hybrid:
+        port, ranks = free_ports(tp), []
+        opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)
+        pages = [make_rank_pages(MODEL, number, tp) for number in range(tp)]
+        for mine in pages:
+            link = links(role, mine.rank)
+            hello = hello_of(opts, MODEL, mine, link.kind)
+            rank = Rank(hello, opts, mine.cache, link)
+            ranks.append(TestRank(None, rank, mine.groups, hello, link))  # type: ignore[arg-type]
+        address = Address("127.0.0.1", port)
+        made = Hybrid(address, None, ranks, Memory(MODEL, pages))  # type: ignore[arg-type]
+        stack.callback(made.stop)
+        return made
+
+    with contextlib.ExitStack() as stack:
+        yield make("P", tps[0]), make("D", tps[1])
 
 
 def step(p: Hybrid, tables: Tables, start: int, stop: int, layers: Sequence[int] = ALL) -> None:
@@ -99,12 +92,12 @@ def load(d: Hybrid, cached: int = 0) -> None:
     d.do(do.Load("k", cached, STOP, D_TABLES))
 
 
-def arrives(d: Hybrid, cached: int = 0, state_after: int = STOP) -> None:
+def arrives(d: Hybrid, cached: int) -> None:
     """Every rank of D holds what P computed, and nothing of the tokens that it has or computes by itself."""
     d.wait(do.Loaded("k"))
     heads = sum(len(ATTENTION.on_rank(each.hello.rank, len(d.ranks))) for each in d.ranks)
-    own = (cached + state_after - STOP) * heads * ATTENTION.content
-    assert d.memory.wrong(0, D_TABLES, state_after) == len(ATTENTION.layers) * own
+    own = cached * heads * ATTENTION.content
+    assert d.memory.wrong(0, D_TABLES, STOP) == len(ATTENTION.layers) * own
     for rank in d.ranks:
         for page in rank.pages[0]:
             assert bool((page.view(torch.int32)[D_TABLES[0][0], :, :cached] == CANARY).all())
@@ -125,21 +118,6 @@ def test_both_groups_arrive_whole_and_the_state_is_the_last_one(links, tps, cach
         heads = {group: max(group.heads, tps[1]) for group in MODEL.groups}
         rows = 3 * (STOP - cached) * heads[ATTENTION] * 8 + 2 * heads[STATE] * 22
         assert value(p, "bytes_sent") == rows * 4, "each byte that a rank of D needs travels once"
-
-
-def test_a_preempted_prompt_comes_again_with_both_groups(links):
-    with pair((2, 1), links) as (p, d):
-        begin(p, d)
-        step(p, P_TABLES, 0, 40)
-        for each in p.ranks:
-            each.rank.revoke(["k"])
-            for table, pages in zip(P_TABLES, each.pages, strict=True):
-                for page in pages:
-                    page[table] = 7.0
-        load(d)
-        step(p, OTHER_P_TABLES, 0, 40)
-        step(p, OTHER_P_TABLES, 40, STOP)
-        arrives(d)
 
 
 def all_but_the_state(p: Hybrid, d: Hybrid) -> None:
@@ -168,41 +146,10 @@ def test_a_load_of_which_only_the_state_is_missing_fails_with_its_link(links):
 
 
 def test_a_flipped_bit_of_the_state_alone_fails_the_load():
-    network, made = MemoryNetwork(), {}
-
-    def links(side: str, rank: int) -> LinkFactory:
-        made[side] = FaultyLinks(network.rank(), Faults())
-        return made[side]
-
-    with pair((1, 1), links, verify=True) as (p, d):
+    plain = plain_links("memory")
+    links = {side: FaultyLinks(plain(side, 0), Faults()) for side in "PD"}
+    with pair((1, 1), lambda side, rank: links[side], verify=True) as (p, d):
         all_but_the_state(p, d)
-        made["D"].change(flip_at=0)
+        links["D"].change(flip_at=0)
         step(p, P_TABLES, 0, STOP, STATE.layers)
         assert "checksum" in failure_without_a_state(d)
-
-
-def test_what_comes_before_its_request_waits_with_its_state():
-    """The whole prompt is pushed to an early buffer; then the request takes a part of it."""
-    with pair((2, 1), plain_links("memory"), prefetch_bytes=1 << 20) as (p, d):
-        expect(p, d, "warm", tokens=2)  # connects the two
-        wait_for(lambda: value(d, "links") == 2)
-        d.do(do.Drop("warm", "connected"))
-        d.do(do.Forget("warm"))
-        p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
-        step(p, P_TABLES, 0, TOKENS)
-        whole = (3 * TOKENS * 4 * 8 + 2 * 2 * 22) * 4
-        wait_for(lambda: value(d, "bytes_ahead") == whole)
-        expect(p, d, tokens=TOKENS)
-        d.wait(do.Begun("k"))
-        load(d, 16)
-        arrives(d, 16, state_after=TOKENS)
-
-
-def test_a_peer_without_the_state_is_refused_with_a_sentence(monkeypatch):
-    with pair((1, 1), plain_links("memory")) as (p, d):
-        hello = d.ranks[0].rank.context.hello
-        attention = Cache(1, hello.cache.groups[:1])
-        monkeypatch.setattr(d.ranks[0].rank.context, "hello", replace(hello, cache=attention))
-        expect(p, d, tokens=TOKENS)
-        reason = failure(d)
-        assert "numbers of KV groups differ: 2 at" in reason and "serve the same model" in reason

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from engine_support import Geometry, break_link, engines, prefill, step
+from engine_support import Geometry, break_link, engines, plain_links, prefill, step
 from faulty_links import Faults, FaultyLinks
-from memory_links import MemoryNetwork
-from transfers import BLOCKS, arrives, begin, failure, load, rest, value
+from transfers import BLOCKS, arrives, begin, ends, failure, load, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.to_decode import OutboundLink
@@ -19,7 +18,7 @@ ONE = Geometry()
 OTHERS = list(range(10, 16))
 
 
-@pytest.mark.parametrize("links", ["memory", "host"], indirect=True)
+@pytest.mark.parametrize("links", ["memory", "shared-memory"], indirect=True)
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("begun", [True, False], ids=["P has computed", "P has not begun"])
 def test_only_what_it_carried_fails(links, side, begun):
@@ -43,10 +42,7 @@ def test_only_what_it_carried_fails(links, side, begun):
         d.do(do.Load("queued", 0, 95, (OTHERS,)))
         arrives(d, "queued", blocks=OTHERS)
         assert [event.key for event in d.ranks[0].events(do.LoadFailed)] == ["carried"]
-        p.wait(do.BlocksFree("queued"))
-        for key in ("carried", "queued"):
-            d.do(do.Forget(key))
-            p.do(do.Forget(key))
+        ends(p, d, "carried", "queued")
         rest(p, d)
 
 
@@ -65,9 +61,9 @@ def test_what_d_granted_on_a_link_that_p_has_given_up_is_not_sent_on_the_next():
 
 def test_a_p_that_can_make_no_link_says_why_and_tries_again(caplog):
     """As with NCCL_SOCKET_IFNAME set wrongly, which NCCL says when it is asked for a new name."""
-    network = MemoryNetwork()
-    broken = FaultyLinks(network.rank(), Faults(refuse_invite=True))
-    with engines(ONE, ONE, lambda side, rank: broken if side == "P" else network.rank()) as (p, d):
+    plain = plain_links("memory")
+    broken = FaultyLinks(plain("P", 0), Faults(refuse_invite=True))
+    with engines(ONE, ONE, lambda side, rank: broken if side == "P" else plain(side, rank)) as (p, d):
         begin(p, d, "lost")
         load(d, "lost")
         assert "no interface of this name" in failure(d, "lost")

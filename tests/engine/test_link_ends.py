@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from memory_links import MemoryNetwork
 
 from p2pkv.engine.context import Counters
@@ -39,43 +40,27 @@ def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
     assert link.poll() and link.linked and inbound.ready()
 
 
-class Behind:
-    """What is under way on a slow link: one after the other is taken."""
-
-    def __init__(self) -> None:
-        self.left = 3
-
-    def send(self, number: int) -> Any:
-        return SimpleNamespace(done=lambda: number < 3 - self.left)
-
-
-def test_a_send_behind_others_on_a_slow_link_is_not_overdue() -> None:
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_what_waits_behind_others_on_a_slow_link_is_not_overdue(side: str) -> None:
+    """One send after the other is taken, or one receive after the other arrives."""
     unused: Any = None
-    outlet, behind = OutboundLink(unused), Behind()
-    outlet.flights.extend(Flight(behind.send(number), "k", unused, True, None, True) for number in range(3))
-    for second in range(3):
-        assert not outlet.overdue(second * 1.5, lease=2.0)
-        behind.left -= 1
-        assert len(list(outlet.taken())) == 1
-    assert not outlet.overdue(9.0, lease=2.0)
-    outlet.flights.append(Flight(behind.send(9), "k", unused, True, None, True))
-    assert not outlet.overdue(10.0, lease=2.0)
-    assert not outlet.overdue(12.0, lease=2.0)
-    assert outlet.overdue(12.1, lease=2.0)
+    end: Any = OutboundLink(unused) if side == "P" else InboundLink(unused)
+    under_way = end.flights if side == "P" else end.posted
 
+    def begin(count: int) -> None:
+        for _ in range(count):
+            send = Flight(unused, "k", unused, True, None, True)
+            under_way.append(send if side == "P" else Receiving(unused, "k", unused))
 
-def test_a_receive_behind_others_on_a_slow_link_is_not_overdue() -> None:
-    unused: Any = None
-    inlet = InboundLink(unused)
-    inlet.posted.extend(Receiving(unused, "k", unused) for _ in range(3))
+    begin(3)
     for second in range(3):
-        assert not inlet.overdue(second * 1.5, lease=2.0)
-        inlet.posted.popleft()
-    assert not inlet.overdue(9.0, lease=2.0)
-    inlet.posted.append(Receiving(unused, "k", unused))
-    assert not inlet.overdue(10.0, lease=2.0)
-    assert not inlet.overdue(12.0, lease=2.0)
-    assert inlet.overdue(12.1, lease=2.0)
+        assert not end.overdue(second * 1.5, lease=2.0)
+        under_way.popleft()
+    assert not end.overdue(9.0, lease=2.0)
+    begin(1)
+    assert not end.overdue(10.0, lease=2.0)
+    assert not end.overdue(12.0, lease=2.0)
+    assert end.overdue(12.1, lease=2.0)
 
 
 class Landed:

@@ -6,13 +6,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
-from engine_support import Engine, Geometry, Make, make_engine, other_group, plain_links, says
+from engine_support import Engine, Geometry, Make, engine_maker, other_group, plain_links, says
 from hostile_support import dealer
-from links_support import simulated
+from links_support import nccl_of
 from msgspec.structs import replace
-from nccl_simulated import SimulatedNccl
 from transfers import push, value
 
 from p2pkv.engine import commands as do
@@ -39,10 +39,6 @@ def silent() -> Iterator[Callable[[], str]]:
         each.close()
 
 
-def nccl_of(engine: Engine) -> SimulatedNccl:
-    return simulated(engine.ranks[0].links)
-
-
 def begun(engine: Engine) -> int:
     """How many communicators this rank has started, ever."""
     return nccl_of(engine).live + nccl_of(engine).aborted
@@ -63,18 +59,9 @@ def name(d: Engine, *ps: Engine | str) -> None:
 
 def looks(d: Engine, count: int = 4) -> None:
     """Let D look so often at what it may do."""
-    seen = 0
-
-    def counted(look: Callable[[float], None], now: float) -> None:
-        nonlocal seen
-        seen += 1
-        look(now)
-
     partners = d.ranks[0].rank.core.decode.preconnect
-    look = partners.look
-    partners.look = lambda now: counted(look, now)
-    wait_for(lambda: seen >= count, what="D's looks")
-    partners.look = look
+    with patch.object(partners, "look", wraps=partners.look) as look:
+        wait_for(lambda: look.call_count >= count, what="D's looks")
 
 
 def test_the_first_request_starts_no_communicator(make_nccl: Make) -> None:
@@ -240,11 +227,8 @@ def test_a_p_that_restarts_gets_its_link_again(make_nccl: Make, monkeypatch: pyt
 
 def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconnect, "LEFT_SECONDS", 0.0)
-    shape = Geometry(kv_heads=4, tp=2)
-    both = plain_links("memory")
-    p = make_engine("P", shape, lambda rank: both("P", rank))
-    d = make_engine("D", shape, lambda rank: both("D", rank))
-    try:
+    with engine_maker(plain_links("memory"), Geometry(kv_heads=4, tp=2)) as make:
+        p, d = make("P"), make("D")
         name(d, p)
         for rank in range(2):
             wait_for(lambda rank=rank: ahead(d, rank) == 1, what=f"the link of rank {rank}")
@@ -254,9 +238,6 @@ def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(monkeypatch: pyt
         for each in d.ranks:
             gauges = each.rank.counters
             wait_for(lambda gauges=gauges: not gauges.snapshot()["partners"], what="all ranks hearing of it")
-    finally:
-        d.stop()
-        p.stop()
 
 
 @one_kind

@@ -7,12 +7,8 @@ import sys
 from contextlib import closing
 
 import pytest
-from engine_support import Geometry
-from memory_links import MemoryNetwork
+from engine_support import Geometry, plain_links
 from ranks_support import Crew, Processes, Prompt, plan_of, push, shape
-
-from p2pkv.links import make_factory
-from p2pkv.links.base import LinkFactory
 
 SHAPES = {
     "TP 8 to TP 8": (shape((8,), 8, 8), shape((8,), 8, 8)),
@@ -55,19 +51,13 @@ CONTEXT = {
 }
 
 
-@pytest.fixture(params=["memory", "host"])
+@pytest.fixture(params=["memory", "shared-memory"])
 def links(request):
-    network = MemoryNetwork()
-
-    def make() -> LinkFactory:
-        if request.param == "memory":
-            return network.rank()
-        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
-
+    plain = plain_links(request.param)
     # Many engine threads hand on the interpreter's lock sooner, as the connector sees to in vLLM.
     before = sys.getswitchinterval()
     sys.setswitchinterval(200e-6)
-    yield make
+    yield lambda: plain("", 0)
     sys.setswitchinterval(before)
 
 

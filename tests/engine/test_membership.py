@@ -34,10 +34,6 @@ def lone(make_memory):
     return lambda role, secret=SECRET, **options: make_memory(role, secret=secret, **options)
 
 
-def test_members_transfer_whatever_their_shapes(lone):
-    push(lone("P", geometry=Geometry(tp=2)), lone("D"))
-
-
 def test_a_member_may_ask_a_rank_what_it_counts(lone):
     p = lone("P")
     report = inspect(p.address, members=Members(SECRET))

@@ -6,9 +6,8 @@ import threading
 import time
 
 import pytest
-from engine_support import Engine, Forward, Make, break_link, on_engine_thread, prefill, step
-from links_support import simulated
-from nccl_simulated import SimulatedNccl
+from engine_support import Forward, Make, break_link, on_engine_thread, prefill, step
+from links_support import nccl_of
 from transfers import BLOCKS, arrives, ask, failure, load, push, value
 
 from p2pkv.engine import commands as do
@@ -16,10 +15,6 @@ from support.waiting import wait_for
 
 TOKENS = 32
 one_kind = pytest.mark.parametrize("make_nccl", ["nccl-polled"], indirect=True)
-
-
-def nccl_of(engine: Engine) -> SimulatedNccl:
-    return simulated(engine.ranks[0].links)
 
 
 def test_other_versions_of_nccl_are_refused_at_the_handshake(make_nccl: Make) -> None:
@@ -129,28 +124,21 @@ def test_a_frozen_d_is_not_invited_for_ever(make_nccl: Make, monkeypatch: pytest
 
 
 @one_kind
-def test_p_closes_idle_links_and_builds_them_again_under_load(make_nccl: Make) -> None:
-    p = make_nccl("P", max_links=2)
-    ds = [make_nccl("D") for _ in range(4)]
+@pytest.mark.parametrize(("side", "most"), [("P", 2), ("D", 1)])
+def test_idle_links_beyond_max_links_are_closed_and_built_again(
+    make_nccl: Make, side: str, most: int
+) -> None:
+    one = make_nccl(side, max_links=most)
+    others = [make_nccl("D" if side == "P" else "P") for _ in range(most + 2)]
     for turn in range(2):
-        for number, d in enumerate(ds):
+        for number, other in enumerate(others):
+            p, d = (one, other) if side == "P" else (other, one)
             push(p, d, f"{turn}-{number}", salt=4 * turn + number)
-        wait_for(lambda: nccl_of(p).live <= 2, what="P with two communicators")
-        wait_for(lambda: sum(nccl_of(d).live for d in ds) <= 2, what="as many on all Ds together")
-    wait_for(lambda: nccl_of(p).aborted >= 4, what="four closed links of P")
-    assert p.ranks[0].links.staging.used == 0 and p.ranks[0].links.stuck == 0
-
-
-@one_kind
-def test_d_closes_idle_links_and_p_builds_them_again(make_nccl: Make) -> None:
-    d = make_nccl("D", max_links=1)
-    ps = [make_nccl("P") for _ in range(3)]
-    for turn in range(2):
-        for number, p in enumerate(ps):
-            push(p, d, f"{turn}-{number}", salt=3 * turn + number)
-        wait_for(lambda: nccl_of(d).live <= 1, what="D with one communicator")
-        wait_for(lambda: value(d, "links") <= 1, what="D counting them")
-        wait_for(lambda: sum(nccl_of(p).live for p in ps) <= 1, what="as many on all Ps together")
+        wait_for(lambda: nccl_of(one).live <= most, what="so many communicators")
+        wait_for(lambda: value(one, "links") <= most, what="the count of them")
+        wait_for(lambda: sum(nccl_of(each).live for each in others) <= most, what="as many on all others")
+    wait_for(lambda: nccl_of(one).aborted >= 4, what="four closed links")
+    assert one.ranks[0].links.staging.used == 0 and one.ranks[0].links.stuck == 0
 
 
 @one_kind

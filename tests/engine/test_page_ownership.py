@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from engine_support import Forward, Geometry, compute, engines, plain_links, step
-from transfers import arrives, begin, ends, load, rest, scribble, value
+from transfers import arrives, ask, begin, ends, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
 from p2pkv.kv.cache import PagedCache
@@ -25,9 +25,7 @@ LONG_ENOUGH = 0.5
 
 def test_nothing_is_read_before_the_forward_has_written_it():
     with engines(ONE, ONE, plain_links("memory")) as (p, d):
-        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-        p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
-        load(d)
+        ask(p, d)
         forwards = [Forward() for _ in p.ranks[0].pages]
         p.do(do.PromptBlocks("k", (BLOCKS,)))
         for layer, forward in enumerate(forwards):

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import threading
 
-import ipc_simulated
-import nccl_simulated
 import pytest
-from engine_support import Geometry, engines, plain_links, prefill, step, wrong_cells
-from links_support import NCCL_KINDS, ipc_links, nccl_links
+from engine_support import Geometry, engines, prefill, step, wrong_cells
+from links_support import NCCL_KINDS
 from transfers import arrives, ask, begin, ends, expect, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
@@ -23,16 +21,8 @@ TOKEN = 4 * 2 * 8 * 4
 """Bytes of one."""
 
 
-@pytest.fixture(params=["memory", "host", "ipc", *NCCL_KINDS])
-def links(request):
-    if request.param in NCCL_KINDS:
-        yield lambda side, rank: nccl_links(blocking=request.param == "nccl-blocking", staging=1 << 20)
-    elif request.param == "ipc":
-        yield lambda side, rank: ipc_links(1 << 20, receives=side == "D")
-    else:
-        yield plain_links(request.param)
-    ipc_simulated.let_go()
-    nccl_simulated.let_go()
+EVERY_KIND = ("memory", "shared-memory", "ipc", *NCCL_KINDS)
+pytestmark = pytest.mark.parametrize("links", EVERY_KIND, indirect=True)
 
 
 @pytest.fixture

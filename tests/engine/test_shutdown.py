@@ -9,15 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from engine_support import Engine, Geometry, Make, engine_maker, step, wrong_cells
+from engine_support import Engine, Geometry, Make, engine_maker, plain_links, step, wrong_cells
 from links_support import leftovers
-from memory_links import MemoryNetwork
 from transfers import BLOCKS, arrives, begin, load, push, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import FINISH_SECONDS
-from p2pkv.links.base import LinkFactory
-from p2pkv.links.host import HostLinks
 from support.waiting import wait_for
 
 ONE = Geometry()
@@ -25,16 +22,9 @@ LEASE = 60.0
 """Seconds: what ends in these tests does not end by a lease, if nothing else is said."""
 
 
-@pytest.fixture(params=["memory", "shared memory", "tcp"])
-def make(request) -> Iterator[Make]:
-    network = MemoryNetwork()
-
-    def links(role: str, rank: int) -> LinkFactory:
-        if request.param == "memory":
-            return network.rank()
-        return HostLinks("127.0.0.1", 1 << 20, request.param == "shared memory")
-
-    with engine_maker(links, lease_seconds=LEASE) as make:
+@pytest.fixture(params=["memory", "shared-memory", "tcp"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    with engine_maker(plain_links(request.param), lease_seconds=LEASE) as make:
         yield make
 
 

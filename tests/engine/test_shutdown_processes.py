@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step
+from engine_support import Engine, at_baseline, engine_maker, plain_links, prefill, step
 from links_support import Peer, leftovers, starting
 from transfers import BLOCKS, arrives, expect, failure, load, rest, value
 
 from p2pkv.control.discovery import Ping, decode_ping
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
-from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 from support.waiting import wait_for
 
@@ -26,7 +25,7 @@ EXIT_SECONDS = 15.0
 """For the interpreter to end too; the rank itself takes two at most."""
 
 
-@pytest.fixture(params=["shared", "tcp"])
+@pytest.fixture(params=["shared-memory", "tcp"])
 def mode(request) -> str:
     return request.param
 
@@ -59,12 +58,8 @@ def start(mode: str, proxy) -> Iterator[Callable[..., Peer]]:
 
 @contextlib.contextmanager
 def engine(role: str, mode: str) -> Iterator[Engine]:
-    links = HostLinks("127.0.0.1", 1 << 20, mode == "shared")
-    made = make_engine(role, Geometry(), lambda rank: links, lease_seconds=LEASE)
-    try:
-        yield made
-    finally:
-        made.stop()
+    with engine_maker(plain_links(mode), lease_seconds=LEASE) as make:
+        yield make(role)
 
 
 def order(peer: Peer, what: str, key: str, other: Engine, tokens: int = 96) -> None:
@@ -102,7 +97,7 @@ def test_a_killed_d_leaves_no_memory_behind_and_the_next_one_is_served_at_once(m
         order(d, "load", "k", p)
         step(p, "k", BLOCKS, 0, 48)
         wait_for(lambda: value(p, "bytes_sent"))
-        assert bool(leftovers()[1]) is (mode == "shared")
+        assert bool(leftovers()[1]) is (mode == "shared-memory")
         d.kill()
         p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))

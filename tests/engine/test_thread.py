@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,10 +35,8 @@ def a_rank(**options: Any) -> TestRank:
 
 
 def test_a_thread_that_cannot_begin_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_stream(device: torch.device) -> Any:
-        raise RuntimeError("CUDA cannot make a stream for p2pkv")
-
-    monkeypatch.setattr(engine_thread, "own_stream", no_stream)
+    no_stream = RuntimeError("CUDA cannot make a stream for p2pkv")
+    monkeypatch.setattr(engine_thread, "own_stream", Mock(side_effect=no_stream))
     with pytest.raises(RuntimeError, match=r"engine thread has ended.*cannot make a stream.*restart"):
         a_rank()
 
@@ -46,11 +45,8 @@ def test_a_thread_that_ends_is_not_announced_and_fails_the_next_step(
     made: TestRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert made.rank.trouble() == ""
-
-    def end(now: float) -> None:
-        raise SystemExit("a thread's end")  # what `_guarded` does not catch
-
-    monkeypatch.setattr(made.rank.core, "turn", end)
+    end = SystemExit("a thread's end")  # what `_guarded` does not catch
+    monkeypatch.setattr(made.rank.core, "turn", Mock(side_effect=end))
     wait_for(lambda: not made.rank.alive, what="the end of the thread")
     assert "engine thread has ended" in made.rank.trouble()
     assert [each for each in caplog.records if each.levelname == "CRITICAL"]

@@ -95,6 +95,10 @@ def steps(out: Path) -> list[Step]:
         command = (*tests, "tests/gpu/test_servers.py", "-k", setting)
         return Step(name, what, command, gpus, 400.0, boxes=boxes)
 
+    def pushes(name: str, what: str, chosen: str, gpus: int, *boxes: str, also: Sequence[str] = ()) -> Step:
+        command = (*tests, "tests/gpu/test_push.py", *also, "-k", chosen)
+        return Step(name, what, command, gpus, 240.0, wheels, boxes=boxes)
+
     return [
         Step("environment", "Python, packages and devices", (python, "-c", ENVIRONMENT), seconds=60),
         Step("driver", "what the driver says", ("nvidia-smi",), seconds=30),
@@ -116,17 +120,13 @@ def steps(out: Path) -> list[Step]:
                 "a gather on the engine's stream does not wait for the forward's stream",
             ),
         ),
-        Step(
+        pushes(
             "one card",
             "two ranks on one card: pushes compared, a peer killed, links aborted",
-            (*tests, "tests/gpu/test_push.py", "-k", "(one_gpu or one-gpu) and not ipc"),
+            "(one_gpu or one-gpu) and not ipc",
             1,
-            240.0,
-            boxes=(
-                "NCCL joins two ranks on one card, and bytes on D equal bytes on P",
-                "D is killed in mid-transfer: its link is aborted within three leases, and the next D gets "
-                "another",
-            ),
+            "NCCL joins two ranks on one card, and bytes on D equal bytes on P",
+            "D is killed in mid-transfer: its link is aborted within three leases, and the next D gets one",
         ),
         servers(
             "servers, one card",
@@ -136,17 +136,13 @@ def steps(out: Path) -> list[Step]:
             "a P and a D of vLLM on one card answer as a single server, and all checksums agree",
             "D decodes on while prompts arrive, and when P is killed (figures below)",
         ),
-        Step(
+        pushes(
             "CUDA IPC, one card",
             "link: ipc between two processes on one card: pushes compared, a peer killed",
-            (*tests, "tests/gpu/test_push.py", "-k", "ipc-on-one-gpu"),
+            "ipc-on-one-gpu",
             1,
-            180.0,
-            wheels,
-            boxes=(
-                "memory that one process exports (cuMem) is mapped by another: bytes on D equal bytes on P",
-                "D is killed in mid-transfer: P's writes fault nothing, and the next D gets a link",
-            ),
+            "memory that one process exports (cuMem) is mapped by another: bytes on D equal bytes on P",
+            "D is killed in mid-transfer: P's writes fault nothing, and the next D gets a link",
         ),
         servers(
             "servers, one card, CUDA IPC",
@@ -155,13 +151,13 @@ def steps(out: Path) -> list[Step]:
             1,
             "a P and a D of vLLM on one card answer as a single server over link: ipc",
         ),
-        Step(
+        pushes(
             "two cards",
             "the same as on one card between two cards",
-            (*tests, "tests/gpu/test_push.py", "tests/gpu/test_bench_gpu.py", "-k", "two-gpus and not ipc"),
+            "two-gpus and not ipc",
             2,
-            240.0,
-            boxes=("bytes on D equal bytes on P between two cards, by NVLink or PCIe",),
+            "bytes on D equal bytes on P between two cards, by NVLink or PCIe",
+            also=["tests/gpu/test_bench_gpu.py"],
         ),
         servers(
             "servers, two cards",
@@ -170,16 +166,12 @@ def steps(out: Path) -> list[Step]:
             2,
             "a P and a D of vLLM on a card each answer as a single server",
         ),
-        Step(
+        pushes(
             "CUDA IPC, two cards",
             "link: ipc between two cards that reach each other's memory",
-            (*tests, "tests/gpu/test_push.py", "-k", "ipc-on-two-gpus"),
+            "ipc-on-two-gpus",
             2,
-            180.0,
-            wheels,
-            boxes=(
-                "a gather over NVLink or PCIe into another process's memory: bytes on D equal bytes on P",
-            ),
+            "a gather over NVLink or PCIe into another process's memory: bytes on D equal bytes on P",
         ),
         servers(
             "servers, two cards, CUDA IPC",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
 import torch
-from kv_support import POISON, Seeded, check_exchange
+from kv_support import POISON, check_exchange
 
 from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, Memory
 from p2pkv.device import make_recorder, own_stream
@@ -28,7 +29,7 @@ def cuda() -> torch.device:
 @pytest.mark.parametrize("part", range(10))
 def test_a_rectangle_travels_between_any_two_layouts(part: int) -> None:
     for seed in range(part * 30, part * 30 + 30):
-        check_exchange(Seeded(seed), "cuda")
+        check_exchange(random.Random(seed), "cuda")
 
 
 def test_kernels_and_torch_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

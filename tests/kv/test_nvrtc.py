@@ -81,11 +81,3 @@ def test_a_mistake_in_the_text_fails_with_nvrtcs_own_words(monkeypatch: pytest.M
     assert broken != kernel_source()
     with pytest.raises(compiler.CompileException, match='error: identifier "frist" is undefined'):
         compiled(monkeypatch, "H100 and H200", source=broken)
-
-
-def test_a_kernel_that_is_left_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = kernel_source().replace("P2PKV_BOTH(16, uint4)", "")
-    assert without != kernel_source()
-    text = compiled(monkeypatch, "A100", ptx=True, source=without).decode()
-    missing = set(kernel_names()) - set(re.findall(r"\.entry (\w+)\(", text))
-    assert missing == {"p2pkv_gather_16", "p2pkv_scatter_16"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import Columns, Copier, KernelCopier, StorageCopier, columns_on_device
 from p2pkv.kv.layouts import LayerPages, Rows, pages_of
 from p2pkv.kv.uploads import DIGESTS, MOST_RECENT, SEGMENTS, Digests, Ring, Uploads
+from support.waiting import wait_for
 
 CUDA = torch.device("cuda", 0)
 BLOCK, HEADS, CONTENT, LAYERS = 16, 2, 32, 4
@@ -295,9 +295,7 @@ def test_a_ring_is_used_round_and_round(cuda: PretendCuda) -> None:
         cuda.device.queue(lambda on_device=on_device: seen.append(on_device.tolist()))  # a kernel's look
     waited = threading.Thread(target=uploads, args=(np.full(ring.segment, -1),))
     waited.start()
-    end = time.monotonic() + 20
-    while not cuda.device.waiting:
-        assert time.monotonic() < end
+    wait_for(lambda: cuda.device.waiting, what="the wait for the ring")
     cuda.device.run(2)
     waited.join(20)
     assert not waited.is_alive() and cuda.calls == []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import ipc_simulated
 import nccl_simulated
 import pytest
-from links_support import HOST_WINDOW, KINDS, make_factories
+from links_support import HOST_WINDOW, KINDS, NCCL_KINDS, make_factories
 
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
@@ -18,6 +18,12 @@ def factories(request: pytest.FixtureRequest) -> Iterator[tuple[LinkFactory, Lin
     yield pair
     for factory in pair:
         factory.close()
+
+
+@pytest.fixture(params=NCCL_KINDS)
+def blocking(request: pytest.FixtureRequest) -> bool:
+    """Of the bindings of NCCL."""
+    return request.param == "nccl-blocking"
 
 
 @pytest.fixture

@@ -22,13 +22,6 @@ def moves_alone(factories: Factories) -> bool:
     return factories[0].kind.startswith("nccl")
 
 
-def test_bytes_arrive_and_both_ends_return_to_zero(factories: Factories) -> None:
-    pair = connect(factories, WINDOW)
-    for seed, nbytes in enumerate((1, 63, 64, 65, 4097, WINDOW)):
-        pair.carry(nbytes, seed)
-        assert (pair.inbound.used, pair.outbound.used) == (0, 0)
-
-
 def test_a_send_is_not_done_before_it_is_committed_and_received(factories: Factories) -> None:
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(100)
@@ -208,12 +201,6 @@ def test_blobs_are_checked(factories: Factories, blob: bytes) -> None:
         p.complete(invitation, acceptance)
 
 
-def test_a_kind_is_what_is_tried_under_its_name() -> None:
-    """And not another one, in the place of one that `make_factories` does not know."""
-    with pytest.raises(ValueError, match="'gloo'; it must be one of"):
-        make_factories("gloo")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_aborts_every_link(kind: str) -> None:
     factories = make_factories(kind)
@@ -228,39 +215,6 @@ def test_close_aborts_every_link(kind: str) -> None:
         assert end.used == 0
         with pytest.raises(LinkError, match="closed"):
             end.poll()
-
-
-def test_ends_whose_owner_announces_each_send(factories: Factories) -> None:
-    """As engines do: P announces each send and launches it, and D launches its receive."""
-    for factory in factories:
-        factory.announced = True
-    pair = connect(factories, WINDOW)
-    receives = [pair.inbound.post(100) for _ in range(4)]
-    sends = []
-    for number, receive in enumerate(receives):
-        assert receive is not None
-        send = pair.outbound.reserve(100, receive.remote_slot)
-        assert send is not None
-        send.buffer.fill_(number)
-        send.commit()
-        sends.append(send)
-    said = 0
-
-    def turn() -> bool:
-        nonlocal said
-        pair.poll()
-        while said < len(sends) and pair.outbound.due():
-            said += 1
-            pair.outbound.launch()
-            pair.inbound.launch()
-        return all(receive is not None and receive.done() for receive in receives)
-
-    wait_for(turn)
-    for number, receive in enumerate(receives):
-        assert receive is not None and receive.buffer.unique().tolist() == [number]
-        receive.release()
-    pair.until(lambda: all(send.done() for send in sends))
-    assert pair.inbound.used == pair.outbound.used == 0
 
 
 # What versions promise: a link between a rank of this version and one of 0.1.0 comes up.

@@ -77,17 +77,3 @@ def test_frozen_then_awake(who: str) -> None:
     frozen.frozen = False
     pair.until(lambda: receive.done() and send.done())
     assert torch.equal(receive.buffer, send.buffer)
-
-
-@pytest.mark.parametrize("who", ["P", "D"])
-def test_a_dead_rank_is_never_reported(who: str) -> None:
-    network = MemoryNetwork()
-    p, d = network.rank(), network.rank()
-    pair = connect((p, d), WINDOW)
-    receive, send = pair.begin(100)
-    send.commit()
-    (p if who == "P" else d).die()
-    for _ in range(20):
-        pair.poll()
-        assert not receive.done() and not send.done()
-    assert connect((network.rank(), network.rank()), WINDOW).inbound.post(1) is not None

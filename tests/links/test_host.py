@@ -186,8 +186,9 @@ def test_make_factory() -> None:
     factory = make_factory("auto", host="127.0.0.1", staging_bytes=1 << 20)
     assert factory.kind == "host"
     factory.close()
-    with pytest.raises(ValueError, match="needs a CUDA device, and there is none; use 'auto' or 'host'"):
-        make_factory("nccl", host="127.0.0.1", staging_bytes=1 << 20)
+    for kind in ("nccl", "ipc"):
+        with pytest.raises(ValueError, match=f"'{kind}', which needs a CUDA device, and there is none; use"):
+            make_factory(kind, host="127.0.0.1", staging_bytes=1 << 20)
     with pytest.raises(ValueError, match="'gloo'; it must be one of auto, host"):
         make_factory("gloo", host="127.0.0.1", staging_bytes=1 << 20)
     with pytest.raises(ValueError, match="staging_bytes is 0"):

@@ -16,7 +16,7 @@ import torch
 from ipc_simulated import GRANULARITY, SimulatedGpu, SimulatedMemory
 from links_support import Pair, connect, ipc_links
 
-from p2pkv.links import base, cuda_memory, ipc, ipc_ends, ipc_socket, make_factory
+from p2pkv.links import base, cuda_memory, ipc, ipc_ends, ipc_socket
 from p2pkv.links.base import LinkError
 from p2pkv.links.cuda_memory import CudaError, allocate, open_block
 from p2pkv.links.ipc import IpcAcceptance, IpcInvitation, IpcLinks
@@ -254,11 +254,6 @@ def test_another_host_or_container(
     p._host = elsewhere[0] or boot, elsewhere[1] or network
     with pytest.raises(LinkError, match=sentence):
         d.accept(p.invite(), WINDOW)
-
-
-def test_no_device_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="'ipc', which needs a CUDA device"):
-        make_factory("ipc", host="127.0.0.1", staging_bytes=WINDOW)
 
 
 def test_memory_that_cannot_be_exported_is_a_sentence() -> None:

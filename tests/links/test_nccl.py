@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from links_support import NCCL_KINDS, connect, nccl_links, simulated
+from links_support import connect, nccl_links, simulated
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
@@ -23,28 +23,15 @@ from support.waiting import wait_for
 WINDOW = 1 << 16
 
 
-@pytest.fixture(params=NCCL_KINDS)
-def blocking(request: pytest.FixtureRequest) -> bool:
-    return request.param == "nccl-blocking"
-
-
 def both(blocking: bool, **how: object) -> tuple[NcclLinks, NcclLinks]:
     return nccl_links(blocking=blocking, **how), nccl_links(blocking=blocking, **how)  # type: ignore[arg-type]
 
 
 def error_of(call: Callable[[], object]) -> str:
     """Call until it raises LinkError; its sentence."""
-    caught: list[str] = []
-
-    def tried() -> bool:
-        try:
-            call()
-        except LinkError as error:
-            caught.append(str(error))
-        return bool(caught)
-
-    wait_for(tried)
-    return caught[0]
+    with pytest.raises(LinkError) as caught:
+        wait_for(lambda: call() and False)
+    return str(caught.value)
 
 
 # Coming up.
@@ -73,22 +60,6 @@ def test_ready_means_that_a_message_has_gone_through(blocking: bool) -> None:
     wait_for(lambda: inbound.ready() and outbound.ready())
     for links in (p, d):
         assert len(simulated(links).last) == 1 and all(op.done for op in simulated(links).last.values())
-
-
-def test_a_receive_is_launched_by_poll_and_not_when_it_is_posted(blocking: bool) -> None:
-    """Its grant goes out in between."""
-    pair = both(blocking)
-    link = connect(pair, WINDOW)
-    link.carry(100)
-    (before,) = simulated(pair[1]).last.values()
-    receive = link.inbound.post(100)
-    assert receive is not None
-    assert list(simulated(pair[1]).last.values()) == [before]
-    send = link.outbound.reserve(100, receive.remote_slot)
-    assert send is not None
-    send.commit()
-    link.until(lambda: receive.done() and send.done())
-    receive.release()
 
 
 def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -> None:
@@ -160,11 +131,8 @@ def test_an_error_that_nccl_reports_breaks_the_link(blocking: bool) -> None:
 def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = connect(both(True), WINDOW)
     pair.begin(100)
-
-    def fail(self: object) -> bool:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(SimulatedEvent, "ready", fail)
+    failed = RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(SimulatedEvent, "ready", Mock(side_effect=failed))
     with pytest.raises(LinkError, match="device has failed: an illegal memory access"):
         pair.inbound.poll()
     monkeypatch.undo()
@@ -264,10 +232,12 @@ def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     monkeypatch.setattr(
         SimulatedNccl, "queue", lambda *given: launched.append("S" if given[2].send else "R") or true(*given)
     )
-    done = False
+    done = True
     monkeypatch.setattr(before, "ready", lambda: done)
     receive = pair.inbound.post(10)
     assert receive is not None
+    assert launched == [], "its grant goes out first"
+    done = False
     pair.inbound.poll()
     assert launched == []
     done = True
@@ -290,11 +260,8 @@ def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     monkeypatch.setattr("p2pkv.links.nccl.load_nccl", lambda channels: SimulatedNccl())
-
-    def full(*shape: object, **how: object) -> torch.Tensor:
-        raise torch.cuda.OutOfMemoryError("tried to allocate")
-
-    monkeypatch.setattr(torch, "empty", full)
+    full = torch.cuda.OutOfMemoryError("tried to allocate")
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=full))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 80 << 30))
     with pytest.raises(
         ValueError, match=r"staging_bytes is 0 MiB, and of the 81,920 MiB of cuda:3 only 1 MiB"

@@ -30,11 +30,6 @@ AHEAD = 4
 SECONDS = 20.0
 
 
-@pytest.fixture(params=NCCL_KINDS)
-def blocking(request: pytest.FixtureRequest) -> bool:
-    return request.param == "nccl-blocking"
-
-
 @dataclass
 class Line:
     """One link, and what the engines say about it: grants, and with `announced` that a send is launched."""
@@ -169,22 +164,6 @@ def test_d_computes_while_p_decides(blocking: bool, queues: int, announced: bool
         mesh.turns_of_d()
     mesh.deliver(AHEAD)
     assert model.runs(SECONDS)
-
-
-def test_the_simulation_shows_a_step_that_waits_for_p(
-    blocking: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As before: all receives launched as they are granted. The second one holds its queue."""
-    monkeypatch.setattr(nccl_ends, "ON_DEVICE", 64)
-    mesh = Mesh(blocking, announced=False)
-    model = mesh.model("D")
-    mesh.grant()
-    gpus = mesh.gpus[1]
-    wait_for(lambda: mesh.turns_of_d(1) or all(gpu.launched == 2 * AHEAD for gpu in gpus))
-    ends = model.step()
-    assert all(gpu.held_up(end) for gpu, end in zip(gpus, ends, strict=True))
-    mesh.deliver(AHEAD)
-    assert all(gpu.wait(end, SECONDS) for gpu, end in zip(gpus, ends, strict=True))
 
 
 def test_links_that_are_not_announced_hold_one_operation_each(blocking: bool) -> None:

@@ -8,18 +8,17 @@ from contextlib import suppress
 
 import pytest
 import torch
-from links_support import NCCL_KINDS, Peer, ipc_links, leftovers, nccl_links, receive_all, send_all, starting
+from links_support import NCCL_KINDS, Peer, leftovers, links_of, nccl_links, receive_all, send_all, starting
 
 from p2pkv.links import ipc_ends
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Receive, Send
-from p2pkv.links.host import HostLinks
 from p2pkv.links.shared_memory import SharedOutbound
 from p2pkv.links.tcp import TcpOutbound
 from support.waiting import wait_for
 
 SIZES = [1, 4096, 100_001, 1 << 21, (1 << 22) + 7]
 WINDOW = 1 << 23
-HOST = {"shared": SharedOutbound, "tcp": TcpOutbound}
+HOST = {"shared-memory": SharedOutbound, "tcp": TcpOutbound}
 MODES = (*HOST, "ipc", *NCCL_KINDS)
 POLLS = 200
 
@@ -43,13 +42,7 @@ def start(mode: str) -> Iterator[Callable[[str], Peer]]:
 def links(mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkFactory]:
     monkeypatch.setattr(ipc_ends, "ORPHAN_SECONDS", 0.1)
     before = leftovers()
-    made: LinkFactory
-    if mode in HOST:
-        made = HostLinks("127.0.0.1", 1 << 25, mode == "shared")
-    elif mode == "ipc":
-        made = ipc_links(2 * WINDOW)
-    else:
-        made = nccl_links(blocking=mode == "nccl-blocking", staging=2 * WINDOW)
+    made = links_of(mode, 4 * WINDOW if mode in HOST else 2 * WINDOW)
     yield made
     wait_for(lambda: made.staging.used == 0, what="the return of all staging")
     made.close()

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from links_support import KINDS, connect, make_factories, noise
 
@@ -80,6 +80,7 @@ class Conversation:
     window=st.integers(5000, 20000),
     seed=st.integers(0, 1 << 30),
 )
+@example(sizes=[1, 63, 64, 65, 4097, 65536], window=65536, seed=0)
 @settings(deadline=None, max_examples=20)
 def test_every_interleaving_delivers(kind: str, sizes: list[int], window: int, seed: int) -> None:
     talk = Conversation(kind, sizes, window, seed)

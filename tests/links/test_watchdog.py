@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from links_support import NCCL_KINDS, Pair, connect, nccl_links, simulated
+from links_support import Pair, connect, nccl_links, simulated
 from nccl_simulated_gpu import SimulatedGpu
 
 from p2pkv.links.base import LinkError
@@ -16,11 +16,6 @@ from support.waiting import wait_for
 
 WINDOW = 1 << 16
 SECONDS = 0.2
-
-
-@pytest.fixture(params=NCCL_KINDS)
-def blocking(request: pytest.FixtureRequest) -> bool:
-    return request.param == "nccl-blocking"
 
 
 def hanging(blocking: bool) -> tuple[SimulatedGpu, NcclLinks, Pair]:
@@ -35,12 +30,9 @@ def hanging(blocking: bool) -> tuple[SimulatedGpu, NcclLinks, Pair]:
     return gpu, d, pair
 
 
-def synchronised(gpu: SimulatedGpu, seconds: float = 20.0) -> None:
+def synchronised(gpu: SimulatedGpu) -> None:
     """What a call that takes memory may do: wait for all that runs on the device (kv/test_uploads.py)."""
-    end = time.monotonic() + seconds
-    while gpu.launched:
-        assert time.monotonic() < end, "nobody has freed the device"
-        time.sleep(0.001)
+    wait_for(lambda: not gpu.launched, what="somebody who frees the device")
 
 
 def test_a_turn_that_hangs_on_the_device_ends_when_its_links_are_broken(blocking: bool) -> None:

@@ -198,29 +198,11 @@ def test_overlapping_pieces_are_refused_and_leave_nothing_behind(extent: Extent,
     coverage.reserve((other,))
 
 
-def test_a_start_inside_a_unit_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match=r"tokens from 8 on are wanted.*multiples of 16"):
-        Extent(0, 0, 1, 8, 32, 16, 1)
-
-
 def test_a_piece_of_another_group_is_refused() -> None:
     coverage = Coverage(Extents({1: Extent(1, 0, 2, 0, 8, 1, 1)}))
     with pytest.raises(RemoteProtocolError, match="does not lie in what was asked for"):
         coverage.reserve((Piece(0, 0, 2, 0, 8),))
     assert coverage.reserve((Piece(1, 0, 2, 0, 8),)) == 16
-
-
-def test_a_row_per_request_travels_when_all_wanted_tokens_are_there() -> None:
-    extent = Extent(0, 0, 2, 0, 1, 1, 5, ready=40)
-    assert [extent.sendable(tokens) for tokens in (0, 1, 39, 40, 99)] == [0, 0, 0, 1, 1]
-    assert extent.nbytes == 10
-
-
-def test_the_last_unit_travels_when_its_wanted_tokens_are_there() -> None:
-    extent = Extent(0, 0, 1, 16, 40, 16, 1)
-    assert [extent.sendable(tokens) for tokens in (0, 31, 32, 39, 40, 99)] == [16, 16, 32, 32, 48, 48]
-    assert (extent.ceiling, extent.nbytes) == (48, 2)
-    assert Extent(0, 0, 4, 16, 16, 16, 1).nbytes == 0
 
 
 def test_whole_layers_share_a_chunk_and_a_limit_below_a_row_still_moves() -> None:
@@ -240,12 +222,6 @@ def test_one_look_at_what_is_computed_fills_all_chunks_as_one_for_each_would() -
     ready, other = {0: [9, 9, 4, 4, 0], 1: [7, 8]}, Cutter(extents)
     chunks = [pieces for _, pieces in Cutter(extents).chunks(ready, 20, True, 99)]
     assert chunks == [cut(other, ready, 20) for _ in chunks] and not cut(other, ready, 20)
-
-
-def test_a_row_larger_than_the_limit_fills_a_chunk_alone() -> None:
-    cutter = Cutter(Extents({0: Extent(0, 0, 3, 0, 1, 1, 10)}))
-    cuts = [cut(cutter, {0: [1, 0, 1]}, 4) for _ in range(3)]
-    assert cuts == [(Piece(0, 0, 1, 0, 1),), (Piece(0, 2, 3, 0, 1),), ()]
 
 
 def test_a_chunk_never_has_more_pieces_than_a_message_takes() -> None:

@@ -26,6 +26,13 @@ class Clock:
         self.now, _, act = heapq.heappop(self._due)
         act()
 
+    def pass_by(self, seconds: float) -> None:
+        """Let so much time pass."""
+        end = self.now + seconds
+        self.after(seconds, lambda: None)
+        while self.now < end:
+            self.step()
+
 
 class Alarm:
     """One thing that is done at the earliest of the times that were asked for."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chaos.schedule import LEASE
-from hostile_support import DEEP, nearly_right
+from hostile_support import nonsense
 from protocol.samples import KINDS, example
 from virtual.network import Endpoint, Network
 
@@ -35,7 +35,7 @@ class Stranger:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._endpoint = Endpoint("X", Address("127.0.0.1", 6000), network, lambda: None)
-        self._wrong = [*DEEP, *(each for kind in KINDS for each in nearly_right(example(kind), m.encode))]
+        self._wrong = list(nonsense())
         self._right = [m.encode(example(kind)) for kind in KINDS]
 
     def harass(self, machine: Machine, draw: random.Random) -> None:

@@ -38,8 +38,8 @@ class Worker:
         role, place = machine.name[0], machine.outside
         self.life = life
         self.machine = machine
-        self.wires = machine.wires.rank(STAGING)
-        self.links = FaultyLinks(self.wires, Faults(delay_polls=3), machine.draw.randrange(1 << 30))
+        wires = machine.wires.rank(STAGING)
+        self.links = FaultyLinks(wires, Faults(delay_polls=3), machine.draw.randrange(1 << 30))
         self.endpoint = Endpoint(machine.name, place.shifted(pages.rank), machine.network, self.ring)
         room = {"staging_bytes": STAGING, "prefetch_bytes": STAGING, "chunk_bytes": machine.chunk_bytes}
         options = machine.build.options(role, place, stall_seconds=STALL, **room)
@@ -191,7 +191,6 @@ class Machine:
         if life is not None:
             life.alive = False
             for worker in life.workers:
-                worker.wires.die()
                 worker.endpoint.vanish()
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import transfers
 from engine_support import (
     DEFAULTS,
     Engine,
@@ -20,7 +21,6 @@ from engine_support import (
     make_pages,
     prefill,
     step,
-    wrong_cells,
 )
 from memory_links import MemoryNetwork
 from transfers import BLOCKS, TOKENS, value
@@ -89,7 +89,6 @@ class VirtualRank:
     def vanish(self) -> None:
         """Die as by kill -9."""
         self.alive = False
-        self.wires.die()
         self.endpoint.vanish()
 
 
@@ -171,10 +170,8 @@ class VirtualPair:
 
     def rest(self, *keys: str) -> None:
         """Both sides forget these requests, and hold nothing."""
-        for key in keys:
-            self.p.wait(do.BlocksFree(key))
-            for engine in (self.p, self.d):
-                engine.do(do.Forget(key))
+        if keys:
+            transfers.ends(self.p, self.d, *keys)
         self.until(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")
 
 
@@ -193,7 +190,7 @@ TOKEN = 4 * 2 * 8 * 4
 
 
 def expect(pair: VirtualPair, key: str = "k", tokens: int = TOKENS) -> None:
-    pair.d.do(do.Expect(key, pair.p.address, tokens, b"digest"))
+    transfers.expect(pair.p, pair.d, key, tokens=tokens)
 
 
 def computed(pair: VirtualPair, key: str = "k") -> None:
@@ -215,23 +212,13 @@ def queued(pair: VirtualPair) -> None:
 
 def load(pair: VirtualPair, key: str = "k") -> None:
     """D has blocks for it, and gets what P has computed."""
-    pair.d.wait(do.Begun(key))
-    pair.d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
-    pair.d.wait(do.Loaded(key), LEASE)
-    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-
-
-def begin(pair: VirtualPair) -> None:
-    """D waits for 96 tokens, of which P has computed none."""
-    expect(pair)
-    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
-    pair.d.wait(do.Begun("k"))
-    pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
+    transfers.load(pair.d, key)
+    transfers.arrives(pair.d, key, seconds=LEASE)
 
 
 def half_a_push(pair: VirtualPair) -> None:
-    """48 of the 96 tokens are computed and pushed."""
-    begin(pair)
+    """D waits for 96 tokens, of which 48 are computed and pushed."""
+    transfers.ask(pair.p, pair.d)
     step(pair.p, "k", BLOCKS, 0, HALF)
     pair.until(lambda: value(pair.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import prefill, step, wrong_cells
+from engine_support import step
+from transfers import arrives, begin, load
 from virtual.pair import BLOCKS, HALF, LEASE, TOKENS, VirtualPair, half_a_push, nothing_was_lost, value
 
 from p2pkv.engine import commands as do
@@ -32,16 +33,13 @@ def exchange(pair: VirtualPair, keys: list[str], seconds: float = 20.0) -> None:
     ways = [(pair.p, pair.d, "there", there, 0), (pair.d, pair.p, "back", back, 1)]
     for p, d, name, blocks, salt in ways:
         for key in keys:
-            d.do(do.Expect(f"{name} {key}", p.address, TOKENS, b"digest"))
-            prefill(p, f"{name} {key}", d.address, TOKENS, blocks, chunk=TOKENS, salt=salt)
+            begin(p, d, f"{name} {key}", blocks=blocks, salt=salt)
     for _, d, name, _, _ in ways:
         for key in keys:
-            d.wait(do.Begun(f"{name} {key}"))
-            d.do(do.Load(f"{name} {key}", 0, TOKENS - 1, (loaded,)))
+            load(d, f"{name} {key}", blocks=loaded)
     for _, d, name, _, salt in ways:
         for key in keys:
-            d.wait(do.Loaded(f"{name} {key}"), seconds)
-        assert wrong_cells(d.ranks[0], loaded, 0, TOKENS - 1, salt) == []
+            arrives(d, f"{name} {key}", blocks=loaded, salt=salt, seconds=seconds)
 
 
 @pytest.mark.parametrize("count", [1, 8])

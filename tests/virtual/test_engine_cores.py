@@ -4,15 +4,18 @@ one whose step hangs. And each state of a transfer ends by itself, however livel
 from __future__ import annotations
 
 import pytest
+from engine_support import step
+from transfers import arrives, ask
 from virtual.pair import (
+    BLOCKS,
     GRACE,
+    HALF,
     LEASE,
     LONG,
     STALL,
     TOKENS,
     VirtualEngine,
     VirtualPair,
-    begin,
     computed,
     ends_well,
     expect,
@@ -66,7 +69,7 @@ def heal(engine: VirtualEngine) -> None:
 def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, trouble: str, when: str) -> None:
     expect(pair)
     if when == "begun":
-        begin(pair)
+        ask(pair.p, pair.d)
     else:
         pair.p.do(do.Hold("k", pair.d.address))
     pair.until(lambda: value(pair.p, "prompts"), what="P's word of it")
@@ -243,4 +246,7 @@ def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: Vi
 
 def test_a_load_that_moves_may_last_longer_than_any_wait(pair: VirtualPair) -> None:
     half_a_push(pair)
-    assert not pair.d.failures
+    for token in range(HALF, TOKENS - 1):
+        pair.lasts(lambda: kept(pair), 2 * WAIT / HALF)
+        step(pair.p, "k", BLOCKS, token, token + 1)
+    arrives(pair.d)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_support import step, wrong_cells
-from transfers import arrives
+from transfers import arrives, ask
 from virtual.pair import (
     BLOCKS,
     GRACE,
@@ -14,7 +14,6 @@ from virtual.pair import (
     STALL,
     TOKENS,
     VirtualPair,
-    begin,
     computed,
     ends_well,
     expect,
@@ -182,7 +181,7 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
     if when == "before D asks":
         silence()
     if when == "with a chunk under way":
-        begin(pair)
+        ask(pair.p, pair.d)
         step(pair.p, "k", BLOCKS, 0, TOKENS)
         pair.until(lambda: value(pair.d, "receives_posted"), what="a receive")
         silence()
@@ -217,23 +216,6 @@ def test_a_silence_counts_only_while_it_could_have_been_heard(pair: VirtualPair)
     pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
     arrives(pair.d, seconds=3 * LEASE)
     ends_well(pair)
-
-
-def test_p_dies_in_mid_transfer(pair: VirtualPair) -> None:
-    half_a_push(pair)
-    pair.p.rank.vanish()
-    pair.until(lambda: pair.d.failures, LEASE + GRACE)
-    pair.d.do(do.Forget("k"))
-    pair.until(lambda: not value(pair.d, "requests") and not value(pair.d, "staging_bytes"), GRACE)
-
-
-def test_d_dies_in_mid_transfer(pair: VirtualPair) -> None:
-    half_a_push(pair)
-    pair.d.rank.vanish()
-    step(pair.p, "k", BLOCKS, HALF, TOKENS)
-    pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
-    pair.p.do(do.Forget("k"))
-    pair.until(lambda: not value(pair.p, "prompts_held") and not value(pair.p, "sends_under_way"), GRACE)
 
 
 def test_a_connection_that_went_silent_is_dialed_anew(pair: VirtualPair) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,22 +71,13 @@ def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("groups", ["P", "D", "PD"])
-def test_data_parallel_engines_behind_a_router_that_names_any_of_them(
-    groups: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_parallel_engines_behind_a_router_that_names_any_of_them(groups: str) -> None:
     """No invariant is broken, and D finds the engine of P to which the request has come."""
-    take, referred = Decode.referred, 0
-
-    def counted(self: Decode, peer: PrefillPeer, message: m.Referral, now: float) -> None:
-        nonlocal referred
-        referred += 1
-        take(self, peer, message, now)
-
-    monkeypatch.setattr(Decode, "referred", counted)
     world = World(11, model=ONE_GROUP, tps=(1, 2), groups=groups)
-    world.run(SHORT)
+    with patch.object(Decode, "referred", autospec=True, side_effect=Decode.referred) as referred:
+        world.run(SHORT)
     assert world.jobs.outcomes["loaded"] > 10
-    assert bool(referred) == ("P" in groups)
+    assert referred.called == ("P" in groups)
 
 
 def test_a_referral_for_a_request_that_has_ended_waits_until_d_has_forgotten_it() -> None:
@@ -196,14 +188,8 @@ class Peers:
         self.connection = self.d.dial(self.p.address)
         assert not self.connection.shut
         assert self.connection.send(b"0")
-        self.pass_by(0.1)
+        self.clock.pass_by(0.1)
         ((self.back, _),) = self.p.receive()
-
-    def pass_by(self, seconds: float) -> None:
-        over: list[bool] = []
-        self.clock.after(seconds, lambda: over.append(True))
-        while not over:
-            self.clock.step()
 
 
 def test_what_is_held_arrives_in_order() -> None:
@@ -212,24 +198,24 @@ def test_what_is_held_arrives_in_order() -> None:
     for number in range(9):
         assert peers.connection.send(b"%d" % number)
     assert peers.back.send(b"back")
-    peers.pass_by(5.0)
+    peers.clock.pass_by(5.0)
     assert list(peers.p.receive()) == []
     assert list(peers.d.receive()) == [(peers.connection, b"back")]
     peers.network.hold("D", "P", by=-1)
-    peers.pass_by(0.1)
+    peers.clock.pass_by(0.1)
     assert [data for _, data in peers.p.receive()] == [b"%d" % number for number in range(9)]
 
 
 def test_both_ends_of_a_cut_connection_hear_so_and_the_dialer_dials_again() -> None:
     peers = Peers()
-    peers.pass_by(1.0)
+    peers.clock.pass_by(1.0)
     assert peers.connection.way is not None
     peers.connection.send(b"lost")
     peers.network.cut(peers.connection.way)
-    peers.pass_by(1.0)
+    peers.clock.pass_by(1.0)
     assert list(peers.p.receive()) == [] and not peers.back.send(b"gone")
     assert peers.connection.send(b"again")
-    peers.pass_by(0.1)
+    peers.clock.pass_by(0.1)
     ((connection, data),) = peers.p.receive()
     assert data == b"again" and connection is not peers.back
 
@@ -239,7 +225,7 @@ def test_nobody_answers_for_a_frozen_process() -> None:
     peers.d.hang_up(peers.connection)
     peers.p.answers = False
     peers.d.redial(peers.connection)
-    peers.pass_by(15.0)
+    peers.clock.pass_by(15.0)
     (failure,) = peers.d.failures()
     assert failure.connection is peers.connection and peers.connection.shut and failure.late
     assert "127.0.0.1:1 did not answer in time" in failure.reason
