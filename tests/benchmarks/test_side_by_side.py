@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from side_by_side import rounded, while_all, why
 from side_by_side_load import (
     Asker,
@@ -150,14 +151,8 @@ def test_a_request_that_hangs_is_a_sentence() -> None:
 async def server(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield "http://{}:{}".format(*runner.addresses[0][:2])
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as made:
+        yield str(made.make_url("")).rstrip("/")
 
 
 async def _stream(request: web.Request, events: list[str]) -> web.StreamResponse:
