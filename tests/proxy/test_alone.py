@@ -28,7 +28,6 @@ from proxy_fakes import (
     join,
     outcomes,
     ping,
-    take_turns,
 )
 from test_admission import ask, slow
 from test_failures import OFF
@@ -56,7 +55,6 @@ def counted(deployment: Deployment) -> tuple[int, int, int]:
     return counters.alone, counters.refused_alone, counters.retried
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) -> None:
     async with deployed(dispatch, decode=1) as deployment:
         assert (await deployment.post()).status == 200
@@ -67,33 +65,11 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         assert (report["counters"]["alone"], report["gauges"]["alone"]) == (1, 0)
         for query, status in (("prefill=1&decode=1", 503), ("prefill=one", 400)):
             assert (await deployment.get(f"/health?{query}"))[0] == status
-        await deployment.add("P")
-        await deployment.ready(prefill=1, decode=1)
+        await deployment.newcomer("P")
         assert (await deployment.post()).status == 200
         assert paired(deployment.d) == [False, True]
         status, report = await deployment.get("/health?prefill=1&decode=1")
         assert (status, report["status"]) == (200, "ok")
-
-
-async def test_a_d_of_a_model_that_no_p_has_answers_alone(lonely: Deployment) -> None:
-    for name in ("a", "b"):
-        await lonely.add("P", model=name, models=(name,))
-    d = await lonely.add("D", model="c", models=("c",))
-    await lonely.ready(prefill=2, decode=1)
-    assert (await lonely.post({"model": "c", "prompt": "x"})).status == 200
-    assert paired(d) == [False]
-
-
-# Which comes first.
-
-
-async def test_another_p_comes_first() -> None:
-    async with deployed("concurrent", prefill=2, decode=1) as deployment:
-        deployment.d.behaviour = with_a_p(after(lambda: asked(deployment.prefills) == [1, 1], answer_json))
-        take_turns(deployment.prefills, answer_error(500), answer_json)
-        assert (await deployment.post()).status == 200
-        assert all(paired(deployment.d))
-        assert counted(deployment) == (0, 0, 1)
 
 
 async def test_when_the_budget_of_retries_is_spent_no_request_of_an_outage_fails() -> None:

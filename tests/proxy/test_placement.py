@@ -25,7 +25,6 @@ from proxy_behaviours import (
     dies_before_a_token,
     never_a_token,
     streams_at_once,
-    telling,
 )
 from proxy_fakes import deployed, join, ping, prompt_of
 from test_resume import COMPLETION, ask, generates, same, whole
@@ -425,10 +424,7 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
         for _ in range(2):
             await pool.add("both", behaviour=streams_at_once)  # type: ignore[arg-type]
         await pool.ready(2, 2)
-        for _ in range(8):
-            response = await pool.post({"model": "tiny", "prompt": "hi", "max_tokens": 5, "stream": True})
-            assert response.status == 200, await response.text()
-            await response.read()
+        await pool.serves(8, stream=True)
         page = (await pool.get("/status"))[1]["placement"]
         assert page["by"] == "auto" and sum(page["ways"].values()) == 8
         assert page["median_error"] >= 0.0 and len(page["latest"]) == 8
@@ -454,15 +450,14 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
 async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that_it_is_computed() -> None:
     """Of an answer that is no stream; only a stream teaches anything."""
     async with deployed("concurrent", routing=AUTO) as pool:
-        called, release = asyncio.Event(), asyncio.Event()
+        release = asyncio.Event()
         one = await pool.add("both")  # type: ignore[arg-type]
-        one.behaviour = telling(called, after(release, answer_json))
+        one.behaviour = after(release, answer_json)
         await pool.ready(1, 1)
         (instance,) = pool.registry.known("D")
         engine = pool.proxy.router.costs.of(instance)
         before = engine.prompt.weights = [1.0, 0.0, 0.0]
-        asking = asyncio.create_task(pool.post())
-        await called.wait()
+        asking = await pool.under_way(one)
         assert (engine.answers, len(engine._queue)) == (1, 1)
         await eventually(lambda: len(engine._queue) == 0)
         assert not asking.done() and engine.answers == 1

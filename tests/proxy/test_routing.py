@@ -98,13 +98,6 @@ def test_twice_the_ranks_do_twice_the_work() -> None:
 # One policy after the other.
 
 
-def test_least_loaded_takes_turns_among_equals() -> None:
-    router, everyone = fleet("D", "D", "D")
-    mode = router.first_mode(RoutingRequest(), paired=False)
-    chosen = [router.choose(RoutingRequest(), 0.0, mode=mode).decode for _ in range(6)]
-    assert set(chosen[:3]) == set(chosen[3:]) == set(everyone)
-
-
 def test_round_robin_looks_at_no_load() -> None:
     router, (*everyone, _) = fleet("P", "P", "P", "D", routing=Routing(prefill="round_robin"))
     everyone[0].expect(1, 100_000)

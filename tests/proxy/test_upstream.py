@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
-from proxy_behaviours import Behaviour, Seen, answer_error, answer_json, chosen, dies, forever, stream_of
+from proxy_behaviours import Behaviour, Seen, answer_json, chosen, dies, forever, stream_of
 from proxy_fakes import Deployment, FakeInstance, RawInstance, deployed, join, outcomes, ping
 
 from p2pkv_proxy.attempt import Dispatch
@@ -203,7 +203,6 @@ async def forgetful(dispatch: Dispatch) -> AsyncIterator[tuple[Deployment, list[
         yield deployment, instances
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,17 +248,6 @@ async def test_a_connection_that_is_new_is_not_made_again() -> None:
         assert deployment.p.requests[2].request_id == deployment.p.requests[3].request_id
         assert outcomes(p) == [False, True, False]
         assert deployment.proxy.session.reconnected == 1
-
-
-async def test_a_d_that_fails_what_was_sent_twice_is_asked_anew() -> None:
-    """The first one had arrived after all, was aborted, and took the KV of both with it."""
-    async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
-        broken = iter((dies, answer_error(500), answer_json))
-        deployment.d.behaviour = chosen(lambda _: next(broken))
-        assert (await deployment.post()).status == 200
-        ids = [seen.request_id for seen in deployment.d.requests]
-        assert ids[0] == ids[1] != ids[2]
-        assert all(outcomes(deployment.known(deployment.d)))
 
 
 @pytest.mark.parametrize(("after", "again"), [(0.0, True), (0.9, True), (1.1, False)])
