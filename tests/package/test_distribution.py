@@ -26,26 +26,6 @@ def locked(lock: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_every_package_on_disk_is_listed_and_no_other() -> None:
-    listed = set(PROJECT["tool"]["setuptools"]["packages"])
-    on_disk = {
-        ".".join(path.parent.relative_to(ROOT).parts).replace("proxy", "p2pkv_proxy")
-        for room in ("p2pkv", "proxy")
-        for path in (ROOT / room).rglob("*.py")
-    }
-    assert listed == on_disk
-
-
-def test_every_other_file_of_the_packages_is_listed() -> None:
-    for package, room in PROJECT["tool"]["setuptools"]["package-dir"].items():
-        listed = set(PROJECT["tool"]["setuptools"]["package-data"][package])
-        files = (
-            path for path in (ROOT / room).rglob("*") if path.is_file() and "__pycache__" not in path.parts
-        )
-        on_disk = {path.relative_to(ROOT / room).as_posix() for path in files if path.suffix != ".py"}
-        assert listed == on_disk
-
-
 def test_the_version_is_the_same_everywhere() -> None:
     assert p2pkv.__version__ == PROJECT["project"]["version"] == importlib.metadata.version("p2pkv")
 
