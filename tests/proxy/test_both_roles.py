@@ -30,12 +30,10 @@ def test_each_of_a_pool_comes_to_have_either_role() -> None:
     """Each request ends when eight more have come."""
     router, pool = fleet("both", "both", "both")
     draw, under_way = random.Random(1), deque[tuple[Choice, int]]()
-    as_p: Counter[Instance | None] = Counter()
-    as_d: Counter[Instance] = Counter()
+    as_p, as_d = Counter[Instance | None](), Counter[Instance]()
     for _ in range(200):
         tokens = draw.randrange(1, 5000)
-        request = RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), "")
-        choice = router.choose(request, 0.0)
+        choice = router.choose(RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), ""), 0.0)
         as_p[choice.prefill] += 1
         as_d[choice.decode] += 1
         choice.decode.count_place(1, alone=False, tokens=tokens)
@@ -82,9 +80,8 @@ async def test_requests_through_a_pool(dispatch: Any) -> None:
         seen = [request for each in pool.decodes for request in each.requests]
         pairs = Counter(request.headers["X-Request-Id"] for request in seen)
         assert set(pairs.values()) == {2}
-        for name in pairs:
-            pair = find_pair(name)
-            assert pair is not None and {str(pair.prefill), str(pair.decode)} == both
+        found = [find_pair(name) for name in pairs]
+        assert all(each and {str(each.prefill), str(each.decode)} == both for each in found)
         page = (await pool.get("/instances"))[1]
         assert [each["role"] for each in page["instances"]] == ["both", "both"]
         lines = (await pool.text("/metrics")).splitlines()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from proxy_behaviours import Behaviour, Seen, answer_error, answer_json, chosen
-from proxy_fakes import Deployment, FakeInstance, deployed, fleet, join, ping
+from proxy_fakes import Deployment, FakeInstance, all_do, deployed, fleet, join, ping
 
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, differences
@@ -155,15 +155,15 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
 # Over real pings.
 
 
-def judging(deployment: Deployment, decode: FakeInstance) -> None:
+def judging(deployment: Deployment, fit: str) -> Behaviour:
     """A D that fails, as a real one would for want of KV, if it is paired with a P that does not fit it."""
 
     def judge(seen: Seen) -> Behaviour:
-        fits = {f"_addr_{p.zmq_address}_" for p in deployment.prefills if p.fit == decode.fit}
+        fits = {f"_addr_{p.zmq_address}_" for p in deployment.prefills if p.fit == fit}
         wrong = "_addr_" in seen.request_id and not any(each in seen.request_id for each in fits)
         return answer_error(500) if wrong else answer_json
 
-    decode.behaviour = chosen(judge)
+    return chosen(judge)
 
 
 async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
@@ -172,17 +172,14 @@ async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
     await deployment.goodbye(old)
     await eventually(lambda: leaver.load == 0, "the end of its last requests")
     await old.stop()
-    new = await deployment.add(old.role, fit=fit)
-    if new.role == "D":
-        judging(deployment, new)
-    await eventually(lambda: new.http_address in deployment.routable(new.role), "the new instance")
+    behaviour = judging(deployment, fit) if old.role == "D" else answer_json
+    await deployment.newcomer(old.role, fit=fit, behaviour=behaviour)
 
 
 async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_not_fit() -> None:
     async with deployed("concurrent") as deployment:
         before = [await deployment.add(role, fit=OLD) for role in ("P", "D", "P", "D")]  # type: ignore[arg-type]
-        for decode in deployment.decodes:
-            judging(deployment, decode)
+        all_do(deployment.decodes, judging(deployment, OLD))
         await deployment.ready(prefill=2, decode=2)
         done, statuses = asyncio.Event(), []
 

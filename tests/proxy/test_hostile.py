@@ -20,7 +20,7 @@ from p2pkv.pairing import Address
 from p2pkv_proxy.app import LISTENER
 from support.waiting import eventually
 
-PING = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10", model="m")
+FORGED = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10")
 MEMBERS, OTHERS = Members(b"a secret of the tests"), Members(b"another secret of the tests")
 
 
@@ -82,16 +82,13 @@ async def test_the_tasks_of_the_listener_outlive_what_they_meet(lonely: Deployme
     listener = lonely.app[LISTENER]
     take, listener._take = listener._take, fail
     with dealer(Address.parse(lonely.discovery)) as socket:
-        socket.send(encode_ping(PING))
+        socket.send(encode_ping(FORGED))
         await eventually(failed.is_set)
     listener._take = take
     await serves(lonely)
 
 
 # With a secret: pings of members, and of those who are none.
-
-
-FORGED = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10")
 
 
 def knowing() -> Members:

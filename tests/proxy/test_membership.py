@@ -27,14 +27,6 @@ async def test_nobody_is_there(lonely: Deployment) -> None:
     ]
 
 
-async def test_health_is_200_when_both_are_there(concurrent: Deployment) -> None:
-    status, report = await concurrent.get("/health")
-    for counted in (report.pop("counters"), report.pop("gauges")):
-        assert counted and not any(counted.values())
-    assert status == 200
-    assert report == {"status": "ok", "prefill": 1, "decode": 1, "missing": []}
-
-
 async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> None:
     async with deployed("concurrent", limits=Limits(alone_share=0)) as lonely:
         await lonely.add("D")

@@ -33,18 +33,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "p2pkv-pinger"]
 
 
-def test_one_frame_again_and_again_and_a_goodbye() -> None:
-    with router() as (socket, address):
-        with pinging(address, PING):
-            for _ in range(3):
-                _, frame = socket.recv_multipart()
-                assert frame == encode_ping(PING)
-        while (ping := decode_ping(socket.recv_multipart()[1])) == PING:
-            continue
-        assert ping == goodbye(PING)
-    assert threads() == []
-
-
 def test_pings_keep_their_interval() -> None:
     with router() as (socket, address), pinging(address, PING, 0.2):
         socket.recv_multipart()

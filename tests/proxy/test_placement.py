@@ -269,12 +269,12 @@ def report(registry: Registry, instance: Instance, now: float, **work: Any) -> N
     registry.observe(msgspec.structs.replace(instance.ping, workload=Workload(**work)), now)
 
 
-def two_proxies(size: int) -> list[tuple[Router, Registry, list[Instance]]]:
+def two_proxies() -> list[tuple[Router, Registry, list[Instance]]]:
+    """In front of four instances."""
     made = []
     for _ in range(2):
         registry = Registry(1e9)
-        router = Router(registry, AUTO)
-        pool = [join(registry, ping("both", 10 + n)) for n in range(size)]
+        router, pool = proxy_fakes.fleet(*["both"] * 4, registry=registry, routing=AUTO)
         for each in pool:
             learned(router, each, 0.256, 0.02)
         made.append((router, registry, pool))
@@ -286,7 +286,7 @@ def test_two_proxies_place_as_one_does_where_instances_report_and_pile_up_where_
     reports: bool,
 ) -> None:
     """Each sends half of the prompts, one after the other. Nothing is computed meanwhile."""
-    proxies, at, now = two_proxies(4), Counter[int](), 0.0
+    proxies, at, now = two_proxies(), Counter[int](), 0.0
     for number in range(8):
         router, _, pool = proxies[number // 4]  # the second begins when the first has sent all of its own
         choice = router.choose(request(1000), now)
@@ -304,16 +304,6 @@ def test_two_proxies_place_as_one_does_where_instances_report_and_pile_up_where_
     else:
         engines = [router.costs.of(pool[0]) for router, _, pool in proxies]
         assert [engine.tokens for engine in engines] == [1000, 1000], "neither knows of the other's"
-
-
-def test_a_proxy_without_requests_of_its_own_avoids_an_instance_that_others_fill() -> None:
-    for reports in (True, False):
-        (router, registry, (busy, idle)), _ = two_proxies(2)
-        idle.take_turn(5)  # of equals it comes last
-        if reports:
-            report(registry, busy, 0.0, prompts=3, tokens=3000, answers=3)
-        choice = router.choose(request(500), 0.2)
-        assert (choice.prefill or choice.decode) is (idle if reports else busy)
 
 
 @given(

@@ -66,20 +66,14 @@ def test_a_goodbye_of_a_stranger_registers_nobody() -> None:
     assert registry.known("P") == []
 
 
-def test_the_registry_is_bounded() -> None:
+def test_the_registry_is_bounded_and_says_so_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry(capacity=2)
-    join(registry, ping(port=1))
-    join(registry, ping(port=2))
-    assert registry.observe(ping(port=3), 0.0) is None
-    assert len(registry.known("P")) == 2
-    assert registry.observe(ping(port=2, incarnation="again"), 0.0) is not None
-
-
-def test_that_it_is_full_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry(capacity=1)
-    join(registry, ping(port=1))
+    for port in (1, 2):
+        join(registry, ping(port=port))
     for second in range(100):
-        assert registry.observe(ping(port=2 + second), float(second)) is None
+        assert registry.observe(ping(port=3 + second), float(second)) is None
+    assert len(registry.known("P")) == 2
+    assert registry.observe(ping(port=2, incarnation="again"), 100.0) is not None
     said = [each.getMessage() for each in caplog.records if "are known already" in each.getMessage()]
     assert len(said) == 2
 

@@ -13,8 +13,6 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,16 +277,6 @@ def assert_stream(number: int, text: str) -> None:
     assert len(tokens) == EVENTS or "error" in said[-1], text
 
 
-@asynccontextmanager
-async def soaking(seed: int, dispatch: Dispatch) -> AsyncIterator[Soak]:
-    peer = (str(Path(__file__).with_name("soak_peer.py")),)
-    options = (*OPTIONS, "--dispatch", dispatch)
-    async with served(*options, prefill=2, decode=3, keep=False, program=peer) as proxy:
-        soak = Soak(proxy, random.Random(seed))
-        all_do(proxy.instances, soak.behave)
-        yield soak
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("first", "requests"),
@@ -298,7 +286,11 @@ async def soaking(seed: int, dispatch: Dispatch) -> AsyncIterator[Soak]:
 async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left(
     first: int, requests: int, dispatch: Dispatch
 ) -> None:
-    async with soaking(14, dispatch) as soak:
+    peer = (str(Path(__file__).with_name("soak_peer.py")),)
+    options = (*OPTIONS, "--dispatch", dispatch)
+    async with served(*options, prefill=2, decode=3, keep=False, program=peer) as proxy:
+        soak = Soak(proxy, random.Random(14))
+        all_do(proxy.instances, soak.behave)
         await soak.send(first)
         first_held = await soak.holds()
         await soak.send(requests - first)
@@ -315,8 +307,8 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
         assert last_held.objects == {}, "objects of requests that have ended are left"
         assert last_held.descriptors <= first_held.descriptors
         assert last_held.memory - first_held.memory < MOST_GROWTH, f"{first_held} then {last_held}"
-        soak.proxy.terminate()
-        await soak.proxy.ended()
+        proxy.terminate()
+        await proxy.ended()
 
 
 async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
