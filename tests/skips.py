@@ -78,8 +78,7 @@ ALLOWED = (
     ),
     Allowed("tests/proxy/test_records.py", "opentelemetry", "the extra `traces`"),
     Allowed("tests/proxy/test_deployments.py", "pip", "validators, from a package index"),
-    Allowed("tests/proxy/test_other_routers.py", "pip", "vllm-router, from a package index"),
-    Allowed("tests/vllm/test_routers.py", "pip", "the same"),
+    Allowed("tests/vllm/test_routers.py", "pip", "vllm-router, from a package index"),
     Allowed("tests/vllm/test_ray.py", "pip", "Ray, from a package index"),
     Allowed(
         "tests/vllm/test_combined.py",

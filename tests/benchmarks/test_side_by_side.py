@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from side_by_side import rounded, while_all, why
 from side_by_side_load import (
     Asker,
@@ -138,26 +139,17 @@ def test_a_closed_loop_keeps_its_clients_busy_and_counts_what_failed() -> None:
     assert loaded.failed == ["the third does not end well"]
 
 
-def test_a_request_that_hangs_is_a_sentence() -> None:
-    async def hang() -> None:
-        await asyncio.Event().wait()
-
+async def test_a_request_that_hangs_is_a_sentence() -> None:
     with pytest.raises(Failed, match="not answered within 0 s"):
-        asyncio.run(within(0.01, hang()))
+        await within(0.01, asyncio.Event().wait())
 
 
 @asynccontextmanager
 async def server(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield "http://{}:{}".format(*runner.addresses[0][:2])
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as made:
+        yield str(made.make_url("")).rstrip("/")
 
 
 async def _stream(request: web.Request, events: list[str]) -> web.StreamResponse:
@@ -168,7 +160,7 @@ async def _stream(request: web.Request, events: list[str]) -> web.StreamResponse
     return response
 
 
-def test_a_pair_is_asked_in_turn_and_d_gets_what_p_said() -> None:
+async def test_a_pair_is_asked_in_turn_and_d_gets_what_p_said() -> None:
     bodies: list[dict[str, Any]] = []
 
     async def p(request: web.Request) -> web.Response:
@@ -179,14 +171,11 @@ def test_a_pair_is_asked_in_turn_and_d_gets_what_p_said() -> None:
         bodies.append(await request.json())
         return await _stream(request, ["{}", "{}", "[DONE]"])
 
-    async def talk() -> Taken:
-        one = Asking([5, 6], "m", 2, {"X-Request-Id": "r"})
-        one.p_more = {"kv_transfer_params": {"do_remote_decode": True}}
-        one.d_more = lambda answer: {"kv_transfer_params": answer["kv_transfer_params"]}
-        async with server(p) as to_p, server(d) as to_d, Asker() as asker:
-            return await asker.in_turn(to_p, to_d, one)
-
-    taken = asyncio.run(talk())
+    one = Asking([5, 6], "m", 2, {"X-Request-Id": "r"})
+    one.p_more = {"kv_transfer_params": {"do_remote_decode": True}}
+    one.d_more = lambda answer: {"kv_transfer_params": answer["kv_transfer_params"]}
+    async with server(p) as to_p, server(d) as to_d, Asker() as asker:
+        taken = await asker.in_turn(to_p, to_d, one)
     assert bodies[0]["max_tokens"] == 1 and "stream" not in bodies[0]
     assert bodies[1]["max_tokens"] == 2 and bodies[1]["stream"]
     assert bodies[1]["kv_transfer_params"] == {"where": "here"}
@@ -198,19 +187,16 @@ def test_a_pair_is_asked_in_turn_and_d_gets_what_p_said() -> None:
 @pytest.mark.parametrize(
     ("events", "sentence"), [(["[DONE]"], "without a token"), (['{"error": "no KV"}', "[DONE]"], "no KV")]
 )
-def test_an_answer_without_tokens_or_with_an_error_has_failed(events: list[str], sentence: str) -> None:
+async def test_an_answer_without_tokens_or_with_an_error_has_failed(events: list[str], sentence: str) -> None:
     async def p(_request: web.Request) -> web.Response:
         return web.json_response({})
 
     async def d(request: web.Request) -> web.StreamResponse:
         return await _stream(request, events)
 
-    async def talk() -> None:
-        async with server(p) as to_p, server(d) as to_d, Asker() as asker:
+    async with server(p) as to_p, server(d) as to_d, Asker() as asker:
+        with pytest.raises(Failed, match=sentence):
             await asker.at_once(to_p, to_d, Asking([5], "m"))
-
-    with pytest.raises(Failed, match=sentence):
-        asyncio.run(talk())
 
 
 # The page.

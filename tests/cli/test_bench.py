@@ -42,15 +42,6 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "with checksums (verify)" in printed
 
 
-def test_the_baseline_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "bench.json"
-    arguments = ["--tokens", "17", "--repeat", "1", "--layer-ms", "0.1", "--json", str(out)]
-    assert main(["bench", "--whole-request", *arguments]) == 0
-    (row,) = json.loads(out.read_text())["layers"]
-    assert list(row["modes"]) == ["whole"]
-    assert "whole requests" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -139,13 +139,16 @@ def test_a_rank_with_wrong_bytes_ends_the_benchmark(fans: FanOut) -> None:
         fans.push(2)
 
 
-def test_the_host_link_is_measured_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_host_link_and_whole_requests_are_measured_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "bench.json"
     few = ["--tokens", "17", "--repeat", "1", "--layer-ms", "0.1", "--whole-request"]
     assert main(["bench", *few, "--fan-out", "1", "2", "--json", str(out)]) == 0
-    rows = json.loads(out.read_text())["fan_out"]["rows"]
-    assert [(row["fan_out"], len(row["push"])) for row in rows] == [(1, 1), (2, 1)]
-    assert "P on cpu, D's ranks on cpu" in capsys.readouterr().out
+    found, said = json.loads(out.read_text()), capsys.readouterr().out
+    assert [(row["fan_out"], len(row["push"])) for row in found["fan_out"]["rows"]] == [(1, 1), (2, 1)]
+    assert "P on cpu, D's ranks on cpu" in said
+    assert [list(row["modes"]) for row in found["layers"]] == [["whole"]] and "whole requests" in said
 
 
 def test_the_table_has_medians_and_ratios_turn_by_turn() -> None:

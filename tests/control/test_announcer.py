@@ -248,24 +248,18 @@ def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
         wait_for(lambda: heard[2:] == [()], what="what the child's successor has heard")
 
 
-@pytest.fixture
-def other_proxy() -> Iterator[Proxy]:
-    with listening() as made:
-        yield made
-
-
-def test_several_proxies_each_get_all_pings_and_the_goodbye_and_one_may_be_away(proxy, other_proxy) -> None:
+def test_several_proxies_each_get_all_pings_and_the_goodbye_and_one_may_be_away(proxy) -> None:
     """And the worker hears of all that any of them names."""
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=3)
     absent = f"127.0.0.1:{free_ports()}"
-    proxies = (absent, proxy.address, other_proxy.address)
-    with announcing(*proxies, ping=ping, heard=heard.append):
-        for each, named in ((proxy, ["10.0.0.1:1"]), (other_proxy, ["10.0.0.1:1", "10.0.0.2:1"])):
-            each.answer(*named)
-            wait_for(lambda named=named: heard and heard[-1] == tuple(named), what="all that are named")
-    for each in (proxy, other_proxy):
-        each.hear_goodbye(ping)
+    with listening() as other:
+        with announcing(absent, proxy.address, other.address, ping=ping, heard=heard.append):
+            for each, named in ((proxy, ["10.0.0.1:1"]), (other, ["10.0.0.1:1", "10.0.0.2:1"])):
+                each.answer(*named)
+                wait_for(lambda named=named: heard and heard[-1] == tuple(named), what="all that are named")
+        for each in (proxy, other):
+            each.hear_goodbye(ping)
 
 
 def test_what_is_no_address_is_refused_before_anything_starts() -> None:

@@ -116,14 +116,6 @@ def test_a_connection_that_lasted_is_dialed_again_at_once(
         assert connection.shut
 
 
-def test_a_peer_that_comes_late_is_reached(endpoint: Endpoint) -> None:
-    place = Address("127.0.0.1", free_ports())
-    connection = endpoint.dial(place)
-    endpoint.wait(0.1)
-    reach(endpoint, connection, place)
-    assert list(endpoint.failures()) == []
-
-
 @pytest.mark.parametrize("long_ago", [False, True])
 def test_a_peer_that_closes_connections_while_it_restarts_is_not_given_up(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, long_ago: bool

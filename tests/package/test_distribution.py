@@ -20,24 +20,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKS = ("cpu.txt", "test.txt", "release.txt")
 
 
-def test_every_package_on_disk_is_listed_and_no_other() -> None:
-    listed = set(PROJECT["tool"]["setuptools"]["packages"])
-    on_disk = {
-        ".".join(path.parent.relative_to(ROOT).parts).replace("proxy", "p2pkv_proxy")
-        for room in ("p2pkv", "proxy")
-        for path in (ROOT / room).rglob("*.py")
-    }
-    assert listed == on_disk
-
-
-def test_every_other_file_of_the_packages_is_listed() -> None:
-    for package, room in PROJECT["tool"]["setuptools"]["package-dir"].items():
-        listed = set(PROJECT["tool"]["setuptools"]["package-data"][package])
-        files = (
-            path for path in (ROOT / room).rglob("*") if path.is_file() and "__pycache__" not in path.parts
-        )
-        on_disk = {path.relative_to(ROOT / room).as_posix() for path in files if path.suffix != ".py"}
-        assert listed == on_disk
+def locked(lock: str) -> list[str]:
+    """The lines of a lock file."""
+    text = (ROOT / "requirements" / lock).read_text()
+    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -69,9 +55,7 @@ def test_torch_and_vllm_are_the_users_own() -> None:
 @pytest.mark.parametrize("lock", [*LOCKS, "cuda.txt"])
 def test_a_lock_fixes_each_version_once(lock: str) -> None:
     names = []
-    for line in (ROOT / "requirements" / lock).read_text().splitlines():
-        if line.startswith("#"):
-            continue
+    for line in locked(lock):
         pinned = re.fullmatch(r"([A-Za-z0-9._-]+)==[0-9][A-Za-z0-9.]*", line)
         assert pinned, f"{lock}: {line!r} is not name==version"
         names.append(re.sub(r"[-_.]+", "-", pinned[1]).lower())
@@ -82,14 +66,7 @@ def test_a_lock_fixes_each_version_once(lock: str) -> None:
 
 
 def test_the_locks_do_not_overlap_and_hold_what_p2pkv_needs() -> None:
-    names = {
-        lock: {
-            line.split("==")[0].lower().replace("_", "-")
-            for line in (ROOT / "requirements" / lock).read_text().splitlines()
-            if "==" in line and not line.startswith("#")
-        }
-        for lock in LOCKS
-    }
+    names = {lock: {line.split("==")[0].lower().replace("_", "-") for line in locked(lock)} for lock in LOCKS}
     assert sum(map(len, names.values())) == len(set().union(*names.values()))
     project = PROJECT["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
@@ -104,12 +81,7 @@ def test_a_lock_leaves_nothing_to_be_resolved(lock: str) -> None:
     if torch.version.cuda:
         # `make venv TORCH=cuda`: vLLM wants the CPU build, and torch an older Triton than the list has.
         left_out |= {"torch", "triton"}
-    listed = [
-        line.split("==")[0]
-        for line in (ROOT / "requirements" / lock).read_text().splitlines()
-        if "==" in line
-    ]
-    for name in listed:
+    for name in (line.split("==")[0] for line in locked(lock)):
         for line in importlib.metadata.requires(name) or []:
             wanted = Requirement(line)
             if (wanted.marker and not wanted.marker.evaluate({"extra": ""})) or wanted.name in left_out:

@@ -35,6 +35,13 @@ def pair(*ways: Dispatch) -> Any:
 either, concurrent, sequential = pair("concurrent", "sequential"), pair("concurrent"), pair("sequential")
 
 
+@pytest.fixture(params=["concurrent", "sequential"])
+def dispatch(request: pytest.FixtureRequest) -> Dispatch:
+    """Both ways to ask P and D, one after the other."""
+    way: Dispatch = request.param
+    return way
+
+
 @pytest.fixture
 async def lonely() -> AsyncIterator[Deployment]:
     """A proxy that nobody has pinged yet."""

@@ -176,14 +176,6 @@ def after(ready: asyncio.Event | Callable[[], bool], behaviour: Behaviour) -> Be
     return waits
 
 
-def telling(called: asyncio.Event, behaviour: Behaviour) -> Behaviour:
-    async def tells(request: web.Request, seen: Seen) -> web.StreamResponse:
-        called.set()
-        return await behaviour(request, seen)
-
-    return tells
-
-
 def streams(release: asyncio.Event) -> Behaviour:
     """Two events, the second when it may."""
     return stream_of("first", release, "second")

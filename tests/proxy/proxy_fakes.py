@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -297,16 +297,21 @@ class RawInstance(FakeInstance):
             writer.close()
 
 
-async def serve_and_ping(
-    cleanup: AsyncExitStack, discovery: str, instance: FakeInstance, members: Members | None = None
-) -> Pinger:
-    """Have it serve, and ping the proxy at `discovery`, until `cleanup` stops both."""
+@contextmanager
+def pinging(discovery: str, ping: Ping, interval: float = PING_SECONDS, **more: Any) -> Iterator[Pinger]:
+    """The proxy at `discovery` is pinged until the end of the block."""
+    pinger = Pinger(discovery, ping, interval, **more)
+    pinger.start()
+    try:
+        yield pinger
+    finally:
+        pinger.stop()
+
+
+async def serve(cleanup: AsyncExitStack, instance: FakeInstance) -> None:
+    """Until `cleanup` stops it."""
     await instance.start()
     cleanup.push_async_callback(instance.stop)
-    pinger = Pinger(discovery, instance.ping, PING_SECONDS, members)
-    pinger.start()
-    cleanup.callback(pinger.stop)
-    return pinger
 
 
 async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -358,8 +363,13 @@ class Front:
 
     async def enlist(self, instance: FakeInstance) -> None:
         """It starts, and begins to ping."""
-        pinger = await serve_and_ping(self.cleanup, self.discovery, instance, self.members)
+        await serve(self.cleanup, instance)
+        self.begin_ping(instance)
+
+    def begin_ping(self, instance: FakeInstance) -> Pinger:
+        pinger = self.cleanup.enter_context(pinging(self.discovery, instance.ping, members=self.members))
         self.pingers[instance.http_address] = pinger
+        return pinger
 
     async def post(
         self,
@@ -393,6 +403,13 @@ class Front:
         assert b"first" in await response.content.readuntil(b"\n\n")
         return response
 
+    async def order(
+        self, instance: FakeInstance, what: str, headers: dict[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Such as to drain it."""
+        url = f"{self.url}/instances/{instance.http_address}/{what}"
+        return await self.client.post(url, headers=headers)
+
     async def text(self, path: str) -> str:
         """A page."""
         async with self.client.get(self.url + path) as response:
@@ -421,12 +438,11 @@ class Deployment(Front):
     def refused(self) -> int:
         return self.app[PROXY].membership.listeners[0].refused
 
-    def begin_ping(self, instance: FakeInstance) -> Pinger:
-        pinger = Pinger(self.discovery, instance.ping, PING_SECONDS, self.members)
-        pinger.start()
-        self.cleanup.callback(pinger.stop)
-        self.pingers[instance.http_address] = pinger
-        return pinger
+    async def newcomer(self, role: Role, *kind: Any, **options: Any) -> FakeInstance:
+        """A new instance that gets requests."""
+        made = await self.add(role, *kind, **options)
+        await eventually(lambda: made.http_address in self.routable(role), "the new instance")
+        return made
 
     def everyone(self) -> list[Instance]:
         return self.proxy.instances()

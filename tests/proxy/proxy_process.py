@@ -64,12 +64,10 @@ class Command:
         return match
 
     def stopped(self) -> None:
-        """It ends with 0, and leaves nothing behind."""
-        assert self.end() == 0 and self.clean(), self.log
-
-    def clean(self) -> bool:
-        """Whether its log tells of nothing that was left behind, or not foreseen."""
-        return re.search("Traceback|destroyed|never retrieved|Warning|Unclosed|ERROR", self.log) is None
+        """It ends with 0, and its log tells of nothing that was left behind, or not foreseen."""
+        assert self.end() == 0, self.log
+        told = re.search("Traceback|destroyed|never retrieved|Warning|Unclosed|ERROR", self.log)
+        assert told is None, self.log
 
     def end(self) -> int:
         status = self.process.wait(DEADLINE)

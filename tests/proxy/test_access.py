@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from proxy_behaviours import streams_at_once
-from proxy_fakes import called, deployed, error_of
+from proxy_fakes import Deployment, called, deployed, error_of
 from proxy_process import running, served
 
 from p2pkv.demo.processes import free_ports
@@ -52,8 +52,7 @@ async def test_who_shows_a_key_is_served(headers: dict[str, str], status: int) -
 async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(shown: dict[str, str]) -> None:
     """vLLM reads no X-Api-Key."""
     async with deployed("concurrent", 1, 1, guard=Access(keys=KEYS)) as deployment:
-        async with await deployment.post(headers=shown) as response:
-            assert response.status == 200
+        await deployment.serves(1, headers=shown)
         for instance in (deployment.p, deployment.d):
             assert instance.requests[-1].headers["Authorization"] == f"Bearer {KEYS[0]}"
         for path in ("/health", "/ready", "/metrics"):
@@ -61,12 +60,9 @@ async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(sho
                 assert response.status == 200
 
 
-async def test_an_authorization_of_the_client_s_own_stays() -> None:
-    shown = {"Authorization": "Basic abc", "X-Api-Key": "another"}
-    async with deployed("concurrent", 1, 1) as deployment:
-        async with await deployment.post(headers=shown) as response:
-            assert response.status == 200
-        assert deployment.d.requests[-1].headers.getall("Authorization") == ["Basic abc"]
+async def test_an_authorization_of_the_client_s_own_stays(concurrent: Deployment) -> None:
+    await concurrent.serves(1, headers={"Authorization": "Basic abc", "X-Api-Key": "another"})
+    assert concurrent.d.requests[-1].headers.getall("Authorization") == ["Basic abc"]
 
 
 @pytest.mark.parametrize("where", ["command line", "environment", "file"])

@@ -12,7 +12,6 @@ from proxy_behaviours import Seen, after, answer_json
 from proxy_fakes import Deployment, FakeInstance, connect, deployed, quiet
 
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 NARROW = Limits(max_requests=1, max_waiting=3, max_wait=30.0, max_held=10_000, body_seconds=0.3)
@@ -98,26 +97,6 @@ async def test_a_client_that_leaves_in_the_queue_is_out_at_once_and_reaches_nobo
     assert sorted(prompts(narrow.p)) == ["first", "stays"]
 
 
-async def test_a_place_that_comes_as_its_client_leaves_is_not_lost(narrow: Deployment) -> None:
-    admission = narrow.proxy.admission
-
-    async def enter() -> None:
-        async with admission.place(RoutingRequest(), paired=True):
-            raise AssertionError("it has left")
-
-    async with admission.place(RoutingRequest(), paired=True):
-        leaver = asyncio.create_task(enter())
-        await eventually(lambda: admission.waiting == 1)
-    # The place is the leaver's by now, which has not run since.
-    assert (admission.waiting, admission.under_way) == (0, 1)
-    leaver.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaver
-    assert (admission.waiting, admission.under_way) == (0, 0)
-    async with admission.place(RoutingRequest(), paired=True):
-        assert admission.under_way == 1
-
-
 async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Deployment) -> None:
     with slow(narrow.d):
         first, second = await with_one_waiting(narrow)
@@ -199,5 +178,4 @@ async def test_a_body_as_deep_as_one_may_be_harms_nobody_else(narrow: Deployment
         await eventually(lambda: narrow.proxy.admission.waiting == 2)
     assert await first == await last == 200
     assert await deep in (200, 400, 500)
-    other = await narrow.add("D")
-    await eventually(lambda: other.http_address in narrow.routable("D"))
+    await narrow.newcomer("D")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
@@ -28,7 +27,6 @@ from proxy_fakes import (
     join,
     outcomes,
     ping,
-    take_turns,
 )
 from test_admission import ask, slow
 from test_failures import OFF
@@ -56,7 +54,6 @@ def counted(deployment: Deployment) -> tuple[int, int, int]:
     return counters.alone, counters.refused_alone, counters.retried
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) -> None:
     async with deployed(dispatch, decode=1) as deployment:
         assert (await deployment.post()).status == 200
@@ -67,33 +64,12 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         assert (report["counters"]["alone"], report["gauges"]["alone"]) == (1, 0)
         for query, status in (("prefill=1&decode=1", 503), ("prefill=one", 400)):
             assert (await deployment.get(f"/health?{query}"))[0] == status
-        await deployment.add("P")
-        await deployment.ready(prefill=1, decode=1)
+        await deployment.newcomer("P")
         assert (await deployment.post()).status == 200
         assert paired(deployment.d) == [False, True]
         status, report = await deployment.get("/health?prefill=1&decode=1")
-        assert (status, report["status"]) == (200, "ok")
-
-
-async def test_a_d_of_a_model_that_no_p_has_answers_alone(lonely: Deployment) -> None:
-    for name in ("a", "b"):
-        await lonely.add("P", model=name, models=(name,))
-    d = await lonely.add("D", model="c", models=("c",))
-    await lonely.ready(prefill=2, decode=1)
-    assert (await lonely.post({"model": "c", "prompt": "x"})).status == 200
-    assert paired(d) == [False]
-
-
-# Which comes first.
-
-
-async def test_another_p_comes_first() -> None:
-    async with deployed("concurrent", prefill=2, decode=1) as deployment:
-        deployment.d.behaviour = with_a_p(after(lambda: asked(deployment.prefills) == [1, 1], answer_json))
-        take_turns(deployment.prefills, answer_error(500), answer_json)
-        assert (await deployment.post()).status == 200
-        assert all(paired(deployment.d))
-        assert counted(deployment) == (0, 0, 1)
+        assert (status, report["status"], report["missing"]) == (200, "ok", [])
+        assert (report["prefill"], report["decode"]) == (1, 1)
 
 
 async def test_when_the_budget_of_retries_is_spent_no_request_of_an_outage_fails() -> None:
@@ -157,23 +133,18 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
 # P is silent: nobody knows whether it is dead.
 
 
-@pytest.fixture
-async def brief() -> AsyncIterator[Deployment]:
-    """A proxy for which silence begins after a second and a half, and ends everything as much later."""
-    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
-        yield deployment
-
-
-async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off(brief: Deployment) -> None:
+async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off() -> None:
     recomputed = asyncio.Event()
-    brief.p.behaviour, brief.d.behaviour = never, after(recomputed, answer_json)
-    asking = await brief.under_way(brief.p, brief.d)
-    brief.freeze(brief.p)
-    await eventually(lambda: not brief.registry.known("P") and brief.p.requests[0].aborted)
-    assert not asking.done() and not brief.d.requests[0].aborted
-    recomputed.set()
-    assert (await asking).status == 200
-    assert paired(brief.d) == [True]
+    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
+        p, d = deployment.p, deployment.d
+        p.behaviour, d.behaviour = never, after(recomputed, answer_json)
+        asking = await deployment.under_way(p, d)
+        deployment.freeze(p)
+        await eventually(lambda: not deployment.registry.known("P") and p.requests[0].aborted)
+        assert not asking.done() and not d.requests[0].aborted
+        recomputed.set()
+        assert (await asking).status == 200
+        assert paired(d) == [True]
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -36,45 +36,31 @@ def for_prefill(**fields: Any) -> dict[str, Any]:
     return result
 
 
-def test_p_makes_one_token_that_nobody_reads() -> None:
-    client = {
-        "model": "m",
-        "prompt": [1, 2, 3],
-        "temperature": 0.5,
-        "max_tokens": 100,
-        "min_tokens": 7,
-        "n": 3,
-        "best_of": 4,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "logprobs": 5,
-        "return_token_ids": True,
-        "cache_salt": "s",
-    }
-    assert for_prefill(**client) == {
-        "model": "m",
-        "prompt": [1, 2, 3],
-        "temperature": 0.5,
-        "max_tokens": 1,
-        "min_tokens": 1,
-        "n": 1,
-        "stream": False,
-        "cache_salt": "s",
-    }
+KEPT = {
+    "model": "m",
+    "prompt": [1, 2, 3],
+    "temperature": 0.5,
+    "cache_salt": "s",
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+}
 
 
-def test_a_chat_body_keeps_its_messages_and_tools() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    messages = [{"role": "user", "content": "hi"}]
-    sent = for_prefill(messages=messages, tools=tools, max_completion_tokens=9, logprobs=True, top_logprobs=2)
-    assert sent == {
-        "messages": messages,
-        "tools": tools,
-        "max_completion_tokens": 1,
-        "max_tokens": 1,
-        "n": 1,
-        "stream": False,
-    }
+@pytest.mark.parametrize(
+    ("more", "sent"),
+    [
+        ({"max_tokens": 100, "min_tokens": 7, "logprobs": 5}, {"min_tokens": 1}),
+        (
+            {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2},
+            {"max_completion_tokens": 1},
+        ),
+    ],
+    ids=["completion", "chat"],
+)
+def test_p_makes_one_token_that_nobody_reads(more: dict[str, Any], sent: dict[str, Any]) -> None:
+    client = {"n": 3, "best_of": 4, "stream": True, "stream_options": {}, "return_token_ids": True, **more}
+    one = {"max_tokens": 1, "n": 1, "stream": False}
+    assert for_prefill(**KEPT, **client) == KEPT | one | sent
 
 
 @pytest.mark.parametrize(("given", "sent"), [(0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")])

@@ -18,12 +18,6 @@ from p2pkv_proxy.routing_base import RoutingRequest
 REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")
 
 
-def test_of_two_that_are_idle_one_prefills_and_the_other_decodes() -> None:
-    router, pool = fleet("both", "both")
-    choice = router.choose(REQUEST, 0.0)
-    assert {choice.prefill, choice.decode} == set(pool)
-
-
 def test_the_one_that_is_far_less_busy_serves_a_request_whole() -> None:
     router, (busy, idle) = fleet("both", "both")
     busy.count_place(1, alone=False, tokens=10_000)
@@ -36,12 +30,10 @@ def test_each_of_a_pool_comes_to_have_either_role() -> None:
     """Each request ends when eight more have come."""
     router, pool = fleet("both", "both", "both")
     draw, under_way = random.Random(1), deque[tuple[Choice, int]]()
-    as_p: Counter[Instance | None] = Counter()
-    as_d: Counter[Instance] = Counter()
+    as_p, as_d = Counter[Instance | None](), Counter[Instance]()
     for _ in range(200):
         tokens = draw.randrange(1, 5000)
-        request = RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), "")
-        choice = router.choose(request, 0.0)
+        choice = router.choose(RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), ""), 0.0)
         as_p[choice.prefill] += 1
         as_d[choice.decode] += 1
         choice.decode.count_place(1, alone=False, tokens=tokens)
@@ -57,13 +49,6 @@ def test_beside_a_fixed_role_it_takes_the_other_one(roles: tuple[str, str]) -> N
     router, (first, second) = fleet(*roles)
     choice = router.choose(REQUEST, 0.0)
     assert (choice.prefill, choice.decode) == (first, second)
-
-
-def test_alone_it_serves_all_whole() -> None:
-    router, (one,) = fleet("both")
-    choice = router.choose(REQUEST, 0.0)
-    assert (choice.decode, choice.whole) == (one, True)
-    assert router.missing(0.0) == []
 
 
 def test_it_is_named_the_others_and_not_itself() -> None:
@@ -85,42 +70,33 @@ def test_no_other_instance_may_take_its_address() -> None:
     assert rig.registry.claims_refused == 1
 
 
-def both_of(address: str, line: str) -> bool:
-    """Whether this line of /metrics is about an instance of both roles at this address."""
-    return f'"{address}"' in line and 'role="both"' in line
-
-
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_requests_through_a_pool(dispatch: Any) -> None:
     async with deployed(dispatch) as pool:
         for _ in range(2):
             await pool.add("both")  # type: ignore[arg-type]
         await pool.ready(2, 2)
-        for _ in range(6):
-            response = await pool.post()
-            assert response.status == 200, await response.text()
-            await response.read()
+        await pool.serves(6)
         both = {each.zmq_address for each in pool.decodes}
         seen = [request for each in pool.decodes for request in each.requests]
         pairs = Counter(request.headers["X-Request-Id"] for request in seen)
         assert set(pairs.values()) == {2}
-        for name in pairs:
-            pair = find_pair(name)
-            assert pair is not None and {str(pair.prefill), str(pair.decode)} == both
+        found = [find_pair(name) for name in pairs]
+        assert all(each and {str(each.prefill), str(each.decode)} == both for each in found)
         page = (await pool.get("/instances"))[1]
         assert [each["role"] for each in page["instances"]] == ["both", "both"]
-        metrics = await pool.text("/metrics")
-        served = [line for line in metrics.splitlines() if both_of(pool.decodes[0].http_address, line)]
+        lines = (await pool.text("/metrics")).splitlines()
+        shown = f'"{pool.decodes[0].http_address}"'
+        served = [line for line in lines if shown in line and 'role="both"' in line]
         assert len(served) == len(set(served)) > 0
-        assert 'p2pkv_proxy_instances{role="both",state="ready"} 2.0' in metrics.splitlines()
+        assert 'p2pkv_proxy_instances{role="both",state="ready"} 2.0' in lines
 
 
 async def test_a_request_served_whole_names_the_instance_twice() -> None:
     async with deployed("concurrent") as pool:
         one = await pool.add("both")  # type: ignore[arg-type]
         await pool.ready(1, 1)
-        response = await pool.post()
-        assert response.status == 200
+        await pool.serves(1)
+        assert (await pool.get("/health"))[1]["missing"] == []
         (request,) = one.requests
         pair = find_pair(request.headers["X-Request-Id"])
         assert pair is not None and str(pair.prefill) == str(pair.decode) == one.zmq_address

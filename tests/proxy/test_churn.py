@@ -130,9 +130,8 @@ async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch
             await say_goodbye(flood, first)
             await flood.flows()
             await flood.add_at_work(role)
-            order = f"{deployment.url}/instances/{second.http_address}/drain"
-            async with deployment.client.post(order, headers={"Authorization": f"Bearer {TOKEN}"}) as done:
-                assert done.status == 200
+            order = await deployment.order(second, "drain", {"Authorization": f"Bearer {TOKEN}"})
+            assert order.status == 200
             drained = deployment.known(second)
             await eventually(lambda drained=drained: deployment.proxy.state_of(drained) == "drained")
             await second.stop()

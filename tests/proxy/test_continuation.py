@@ -22,16 +22,17 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 512
 
 
-def memory() -> TranscriptMemory:
-    return TranscriptMemory(1 << 20, 1 << 16)
-
-
 def transcript_of(path: str, body: dict[str, Any], held: TranscriptMemory | None = None) -> Transcript | None:
-    return Transcript.of(parse(json.dumps(body).encode(), path), held or memory())
+    return Transcript.of(parse(json.dumps(body).encode(), path), held or TranscriptMemory(1 << 20, 1 << 16))
 
 
 def asked_of_d(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"return_token_ids": True}
+
+
+def answer_of(engine: Engine, body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
+    """As D sends it."""
+    return b"".join(engine.events(path, asked_of_d(body), "id-0"))
 
 
 def pieces(data: bytes, sizes: list[int]) -> Iterator[bytes]:
@@ -73,11 +74,6 @@ def cut_answer(
         stream = Continuation(transcript, CONTEXT, former)
         asked, at_path = json.loads(bytes(stream.body.for_decode("x"))), COMPLETIONS
     return got
-
-
-def whole_answer(path: str, body: dict[str, Any], engine: Engine) -> Answer:
-    """The same without a proxy."""
-    return Answer.of(b"".join(engine.events(path, body, "id-0")))
 
 
 def body_of(path: str, **more: Any) -> dict[str, Any]:
@@ -125,8 +121,7 @@ def test_a_cut_answer_is_the_whole_one(
     body = body_of(path, **more)
     engines = [Engine(Model(salt), each) for each in chunks]
     got = Answer.of(cut_answer(path, body, engines, list(cuts), sizes))
-    wanted = whole_answer(path, body, engines[0])
-    assert got == wanted
+    assert got == Answer.of(b"".join(engines[0].events(path, body, "id-0"))), "as without a proxy"
 
 
 def lost_after(answer: bytes, events: int) -> int:
@@ -140,7 +135,7 @@ def lost_after(answer: bytes, events: int) -> int:
 def test_half_a_character_is_generated_anew() -> None:
     engine = Engine(Model(salt=4, ends=False))
     body = body_of(COMPLETIONS, max_tokens=60)
-    data = b"".join(engine.events(COMPLETIONS, asked_of_d(body), "id-0"))
+    data = answer_of(engine, body)
     ids = Answer.of(data).ids
     half = ids.index(FIRST_HALF, 1) + 1
     transcript = transcript_of(COMPLETIONS, body)
@@ -155,7 +150,7 @@ def test_half_a_character_is_generated_anew() -> None:
 def test_a_sampler_that_chooses_otherwise_goes_on_if_the_client_has_nothing_of_it() -> None:
     engines = [Engine(Model(salt, ends=False)) for salt in (4, 5)]
     body = body_of(COMPLETIONS, max_tokens=50, temperature=1)
-    data = b"".join(engines[0].events(COMPLETIONS, asked_of_d(body), "id-0"))
+    data = answer_of(engines[0], body)
     got = Answer.of(cut_answer(COMPLETIONS, body, engines, [lost_after(data, 20)], [100]))
     assert got.done and got.text.startswith(Answer.of(data[: lost_after(data, 19)]).text)
     assert got.text != Answer.of(data).text
@@ -165,22 +160,7 @@ def test_a_sampler_that_chooses_otherwise_within_what_the_client_has_ends_it() -
     engines = [Engine(Model(4, ends=False), [1, 2]), Engine(Model(5, ends=False))]
     body = body_of(COMPLETIONS, max_tokens=50, logprobs=0)
     with pytest.raises(Diverged):
-        cut_answer(COMPLETIONS, body, engines, [lost_after(_answer(engines[0], body), 6)], [100])
-
-
-def _answer(engine: Engine, body: dict[str, Any]) -> bytes:
-    return b"".join(engine.events(COMPLETIONS, asked_of_d(body), "id-0"))
-
-
-def test_a_chat_without_a_bound_goes_on_to_the_end_of_the_context() -> None:
-    body = body_of(CHAT)
-    del body["max_tokens"]
-    transcript = transcript_of(CHAT, body)
-    assert transcript is not None and transcript.wanted.needs_context
-    data = b"".join(Engine(Model(4, ends=False)).events(CHAT, asked_of_d(body), "id-0"))
-    transcript.feed(data[: lost_after(data, 11)])
-    asked = json.loads(bytes(Continuation(transcript, CONTEXT, None).body.for_decode("x")))
-    assert len(asked["prompt"]) + asked["max_tokens"] == CONTEXT
+        cut_answer(COMPLETIONS, body, engines, [lost_after(answer_of(engines[0], body), 6)], [100])
 
 
 @pytest.mark.parametrize(
@@ -234,7 +214,7 @@ def test_a_chat_with_a_picture_does_not_go_on(content: Any, goes_on: bool) -> No
 def test_an_answer_with_parts_that_cannot_come_again_does_not_go_on(event: bytes) -> None:
     transcript = transcript_of(CHAT, body_of(CHAT))
     assert transcript is not None
-    data = b"".join(Engine().events(CHAT, asked_of_d(body_of(CHAT)), "id-0"))
+    data = answer_of(Engine(), body_of(CHAT), CHAT)
     transcript.feed(data[: lost_after(data, 3)])
     assert transcript.possible
     passed = transcript.feed(event)
@@ -244,7 +224,7 @@ def test_an_answer_with_parts_that_cannot_come_again_does_not_go_on(event: bytes
 def test_what_a_transcript_holds_is_bounded_and_let_go() -> None:
     held = TranscriptMemory(most=12000, most_each=8192)
     body = body_of(COMPLETIONS, max_tokens=4000)
-    data = _answer(Engine(Model(4, ends=False)), body)
+    data = answer_of(Engine(Model(4, ends=False)), body)
     one, other = (transcript_of(COMPLETIONS, body, held) for _ in range(2))
     assert one is not None and other is not None
     one.feed(data[: lost_after(data, 20)])

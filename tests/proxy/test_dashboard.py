@@ -86,8 +86,7 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
 async def test_the_last_requests_placed_by_cost_are_explained(watched: Watched) -> None:
     await watched.until("state", "serving")
     all_do(watched.proxy.decodes, streams_at_once)
-    for _ in range(2):
-        await (await watched.proxy.post(stream=True)).read()
+    await watched.proxy.serves(2, stream=True)
     await watched.until("placed", r"Placed by cost: \d at one instance, \d at a pair; .*error of [\d,]+ %\.$")
     shown = await watched.shows("placed-last")
     assert len(re.findall(r"cost [\d.]+, .*?first token [\d.]+ m?s, predicted [\d.]+ m?s", shown)) == 2

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 from proxy_behaviours import answer_json, never
-from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed, join, ping
+from proxy_fakes import Deployment, FakeInstance, deployed, join, ping, pinging, serve
 
 from p2pkv.control.discovery import DISCOVERY_VERSION
 from p2pkv.control.pinger import Pinger
@@ -29,8 +29,7 @@ async def add(
 ) -> tuple[FakeInstance, dict[int, Pinger]]:
     """A server with an engine for each data-parallel rank, which has the number `replicas[rank]` there."""
     instance, pingers, first = FakeInstance(role), dict[int, Pinger](), free_ports(8)
-    await instance.start()
-    deployment.cleanup.push_async_callback(instance.stop)
+    await serve(deployment.cleanup, instance)
     deployment.instances.append(instance)
     for rank, replica in replicas.items():
         said = replace(
@@ -40,9 +39,7 @@ async def add(
             replica=replica,
             zmq_address=f"127.0.0.1:{first + rank}",
         )
-        pingers[rank] = Pinger(deployment.discovery, said, PING_SECONDS, None)
-        pingers[rank].start()
-        deployment.cleanup.callback(pingers[rank].stop)
+        pingers[rank] = deployment.cleanup.enter_context(pinging(deployment.discovery, said))
     return instance, pingers
 
 

@@ -189,8 +189,7 @@ async def test_a_pod_that_stops_waits_for_its_requests() -> None:
         leaving = deployment.d
         leaving.behaviour = after(going_on, answer_json)
         request = await deployment.under_way(leaving)
-        staying = await deployment.add("D")
-        await deployment.ready(1, 2)
+        staying = await deployment.newcomer("D")
         script = await drained(deployment.url, leaving.http_address)
         await eventually(lambda: deployment.routable("D") == [staying.http_address])
         # A request that comes now goes to the one that stays, and the script still waits.

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import answer_error, answer_json, answers, die, dies, never, stream_of
+from proxy_behaviours import Step, answer_error, answer_json, answers, die, dies, never, stream_of
 from proxy_fakes import Deployment, all_do, deployed, error_of
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.upstream import first_content, is_servers_error
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 5},
@@ -127,11 +126,12 @@ WORDS = {
 }
 
 
+@pytest.mark.parametrize("failure", [die, named("error", error={"type": "internal_error", "message": "no"})])
 @pytest.mark.parametrize("path", sorted(OPENINGS))
-async def test_what_opens_an_answer_is_no_first_token(path: str) -> None:
-    """A D that dies after it is one that has not begun, and another one is asked."""
+async def test_what_opens_an_answer_is_no_first_token(path: str, failure: Step) -> None:
+    """A D that dies or fails after it is one that has not begun, and another one is asked."""
     async with deployed("concurrent", prefill=1, decode=2) as deployment:
-        all_do(deployment.decodes, stream_of(OPENINGS[path], die))
+        all_do(deployment.decodes, stream_of(OPENINGS[path], failure))
         deployment.decodes[0].behaviour = stream_of(OPENINGS[path] + WORDS[path])
         for _ in range(2):
             answer = await deployment.post(body_of(path, stream=True), path)
@@ -167,15 +167,6 @@ async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: D
     assert (await concurrent.post(body, "/v1/responses")).status == 200
     assert concurrent.p.requests == []
     assert concurrent.d.requests[0].body["request_id"] == f"resp_{concurrent.d.requests[0].request_id}"
-
-
-@pytest.mark.parametrize("path", sorted(OPENINGS))
-def test_a_first_event_that_fails(path: str) -> None:
-    error = named("error", error={"type": "internal_error", "message": "no"})
-    assert first_content(OPENINGS[path]) is None
-    event = first_content(OPENINGS[path] + WORDS[path])
-    assert event is not None and not is_servers_error(event)
-    assert is_servers_error(first_content(OPENINGS[path] + error))
 
 
 async def test_counts_are_by_endpoint(concurrent: Deployment) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from proxy_behaviours import Behaviour, Seen, answer_error, answer_json, chosen
-from proxy_fakes import Deployment, FakeInstance, deployed, join, ping
+from proxy_fakes import Deployment, FakeInstance, all_do, deployed, fleet, join, ping
 
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, differences
@@ -21,14 +21,11 @@ NEW = "protocol=2, weights=aa, link=host"
 OTHER_LINK = "protocol=1, weights=aa, link=nccl 2.27.3"
 
 
-def pools(p: list[str], d: list[str]) -> tuple[Registry, list[Instance], list[Instance]]:
-    """A P and a D for each of these fingerprints."""
-    registry = Registry()
-    return (
-        registry,
-        [join(registry, ping("P", 10 + number, fit=fit, model="m")) for number, fit in enumerate(p)],
-        [join(registry, ping("D", 50 + number, fit=fit, model="m")) for number, fit in enumerate(d)],
-    )
+def pools(p: list[str], d: list[str], **options: Any) -> tuple[Router, list[Instance], list[Instance]]:
+    """A router, and a P and a D for each of these fingerprints."""
+    roles = [(role, {"fit": fit, "model": "m"}) for role, fits in (("P", p), ("D", d)) for fit in fits]
+    router, pool = fleet(*roles, **options)
+    return router, pool[: len(p)], pool[len(p) :]
 
 
 def pair(choice: Choice) -> tuple[str, str]:
@@ -37,15 +34,13 @@ def pair(choice: Choice) -> tuple[str, str]:
 
 
 def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
-    registry, *_ = pools([OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
-    router = Router(registry)
+    router, *_ = pools([OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
     pairs = {pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(20)}
     assert pairs == {(OLD, OLD), (NEW, NEW)}
 
 
 def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
-    registry, _, (old, new) = pools([OLD, NEW], [OLD, NEW])
-    router = Router(registry, room=1)
+    router, _, (old, new) = pools([OLD, NEW], [OLD, NEW], room=1)
     old.count_place(1, alone=False)
     assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
     new.count_place(1, alone=False)
@@ -54,8 +49,7 @@ def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
 
 
 def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
-    registry, (old, new), _ = pools([OLD, NEW], [OLD, NEW])
-    router = Router(registry)
+    router, (old, new), _ = pools([OLD, NEW], [OLD, NEW])
     assert pair(router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old}))) == (
         NEW,
         NEW,
@@ -66,8 +60,7 @@ def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> None:
-    registry, *_ = pools([OLD, OLD], [OTHER_LINK])
-    router = Router(registry, alone=alone)
+    router, *_ = pools([OLD, OLD], [OTHER_LINK], alone=alone)
     if alone:
         choice = router.choose(RoutingRequest("m"), 0.0)
         assert (choice.prefill, choice.missed) == (None, True)
@@ -103,7 +96,8 @@ def test_instances_of_another_model_are_no_misfits() -> None:
 
 
 def test_the_words_are_those_of_the_nearest() -> None:
-    registry, (p,), _ = pools([OLD], [NEW.replace("aa", "bb"), OTHER_LINK])
+    registry = Registry()
+    _, (p,), _ = pools([OLD], [NEW.replace("aa", "bb"), OTHER_LINK], registry=registry)
     assert registry.misfits()[p] == ("link",)
 
 
@@ -124,8 +118,8 @@ def test_what_two_pings_differ_in(other: str, words: tuple[str, ...]) -> None:
 def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks = 0
-    registry, *_ = pools([OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15)
+    looks, registry = 0, Registry()
+    router, *_ = pools([OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15, registry=registry)
 
     def counted(one: Instance, other: Instance) -> tuple[str, ...]:
         nonlocal looks
@@ -135,14 +129,15 @@ def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
     for module in ("membership.registry", "routing"):
         monkeypatch.setattr(f"p2pkv_proxy.{module}.differences", counted)
     with pytest.raises(NoInstance):
-        Router(registry).choose(RoutingRequest("m"), 0.0)
+        router.choose(RoutingRequest("m"), 0.0)
     assert len(registry.misfits()) == 60
     assert looks <= 8
 
 
 def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    registry, *_ = pools([OLD, NEW], [OLD])
+    registry = Registry()
+    router, *_ = pools([OLD, NEW], [OLD], registry=registry)
     registry.expire(0.0)
     registry.expire(1.0)
     said = [each.getMessage() for each in caplog.records if "fits no" in each.getMessage()]
@@ -150,27 +145,25 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
         "prefill instance 10.0.0.1:11 fits no decode instance, so it gets no requests: the nearest differs "
         f"in protocol; use the same version of p2pkv; this one needs: {NEW}"
     ]
-    assert Router(registry).missing(0.0) == [
-        "1 prefill instance fits no decode instance: they differ in protocol."
-    ]
+    assert router.missing(0.0) == ["1 prefill instance fits no decode instance: they differ in protocol."]
     join(registry, ping("D", 60, fit=NEW, model="m"))
     registry.expire(2.0)
     assert "prefill instance 10.0.0.1:11 now has an instance that it fits" in caplog.messages
-    assert Router(registry).missing(0.0) == []
+    assert router.missing(0.0) == []
 
 
 # Over real pings.
 
 
-def judging(deployment: Deployment, decode: FakeInstance) -> None:
+def judging(deployment: Deployment, fit: str) -> Behaviour:
     """A D that fails, as a real one would for want of KV, if it is paired with a P that does not fit it."""
 
     def judge(seen: Seen) -> Behaviour:
-        fits = {f"_addr_{p.zmq_address}_" for p in deployment.prefills if p.fit == decode.fit}
+        fits = {f"_addr_{p.zmq_address}_" for p in deployment.prefills if p.fit == fit}
         wrong = "_addr_" in seen.request_id and not any(each in seen.request_id for each in fits)
         return answer_error(500) if wrong else answer_json
 
-    decode.behaviour = chosen(judge)
+    return chosen(judge)
 
 
 async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
@@ -179,17 +172,14 @@ async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
     await deployment.goodbye(old)
     await eventually(lambda: leaver.load == 0, "the end of its last requests")
     await old.stop()
-    new = await deployment.add(old.role, fit=fit)
-    if new.role == "D":
-        judging(deployment, new)
-    await eventually(lambda: new.http_address in deployment.routable(new.role), "the new instance")
+    behaviour = judging(deployment, fit) if old.role == "D" else answer_json
+    await deployment.newcomer(old.role, fit=fit, behaviour=behaviour)
 
 
 async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_not_fit() -> None:
     async with deployed("concurrent") as deployment:
         before = [await deployment.add(role, fit=OLD) for role in ("P", "D", "P", "D")]  # type: ignore[arg-type]
-        for decode in deployment.decodes:
-            judging(deployment, decode)
+        all_do(deployment.decodes, judging(deployment, OLD))
         await deployment.ready(prefill=2, decode=2)
         done, statuses = asyncio.Event(), []
 

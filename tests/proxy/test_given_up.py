@@ -15,10 +15,7 @@ from proxy_behaviours import (
     Seen,
     Step,
     after,
-    answer_json,
     answers,
-    by_kind,
-    completion,
     event,
     forever,
     given_up,
@@ -33,38 +30,27 @@ from p2pkv_proxy.http import PAIRED
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.upstream import gave_up
 
-STREAM = {"prompt": "x", "stream": True}
 ABORT = b'"finish_reason":"abort"'
 MESSAGE = "The decode instance was stopped before its answer was complete."
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_with_nobody_else_it_is_a_502(either: Deployment, streamed: bool) -> None:
-    either.d.behaviour = stops_before_a_token if streamed else stops
-    assert await either.refusal(502, STREAM if streamed else None) == MESSAGE
-
-
-def ends_at_once(*events: bytes) -> Behaviour:
-    return stream_of(*(b"data: " + each + b"\n\n" for each in (*events, b"[DONE]")))
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
-    "events",
+    "behaviour",
     [
-        (),
-        (b'{"choices":[],"usage":{"completion_tokens":0}}',),
-        (b'{"choices":[{"delta":{"role":"assistant"}}]}',),
+        stops,
+        stops_before_a_token,
+        stream_of(DONE),
+        stream_of(b'data: {"choices":[],"usage":{"completion_tokens":0}}\n\n', DONE),
+        stream_of(b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n', DONE),
     ],
-    ids=["nothing", "usage", "role"],
+    ids=["whole", "abort", "nothing", "usage", "role"],
 )
-async def test_a_stream_without_a_token_was_given_up(
-    concurrent: Deployment, path: str, events: tuple[bytes, ...]
-) -> None:
+async def test_with_nobody_else_it_is_a_502(either: Deployment, path: str, behaviour: Behaviour) -> None:
     """vLLM sends no choice for a request that it gives up before its first token."""
-    concurrent.d.behaviour = ends_at_once(*events)
-    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    assert await concurrent.refusal(502, {**body, "stream": True}, path=path) == MESSAGE
+    either.d.behaviour = behaviour
+    body = {"prompt": "x", "messages": [], "stream": behaviour is not stops}
+    assert await either.refusal(502, body, path) == MESSAGE
 
 
 def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
@@ -74,23 +60,12 @@ def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     )
 
 
-async def test_of_a_p_it_is_ds_affair(concurrent: Deployment) -> None:
-    concurrent.p.behaviour, concurrent.d.behaviour = stops, after_p(concurrent, answer_json)
-    response = await concurrent.post()
-    assert response.status == 200 and (await response.json())["choices"] == [{"text": "hello"}]
-
-
-@pytest.mark.parametrize("alone", [True, False])
-async def test_where_d_is_not_asked_yet_it_is_ps_failure(alone: bool) -> None:
-    async with deployed("sequential", 1, 1, limits=Limits(alone_share=0.25 if alone else 0)) as sequential:
+async def test_where_d_is_not_asked_yet_it_is_ps_failure() -> None:
+    async with deployed("sequential", 1, 1, limits=Limits(alone_share=0)) as sequential:
         sequential.p.behaviour = stops
-        response = await sequential.post()
-        assert len(sequential.d.requests) == alone
-        assert response.status == (200 if alone else 502)
-        if not alone:
-            assert (await response.json())["error"]["message"] == (
-                "The prefill instance failed: it was stopped before its answer was complete."
-            )
+        said = "The prefill instance failed: it was stopped before its answer was complete."
+        assert await sequential.refusal(502) == said
+        assert sequential.d.requests == []
 
 
 @pytest.mark.parametrize("cut", [None, 1, 30, 60])
@@ -112,19 +87,6 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
     second, *_, last, nothing = rest.split(b"\n\n")
     assert b"second" in second and nothing == b""
     assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == MESSAGE
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_model_may_write_about_it(either: Deployment, streamed: bool) -> None:
-    text = ABORT.decode()
-    either.d.behaviour = by_kind(
-        stream_of(text, DONE), answers(lambda seen: web.json_response(completion(seen, text)))
-    )
-    body = await (await either.post(STREAM if streamed else None)).read()
-    if streamed:
-        body, done, _ = body.removeprefix(b"data: ").split(b"\n\n")
-        assert done == b"data: [DONE]"
-    assert json.loads(body)["choices"] == [{"text": text}]
 
 
 # What vLLM writes when it gives up, and what only looks like it.
@@ -184,12 +146,6 @@ COMPLETE: list[tuple[str, Any]] = [
     ("/tokenize", choice("abort") | answer("cancelled")),
 ]
 COMPACT: dict[str, Any] = {"separators": (",", ":")}
-
-
-@pytest.mark.parametrize(("path", "body"), GIVEN_UP)
-@pytest.mark.parametrize("written", [{}, COMPACT], ids=["spaced", "compact"])
-def test_a_whole_answer_that_was_given_up(path: str, body: Any, written: Any) -> None:
-    assert gave_up(path, json.dumps(body, **written).encode())
 
 
 @pytest.mark.parametrize(("path", "body"), COMPLETE)
@@ -290,11 +246,20 @@ def test_in_a_json_that_is_too_long_to_be_held_it_is_found_too() -> None:
 # Which instances are blamed.
 
 
+def written(path: str, body: Any, *, streamed: bool) -> bytes:
+    return as_events(path, body) if streamed else json.dumps(body, **COMPACT).encode()
+
+
 def says(path: str, body: Any, *, streamed: bool) -> Behaviour:
+    raw = written(path, body, streamed=streamed)
     if streamed:
-        return stream_of(as_events(path, body))
-    raw = json.dumps(body, **COMPACT).encode()
+        return stream_of(raw)
     return answers(lambda _: web.Response(body=raw, content_type="application/json"))
+
+
+def complete(path: str) -> Behaviour:
+    """A P that has computed what it was asked."""
+    return says(path, next(whole for where, whole in COMPLETE if where == path), streamed=False)
 
 
 WHOLE = [(path, body, False) for path, body in COMPLETE if path in PAIRED and isinstance(body, dict)]
@@ -309,15 +274,11 @@ EVENTS = [
 async def test_an_answer_that_repeats_its_request_pauses_no_instance(
     either: Deployment, path: str, body: Any, streamed: bool
 ) -> None:
-    p_s = next(whole for where, whole in COMPLETE if where == path)
-    either.p.behaviour, either.d.behaviour = (
-        says(path, p_s, streamed=False),
-        says(path, body, streamed=streamed),
-    )
+    either.p.behaviour, either.d.behaviour = complete(path), says(path, body, streamed=streamed)
     for _ in range(12):
         response = await either.post({"model": "tiny", "input": "x", "stream": streamed}, path)
         assert response.status == 200
-        assert b"502" not in await response.read()
+        assert await response.read() == written(path, body, streamed=streamed)
     assert all(each.breaker.closed for each in either.everyone())
     assert either.proxy.counters.retried == either.proxy.counters.breakers_opened == 0
 
@@ -329,23 +290,20 @@ async def test_an_answer_that_repeats_its_request_pauses_no_instance(
 async def test_what_d_gives_up_is_asked_of_another(path: str, body: Any, streamed: bool) -> None:
     good = next(each for where, each in (OTHER_EVENTS[::-1] if streamed else COMPLETE) if where == path)
     async with deployed("concurrent", 1, 2) as deployment:
-        deployment.p.behaviour = says(
-            path, next(each for where, each in COMPLETE if where == path), streamed=False
-        )
+        deployment.p.behaviour = complete(path)
         take_turns(deployment.decodes, *(says(path, each, streamed=streamed) for each in (body, good)))
         response = await deployment.post({"model": "tiny", "stream": streamed}, path)
         assert response.status == 200
-        assert await response.read() == (
-            as_events(path, good) if streamed else json.dumps(good, **COMPACT).encode()
-        )
+        assert await response.read() == written(path, good, streamed=streamed)
         assert asked(deployment.decodes) == [1, 1]
 
 
 @pytest.mark.parametrize(("path", "body"), GIVEN_UP)
 async def test_what_p_gives_up_is_ps_failure(path: str, body: Any) -> None:
+    """In the other spelling of JSON, with spaces."""
     async with deployed("sequential", 2, 1) as deployment:
-        all_do(deployment.prefills, says(path, body, streamed=False))
-        deployment.d.behaviour = says(path, next(b for p, b in COMPLETE if p == path), streamed=False)
+        all_do(deployment.prefills, answers(lambda _: web.json_response(body)))
+        deployment.d.behaviour = complete(path)
         assert (await deployment.post({"model": "tiny"}, path)).status == 200
         assert [len(each.requests) for each in deployment.prefills] == [1, 1], "the other P is asked, too"
         assert find_pair(deployment.d.requests[0].request_id) is None, "and then D alone"

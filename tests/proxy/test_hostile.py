@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from hostile_support import RAW, dealer, shout
-from proxy_fakes import Deployment, deployed
+from proxy_fakes import Deployment, deployed, pinging
 
 from p2pkv.control import security
 from p2pkv.control.discovery import Ping, encode_ping, goodbye
-from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 from support.waiting import eventually
 
-PING = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10", model="m")
+FORGED = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10")
+MEMBERS, OTHERS = Members(b"a secret of the tests"), Members(b"another secret of the tests")
 
 
 async def serves(deployment: Deployment) -> None:
@@ -46,10 +45,14 @@ async def test_garbage_without_end_makes_a_line_in_ten_seconds(
     await serves(lonely)
 
 
+@pytest.mark.parametrize("members", [None, MEMBERS], ids=["plain", "members"])
 @pytest.mark.parametrize("kind", RAW)
-async def test_raw_bytes(lonely: Deployment, kind: str) -> None:
-    with shout(Address.parse(lonely.discovery), RAW[kind]):
-        await serves(lonely)
+async def test_raw_bytes(members: Members | None, kind: str) -> None:
+    """With a secret they never reach the decoder."""
+    async with deployed("concurrent", members=members) as deployment:
+        with shout(Address.parse(deployment.discovery), RAW[kind]):
+            await serves(deployment)
+        assert members is None or deployment.refused == 0
 
 
 async def test_idle_connections_are_closed(lonely: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +81,13 @@ async def test_the_tasks_of_the_listener_outlive_what_they_meet(lonely: Deployme
     listener = lonely.proxy.membership.listeners[0]
     take, listener._take = listener._take, fail
     with dealer(Address.parse(lonely.discovery)) as socket:
-        socket.send(encode_ping(PING))
+        socket.send(encode_ping(FORGED))
         await eventually(failed.is_set)
     listener._take = take
     await serves(lonely)
 
 
 # With a secret: pings of members, and of those who are none.
-
-
-MEMBERS, OTHERS = Members(b"a secret of the tests"), Members(b"another secret of the tests")
-FORGED = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10")
 
 
 def knowing() -> Members:
@@ -105,10 +104,16 @@ async def guarded() -> AsyncIterator[Deployment]:
         yield deployment
 
 
-@pytest.mark.parametrize("way", [None, OTHERS, knowing()], ids=["in the clear", "another secret", "its key"])
-async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment, way: Any) -> None:
+@pytest.mark.parametrize(
+    ("way", "server"),
+    [(None, "proxy"), (OTHERS, "proxy"), (knowing(), "proxy"), (MEMBERS, "rank")],
+    ids=["in the clear", "another secret", "its key", "a member of the ranks"],
+)
+async def test_strangers_register_nothing_and_remove_nobody(
+    guarded: Deployment, way: Members | None, server: str
+) -> None:
     frames = [FORGED, msgspec.structs.replace(guarded.p.ping, zmq_address="127.0.0.1:10")]
-    with dealer(Address.parse(guarded.discovery), way, "proxy") as socket:
+    with dealer(Address.parse(guarded.discovery), way, server) as socket:
         for ping in (*frames, goodbye(guarded.p.ping)):
             with contextlib.suppress(zmq.Again):  # libzmq sends no more once its handshake has failed
                 socket.send(encode_ping(ping))
@@ -116,13 +121,6 @@ async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment,
     assert [instance.ping for instance in guarded.registry.known("P")] == [guarded.p.ping]
     assert guarded.refused == 0
     assert (await guarded.post()).status == 200
-
-
-async def test_a_member_of_the_ranks_is_one_here_only_with_the_proxys_key(guarded: Deployment) -> None:
-    with dealer(Address.parse(guarded.discovery), MEMBERS, "rank") as socket:
-        socket.send(encode_ping(FORGED))
-        await eventually(lambda: guarded.proxy.membership.listeners[0].shut_out > 0)
-    assert len(guarded.registry.known("P")) == 1
 
 
 async def test_the_plain_port_takes_anybodys_pings(guarded: Deployment) -> None:
@@ -140,20 +138,8 @@ async def test_an_instance_without_the_secret_hears_so(
     guarded: Deployment, way: Members | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    pinger = Pinger(guarded.discovery, FORGED, 0.1, way)
-    pinger.start()
-    await eventually(lambda: f"the proxy at {guarded.discovery} refused the handshake" in caplog.text)
-    await asyncio.to_thread(pinger.stop)
+    with pinging(guarded.discovery, FORGED, members=way):
+        await eventually(lambda: f"the proxy at {guarded.discovery} refused the handshake" in caplog.text)
     said = [line.getMessage() for line in caplog.records if "not registered" in line.getMessage()]
     assert len(said) == 1 and "secret" in said[0]
     assert len(guarded.registry.known("P")) == 1
-
-
-@pytest.mark.parametrize("kind", RAW)
-async def test_raw_bytes_never_reach_the_decoder(guarded: Deployment, kind: str) -> None:
-    with shout(Address.parse(guarded.discovery), RAW[kind]):
-        assert (await guarded.post()).status == 200
-        fresh = await guarded.add("P")
-        await guarded.ready(prefill=2, decode=1)
-    assert guarded.refused == 0
-    assert fresh.zmq_address in {str(each.zmq_address) for each in guarded.registry.known("P")}

@@ -19,7 +19,6 @@ from proxy_behaviours import (
     never_a_token,
     stream_of,
     streams,
-    telling,
 )
 from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, outcomes, take_turns
 from test_alone import paired
@@ -36,10 +35,9 @@ async def one_hangs(
     deployment: Deployment, instances: list[FakeInstance], hangs: Behaviour = never, body: Any = None
 ) -> tuple[asyncio.Task[aiohttp.ClientResponse], FakeInstance]:
     """A request that has come to one of these instances, which never begins it; another one would answer."""
-    first = asyncio.Event()
-    take_turns(instances, telling(first, hangs), answer_json)
+    take_turns(instances, hangs, answer_json)
     asking = asyncio.create_task(deployment.post(body))
-    await first.wait()
+    await eventually(lambda: any(each.requests for each in instances), "the request")
     return asking, the_asked(instances)
 
 
@@ -49,7 +47,6 @@ def the_asked(instances: list[FakeInstance]) -> FakeInstance:
 
 
 @pytest.mark.parametrize("hangs", [never, never_a_token])
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_of_a_d_that_hangs_another_one_answers(dispatch: Dispatch, hangs: Behaviour) -> None:
     async with deployed(dispatch, prefill=1, decode=2, **LEASE) as deployment:
         body = STREAM if hangs is never_a_token else None
@@ -100,10 +97,7 @@ async def test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go(
 async def test_a_lost_ping_or_two_move_nothing(frozen: bool) -> None:
     async with deployed("concurrent", prefill=1, decode=2, life=0.5, lease=30.0) as deployment:
         release = asyncio.Event()
-        all_do(deployment.decodes, after(release, answer_json))
-        asking = asyncio.create_task(deployment.post())
-        await eventually(lambda: any(each.requests for each in deployment.decodes))
-        hung = the_asked(deployment.decodes)
+        asking, hung = await one_hangs(deployment, deployment.decodes, after(release, answer_json))
         instance = deployment.known(hung)
         (deployment.freeze if frozen else deployment.no_more_pings)(hung)
         await eventually(lambda: instance.silent(deployment.proxy.clock()))

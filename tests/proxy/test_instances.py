@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 from proxy_behaviours import after, never, streams
 from proxy_fakes import Deployment, FakeInstance, all_do, deployed, error_of, join, ping, quiet
@@ -26,15 +25,8 @@ async def guarded() -> AsyncIterator[Deployment]:
         yield deployment
 
 
-async def order(
-    deployment: Deployment, instance: FakeInstance, verb: str, headers: dict[str, str] | None = None
-) -> aiohttp.ClientResponse:
-    url = f"{deployment.url}/instances/{instance.http_address}/{verb}"
-    return await deployment.client.post(url, headers=SHOWN if headers is None else headers)
-
-
 async def drained(deployment: Deployment, instance: FakeInstance) -> None:
-    assert (await order(deployment, instance, "drain")).status == 200
+    assert (await deployment.order(instance, "drain", SHOWN)).status == 200
 
 
 async def states(deployment: Deployment) -> dict[str, str]:
@@ -57,8 +49,7 @@ async def test_the_list_says_who_is_there_and_no_zmq_address(guarded: Deployment
     everyone = guarded.prefills + guarded.decodes
     assert {each["address"] for each in listing["instances"]} == {each.http_address for each in everyone}
     for path in ("/instances", "/status", "/metrics"):
-        async with guarded.client.get(guarded.url + path) as response:
-            text = await response.text()
+        text = await guarded.text(path)
         assert everyone[0].http_address in text or path == "/metrics"
         assert not [each for each in everyone if each.zmq_address in text]
 
@@ -84,10 +75,9 @@ async def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new(
     assert (await states(guarded))[leaver.http_address] == "drained"
     assert not any(seen.aborted for seen in leaver.requests)
 
-    assert (await order(guarded, leaver, "resume")).status == 200
+    assert (await guarded.order(leaver, "resume", SHOWN)).status == 200
     assert (await states(guarded))[leaver.http_address] == "ready"
-    for _ in range(2):
-        await (await guarded.post()).read()
+    await guarded.serves(2)
     assert len(leaver.requests) == 3
 
 
@@ -114,7 +104,7 @@ async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_the
         await drained(deployment, deployment.d)
         assert "of 1 registered, 1 drained" in await deployment.refusal(503)
         assert (await deployment.get("/ready"))[0] == 503
-        await order(deployment, deployment.d, "resume")
+        await deployment.order(deployment.d, "resume", SHOWN)
         assert (await deployment.post()).status == 200
 
 
@@ -128,21 +118,14 @@ async def test_who_waits_for_a_place_gets_that_of_a_resumed_instance() -> None:
         await eventually(lambda: deployment.proxy.admission.under_way == 1)
         waiting = asyncio.create_task(deployment.post())
         await eventually(lambda: deployment.proxy.admission.waiting == 1)
-        await order(deployment, second, "resume")
+        await deployment.order(second, "resume", SHOWN)
         assert (await waiting).status == 200
         stuck.cancel()
 
 
 async def test_a_change_takes_the_token(guarded: Deployment) -> None:
-    wrong: list[dict[str, str]] = [
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": TOKEN},
-        {"Authorization": f"Basic {TOKEN}"},
-        {"Authorization": "Bearer"},
-    ]
-    for headers in wrong:
-        answer = await order(guarded, guarded.p, "drain", headers)
+    for shown in (None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer"):
+        answer = await guarded.order(guarded.p, "drain", {"Authorization": shown} if shown else {})
         assert answer.status == 401
         assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert (await error_of(answer))["type"] == "authentication_error"
@@ -151,7 +134,7 @@ async def test_a_change_takes_the_token(guarded: Deployment) -> None:
 
 async def test_without_a_token_nobody_changes_anything(concurrent: Deployment) -> None:
     for headers in ({}, {"Authorization": "Bearer "}, SHOWN):
-        answer = await order(concurrent, concurrent.p, "drain", headers)
+        answer = await concurrent.order(concurrent.p, "drain", headers)
         assert answer.status == 403
         assert "--admin-token" in (await error_of(answer))["message"]
     assert set((await states(concurrent)).values()) == {"ready"}
@@ -189,11 +172,9 @@ async def test_ready_says_whether_and_what_it_takes() -> None:
             status, answer = await deployment.get("/ready")
             assert (status, answer["ready"], answer["needs"]) == (503, False, needs)
             assert len(answer["missing"]) == 2
-            await deployment.add("D")
-            await deployment.ready(0, 1)
+            await deployment.newcomer("D")
             assert (await deployment.get("/ready"))[0] == alone
-            await deployment.add("P")
-            await deployment.ready(1, 1)
+            await deployment.newcomer("P")
             assert await deployment.get("/ready") == (
                 200,
                 {"ready": True, "needs": needs, "prefill": 1, "decode": 1, "missing": []},

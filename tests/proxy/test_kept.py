@@ -119,18 +119,13 @@ def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest
     assert looked <= 3
 
 
-def test_a_request_that_waits_for_no_model_makes_no_entry() -> None:
-    router, _ = fleet("P", "D")
-    for number in range(100):
-        router.able(f"unknown {number}", 0.0, mode=PrefillMode.WANTED)
-    assert router._last is not None and len(router._last._fleets) <= 1
-
-
-def test_an_unknown_name_where_all_serve_the_same_costs_nothing_anew() -> None:
-    """It may be an adapter that was loaded since."""
-    router, _ = fleet(("P", {"model": "m"}), ("D", {"model": "m"}))
+@pytest.mark.parametrize("more", [{}, {"model": "m"}])
+def test_names_that_are_unknown_make_no_entries(more: dict[str, str]) -> None:
+    """One may be that of an adapter that was loaded since."""
+    router, _ = fleet(("P", more), ("D", more))
     router.able(None, 0.0, mode=PrefillMode.WANTED)
     assert router._last is not None
     known = dict(router._last._fleets)
-    router.able("an adapter", 0.0, mode=PrefillMode.WANTED)
+    for number in range(100):
+        router.able(f"unknown {number}", 0.0, mode=PrefillMode.WANTED)
     assert router._last._fleets == known

@@ -8,6 +8,7 @@ import json
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,25 +277,19 @@ async def test_a_body_whose_head_says_that_it_is_too_large_is_not_waited_for() -
 # How a large one is sent.
 
 
-class Writer:
-    """What aiohttp writes to."""
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-
-    async def write(self, chunk: Any) -> None:
-        self.written.append(bytes(chunk))
-
-
 async def test_a_large_body_is_sent_in_pieces_and_can_be_sent_again() -> None:
     content = Content((b"{", bytearray(b"x" * MIB), b",", bytes(300_000), b"}"))
     payload = _Streamed(content)
     assert payload.size == content.size
     for _ in range(2):
-        writer = Writer()
-        await payload.write(writer)  # type: ignore[arg-type]
-        assert b"".join(writer.written) == bytes(content)
-        assert max(map(len, writer.written)) <= 1 << 17
+        written: list[bytes] = []
+
+        async def write(chunk: Any, written: list[bytes] = written) -> None:
+            written.append(bytes(chunk))
+
+        await payload.write(SimpleNamespace(write=write))  # type: ignore[arg-type]
+        assert b"".join(written) == bytes(content)
+        assert max(map(len, written)) <= 1 << 17
 
 
 @pytest.mark.parametrize("path", sorted(PAIRED))

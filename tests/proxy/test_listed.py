@@ -12,12 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-import zmq
 from proxy_behaviours import streams
-from proxy_fakes import DEADLINE, Deployment, FakeInstance, Line, asked, deployed, join, ping
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, Line, asked, deployed, join, ping, serve
 from proxy_process import served
 
-from p2pkv.control.security import Members, ZapHandler
+from p2pkv.control.endpoint import Endpoint
+from p2pkv.control.security import Members
+from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
 from p2pkv_proxy import options
@@ -49,66 +50,40 @@ class FakeRank:
         self.role: Role = role
         self.says = {"role": role, "rank": 0, "ranks": 1, "incarnation": "first", "fit": "", **says}
         self.inspected = 0
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._zap = ZapHandler(members, None)
-        self._asked = self._zap.open(self._context)
-        if members is not None:
-            self._zap.guard(self._router)
-            members.serve(self._router, "rank")
-        self.address = f"127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        place = Address("127.0.0.1", free_ports())
+        self.address = str(place)
+        self._endpoint = Endpoint(place, members)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for socket in (self._router, self._asked):
-            poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
-            ready = dict(poller.poll(50))
-            if self._asked in ready:
-                reply, _ = self._zap.answer(self._asked.recv_multipart())
-                if reply:
-                    self._asked.send_multipart(reply)
-            if self._router in ready:
-                who, question = self._router.recv_multipart()
+            self._endpoint.wait(0.05)
+            for connection, question in self._endpoint.receive():
                 assert isinstance(decode(question), Inspect)
                 self.inspected += 1
-                self._router.send_multipart([who, encode(Report(dict(self.says)))])
+                connection.send(encode(Report(dict(self.says))))
 
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join(DEADLINE)
-        self._context.destroy(linger=0)
-
-
-def listed(instance: FakeInstance) -> ListedInstance:
-    return ListedInstance.parse(instance.role, f"http://{instance.http_address}={instance.zmq_address}")
-
-
-async def begun(cleanup: AsyncExitStack, *those: FakeInstance | FakeRank) -> list[FakeInstance]:
-    """Instances that serve and do not ping, with these ranks or without one, until `cleanup`."""
-    instances = []
-    for each in those:
-        instance = (
-            each if isinstance(each, FakeInstance) else FakeInstance(each.role, zmq_address=each.address)
-        )
-        if isinstance(each, FakeRank):
-            cleanup.callback(each.stop)
-        await instance.start()
-        cleanup.push_async_callback(instance.stop)
-        instances.append(instance)
-    return instances
+        self._endpoint.close()
 
 
 @asynccontextmanager
 async def listing(*those: FakeInstance | FakeRank, **options: Any) -> AsyncIterator[Deployment]:
-    """A proxy to which these are listed."""
+    """A proxy to which these are listed: they serve and do not ping, and have these ranks or none."""
     async with AsyncExitStack() as cleanup:
-        instances = await begun(cleanup, *those)
-        listed_ones = [listed(each) for each in instances]
-        async with deployed("concurrent", life=0.5, listed=listed_ones, **options) as deployment:
+        instances, listed = list[FakeInstance](), list[ListedInstance]()
+        for each in those:
+            if isinstance(each, FakeRank):
+                cleanup.callback(each.stop)
+                each = FakeInstance(each.role, zmq_address=each.address)
+            await serve(cleanup, each)
+            instances.append(each)
+            listed.append(ListedInstance.parse(each.role, f"http://{each.http_address}={each.zmq_address}"))
+        async with deployed("concurrent", life=0.5, listed=listed, **options) as deployment:
             deployment.instances += instances
             yield deployment
 
@@ -300,19 +275,15 @@ def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
 # The options.
 
 
-def options_for(p: FakeInstance, d: FakeInstance) -> list[str]:
-    """Both ways to spell an instance."""
-    return [
-        *("--prefill", f"http://{p.http_address}={p.zmq_address}"),
-        *("--decode", f"{d.http_address}={d.zmq_address}"),
-    ]
-
-
 async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on() -> None:
     async with listing(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as deployment:
         p, d = deployment.p, deployment.d
         await deployment.ready(prefill=1, decode=1)
-        async with served(*options_for(p, d), prefill=0, decode=0) as other:
+        lists = [
+            *("--prefill", f"http://{p.http_address}={p.zmq_address}"),
+            *("--decode", f"{d.http_address}={d.zmq_address}"),
+        ]
+        async with served(*lists, prefill=0, decode=0) as other:
             await other.ready(1, 1)
             release = asyncio.Event()
             d.behaviour = streams(release)
@@ -341,6 +312,7 @@ def test_the_three_ways_to_list(tmp_path: Path) -> None:
     assert listed_by([], {"P2PKV_PROXY_PREFILL": f"{one}, http://{two}"}) == [one, two]
     assert listed_by([], {"P2PKV_PROXY_PREFILL": ""}) == [], "as an empty value in a compose file"
     assert listed_by(["--config", str(file)], {}) == [one, two]
+    assert listed_by(["--config", str(file), "--prefill", two], {}) == [two]
     assert listed_by([], {}) == []
     parsed = ListedInstance.parse("D", two)
     assert (parsed.http, parsed.zmq) == (Address("node-8", 8100), Address("fd00::8", 21001))

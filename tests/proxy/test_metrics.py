@@ -9,6 +9,7 @@ import re
 from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -182,35 +183,25 @@ async def test_openmetrics_is_spoken_to_those_who_ask(concurrent: Deployment) ->
         assert (await response.text()).endswith("# EOF\n")
 
 
-class Fleet:
-    """Instances that come and go as a test wants."""
-
-    def __init__(self) -> None:
-        self.here: list[Instance] = []
-
-    def counted(self) -> dict[str, int]:
-        names = [key for _, key, _ in exposition._COUNTERS]
-        return dict.fromkeys([*names, "refused_full", "refused_late", "refused_alone"], 0)
-
-    def gauges(self) -> dict[str, int]:
-        return dict.fromkeys([key for _, key, _ in exposition._GAUGES], 0)
-
-    def instances(self) -> list[Instance]:
-        return self.here
-
-    def state_of(self, instance: Instance) -> str:
-        return "ready"
-
-    def prefill_work(self, instance: Instance) -> None:
-        return None
+def exposed(metrics: Metrics, here: list[Instance]) -> Exposition:
+    """The page of instances that come and go as a test wants."""
+    counters = [*(key for _, key, _ in exposition._COUNTERS), "refused_full", "refused_late", "refused_alone"]
+    proxy = SimpleNamespace(
+        counted=lambda: dict.fromkeys(counters, 0),
+        gauges=lambda: dict.fromkeys([key for _, key, _ in exposition._GAUGES], 0),
+        instances=lambda: here,
+        state_of=lambda _: "ready",
+        prefill_work=lambda _: None,
+    )
+    return Exposition(metrics, proxy)
 
 
 def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
-    now, fleet = 0.0, Fleet()
+    now = 0.0
     metrics = Metrics(lambda: now)
-    pages = Exposition(metrics, fleet)
     p, d = Instance(ping("P", 1), 0.0), Instance(ping("D", 2), 0.0)
-    fleet.here = [p, d]
+    here = [p, d]
+    pages = exposed(metrics, here)
 
     def shown() -> set[str]:
         text = page_of("", [pages.families()])[0].decode()
@@ -223,7 +214,7 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     metrics.pace(d.ping.http_address, b"data: x\n\n").beat(b"data: y\n\n")
     both = {p.ping.http_address, d.ping.http_address}
     assert shown() == both
-    fleet.here = [p]
+    here.remove(d)
     assert shown() == both, "its last numbers have yet to be scraped"
     now = 599.0
     assert shown() == both
@@ -234,30 +225,32 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     assert shown() == both, "what comes later is counted anew"
     metrics.forget()
     now = 1300.0
-    fleet.here = [p, d]
+    here.append(d)
     assert shown() == both, "it is back, and has no past"
     assert metrics.events == 0
 
 
 def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
-    now, fleet = 0.0, Fleet()
+    now, here = 0.0, list[Instance]()
     metrics = Metrics(lambda: now)
-    pages = Exposition(metrics, fleet)
+    pages = exposed(metrics, here)
     d = Instance(ping("D", 2), 0.0)
     metrics.record_outcome(d, True)
     metrics.forget()
-    now, fleet.here = 500.0, [d]
+    now = 500.0
+    here.append(d)
     metrics.forget()
-    now, fleet.here = 1000.0, []
+    now = 1000.0
+    here.remove(d)
     metrics.forget()
     now = 1500.0
     assert d.ping.http_address in page_of("", [pages.families()])[0].decode()
 
 
 def test_what_nobody_scrapes_does_not_grow_either() -> None:
-    now, fleet = 0.0, Fleet()
+    now = 0.0
     metrics = Metrics(lambda: now)
-    Exposition(metrics, fleet)
+    exposed(metrics, [])
     for number in range(2000):
         metrics.record_outcome(Instance(ping("D", 1 + number % 60000), 0.0), True)
         now += metrics_module.SAMPLE_SECONDS

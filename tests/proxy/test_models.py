@@ -10,9 +10,8 @@ from proxy_fakes import Deployment
 
 async def listed(deployment: Deployment, key: str = "") -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with deployment.client.get(f"{deployment.url}/v1/models", headers=headers) as response:
-        page = await response.json()
-        return response.status, [model["id"] for model in page["data"]] if response.ok else page
+    status, page = await deployment.get("/v1/models", headers)
+    return status, [model["id"] for model in page["data"]] if status == 200 else page
 
 
 async def two(deployment: Deployment, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import msgspec
 import proxy_fakes
 import pytest
-from hostile_support import dealer
-from proxy_fakes import Deployment, join, ping, prompt_of
+from proxy_fakes import Deployment, join, ping, pinging, prompt_of
 
-from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
-from p2pkv.control.pinger import Pinger
+from p2pkv.control.discovery import Ping, decode_partners, goodbye
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, Nearby, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
@@ -205,23 +202,7 @@ def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
 async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment) -> None:
     heard: list[tuple[str, ...]] = []
     d = ping("D", 8200, partners=8)
-    pinger = Pinger(lonely.discovery, d, 0.05, on_partners=heard.append)
-    pinger.start()
-    lonely.cleanup.callback(pinger.stop)
-    ps = [await lonely.add("P") for _ in range(2)]
-    expected = {p.ping.zmq_address for p in ps}
-    await eventually(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")
-
-
-async def test_an_older_d_is_sent_nothing(lonely: Deployment) -> None:
-    """Its socket takes messages of a kilobyte at most, and it reads none."""
-    await lonely.add("P")
-    with dealer(lonely.discovery) as socket:
-        socket.send(encode_ping(ping("D", 8200)))
-        await eventually(lambda: len(lonely.everyone()) == 2, "both instances")
-        asking = ping("D", 8201, partners=1)
-        with dealer(lonely.discovery) as other:
-            other.send(encode_ping(asking))
-            await eventually(lambda: bool(other.poll(0)), "the answer to who asks")
-        await asyncio.sleep(0)
-        assert not socket.poll(0)
+    with pinging(lonely.discovery, d, on_partners=heard.append):
+        ps = [await lonely.add("P") for _ in range(2)]
+        expected = {p.ping.zmq_address for p in ps}
+        await eventually(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
-from proxy_behaviours import DONE, Seen, after, answer_json, event, event_stream, never
+from proxy_behaviours import DONE, Seen, after, answer_json, event, event_stream
 from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, join, ping
+from test_hung import one_hangs, the_asked
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
 from p2pkv_proxy.limits import Limits
@@ -48,8 +49,7 @@ def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
 async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(
     concurrent: Deployment, role: Any
 ) -> None:
-    other = await concurrent.add(role, Vouching)
-    await concurrent.ready(2 if role == "P" else 1, 2 if role == "D" else 1)
+    other = await concurrent.newcomer(role, Vouching)
     pause(concurrent, other)
     await eventually(lambda: other.http_address not in concurrent.routable(role), "the pause")
     await concurrent.serves(4)
@@ -134,12 +134,7 @@ async def hung() -> AsyncIterator[Deployment]:
 
 
 async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: Deployment) -> None:
-    all_do(hung.decodes, never)
-    request = asyncio.create_task(hung.post())
-    await eventually(lambda: any(each.requests for each in hung.decodes))
-    (stuck,) = (each for each in hung.decodes if each.requests)
-    (other,) = (each for each in hung.decodes if each is not stuck)
-    other.behaviour = answer_json
+    request, stuck = await one_hangs(hung, hung.decodes)
     fall_silent(hung, stuck)
     assert (await request).status == 200
     assert asked(hung.decodes) == [1, 1]
@@ -176,7 +171,7 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
     all_do(hung.decodes, stream(stop, goes_on))
     response = await hung.post(stream=True)
     await response.content.readany()
-    (stuck,) = (each for each in hung.decodes if each.requests)
+    stuck = the_asked(hung.decodes)
     fall_silent(hung, stuck)
     if hangs:
         goes_on.clear()
@@ -192,8 +187,7 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
 
 async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: Deployment) -> None:
     assert VOUCHING_VERSION == 4  # when pings began to mean that
-    old = await hung.add("D", type("Old", (Vouching,), {"version": 3}))
-    await hung.ready(1, 3)
+    old = await hung.newcomer("D", type("Old", (Vouching,), {"version": 3}))
     for each in hung.decodes:
         if each is not old:
             pause(hung, each)

@@ -7,11 +7,11 @@ import socket as socket_module
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from proxy_fakes import pinging
 
 from p2pkv.control.discovery import Ping, decode_ping, encode_partners, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
@@ -29,34 +29,12 @@ def router(endpoint: str = "tcp://127.0.0.1:*") -> Iterator[tuple[zmq.Socket[byt
         yield socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
 
-@contextlib.contextmanager
-def pinging(address: str, interval: float = 0.05, ping: Ping = PING, **more: Any) -> Iterator[Pinger]:
-    pinger = Pinger(address, ping, interval, **more)
-    pinger.start()
-    try:
-        yield pinger
-    finally:
-        pinger.stop()
-
-
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "p2pkv-pinger"]
 
 
-def test_one_frame_again_and_again_and_a_goodbye() -> None:
-    with router() as (socket, address):
-        with pinging(address):
-            for _ in range(3):
-                _, frame = socket.recv_multipart()
-                assert frame == encode_ping(PING)
-        while (ping := decode_ping(socket.recv_multipart()[1])) == PING:
-            continue
-        assert ping == goodbye(PING)
-    assert threads() == []
-
-
 def test_pings_keep_their_interval() -> None:
-    with router() as (socket, address), pinging(address, interval=0.2):
+    with router() as (socket, address), pinging(address, PING, 0.2):
         socket.recv_multipart()
         begin = time.monotonic()
         socket.recv_multipart()
@@ -67,7 +45,7 @@ def test_pings_keep_their_interval() -> None:
 def test_a_proxy_that_comes_late_and_comes_back() -> None:
     with router() as (_, address):
         pass
-    with pinging(address):
+    with pinging(address, PING):
         for _ in range(2):
             with router(f"tcp://{address}") as (socket, _):
                 assert decode_ping(socket.recv_multipart()[1]) == PING
@@ -100,7 +78,7 @@ def test_a_stop_while_it_waits_is_quick(there: bool) -> None:
     with router() as (socket, address):
         if not there:
             socket.close()
-        with pinging(address, interval=60.0) as pinger:
+        with pinging(address, PING, 60.0) as pinger:
             if there:
                 socket.recv_multipart()
             begin = time.monotonic()
@@ -113,7 +91,7 @@ def test_a_stop_while_it_waits_is_quick(there: bool) -> None:
 
 
 def test_what_a_proxy_answers_is_ignored() -> None:
-    with router() as (socket, address), pinging(address):
+    with router() as (socket, address), pinging(address, PING):
         peer, _ = socket.recv_multipart()
         for _ in range(20):
             socket.send_multipart([peer, b"x" * 5000])
@@ -126,7 +104,7 @@ def test_what_a_proxy_answers_is_ignored() -> None:
 def test_what_a_proxy_answers_a_d_that_asked() -> None:
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=4)
-    with router() as (socket, address), pinging(address, ping=ping, on_partners=heard.append):
+    with router() as (socket, address), pinging(address, ping, on_partners=heard.append):
         peer, _ = socket.recv_multipart()
         noise = (b"", b"hello", encode_ping(PING))
         for frame in (*noise, encode_partners(["a:1"]), *noise, encode_partners(["a:1", "b:2"])):

@@ -25,7 +25,6 @@ from proxy_behaviours import (
     dies_before_a_token,
     never_a_token,
     streams_at_once,
-    telling,
 )
 from proxy_fakes import deployed, join, ping, prompt_of
 from test_resume import COMPLETION, ask, generates, same, whole
@@ -270,12 +269,12 @@ def report(registry: Registry, instance: Instance, now: float, **work: Any) -> N
     registry.observe(msgspec.structs.replace(instance.ping, workload=Workload(**work)), now)
 
 
-def two_proxies(size: int) -> list[tuple[Router, Registry, list[Instance]]]:
+def two_proxies() -> list[tuple[Router, Registry, list[Instance]]]:
+    """In front of four instances."""
     made = []
     for _ in range(2):
         registry = Registry(1e9)
-        router = Router(registry, AUTO)
-        pool = [join(registry, ping("both", 10 + n)) for n in range(size)]
+        router, pool = proxy_fakes.fleet(*["both"] * 4, registry=registry, routing=AUTO)
         for each in pool:
             learned(router, each, 0.256, 0.02)
         made.append((router, registry, pool))
@@ -287,7 +286,7 @@ def test_two_proxies_place_as_one_does_where_instances_report_and_pile_up_where_
     reports: bool,
 ) -> None:
     """Each sends half of the prompts, one after the other. Nothing is computed meanwhile."""
-    proxies, at, now = two_proxies(4), Counter[int](), 0.0
+    proxies, at, now = two_proxies(), Counter[int](), 0.0
     for number in range(8):
         router, _, pool = proxies[number // 4]  # the second begins when the first has sent all of its own
         choice = router.choose(request(1000), now)
@@ -305,16 +304,6 @@ def test_two_proxies_place_as_one_does_where_instances_report_and_pile_up_where_
     else:
         engines = [router.costs.of(pool[0]) for router, _, pool in proxies]
         assert [engine.tokens for engine in engines] == [1000, 1000], "neither knows of the other's"
-
-
-def test_a_proxy_without_requests_of_its_own_avoids_an_instance_that_others_fill() -> None:
-    for reports in (True, False):
-        (router, registry, (busy, idle)), _ = two_proxies(2)
-        idle.take_turn(5)  # of equals it comes last
-        if reports:
-            report(registry, busy, 0.0, prompts=3, tokens=3000, answers=3)
-        choice = router.choose(request(500), 0.2)
-        assert (choice.prefill or choice.decode) is (idle if reports else busy)
 
 
 @given(
@@ -425,10 +414,7 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
         for _ in range(2):
             await pool.add("both", behaviour=streams_at_once)  # type: ignore[arg-type]
         await pool.ready(2, 2)
-        for _ in range(8):
-            response = await pool.post({"model": "tiny", "prompt": "hi", "max_tokens": 5, "stream": True})
-            assert response.status == 200, await response.text()
-            await response.read()
+        await pool.serves(8, stream=True)
         page = (await pool.get("/status"))[1]["placement"]
         assert page["by"] == "auto" and sum(page["ways"].values()) == 8
         assert page["median_error"] >= 0.0 and len(page["latest"]) == 8
@@ -454,15 +440,14 @@ async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
 async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that_it_is_computed() -> None:
     """Of an answer that is no stream; only a stream teaches anything."""
     async with deployed("concurrent", routing=AUTO) as pool:
-        called, release = asyncio.Event(), asyncio.Event()
+        release = asyncio.Event()
         one = await pool.add("both")  # type: ignore[arg-type]
-        one.behaviour = telling(called, after(release, answer_json))
+        one.behaviour = after(release, answer_json)
         await pool.ready(1, 1)
         (instance,) = pool.registry.known("D")
         engine = pool.proxy.router.costs.of(instance)
         before = engine.prompt.weights = [1.0, 0.0, 0.0]
-        asking = asyncio.create_task(pool.post())
-        await called.wait()
+        asking = await pool.under_way(one)
         assert (engine.answers, len(engine._queue)) == (1, 1)
         await eventually(lambda: len(engine._queue) == 0)
         assert not asking.done() and engine.answers == 1

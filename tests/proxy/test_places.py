@@ -55,6 +55,20 @@ async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
     await enter(admission)
 
 
+async def test_a_place_that_comes_as_its_client_leaves_is_not_lost() -> None:
+    admission = small()
+    async with admission.place(RoutingRequest(), paired=False):
+        leaver = asyncio.create_task(enter(admission))
+        await eventually(lambda: admission.waiting == 1)
+    # The place is the leaver's by now, which has not run since.
+    assert (admission.waiting, admission.under_way) == (0, 1)
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert (admission.waiting, admission.under_way) == (0, 0)
+    await enter(admission)
+
+
 async def test_a_place_passes_by_who_has_just_left() -> None:
     admission = small()
     async with admission.place(RoutingRequest(), paired=False):
@@ -180,8 +194,7 @@ async def test_a_p_is_busy_until_it_has_answered_and_no_longer(either: Deploymen
 
 
 async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment) -> None:
-    await sequential.add("D")
-    await sequential.ready(prefill=1, decode=2)
+    await sequential.newcomer("D")
     first, second = sequential.registry.known("D")
     with slow(sequential.p), first.busy(lambda loss: None):
         asked = [ask(sequential) for _ in range(9)]

@@ -203,12 +203,6 @@ def test_the_oldest_is_forgotten_first_and_its_end_before_its_beginning() -> Non
     assert index.held((b"a", b"b")) == {"one": 1}
 
 
-def test_a_chain_longer_than_the_memory_keeps_its_beginning() -> None:
-    index = PrefixIndex(3)
-    index.add([bytes([number]) for number in range(10)], "one")
-    assert index.held(tuple(bytes([number]) for number in range(10))) == {"one": 3}
-
-
 def test_a_shared_beginning_forgets_holders() -> None:
     index = PrefixIndex(1000)
     for restart in range(500):

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 import resource
 import signal
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from proxy_fakes import pinging
 from proxy_process import running
 
 from p2pkv.control.discovery import Ping
-from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
+from p2pkv.demo.client import RequestFailed, get
 from p2pkv.demo.processes import free_ports
-
-
-def health(url: str) -> tuple[int, dict[str, object]]:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -35,16 +26,10 @@ def test_it_serves_and_stops_cleanly(signum: signal.Signals) -> None:
     with running("--port", "0", "--discovery", discovery, "--dispatch", "sequential") as command:
         line = command.says(r"serving on (http://127\.0\.0\.1:\d+), discovery on tcp://(\S+), sequential")
         assert line[2] == discovery
-        assert health(line[1])[0] == 503
-        pinger = Pinger(
-            discovery, Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10"), 0.1
-        )
-        pinger.start()
-        try:
+        with pinging(discovery, Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10")):
             command.says(r"prefill instance 127\.0\.0\.1:9 registered")
-            assert "of 1 registered" in str(health(line[1])[1]["missing"])
-        finally:
-            pinger.stop()
+            with pytest.raises(RequestFailed, match=r"answered 503: .*of 1 registered"):
+                get(f"{line[1]}/health")
         command.says("said goodbye")
         command.process.send_signal(signum)
         assert command.end() == 0
@@ -93,21 +78,14 @@ def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_p
         Ping(type="P", http_address=f"127.0.0.1:{number}", zmq_address=f"127.0.0.1:1{number}")
         for number in (7, 8, 9)
     ]
-    with running("--port", "0", *arguments) as command:
+    with running("--port", "0", *arguments) as command, ExitStack() as stack:
         command.says("for members only")
         command.says(rf"plain discovery on tcp://{re.escape(plain)}")
-        pingers = [
-            Pinger(place, ping, 0.1, members) for (place, members), ping in zip(ways, pings, strict=True)
-        ]
-        for pinger in pingers:
-            pinger.start()
-        try:
-            command.says(r"instance 127\.0\.0\.1:7 registered")
-            command.says(r"instance 127\.0\.0\.1:8 registered")
-            command.says(r"refused .\d+ so far.: one side has a secret")
-        finally:
-            for pinger in pingers:
-                pinger.stop()
+        for (place, members), ping in zip(ways, pings, strict=True):
+            stack.enter_context(pinging(place, ping, members=members))
+        command.says(r"instance 127\.0\.0\.1:7 registered")
+        command.says(r"instance 127\.0\.0\.1:8 registered")
+        command.says(r"refused .\d+ so far.: one side has a secret")
         assert "127.0.0.1:9 registered" not in command.log
         assert "a secret of" not in command.log
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from proxy_behaviours import answer_error, dies, never, streams_at_once, with_a_p
 from proxy_fakes import DEADLINE, Deployment, deployed, quiet
 from proxy_process import served
@@ -65,11 +66,8 @@ class Collector:
         self.spans: list[Any] = []
         self.service = ""
         self.endpoint = ""
-        app = web.Application()
-        app.add_routes([web.post("/v1/traces", self._take)])
-        self._runner = web.AppRunner(app, access_log=None)
 
-    async def _take(self, request: web.Request) -> web.Response:
+    async def take(self, request: web.Request) -> web.Response:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
         body = await request.read()
@@ -81,15 +79,6 @@ class Collector:
             self.spans += [span for scope in resource.scope_spans for span in scope.spans]
         return web.Response()
 
-    async def __aenter__(self) -> Collector:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.endpoint = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1/traces"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
     def named(self, name: str) -> Any:
         (found,) = [span for span in self.spans if span.name == name]
         return found
@@ -98,8 +87,11 @@ class Collector:
 @pytest.fixture
 async def collector() -> AsyncIterator[Collector]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    async with Collector() as collector:
-        yield collector
+    made, app = Collector(), web.Application()
+    app.add_routes([web.post("/v1/traces", made.take)])
+    async with TestServer(app) as server:
+        made.endpoint = str(server.make_url("/v1/traces"))
+        yield made
 
 
 async def test_spans_of_a_request_lie_below_the_clients_and_above_the_instances(collector: Collector) -> None:
@@ -157,9 +149,7 @@ async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> No
         proxy.prefills[0].behaviour = dies
         proxy.d.behaviour = with_a_p(never, streams_at_once)
         headers = {"X-Request-Id": "the client's own", **TRACEPARENT}
-        async with await proxy.post(headers=headers, stream=True) as answer:
-            assert answer.status == 200
-            await answer.read()
+        await proxy.serves(1, headers=headers, stream=True)
         await proxy.says('"outcome": ')
         lines = [json.loads(line) for line in proxy.command.log.splitlines()]
         address = proxy.d.http_address

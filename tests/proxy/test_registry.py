@@ -10,19 +10,8 @@ from proxy_fakes import fleet, join, ping
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
 from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.routing import NoInstance, PrefillMode, Router, UnknownModel
+from p2pkv_proxy.routing import NoInstance, PrefillMode, Router
 from p2pkv_proxy.routing_base import RoutingRequest
-
-
-def test_a_ping_alone_does_not_make_an_instance_routable() -> None:
-    registry = Registry()
-    instance = registry.observe(ping(), 0.0)
-    assert instance is not None
-    assert registry.unready() == [instance]
-    assert registry.routable("P", 0.0) == []
-    instance.healthy = True
-    assert registry.routable("P", 0.0) == [instance]
-    assert registry.unready() == []
 
 
 def test_life_is_more_than_three_intervals() -> None:
@@ -52,14 +41,6 @@ def test_a_dead_instance_goes_although_a_later_one_lives() -> None:
     assert registry.known("P") == [alive]
 
 
-def test_p_and_d_and_replicas_at_one_address_are_different_instances() -> None:
-    registry = Registry()
-    join(registry, ping("P"))
-    join(registry, ping("D"))
-    join(registry, ping("D", dp_rank=1, dp_size=2))
-    assert (len(registry.known("P")), len(registry.known("D"))) == (1, 2)
-
-
 @pytest.mark.parametrize("change", [{"incarnation": "second"}, {"model": "other"}, {"tp_size": 2}])
 def test_a_restart_under_the_same_address_is_a_newcomer(change: dict[str, Any]) -> None:
     registry = Registry()
@@ -85,20 +66,14 @@ def test_a_goodbye_of_a_stranger_registers_nobody() -> None:
     assert registry.known("P") == []
 
 
-def test_the_registry_is_bounded() -> None:
+def test_the_registry_is_bounded_and_says_so_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry(capacity=2)
-    join(registry, ping(port=1))
-    join(registry, ping(port=2))
-    assert registry.observe(ping(port=3), 0.0) is None
-    assert len(registry.known("P")) == 2
-    assert registry.observe(ping(port=2, incarnation="again"), 0.0) is not None
-
-
-def test_that_it_is_full_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry(capacity=1)
-    join(registry, ping(port=1))
+    for port in (1, 2):
+        join(registry, ping(port=port))
     for second in range(100):
-        assert registry.observe(ping(port=2 + second), float(second)) is None
+        assert registry.observe(ping(port=3 + second), float(second)) is None
+    assert len(registry.known("P")) == 2
+    assert registry.observe(ping(port=2, incarnation="again"), 100.0) is not None
     said = [each.getMessage() for each in caplog.records if "are known already" in each.getMessage()]
     assert len(said) == 2
 
@@ -141,18 +116,14 @@ def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
     assert idle.healthy
 
 
-def pools(*models: str) -> Registry:
+def serving(*models: str) -> Router:
     """A P and a D for each model."""
-    registry = Registry()
-    for index, model in enumerate(models):
-        join(registry, ping("P", 10 + index, model=model))
-        join(registry, ping("D", 20 + index, model=model))
-    return registry
+    return fleet(*((role, {"model": model}) for model in models for role in "PD"))[0]
 
 
 @pytest.mark.parametrize("models", ["abab", [None] * 4])
 def test_the_requests_model_chooses_the_pool_and_without_one_the_two_still_match(models: Any) -> None:
-    router = Router(pools("a", "b"))
+    router = serving("a", "b")
     for model in models:
         choice = router.choose(RoutingRequest(model), 0.0)
         assert choice.prefill is not None
@@ -160,18 +131,10 @@ def test_the_requests_model_chooses_the_pool_and_without_one_the_two_still_match
         assert model in (None, choice.decode.ping.model)
 
 
-def test_an_unknown_model_among_several_is_an_error_that_lists_them() -> None:
-    with pytest.raises(UnknownModel, match="`c` does not exist; served here: a, b"):
-        Router(pools("a", "b")).choose(RoutingRequest("c"), 0.0)
-
-
-def test_an_unknown_model_in_a_single_pool_is_left_to_the_instances() -> None:
-    assert Router(pools("a")).choose(RoutingRequest("an-adapter"), 0.0).decode.ping.model == "a"
-
-
-def test_instances_that_do_not_say_may_serve_anything() -> None:
-    registry = pools("")
-    assert Router(registry).choose(RoutingRequest("whatever"), 0.0).prefill is not None
+@pytest.mark.parametrize(("served", "asked"), [("a", "an-adapter"), ("", "whatever")])
+def test_an_unknown_model_is_left_to_the_only_pool(served: str, asked: str) -> None:
+    choice = serving(served).choose(RoutingRequest(asked), 0.0)
+    assert choice.prefill is not None and choice.decode.ping.model == served
 
 
 def test_names_are_those_listed_last_and_the_pings_own() -> None:
@@ -183,10 +146,15 @@ def test_names_are_those_listed_last_and_the_pings_own() -> None:
     assert Instance(ping(), 0.0).names == frozenset()
 
 
-def test_two_models_that_do_not_match_make_no_pair() -> None:
-    router, _ = fleet(("P", {"model": "a"}), ("D", {"model": "b"}))
-    with pytest.raises(NoInstance, match="same model"):
-        router.choose(RoutingRequest(), 0.0)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_two_models_that_do_not_match_make_no_pair(alone: int) -> None:
+    router, (_, d) = fleet(("P", {"model": "a"}), ("D", {"model": "b"}), alone=alone)
+    if alone:
+        choice = router.choose(RoutingRequest("b"), 0.0)
+        assert (choice.prefill, choice.decode) == (None, d)
+    else:
+        with pytest.raises(NoInstance, match="same model"):
+            router.choose(RoutingRequest(), 0.0)
 
 
 def test_who_is_missing_is_said() -> None:

@@ -15,18 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from proxy_behaviours import (
     DONE,
-    Behaviour,
     Seen,
-    a_moment,
     after,
     answer_json,
     answers,
-    chosen,
     completion,
-    event,
     never,
     stream_of,
-    telling,
 )
 from proxy_fakes import Deployment, called, deployed, error_of, filter_of, join
 from test_failures import shows_no_address
@@ -43,8 +38,7 @@ HEX = re.compile(r"[0-9a-f]{32}")
 
 
 async def test_both_get_one_fresh_id_that_names_them(either: Deployment) -> None:
-    for _ in range(2):
-        await either.post()
+    await either.serves(2)
     first, second = either.p.requests
     assert [seen.request_id for seen in either.d.requests] == [first.request_id, second.request_id]
     assert first.request_id != second.request_id
@@ -134,18 +128,6 @@ async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
     assert either.p.requests[0].body["stream"] is False
 
 
-async def test_an_id_cut_by_chunks_is_still_rewritten(either: Deployment) -> None:
-    def drip(seen: Seen) -> Behaviour:
-        pieces = re.findall(rb"(?s).{1,7}", event(seen, "x") * 3)
-        return stream_of(*(step for each in pieces for step in (each, a_moment)))
-
-    either.d.behaviour = chosen(drip)
-    response = await either.post(stream=True)
-    text = await response.text()
-    assert text.count(f"cmpl-{response.headers['X-Request-Id']}") == 3
-    assert shows_no_address(either, text)
-
-
 async def test_what_is_none_of_ps_business_needs_no_p() -> None:
     async with deployed("concurrent", decode=1, limits=Limits(alone_share=0)) as deployment:
         assert (await deployment.post({"prompt": "x", "echo": True})).status == 200
@@ -155,9 +137,9 @@ async def test_what_is_none_of_ps_business_needs_no_p() -> None:
 async def test_a_p_that_does_not_end_is_closed_after_a_while(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = asyncio.Event()
     monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
-    concurrent.p.behaviour, concurrent.d.behaviour = telling(called, never), after(called, answer_json)
+    concurrent.p.behaviour = never
+    concurrent.d.behaviour = after(lambda: called(concurrent.p), answer_json)
     assert (await concurrent.post()).status == 200
     await eventually(lambda: concurrent.p.requests[0].aborted)
 

@@ -88,7 +88,6 @@ def same(got: Answer, wanted: Answer) -> bool:
     return vars(got) | {"heads": None} == vars(wanted) | {"heads": None}
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (CHAT, CHATTED)], ids=["text", "chat"])
 async def test_a_stream_outlives_its_d(dispatch: Dispatch, path: str, body: dict[str, Any]) -> None:
     async with deployed(dispatch, 1, 2) as deployment:
@@ -255,11 +254,7 @@ async def test_a_client_that_reads_slowly_loses_nothing() -> None:
         assert same(Answer.of(data), whole(body))
 
 
-async def drain(deployment: Deployment, instance: FakeInstance, move_after: str) -> tuple[int, str]:
-    headers = {"Authorization": "Bearer admin"}
-    url = f"{deployment.url}/instances/{instance.http_address}/drain?move_after={move_after}"
-    async with deployment.client.post(url, headers=headers) as response:
-        return response.status, await response.text()
+ADMIN = {"Authorization": "Bearer admin"}
 
 
 async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -> None:
@@ -274,7 +269,7 @@ async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -
         plain = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
         other_one = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
         await eventually(lambda: asked(deployment.decodes) == [9, 9])
-        assert (await drain(deployment, leaving, "0.2"))[0] == 200
+        assert (await deployment.order(leaving, "drain?move_after=0.2", ADMIN)).status == 200
         for answer in await asyncio.gather(*streams):
             assert same(answer, whole(COMPLETION))
         for response in await asyncio.gather(plain, other_one):
@@ -296,7 +291,7 @@ async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take() -> None:
         deployment.d.behaviour = chosen(waits)
         asking = asyncio.create_task(ask(deployment, COMPLETION))
         await eventually(lambda: asked(deployment.decodes) == [1])
-        assert (await drain(deployment, deployment.d, "0"))[0] == 200
+        assert (await deployment.order(deployment.d, "drain?move_after=0", ADMIN)).status == 200
         await eventually(lambda: any(each.drained for each in deployment.everyone()))
         release.set()
         assert same(await asking, whole(COMPLETION))
@@ -304,5 +299,6 @@ async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take() -> None:
 
 async def test_a_drain_with_a_wrong_deadline_is_refused() -> None:
     async with deployed("concurrent", 0, 1, guard=Access(token="admin")) as deployment:
-        status, text = await drain(deployment, deployment.d, "soon")
-        assert status == 400 and "move_after is 'soon'" in text and not deployment.everyone()[0].drained
+        response = await deployment.order(deployment.d, "drain?move_after=soon", ADMIN)
+        assert response.status == 400 and "move_after is 'soon'" in await response.text()
+        assert not deployment.everyone()[0].drained

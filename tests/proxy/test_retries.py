@@ -29,7 +29,6 @@ from p2pkv_proxy.retries import pause
 from support.waiting import eventually
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize("failure", [dies, answer_error(500), answer_error(307)])
 async def test_another_p_serves_what_the_first_failed(dispatch: Dispatch, failure: Behaviour) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
@@ -47,7 +46,6 @@ def never_first(deployment: Deployment) -> Behaviour:
     return after(lambda: sum(asked(deployment.prefills)) == 2, answer_json)
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize(
     "failure", [dies, dies_before_a_token, stops, stops_before_a_token, answer_error(500), answer_error(503)]
 )
@@ -94,7 +92,6 @@ async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
         assert asked(deployment.prefills) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, role: Role) -> None:
     """One fails the request, and four have died with it; --retries and the budget allow one try more."""

@@ -1,15 +1,13 @@
-"""The policies, each by itself; what they weigh; and what prefix_aware gains over round_robin."""
+"""The policies, each by itself, and what they weigh."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import Any
 
 import pytest
-from aiohttp import web
-from proxy_behaviours import Seen, answers, completion
-from proxy_fakes import Deployment, FakeInstance, deployed, fail, fleet, prompt_of, quiet
+from proxy_fakes import Deployment, deployed, fail, fleet, prompt_of, quiet
 from test_admission import ask, slow
 
 from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
@@ -96,13 +94,6 @@ def test_twice_the_ranks_do_twice_the_work() -> None:
 
 
 # One policy after the other.
-
-
-def test_least_loaded_takes_turns_among_equals() -> None:
-    router, everyone = fleet("D", "D", "D")
-    mode = router.first_mode(RoutingRequest(), paired=False)
-    chosen = [router.choose(RoutingRequest(), 0.0, mode=mode).decode for _ in range(6)]
-    assert set(chosen[:3]) == set(chosen[3:]) == set(everyone)
 
 
 def test_round_robin_looks_at_no_load() -> None:
@@ -262,78 +253,6 @@ def test_models_and_restarts_have_caches_of_their_own() -> None:
     assert policy(before, RoutingRequest("a", prompt_of(fields))).cached == LONG
     assert policy(before, RoutingRequest("b", prompt_of(fields | {"model": "b"}))).cached == 0
     assert policy(after, RoutingRequest("a", prompt_of(fields))).cached == 0
-
-
-# With instances that have a prefix cache.
-
-
-class PrefixCache:
-    """A stand-in for vLLM's: blocks of 16 tokens, found by all that comes before them, the oldest dropped.
-
-    Attributes:
-        hits: tokens of prompts that were found.
-        asked: tokens of prompts.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        self._blocks: OrderedDict[str, None] = OrderedDict()
-        self._most = blocks
-        self.hits = self.asked = 0
-
-    def compute(self, text: str) -> None:
-        found = True
-        self.asked += len(text) // 4
-        beginnings = [text[:stop] for stop in range(64, len(text) + 1, 64)]
-        for beginning in beginnings:
-            found = found and beginning in self._blocks
-            self.hits += 16 * found
-        for beginning in reversed(beginnings):
-            self._blocks[beginning] = None
-            self._blocks.move_to_end(beginning)
-        while len(self._blocks) > self._most:
-            self._blocks.popitem(last=False)
-
-
-def with_a_cache(instance: FakeInstance, blocks: int) -> PrefixCache:
-    cache = PrefixCache(blocks)
-
-    def compute(seen: Seen) -> web.Response:
-        said = seen.body.get("prompt") or "".join(each["content"] for each in seen.body["messages"])
-        cache.compute(said)
-        return web.json_response(completion(seen))
-
-    instance.behaviour = answers(compute)
-    return cache
-
-
-def requests(chat: bool) -> list[tuple[str, dict[str, Any]]]:
-    """Of eight system prompts of 500 tokens, in random order, each with a question of its own."""
-    dice = random.Random(1)
-    shared = ["".join(dice.choices("abcdefgh ", k=2000)) for _ in range(8)]
-    made: list[tuple[str, dict[str, Any]]] = []
-    for number in range(96):
-        system, question = dice.choice(shared), f" question {number} " * 10
-        if chat:
-            said = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-            made.append(("/v1/chat/completions", {"model": "tiny", "messages": said}))
-        else:
-            made.append(("/v1/completions", {"model": "tiny", "prompt": system + question}))
-    return made
-
-
-@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
-async def test_prefix_aware_hits_more_than_round_robin(chat: bool) -> None:
-    hits: dict[str, int] = {}
-    for policy in ("round_robin", "prefix_aware"):
-        async with deployed("concurrent", 2, 1, routing=Routing(prefill=policy)) as deployment:  # type: ignore[arg-type]
-            # Each holds half of the shared prompts, and a few questions.
-            caches = [with_a_cache(p, blocks=4 * 32 + 32) for p in deployment.prefills]
-            for path, body in requests(chat):
-                assert (await deployment.post(body, path)).status == 200
-            assert sum(cache.asked for cache in caches) > 96 * 500
-            hits[policy] = sum(cache.hits for cache in caches)
-            await quiet(deployment)
-    assert hits["prefix_aware"] >= 1.5 * hits["round_robin"] > 0, hits
 
 
 # The options, from the command line to the choice.

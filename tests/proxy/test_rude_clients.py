@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gzip
 import logging
-import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,23 +13,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from proxy_behaviours import (
     Behaviour,
-    Seen,
-    Step,
     after,
-    answer_error,
     answer_json,
     answers,
-    chosen,
-    die,
-    dies,
     flood,
     never,
-    stream_of,
     streams,
 )
-from proxy_fakes import Deployment, all_do, connect, deployed, quiet
+from proxy_fakes import Deployment, connect, deployed, quiet
 
-from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.logs import Garbage
 from support.waiting import eventually
@@ -61,63 +52,6 @@ class Client:
 
     async def status(self) -> int:
         return int((await self.reader.readuntil(b"\r\n")).split()[1])
-
-
-async def leaves(deployment: Deployment, dice: random.Random) -> None:
-    """Sends a part or all of a request, reads a part or all of the answer, and goes, politely or not."""
-    async with Client(deployment) as client:
-        client.writer.write(WHOLE[: dice.choice([10, 100, len(WHOLE) - 1, len(WHOLE), len(WHOLE)])])
-        if dice.random() < 0.2:
-            client.writer.write_eof()
-        if dice.random() < 0.3:
-            async with asyncio.timeout(0.1):
-                await client.reader.read(dice.choice([1, 100, 1000]))
-        else:
-            for _ in range(dice.choice([0, 1, 3, 10, 30, 100])):
-                await asyncio.sleep(0)
-            await asyncio.sleep(dice.choice([0, 0, 0.01, 0.05]))
-
-
-def moody(dice: random.Random) -> Behaviour:
-    """An instance that answers, fails, dies or dawdles."""
-
-    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await asyncio.sleep(dice.random() * 0.05)
-        return await answer_json(request, seen)
-
-    async def pauses(request: web.Request, seen: Seen) -> None:
-        await asyncio.sleep(dice.choice([0, 0, 0.002]))
-        if dice.random() < 0.02:
-            die(request)
-
-    def steps() -> list[Step]:
-        count = dice.randrange(1, 20)
-        return [step for _ in range(count) for step in ("x" * dice.choice([1, 10_000]), pauses)]
-
-    streamed = chosen(lambda _: stream_of(*steps()))
-    failures = [dies, answer_error(500), answer_error(400)]
-    moods = [answer_json, *[slow] * 2, *[streamed] * 2, *failures]
-
-    return chosen(lambda _: dice.choice(moods))
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
-async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: int) -> None:
-    dice = random.Random(seed)
-    limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_seconds=5.0)
-    async with deployed(dispatch, prefill=2, decode=2, limits=limits) as deployment:
-        all_do(deployment.instances, moody(dice))
-        for _ in range(4):
-            async with asyncio.timeout(20):
-                await asyncio.gather(*(leaves(deployment, dice) for _ in range(25)), return_exceptions=True)
-        await quiet(deployment)
-        assert deployment.proxy.counters.admitted > 0 < deployment.proxy.counters.left_waiting
-        all_do(deployment.instances, answer_json)
-        await deployment.ready(prefill=2, decode=2)
-        await deployment.serves(4)
-        await quiet(deployment)
-        assert len(asyncio.all_tasks()) < 60
 
 
 @pytest.fixture
@@ -233,17 +167,25 @@ def cut_off(writer: asyncio.StreamWriter) -> bool:
     return writer.transport.is_closing()
 
 
-async def test_a_client_that_stays_and_does_not_read_loses_its_place(
-    short: Deployment, monkeypatch: pytest.MonkeyPatch
+WITHOUT_END = flood(100_000)
+LARGE = answers(lambda _: web.Response(status=400, body=b"x" * (16 << 20)))
+"""D's own error, of which more than the kernel buffers is left when the request has ended."""
+
+
+@pytest.mark.parametrize(
+    ("module", "behaviour"), [("relay", WITHOUT_END), ("service", LARGE)], ids=["a stream", "an error"]
+)
+async def test_a_client_that_stays_and_does_not_read_is_disconnected(
+    short: Deployment, monkeypatch: pytest.MonkeyPatch, module: str, behaviour: Behaviour
 ) -> None:
-    monkeypatch.setattr("p2pkv_proxy.relay.STALL_SECONDS", 0.3)
-    short.d.behaviour = flood(100_000)
+    monkeypatch.setattr(f"p2pkv_proxy.{module}.STALL_SECONDS", 0.3)
+    short.d.behaviour = behaviour
     async with Client(short) as deaf:
         deaf.writer.transport.pause_reading()
         deaf.writer.write(WHOLE)
-        await eventually(lambda: len(short.d.requests) == 1)
-        await eventually(lambda: short.d.requests[0].aborted)
+        await eventually(lambda: short.proxy.counters.admitted == 1)
         await quiet(short)
+        await eventually(lambda: short.d.requests[0].aborted is (behaviour is WITHOUT_END))
         await eventually(lambda: cut_off(deaf.writer))
 
 
@@ -259,21 +201,6 @@ async def drip(writer: asyncio.StreamWriter) -> None:
     while not writer.transport.is_closing():
         writer.write(b" ")
         await asyncio.sleep(0.02)
-
-
-async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnected(
-    short: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """D's own error, of which more than the kernel buffers is left when the request has ended."""
-
-    monkeypatch.setattr("p2pkv_proxy.service.STALL_SECONDS", 0.3)
-    short.d.behaviour = answers(lambda _: web.Response(status=400, body=b"x" * (16 << 20)))
-    async with Client(short) as deaf:
-        deaf.writer.transport.pause_reading()
-        deaf.writer.write(WHOLE)
-        await eventually(lambda: short.proxy.counters.admitted == 1)
-        await quiet(short)
-        await eventually(lambda: cut_off(deaf.writer))
 
 
 # More connections than there may be.

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from p2pkv_proxy import cli, options, settings
-from p2pkv_proxy.settings import parse
 
 
 def given(*argv: str, **environ: str) -> argparse.Namespace:
@@ -127,16 +126,6 @@ def test_a_variable_that_is_no_option_is_said(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         given(MAX_REQEUSTS="5")
     assert "P2PKV_PROXY_MAX_REQEUSTS is set, and there is no such option" in caplog.text
-
-
-def test_an_option_that_may_come_twice_is_a_list_in_the_file(file: Path) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config")
-    parser.add_argument("--network", action="append")
-    file.write_text('network = ["10.0.0.0/8", "fd00::/8"]\n')
-    argv = ["--config", str(file)]
-    assert parse(parser, argv, {}).network == ["10.0.0.0/8", "fd00::/8"]
-    assert parse(parser, [*argv, "--network", "::1"], {}).network == ["::1"]
 
 
 def test_every_option_is_explained() -> None:

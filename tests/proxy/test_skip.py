@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 
-import pytest
 from proxy_behaviours import dies, never, with_a_p
 from proxy_fakes import Deployment, all_do, asked, deployed
 from test_admission import ask, slow
@@ -29,7 +28,6 @@ def counted(deployment: Deployment) -> tuple[int, int, int, int]:
     return counters.spared, counters.alone, counters.refused_alone, counters.retried
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch) -> None:
     async with deployed(dispatch, 1, 1, routing=SKIP) as deployment:
         for prompt in (SHORT, LONG, SHORT):

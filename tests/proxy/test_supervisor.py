@@ -49,6 +49,11 @@ class Repeated:
     def _changed(self) -> None:
         self.news += 1
 
+    def hear(self, message: Ping, line: Line | None = None) -> None:
+        """A ping comes, and the worker's next update."""
+        self.pings.take(message, line or Line())
+        self.update()
+
     def update(self) -> WorkerReport:
         """As it travels."""
         raw = msgspec.msgpack.encode(Update(self.pings.all(), self.drains))
@@ -76,14 +81,12 @@ async def test_workers_have_the_pings_and_a_new_one_has_them_at_once() -> None:
 
 async def test_repeated_pings_do_not_renew_an_instance() -> None:
     both, line = Repeated(), Line()
-    both.pings.take(ping("D"), line)
-    both.update()
+    both.hear(ping("D"), line)
     (instance,) = both.registry.known("D")
     both.now = 105.0
     both.update()
     assert instance.last_seen == 100.0
-    both.pings.take(ping("D"), line)
-    both.update()
+    both.hear(ping("D"), line)
     assert instance.last_seen == 105.0
 
 
@@ -101,19 +104,16 @@ async def test_reports_reach_workers_with_the_age_that_they_have_by_then_and_are
 
 async def test_a_closed_connection_takes_its_instance_along() -> None:
     both, line = Repeated(), Line()
-    both.pings.take(ping("D", incarnation="first"), line)
-    both.update()
+    both.hear(ping("D", incarnation="first"), line)
     assert both.registry.routable("D", 115.0), "silent, and its connection stands"
     line.open = False
     both.update()
     assert not both.registry.routable("D", 115.0)
     second = Line()
-    both.pings.take(ping("D", incarnation="second"), second)
-    both.update()
+    both.hear(ping("D", incarnation="second"), second)
     assert [each.ping.incarnation for each in both.registry.known("D")] == ["second"]
     second.open = False  # and its successor is in the same update
-    both.pings.take(ping("D", incarnation="third"), Line())
-    both.update()
+    both.hear(ping("D", incarnation="third"))
     assert [each.ping.incarnation for each in both.registry.known("D")] == ["third"]
     assert both.registry.claims_refused == 0
 
@@ -121,27 +121,23 @@ async def test_a_closed_connection_takes_its_instance_along() -> None:
 async def test_an_address_belongs_to_its_holder_here_too_unless_a_member_wants_it() -> None:
     both = Repeated()
     both.pings.take(ping("D", incarnation="first"), Line())
-    both.pings.take(ping("D", incarnation="thief"), Line())
-    both.update()
+    both.hear(ping("D", incarnation="thief"))
     assert [each.ping.incarnation for each in both.registry.known("D")] == ["first"]
     assert both.registry.claims_refused == 1
-    both.pings.take(ping("D", incarnation="member"), Line(member=True))
-    both.update()
+    both.hear(ping("D", incarnation="member"), Line(member=True))
     assert [each.ping.incarnation for each in both.registry.known("D")] == ["member"]
 
 
 async def test_a_goodbye_reaches_workers_and_those_that_begin_after_it() -> None:
     both, line = Repeated(), Line()
-    both.pings.take(ping("D"), line)
-    both.update()
+    both.hear(ping("D"), line)
     both.pings.take(goodbye(ping("D")), line)
     assert both.news == 2
     for _ in range(2):
         both.update()
         assert both.registry.known("D") == []
         both.begin()
-    both.pings.take(ping("D"), line)
-    both.update()
+    both.hear(ping("D"), line)
     assert len(both.registry.known("D")) == 1, "it has come back"
 
 
@@ -177,8 +173,7 @@ def long_ping() -> Ping:
 async def test_a_ping_that_grows_by_its_defaults_reaches_the_workers() -> None:
     both, message = Repeated(), long_ping()
     assert len(encode_ping(message)) > MAX_PING_BYTES
-    both.pings.take(message, Line())
-    both.update()
+    both.hear(message)
     assert both.registry.of(message) is not None
 
 
@@ -214,8 +209,7 @@ async def test_a_drain_may_be_known_before_its_instance() -> None:
 
 async def test_workers_and_those_that_begin_learn_who_is_paused() -> None:
     both, line, message = Repeated(), Line(), ping("D")
-    both.pings.take(message, line)
-    both.update()
+    both.hear(message, line)
     both.pings.take(msgspec.structs.replace(message, paused=True), line)
     assert both.news == 2, "a pause is news"
     for _ in range(2):

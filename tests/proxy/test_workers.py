@@ -79,8 +79,8 @@ async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
             assert page["outcomes"]["answered"] == page["counters"]["admitted"] == sent
             assert sum(pair["total"] for pair in page["pairs"]) == sent
             assert [each["state"] for each in page["instances"]] == ["ready"] * 3
-            async with deployment.client.get(f"{deployment.url}/metrics") as response:
-                metrics = {each.name: each for each in text_string_to_metric_families(await response.text())}
+            text = await deployment.text("/metrics")
+            metrics = {each.name: each for each in text_string_to_metric_families(text)}
             (answered,) = [s for s in metrics["p2pkv_proxy_requests"].samples if s.name.endswith("_total")]
             assert (answered.labels["outcome"], answered.value) == ("answered", sent)
             states = {tuple(s.labels.values()): s.value for s in metrics["p2pkv_proxy_instances"].samples}

@@ -50,15 +50,20 @@ def test_a_thread_ignores_the_captures_of_others(
     assert [bool(result)] == ["(result 1): a peer that connects while vLLM captures" in caplog.text]
 
 
+CARD = torch.device("cuda", 0)
+
+
+def card(patch: pytest.MonkeyPatch) -> gpu.CudaDevice:
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    return gpu.CudaDevice(CARD)
+
+
 def test_helper_threads_of_nccl_ignore_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(0)
     monkeypatch.setattr(device, "driver", lambda: fake)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
-    )
-    gpu.CudaDevice(torch.device("cuda", 0)).enter()
+    card(monkeypatch).enter()
     assert fake.modes == [1]
 
 
@@ -131,8 +136,7 @@ def test_a_fence_is_asked_without_the_interpreters_lock_and_recorded_with_it(
         monkeypatch.setattr(ctypes, kind, lambda name, kind=kind: (kind, name))
         assert call() == (kind, "libcuda.so.1")
         call.cache_clear()
-    asked = FakeEvents()
-    told = FakeEvents()
+    asked, told = FakeEvents(), FakeEvents()
     monkeypatch.setattr(device, "driver", lambda: asked)
     monkeypatch.setattr(device, "locked_driver", lambda: told)
     monkeypatch.setattr(device.CudaEvent, "_free", {})
@@ -162,9 +166,6 @@ class FakeMemory:
         return self._empty(nbytes, dtype=dtype, device="meta")
 
 
-CARD = torch.device("cuda", 0)
-
-
 def test_the_log_says_what_is_taken_of_a_device_and_what_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,11 +178,6 @@ def test_the_log_says_what_is_taken_of_a_device_and_what_is_left(
         "prefetch_bytes takes 2,048 MiB of cuda:0; 5,504 MiB are left",
     ]
     assert memory.taken == 72 * GIB + (640 << 20) + 2 * GIB
-
-
-def card(patch: pytest.MonkeyPatch) -> gpu.CudaDevice:
-    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    return gpu.CudaDevice(CARD)
 
 
 def test_what_does_not_fit_a_device_fails_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

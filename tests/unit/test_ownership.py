@@ -30,14 +30,6 @@ SHARED = {"effects", "counters", "revoked"}
 """What the parts of a rank share: the queue to which each appends, and objects with a method `add`."""
 
 
-def own_fields(tree: ast.Module) -> set[str]:
-    """The fields of the classes of this file."""
-    found: set[str] = set()
-    for each in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        found |= fields(each)
-    return found
-
-
 def fields(kind: ast.ClassDef) -> set[str]:
     """What is assigned in the class, or to `self` in one of its methods; constants and properties are not."""
     found = set()
@@ -59,32 +51,26 @@ def name_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def written(tree: ast.Module) -> Iterator[ast.Attribute]:
-    """What is assigned, deleted or changed, as far as it is a field: `a.b = 1`, `a.b[c] = 1`,
+def written(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is assigned, deleted or changed, but for names that are assigned: `a.b = 1`, `a[c] = 1`,
     `a.b.append(1)`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-            yield node
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            if isinstance(node.value, ast.Attribute):
-                yield node.value
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in CHANGES
-            and isinstance(node.func.value, ast.Attribute)
-        ):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
             yield node.func.value
+        elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node if isinstance(node, ast.Attribute) else node.value
 
 
 def foreign_writes(source: str) -> list[str]:
     """The places in this source that write a field of another file's object."""
     tree = ast.parse(source)
-    own = own_fields(tree)
+    own = set[str]().union(*(fields(each) for each in ast.walk(tree) if isinstance(each, ast.ClassDef)))
     return [
         f"{node.lineno}: {ast.unparse(node)}"
         for node in written(tree)
-        if name_of(node.value) not in ("self", "cls") and node.attr not in own and node.attr not in SHARED
+        if isinstance(node, ast.Attribute)
+        and name_of(node.value) not in ("self", "cls")
+        and node.attr not in own | SHARED
     ]
 
 
@@ -102,22 +88,8 @@ def state_of_module(source: str) -> list[str]:
         f"global {name}" for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
     }
     for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
-        for node in ast.walk(function):
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-                changed = name_of(node.value)
-            elif (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in CHANGES
-            ):
-                changed = name_of(node.func.value)
-            else:
-                continue
-            local = {
-                n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-            }
-            if changed in names - local:
-                found.add(changed)
+        local = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        found |= {name_of(node) for node in written(function)} & (names - local)
     return sorted(found)
 
 

@@ -82,13 +82,6 @@ def test_no_binary_is_in_the_repository() -> None:
 # docs/options.md is made from the declarations: what these must have, and what is written by hand there.
 
 
-def options(**given: object) -> Options:
-    extra = {"secret_file": None, **given}
-    return Options.from_extra(
-        extra, role="kv_consumer", kv_port=None, default_host="127.0.0.1", has_gpu=False, environ={}
-    )
-
-
 def test_every_field_says_what_it_is() -> None:
     said = declared()
     assert said.keys() == set(Options.__struct_fields__)
@@ -111,7 +104,9 @@ def test_the_defaults_that_are_written_by_hand() -> None:
     assert [config.default_staging(size * gib) for size in (0, 4, 16, 80, 192)] == [
         *(64 * MIB, 64 * MIB, 128 * MIB, 640 * MIB, 1024 * MIB)
     ]
-    made = options()
+    made = Options.from_extra(
+        {}, role="kv_consumer", kv_port=None, default_host="127.0.0.1", has_gpu=False, environ={}
+    )
     assert (made.host, made.kv_port) == ("127.0.0.1", 14579)
     assert (made.discovery, made.allowed_peers, made.prefetch_bytes) == ("plain", None, 0)
 

@@ -195,12 +195,6 @@ def test_equal_shapes_send_rank_to_rank() -> None:
         assert [(edge.source, edge.target) for edge in plan.edges] == [(r, r) for r in range(shape.world)]
 
 
-def test_equal_needs_are_dealt_out_evenly() -> None:
-    """MLA: all 4 P ranks hold everything, 10 D ranks need it."""
-    plan = make_plan((Shape((6,), 1, 4),), (Shape((6,), 1, 10),))
-    assert [len(plan.from_source(rank)) for rank in range(4)] == [3, 3, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("prefill", "decode", "shares"),
     [
@@ -240,26 +234,22 @@ def test_unequal_needs_are_balanced_by_size() -> None:
     assert [sum(len(edge.layers) for edge in plan.from_source(rank)) for rank in range(2)] == [5, 5]
 
 
+ATTENTION, STATE = Shape((8,), 4, 1), Shape((4,), 2, 1)
+
+
 @pytest.mark.parametrize(
-    ("decode", "told"),
+    ("prefill", "decode", "told"),
     [
-        (Shape((9,), 4, 1), "prefill instance has 8 KV layers, the decode instance 9"),
-        (Shape((4, 4), 2, 1), "prefill instance has 4 KV heads, the decode instance 2"),
+        ((ATTENTION,), (Shape((9,), 4, 1),), "prefill instance has 8 KV layers, the decode instance 9"),
+        ((ATTENTION,), (Shape((4, 4), 2, 1),), "prefill instance has 4 KV heads, the decode instance 2"),
+        ((ATTENTION, STATE), (ATTENTION,), "prefill instance has 2 KV groups, the decode instance 1"),
+        ((ATTENTION, STATE), (ATTENTION, ATTENTION), "has 4 KV layers in group 1, the decode instance 8"),
+        ((ATTENTION, STATE), (ATTENTION, Shape((2, 2), 2, 1)), "not divided over the same stages and ranks"),
     ],
 )
-def test_different_models_are_refused(decode: Shape, told: str) -> None:
+def test_different_models_are_refused(prefill: Shapes, decode: Shapes, told: str) -> None:
     with pytest.raises(PlanError, match=told):
-        make_plan((Shape((8,), 4, 1),), (decode,))
-
-
-def test_engines_with_other_groups_are_refused() -> None:
-    attention, state = Shape((8,), 4, 1), Shape((4,), 2, 1)
-    with pytest.raises(PlanError, match="prefill instance has 2 KV groups, the decode instance 1"):
-        make_plan((attention, state), (attention,))
-    with pytest.raises(PlanError, match="has 4 KV layers in group 1, the decode instance 8"):
-        make_plan((attention, state), (attention, attention))
-    with pytest.raises(PlanError, match="not divided over the same stages and ranks"):
-        make_plan((attention, state), (attention, Shape((2, 2), 2, 1)))
+        make_plan(prefill, decode)
 
 
 def test_a_plan_of_absurd_size_is_refused_before_it_is_made() -> None:
