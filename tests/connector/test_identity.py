@@ -256,14 +256,6 @@ def test_equal_digests_are_equal_tokens(one: list[int], two: list[int]) -> None:
     assert equal == (one == two)
 
 
-def test_both_sides_find_the_same_pair() -> None:
-    outer = pair_id()
-    p = Pairs(P_ADDRESS, "P").of(make_request(inner_id(outer, prompt=3), [1]))
-    d = Pairs(D_ADDRESS, "D").of(make_request(inner_id(outer, prompt=3, child=1), [1]))
-    assert p is not None and d is not None
-    assert (p.key, p.prefill, p.decode) == (d.key, P_ADDRESS, D_ADDRESS)
-
-
 @pytest.mark.parametrize("params", [None, {}, {"transfer_id": 7}, {"transfer_id": None}, "text", ["list"]])
 def test_params_of_other_connectors_do_no_harm(params: Any) -> None:
     request = make_request(inner_id(pair_id()), [1])

@@ -216,33 +216,6 @@ def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more
     p.assert_at_rest()
 
 
-def test_of_the_children_of_one_prompt_only_the_first_pushes() -> None:
-    p = Instance("P")
-    outer, prompt = pair_id(), tokens(40)
-    children = [p.ask(inner_id(outer, child=child), prompt, max_tokens=1) for child in range(3)]
-    p.finish(*children)
-    assert len(p.rank.said(do.OfferPrompt)) == 1
-    p.assert_at_rest(p.held_key)
-    assert p.reported == [children[0].request_id]
-
-
-def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
-    p = Instance("P", budget=200)
-    outer = pair_id()
-    requests = [
-        p.ask(inner_id(outer, prompt=index), tokens(20 + index, index), max_tokens=1) for index in range(4)
-    ]
-    p.step()
-    keys = [hold.key for hold in p.rank.said(do.Hold)]
-    assert len(set(keys)) == 4
-    (hooked, *_) = p.rank.said(do.Computed)
-    assert hooked.prompts == tuple((key, 20 + index) for index, key in enumerate(keys))
-    (flush,) = p.rank.said(do.Flush)
-    assert flush.keys == tuple(keys)
-    p.finish(*requests)
-    p.assert_at_rest(*keys)
-
-
 def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without_a_push() -> None:
     """One key must never mean the pages of two requests."""
     p = Instance("P")
