@@ -72,7 +72,6 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start
                 proxy=(",".join(hosts), port),
                 extra_config=SHORT,
                 load_failure_policy="recompute",
-                log_path=tmp_path / f"{name}.log",
             )
             for name, role in zip("abc"[: len(roles)], roles, strict=True)
         ]

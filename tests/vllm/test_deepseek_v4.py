@@ -163,7 +163,6 @@ def started(folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int]) -> 
             ranks=tp,
             extra_args=(*arguments(), "--tensor-parallel-size", str(tp)),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
-            log_path=probes / f"{role}.log",
         )
 
     with ExitStack() as stack:
@@ -254,7 +253,6 @@ def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: 
                 proxy=(LOOPBACK, pings.port),
                 extra_args=(*arguments(), *settings),
                 env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
-                log_path=tmp_path / f"{role}.log",
             )
             for role in ("P", "D")
         ]

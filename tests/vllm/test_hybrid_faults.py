@@ -129,7 +129,6 @@ def pair(
             extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
             load_failure_policy="recompute" if role == "D" else None,
             env={"VLLM_SERVER_DEV_MODE": "1"} if role == "D" else {},
-            log_path=folder / f"{role}.log",
         )
         for role in ("P", "D")
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from probes import Compared
 from vllm_support import (
@@ -12,7 +10,9 @@ from vllm_support import (
     MODEL_NAME,
     Fleet,
     Traffic,
+    answers_as_one,
     ask_all,
+    assert_moved,
     assert_same,
     chat_all,
     each_dispatch,
@@ -39,28 +39,6 @@ LENGTHS = {
     "chunk+2": CHUNK + 2,
     "three-chunks": 2 * CHUNK + CHUNK // 2,
 }
-
-
-def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
-    """What D wrote are the tokens [first, past) of each span, or at most the whole blocks around them."""
-    least = sum(kv_bytes(*span) for span in spans)
-    most = sum(kv_bytes(*span, whole_blocks=True) for span in spans)
-    assert traffic.scattered(at_least=least) <= most
-
-
-def answers_as_one(
-    fleet: Fleet,
-    dispatch: str,
-    prompt: answers.Prompt | list[list[int]],
-    *spans: tuple[int, int],
-    **more: Any,
-) -> list[answers.Answer]:
-    """The pair answers as the single server, from these tokens of P's."""
-    traffic = Traffic(fleet)
-    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt, **more)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **more), pair)
-    assert_moved(traffic, *spans)
-    return pair
 
 
 @each_dispatch
@@ -96,13 +74,8 @@ def test_a_prompt_half_cached_on_d(fleet: Fleet, compared: Compared, dispatch: s
 def test_the_same_prompt_again_moves_only_what_d_forgot(fleet: Fleet, dispatch: str) -> None:
     length = 3 * BLOCK + 5
     prompt = tokens(length, f"again {dispatch}")
-    traffic = Traffic(fleet)
-    first = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
-    assert_moved(traffic, (0, length - 1))
-    traffic = Traffic(fleet)
-    second = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
-    assert_same(first, second)
-    assert_moved(traffic, (3 * BLOCK, length - 1))
+    answers_as_one(fleet, dispatch, prompt, (0, length - 1))
+    answers_as_one(fleet, dispatch, prompt, (3 * BLOCK, length - 1))
 
 
 @each_dispatch
