@@ -72,15 +72,15 @@ def order(proxy: ProxyServer, server: VllmServer, what: str) -> None:
     client.post(url, {}, headers={"Authorization": f"Bearer {TOKEN}"})
 
 
-def progress(server: VllmServer) -> str:
-    """The counter of what it computes."""
-    return "vllm:prompt_tokens_total" if server.role == "P" else "vllm:generation_tokens_total"
+def grows(server: VllmServer, name: str) -> Callable[[], None]:
+    """What waits until this counter is higher than it is now."""
+    before = metric(server, name)
+    return lambda: wait_until(lambda: metric(server, name) > before, f"more of {name}", 60.0)
 
 
 def works_after(server: VllmServer) -> Callable[[], None]:
     """What waits until the server has computed more than it has by now."""
-    name, before = progress(server), metric(server, progress(server))
-    return lambda: wait_until(lambda: metric(server, name) > before, "its work", 60.0)
+    return grows(server, "vllm:prompt_tokens_total" if server.role == "P" else "vllm:generation_tokens_total")
 
 
 def core_of(server: VllmServer) -> psutil.Process:

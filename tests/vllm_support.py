@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import random
 import threading
@@ -12,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -271,6 +274,25 @@ def ask_all(
 
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(ask, prompts))
+
+
+class Caller:
+    """One request, and the power to hang up."""
+
+    def __init__(self, base_url: str, prompt: list[int], headers: dict[str, str] | None = None, **more: Any):
+        body = {"model": MODEL_NAME, "prompt": prompt, **answers.GREEDY, **more}
+        self._connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=60)
+        head = {"Content-Type": "application/json", **(headers or {})}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), head)
+
+    def hang_up(self) -> None:
+        self._connection.close()
+
+    def first_words(self) -> bytes:
+        return self._connection.getresponse().readline()
+
+    def answer(self) -> bytes:
+        return self._connection.getresponse().read()
 
 
 def letters(prompt: Sequence[int]) -> str:

@@ -52,14 +52,6 @@ def session(weights: Generation, chunks: int = 2) -> None:
     call(weights, "finish_weight_update")
 
 
-def extension(weights: Generation) -> None:
-    call(weights, "receive_from_trainer")
-
-
-def function(weights: Generation) -> None:
-    call(weights, nothing)
-
-
 def reload(weights: Generation) -> None:
     call(weights, "reload_weights", iter(()))
 
@@ -67,7 +59,10 @@ def reload(weights: Generation) -> None:
 @pytest.mark.parametrize(
     ("on_p", "on_d"),
     [
-        *((each, each) for each in (session, extension, function, reload)),
+        (session, session),
+        (reload, reload),
+        (partial(call, method="receive_from_trainer"), partial(call, method="receive_from_trainer")),
+        (partial(call, method=nothing), partial(call, method=nothing)),
         (partial(session, chunks=1), partial(session, chunks=7)),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from connector_support import BLOCK, make_request, tokens, vllm_config
+from connector_support import BLOCK, FULL, kv_groups, make_request, tokens, vllm_config
 from states_support import (
     WIDTH,
     DeltaNet,
@@ -36,9 +36,6 @@ from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as ShortConvLayer
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheTensor,
     compute_layout_strides,
     create_kv_cache_views,
@@ -246,9 +243,7 @@ def test_the_entry_of_the_block_table_that_holds_the_state(mode: str, block: int
     """On P, which computes all but the last token of a prompt, in chunks, and on D, which gets as much."""
     dtypes = (torch.float32, torch.float32)
     spec = replace(spec_of(ShortConv(8), 1, dtypes, speculative, mamba_cache_mode=mode), block_size=block)
-    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], spec)]
-    kv_config = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
+    kv_config = kv_groups((["a"], FULL), (["b"], spec), blocks=200)
     for count in (1, 15, 16, 17, 31, 32, 33, 64, 65):
         manager = KVCacheManager(
             kv_config,

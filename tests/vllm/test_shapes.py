@@ -283,7 +283,7 @@ class Running:
             model,
             role,
             self.probes,
-            plugins=FORKED,
+            plugins=() if instance.drafter else FORKED,  # in a fork the n-gram drafter may hang
             name=f"{role}-{instance.name}",
             ranks=instance.tp,
             extra_args=settings,
