@@ -197,6 +197,14 @@ def by_vllm_serve(server: VllmServer, *options: str) -> VllmServer:
     return server
 
 
+def start_all(stack: ExitStack, *servers: ServerProcess) -> None:
+    """Side by side, and wait until each serves; `stack` stops them."""
+    for server in servers:
+        stack.enter_context(server)
+    for server in servers:
+        server.wait_ready()
+
+
 def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     """Start all five side by side and wait until each serves; `stack` stops them."""
     concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")
@@ -216,10 +224,7 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
         relay,
         probes,
     )
-    for server in fleet.servers:
-        stack.enter_context(server)
-    for server in fleet.servers:
-        server.wait_ready()
+    start_all(stack, *fleet.servers)
     return fleet
 
 
@@ -340,6 +345,11 @@ def assert_same(expected: Sequence[Answer], got: Sequence[Answer], tie: float = 
 def metric(server: VllmServer, name: str) -> float:
     """Of its metrics page, summed over labels; 0 where it is not there."""
     return client.metrics(server.base_url).get(name, 0.0)
+
+
+def counter(server: VllmServer, name: str) -> float:
+    """One of p2pkv's."""
+    return metric(server, f"p2pkv_{name}_total")
 
 
 class Hits:

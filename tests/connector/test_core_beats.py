@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,10 @@ from connector_support import Instance, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 
-from p2pkv.connector.connector import P2pKvConnector
 from p2pkv.connector.core_beats import BEAT_SECONDS, BeatListener, BeatSender, state_of
-from p2pkv.control.announcer import Standing
 from p2pkv.control.discovery import Workload
 from p2pkv.demo.processes import free_ports
-from p2pkv.engine.liveness import Beat, Liveness
+from p2pkv.engine.liveness import Beat
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
@@ -229,12 +226,3 @@ def test_a_scheduler_that_cannot_be_read_costs_no_beat() -> None:
 def test_without_the_engine_core_no_workload_is_known() -> None:
     beat = state_of(None, steps=1, transfers=True, orphaned=False, is_loaded=lambda _: False)
     assert beat.workload is None and beat.work
-
-
-def test_the_announcer_is_given_the_workload_of_the_last_beat() -> None:
-    steps = Liveness(10.0)
-    worker = SimpleNamespace(rank=SimpleNamespace(trouble=lambda: "", steps=steps))
-    standing = partial(P2pKvConnector._standing, SimpleNamespace(worker=worker))  # type: ignore[arg-type]
-    assert standing() == Standing()
-    steps.note(Beat(steps=1, work=True, workload=Workload(tokens=7), at=3.0), 0.0)
-    assert standing() == Standing(workload=Workload(tokens=7), at=3.0)

@@ -62,7 +62,7 @@ RANKS = [(1, 0), (2, 0), (2, 1), (4, 1), (4, 3)]
 
 def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, torch.nn.Parameter, list[int]]:
     """vLLM's layer, the weights of its convolution, and the sizes of the parts they are loaded in."""
-    caches = {"model_config": config.model_config, "cache_config": config.cache_config, "prefix": name}
+    caches = {"model_config": config.model_config, "cache_config": config.cache_config}
     some = SimpleNamespace(hidden_size=HIDDEN, hidden_act="silu", rms_norm_eps=1e-6)
     whole = [model.sizes[0]]
     layer: Any
@@ -77,6 +77,7 @@ def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, to
                 use_conv_bias=True,
                 use_bias=False,
                 use_rms_norm=False,
+                prefix=name,
                 **caches,
             )
         case Mamba2():
@@ -90,6 +91,7 @@ def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, to
                 n_groups=model.groups,
                 num_heads=model.heads,
                 head_dim=model.size,
+                prefix=name,
                 **caches,
             )
         case DeltaNet():
@@ -107,13 +109,9 @@ def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, to
             whole = [model.heads * model.size] * 3
         case ShortConv():
             short = SimpleNamespace(conv_L_cache=WIDTH, conv_bias=False)
-            layer = ShortConvLayer(short, model.channels, 0, prefix=name, **_without_prefix(caches))
+            layer = ShortConvLayer(short, model.channels, 0, prefix=name, **caches)
             return layer, layer.conv.weight, whole
     return layer, layer.conv1d.weight, whole
-
-
-def _without_prefix(caches: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in caches.items() if name != "prefix"}
 
 
 def numbered(weight: Any, parts: list[int]) -> list[int]:

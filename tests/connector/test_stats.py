@@ -10,23 +10,10 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import RENAMED, Growth, WorkerNews
+from p2pkv.connector.metadata import RENAMED, Growth
 from p2pkv.engine.context import Counters
 
 pytestmark = pytest.mark.vllm
-
-
-def test_news_of_several_ranks_add_up_in_any_order() -> None:
-    news = [
-        WorkerNews(begun={"a": [""], "b": [""]}),
-        WorkerNews(begun={"a": [""]}, failed={"c": "why"}),
-        WorkerNews(begun={"a": [""]}, failed={"d": "that"}),
-    ]
-    for one, two, three in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
-        whole = news[one].aggregate(news[two]).aggregate(news[three])
-        assert whole.begun == {"a": ["", "", ""], "b": [""]}
-        assert whole.failed == {"c": "why", "d": "that"}
-    assert news[0].begun == {"a": [""], "b": [""]}, "a rank's own news are left as they were"
 
 
 def test_counts_are_reported_as_their_growth() -> None:

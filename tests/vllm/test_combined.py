@@ -39,6 +39,7 @@ from vllm_support import (
     assert_same,
     at_rest,
     complete,
+    counter,
     forked,
     kv_bytes,
     letters,
@@ -153,10 +154,6 @@ def test_log_probabilities(fleet: Fleet) -> None:
 # Adapters and prompt embeddings: a P, a D and a single server of their own.
 
 RANK = 8
-
-
-def counter(server: VllmServer, name: str) -> float:
-    return metric(server, f"p2pkv_{name}_total")
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -438,17 +435,14 @@ def small_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Path)
     return made
 
 
-def preempted(server: VllmServer) -> float:
-    return metric(server, "vllm:num_preemptions_total")
-
-
 @pytest.mark.long
 def test_preemption_on_d(small_pair: Combined, single: VllmServer) -> None:
     """What D preempts after its load it computes again by itself."""
     prompts = [tokens(100 + number, f"preempted on D {number}") for number in range(16)]
-    before, compared = preempted(small_pair.d), Compared(small_pair.probes)
+    preempted = "vllm:num_preemptions_total"
+    before, compared = metric(small_pair.d, preempted), Compared(small_pair.probes)
     got = all_at_once(small_pair, prompts, 150)
-    assert preempted(small_pair.d) > before, "nothing was preempted, so this test shows nothing"
+    assert metric(small_pair.d, preempted) > before, "nothing was preempted, so this test shows nothing"
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     assert_same(alone(single, prompts, 150), got)
     small_pair.rests()

@@ -26,6 +26,7 @@ from vllm_support import (
     needs_cpu_build,
     plugin_environment,
     probing_server,
+    start_all,
 )
 
 from p2pkv.demo.processes import ServerProcess, free_ports
@@ -188,10 +189,7 @@ def start(way: Way, model: Path, folder: Path, stack: ExitStack) -> Group:
     single = VllmServer(model, extra_args=settings, env=env, name="single", log_path=folder / "single.log")
     serving = urls or [each.base_url for each in (p[:1] if way.headless else p)]
     group = Group(way, p, d, single, proxies, folder, pings, (serving, [d.base_url]))
-    for each in group.servers:
-        stack.enter_context(each)
-    for each in group.servers:
-        each.wait_ready()
+    start_all(stack, *group.servers)
     for proxy in proxies.values():
         known(proxy, way.p, way.d)
     return group

@@ -27,6 +27,7 @@ from vllm_support import (
     needs_deepseek_v4,
     plugin_environment,
     probing_server,
+    start_all,
     tokens,
 )
 
@@ -74,8 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def v4(folder: Path) -> Iterator[VllmServer]:
-    with ExitStack() as stack:
-        started = stack.enter_context(server(folder, "v4"))
+    with server(folder, "v4") as started:
         started.wait_ready()
         yield started
 
@@ -166,9 +166,8 @@ def started(folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int]) -> 
         )
 
     with ExitStack() as stack:
-        p, d = (stack.enter_context(server(*each)) for each in zip("PD", sizes, strict=True))
-        for each in (p, d):
-            each.wait_ready()
+        p, d = (server(*each) for each in zip("PD", sizes, strict=True))
+        start_all(stack, p, d)
         yield Pair(p, d, v4, sizes, probes)
 
 

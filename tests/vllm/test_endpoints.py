@@ -4,7 +4,6 @@ where P helps, from KV that really moved."""
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ import anthropic
 import openai
 import pytest
 from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
+
+from p2pkv.demo.client import get
 
 pytestmark = pytest.mark.usefixtures("compared")
 
@@ -176,8 +177,7 @@ def test_responses_that_repeat_their_metadata_pause_no_instance(
 
 
 def health(base_url: str) -> Any:
-    with urllib.request.urlopen(f"{base_url}/health", timeout=10) as answer:
-        return json.load(answer)
+    return json.loads(get(f"{base_url}/health"))
 
 
 @each_dispatch

@@ -9,16 +9,17 @@ from vllm_support import (
     CHUNK,
     MODEL_NAME,
     Fleet,
+    Hits,
     Traffic,
     answers_as_one,
     ask_all,
     assert_moved,
     assert_same,
     chat_all,
+    complete,
     each_dispatch,
     kv_bytes,
     letters,
-    metric,
     paired_headers,
     streamed,
     tokens,
@@ -50,24 +51,15 @@ def test_a_prompt_of_each_length(fleet: Fleet, compared: Compared, dispatch: str
 
 
 @each_dispatch
-def test_a_prompt_half_cached_on_p(fleet: Fleet, compared: Compared, dispatch: str) -> None:
-    length = 2 * CHUNK + CHUNK // 2
-    prompt = tokens(length, f"cached on P {dispatch}")
-    answers.complete(fleet.p.base_url, MODEL_NAME, prompt[: 5 * BLOCK], max_tokens=1)
-    hits = metric(fleet.p, "vllm:prefix_cache_hits_total")
-    answers_as_one(fleet, dispatch, prompt, (0, length - 1))
-    assert metric(fleet.p, "vllm:prefix_cache_hits_total") - hits >= 4 * BLOCK
-    assert compared.spans(1) == [(0, length - 1)]
-
-
-@each_dispatch
-def test_a_prompt_half_cached_on_d(fleet: Fleet, compared: Compared, dispatch: str) -> None:
-    length = 2 * CHUNK + CHUNK // 2
-    cached = 5 * BLOCK
-    prompt = tokens(length, f"cached on D {dispatch}")
-    answers.complete(fleet.d.base_url, MODEL_NAME, [*prompt[:cached], 299], max_tokens=1)
-    answers_as_one(fleet, dispatch, prompt, (cached, length - 1))
-    assert compared.spans(1) == [(cached, length - 1)]
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_prompt_half_cached(fleet: Fleet, compared: Compared, dispatch: str, side: str) -> None:
+    length, cached = 2 * CHUNK + CHUNK // 2, 5 * BLOCK
+    prompt, server = tokens(length, f"cached on {side} {dispatch}"), fleet.p if side == "P" else fleet.d
+    complete(server, [*prompt[:cached], 299], 1)
+    missing = (cached if side == "D" else 0, length - 1)
+    with Hits(server, cached):
+        answers_as_one(fleet, dispatch, prompt, missing)
+    assert compared.spans(1) == [missing]
 
 
 @each_dispatch

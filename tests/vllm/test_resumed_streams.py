@@ -18,7 +18,7 @@ from vllm_deployments import (
     PROXYS,
     TOKEN,
     Deployment,
-    core_of,
+    cores_of,
     deployed,
     instance,
     started_again,
@@ -67,7 +67,7 @@ def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deploy
 
 LOSSES: dict[str, Callable[[VllmServer], None]] = {
     "killed": VllmServer.kill,
-    "core_killed": lambda server: core_of(server).kill(),
+    "core_killed": lambda server: cores_of(server)[0].kill(),
     "stopped": lambda server: os.kill(server.pid, signal.SIGTERM),
     "frozen": VllmServer.freeze,
 }

@@ -37,6 +37,7 @@ from vllm_support import (
     complete,
     metric,
     probing_server,
+    start_all,
     tokens,
 )
 
@@ -260,10 +261,7 @@ class Running:
                 if (role, instance) not in self.servers:
                     self.servers[role, instance] = self._server(model, family, role, instance)
         try:
-            for server in self.servers.values():
-                self.stack.enter_context(server)
-            for server in self.servers.values():
-                server.wait_ready()
+            start_all(self.stack, *self.servers.values())
         except BaseException:
             self.stop()  # so that the next test starts them anew
             raise
