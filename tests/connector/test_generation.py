@@ -56,15 +56,12 @@ def reload(weights: Generation) -> None:
     call(weights, "reload_weights", iter(()))
 
 
+UPDATES = [session, reload, partial(call, method="receive_from_trainer"), partial(call, method=nothing)]
+
+
 @pytest.mark.parametrize(
     ("on_p", "on_d"),
-    [
-        (session, session),
-        (reload, reload),
-        (partial(call, method="receive_from_trainer"), partial(call, method="receive_from_trainer")),
-        (partial(call, method=nothing), partial(call, method=nothing)),
-        (partial(session, chunks=1), partial(session, chunks=7)),
-    ],
+    [*zip(UPDATES, UPDATES, strict=True), (partial(session, chunks=1), partial(session, chunks=7))],
 )
 def test_equal_updates_give_equal_names_and_one_alone_another(on_p: Deed, on_d: Deed) -> None:
     """The number of their parts does not count."""

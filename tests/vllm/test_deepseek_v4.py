@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -145,13 +145,7 @@ class Pair:
 @pytest.fixture(scope="module", params=LANES)
 def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Of the tensor-parallel sizes that the parameter names. D's blocks hold NaN before each load."""
-    with started(folder, v4, request.param, SIZES[request.param]) as pair:
-        yield pair
-
-
-@contextmanager
-def started(folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int]) -> Iterator[Pair]:
-    probes = folder / name
+    sizes, probes = SIZES[request.param], folder / request.param
     probes.mkdir()
 
     def server(role: Role, tp: int) -> VllmServer:
