@@ -51,7 +51,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 DIST ?= dist
 VENV_033 := .venv-0.33
 STAMP_033 := $(VENV_033)/.made
-SERVERS_033 := pair idle shapes speculative faults hybrid_faults
+SERVERS_033 := pair idle shapes faults hybrid_faults
 TORCH ?= cpu
 
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)

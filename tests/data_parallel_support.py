@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_support import BLOCK, CHUNK, ask_all, assert_same, tokens
 
 from p2pkv.demo import client
-from p2pkv.demo.processes import wait_until
+from p2pkv.demo.processes import answers_ok, wait_until
 from p2pkv.demo.servers import ProxyServer
 
 LENGTHS = (2, BLOCK, BLOCK + 1, CHUNK + 1, 2 * CHUNK + 7)
@@ -32,15 +32,8 @@ def answered(base_url: str) -> dict[str, float]:
 
 def known(proxy: ProxyServer, prefill: int, decode: int) -> None:
     """Wait until the proxy has so many engines."""
-
-    def there() -> bool:
-        try:
-            client.get(f"{proxy.base_url}/health?prefill={prefill}&decode={decode}")
-        except client.RequestFailed:
-            return False
-        return True
-
-    wait_until(there, f"{prefill} prefill and {decode} decode engines", 90.0)
+    health = f"{proxy.base_url}/health?prefill={prefill}&decode={decode}"
+    wait_until(lambda: answers_ok(health), f"{prefill} prefill and {decode} decode engines", 90.0)
 
 
 def serves_as_one(url: str, single: str, probes: Path, seed: str) -> int:

@@ -275,9 +275,6 @@ ProducerScheduler.step: P reads the block tables of a step again for each prompt
 ConsumerScheduler.reported: a request of which one rank of P has begun is looked up again
 - if len(asking.begun) >= self._world or self._failure(asking):
 + if True:
-ConsumerScheduler.fail: a request whose P has failed is not looked at again
-- self._decide([request_id])
-+ pass
 ConsumerScheduler.reported: further children of n wait on when the first has loaded
 - decided += self._children.get(asking.paired.key, ())
 + pass

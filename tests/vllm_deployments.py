@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 from data_parallel_support import answered
-from vllm_support import SETTINGS, assert_same, at_rest, complete, metric, tokens
+from vllm_support import SETTINGS, assert_same, at_rest, complete, metric, start_all, tokens
 
 from p2pkv.demo import client
 from p2pkv.demo.answers import Answer
@@ -72,22 +72,22 @@ def order(proxy: ProxyServer, server: VllmServer, what: str) -> None:
     client.post(url, {}, headers={"Authorization": f"Bearer {TOKEN}"})
 
 
-def progress(server: VllmServer) -> str:
-    """The counter of what it computes."""
-    return "vllm:prompt_tokens_total" if server.role == "P" else "vllm:generation_tokens_total"
+def grows(server: VllmServer, name: str) -> Callable[[], None]:
+    """What waits until this counter is higher than it is now."""
+    before = metric(server, name)
+    return lambda: wait_until(lambda: metric(server, name) > before, f"more of {name}", 60.0)
 
 
 def works_after(server: VllmServer) -> Callable[[], None]:
     """What waits until the server has computed more than it has by now."""
-    name, before = progress(server), metric(server, progress(server))
-    return lambda: wait_until(lambda: metric(server, name) > before, "its work", 60.0)
+    return grows(server, "vllm:prompt_tokens_total" if server.role == "P" else "vllm:generation_tokens_total")
 
 
-def core_of(server: VllmServer) -> psutil.Process:
-    """The process of vLLM's engine core, which is neither the HTTP server's nor a worker's."""
+def cores_of(server: VllmServer) -> list[psutil.Process]:
+    """The processes of vLLM's engine cores, by rank: neither the HTTP server's nor workers'."""
     children = psutil.Process(server.pid).children(recursive=True)
-    (core,) = (each for each in children if "EngineCore" in " ".join(each.cmdline()) + each.name())
-    return core
+    named = {" ".join([*each.cmdline(), each.name()]): each for each in children}
+    return [named[name] for name in sorted(named) if "EngineCore" in name]
 
 
 @dataclass
@@ -200,10 +200,7 @@ class Deployment:
 def deployed(made: Deployment) -> Iterator[Deployment]:
     """It runs meanwhile."""
     with ExitStack() as stack:
-        for each in (made.proxy, *made.servers):
-            stack.enter_context(each)
-        for each in (*made.servers, made.proxy):
-            each.wait_ready()
+        start_all(stack, *made.servers, made.proxy)
         yield made
 
 

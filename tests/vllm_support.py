@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import random
 import threading
@@ -12,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -170,10 +173,20 @@ def probing_server(
         role=role,
         connector="ProbeConnector",
         connector_module="probe_connector",
-        extra_args=options.pop("extra_args", SETTINGS),
         name=name,
         env=env,
-        **options,
+        **{"extra_args": SETTINGS, "log_path": probes / f"{name}.log", **options},
+    )
+
+
+def forked(model: Path, logs: Path, name: str, **options: Any) -> VllmServer:
+    """A server that starts in half the time, of which no test stops or watches a single process."""
+    return VllmServer(
+        model,
+        name=name,
+        env=plugin_environment(*FORKED),
+        log_path=logs / f"{name}.log",
+        **{"extra_args": SETTINGS, **options},
     )
 
 
@@ -182,6 +195,14 @@ def by_vllm_serve(server: VllmServer, *options: str) -> VllmServer:
     module = server.command.index("vllm.entrypoints.openai.api_server")
     server.command[module - 1 : module + 1] = [str(Path(PROBE_FOLDER, "vllm_serve.py")), *options]
     return server
+
+
+def start_all(stack: ExitStack, *servers: ServerProcess) -> None:
+    """Side by side, and wait until each serves; `stack` stops them."""
+    for server in servers:
+        stack.enter_context(server)
+    for server in servers:
+        server.wait_ready()
 
 
 def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
@@ -193,21 +214,17 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     probes = logs / "probes"
     probes.mkdir(exist_ok=True)
     settings = (*SETTINGS, *TOOLS)
-    forked = plugin_environment(*FORKED)
     options = {"plugins": FORKED, "extra_args": settings, "extra_config": {"lease_seconds": LEASE}}
     fleet = Fleet(
-        probing_server(model, "P", probes, proxy=discovery, log_path=logs / "P.log", **options),
-        probing_server(model, "D", probes, proxy=discovery, log_path=logs / "D.log", **options),
-        VllmServer(model, extra_args=settings, env=forked, name="single", log_path=logs / "single.log"),
+        probing_server(model, "P", probes, proxy=discovery, **options),
+        probing_server(model, "D", probes, proxy=discovery, **options),
+        forked(model, logs, "single", extra_args=settings),
         concurrent,
         sequential,
         relay,
         probes,
     )
-    for server in fleet.servers:
-        stack.enter_context(server)
-    for server in fleet.servers:
-        server.wait_ready()
+    start_all(stack, *fleet.servers)
     return fleet
 
 
@@ -264,6 +281,25 @@ def ask_all(
         return list(pool.map(ask, prompts))
 
 
+class Caller:
+    """One request, and the power to hang up."""
+
+    def __init__(self, base_url: str, prompt: list[int], headers: dict[str, str] | None = None, **more: Any):
+        body = {"model": MODEL_NAME, "prompt": prompt, **answers.GREEDY, **more}
+        self._connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=60)
+        head = {"Content-Type": "application/json", **(headers or {})}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), head)
+
+    def hang_up(self) -> None:
+        self._connection.close()
+
+    def first_words(self) -> bytes:
+        return self._connection.getresponse().readline()
+
+    def answer(self) -> bytes:
+        return self._connection.getresponse().read()
+
+
 def letters(prompt: Sequence[int]) -> str:
     """A text with one for each token."""
     return "".join(chr(97 + token % 26) for token in prompt)
@@ -309,6 +345,11 @@ def assert_same(expected: Sequence[Answer], got: Sequence[Answer], tie: float = 
 def metric(server: VllmServer, name: str) -> float:
     """Of its metrics page, summed over labels; 0 where it is not there."""
     return client.metrics(server.base_url).get(name, 0.0)
+
+
+def counter(server: VllmServer, name: str) -> float:
+    """One of p2pkv's."""
+    return metric(server, f"p2pkv_{name}_total")
 
 
 class Hits:
@@ -369,6 +410,28 @@ def kv_bytes(first: int, past: int, *, whole_blocks: bool = False) -> int:
     if whole_blocks:
         first, past = first // BLOCK * BLOCK, -(-past // BLOCK) * BLOCK
     return (past - first) * MODEL.kv_bytes_per_token
+
+
+def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
+    """What D wrote are the tokens [first, past) of each span, or at most the whole blocks around them."""
+    least = sum(kv_bytes(*span) for span in spans)
+    most = sum(kv_bytes(*span, whole_blocks=True) for span in spans)
+    assert traffic.scattered(at_least=least) <= most
+
+
+def answers_as_one(
+    fleet: Fleet,
+    dispatch: str,
+    prompt: answers.Prompt | list[list[int]],
+    *spans: tuple[int, int],
+    **more: Any,
+) -> list[Answer]:
+    """The pair answers as the single server, from these tokens of P's."""
+    traffic = Traffic(fleet)
+    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt, **more)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **more), pair)
+    assert_moved(traffic, *spans)
+    return pair
 
 
 def assert_at_rest(fleet: Fleet) -> None:

@@ -6,10 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from connector_support import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id, tokens
+from connector_support import inner_id, make_request, pair_id, tokens
 from real_ranks_support import ask, ask_both, finish, listening, pings, run
 
-from p2pkv.connector.identity import Pairs
 from p2pkv.control.discovery import encode_partners
 from support.waiting import wait_for
 
@@ -105,14 +104,3 @@ def test_each_preconnects_to_the_other_and_not_to_itself(engines: Any) -> None:
         mine = {str(a.address): a, str(b.address): b}
         for address, engine in mine.items():
             assert all(worker.rank.core.decode.peers.get(address) is None for worker in engine.workers)
-
-
-def test_which_half_of_a_pair_an_instance_is() -> None:
-    pairs = Pairs(P_ADDRESS, "both")
-
-    def side(prefill: Any, decode: Any) -> str | None:
-        paired = pairs.of(make_request(pair_id(prefill=prefill, decode=decode), [1]))
-        return None if paired is None else paired.side
-
-    assert (side(P_ADDRESS, D_ADDRESS), side(D_ADDRESS, P_ADDRESS)) == ("P", "D")
-    assert (side(P_ADDRESS, P_ADDRESS), side(D_ADDRESS, D_ADDRESS)) == (None, None)

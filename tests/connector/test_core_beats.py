@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,10 @@ from connector_support import Instance, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 
-from p2pkv.connector.connector import P2pKvConnector
 from p2pkv.connector.core_beats import BEAT_SECONDS, BeatListener, BeatSender, state_of
-from p2pkv.control.announcer import Standing
 from p2pkv.control.discovery import Workload
 from p2pkv.demo.processes import free_ports
-from p2pkv.engine.liveness import Beat, Liveness
+from p2pkv.engine.liveness import Beat
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
@@ -47,29 +44,13 @@ def address() -> str:
     return f"127.0.0.1:{free_ports()}"
 
 
-def all_of(listener: BeatListener, beats: list[Beat]) -> list[Beat]:
-    beats += listener.read()
-    return beats
-
-
-def test_beats_reach_a_rank_of_the_same_process() -> None:
-    """As with vLLM's UniProcExecutor."""
-    rank, core, beats = address(), Core(), list[Beat]()
-    listener = BeatListener(rank)
-    sender = BeatSender([rank], core.state)
-    wait_for(lambda: len(all_of(listener, beats)) > 1, what="beats")
-    assert set(beats) == {core.beat}
-    sender.close()
-    listener.close()
-
-
 def listen(rank: str, out: Connection) -> None:
     """A worker: says which beats it gets."""
     listener = BeatListener(rank)
     out.send("listens")
     while True:
         for beat in listener.read():
-            out.send(beat.steps)
+            out.send(beat)
         time.sleep(BEAT_SECONDS / 10)
 
 
@@ -99,7 +80,7 @@ def test_a_worker_takes_beats_from_its_engine_core_and_from_nobody_else() -> Non
         assert ours.poll(60.0) and ours.recv() == "listens"
         assert not ours.poll(6 * BEAT_SECONDS), "a stranger's beat"
         sender = BeatSender([rank], core.state)
-        assert ours.poll(20.0) and {ours.recv() for _ in range(3)} == {7}
+        assert ours.poll(20.0) and {ours.recv() for _ in range(3)} == {core.beat}
         sender.close()
 
 
@@ -245,12 +226,3 @@ def test_a_scheduler_that_cannot_be_read_costs_no_beat() -> None:
 def test_without_the_engine_core_no_workload_is_known() -> None:
     beat = state_of(None, steps=1, transfers=True, orphaned=False, is_loaded=lambda _: False)
     assert beat.workload is None and beat.work
-
-
-def test_the_announcer_is_given_the_workload_of_the_last_beat() -> None:
-    steps = Liveness(10.0)
-    worker = SimpleNamespace(rank=SimpleNamespace(trouble=lambda: "", steps=steps))
-    standing = partial(P2pKvConnector._standing, SimpleNamespace(worker=worker))  # type: ignore[arg-type]
-    assert standing() == Standing()
-    steps.note(Beat(steps=1, work=True, workload=Workload(tokens=7), at=3.0), 0.0)
-    assert standing() == Standing(workload=Workload(tokens=7), at=3.0)

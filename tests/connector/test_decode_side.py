@@ -41,30 +41,25 @@ def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ah
     d.assert_at_rest()
 
 
-def test_only_what_d_has_not_cached_is_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("cached", "length", "missing"),
+    [(2 * BLOCK + 3, 50, (2 * BLOCK, 49)), (BLOCK + 1, BLOCK + 1, (0, 0)), (0, 1, (0, 0))],
+)
+def test_only_what_d_has_not_cached_is_asked_for(cached: int, length: int, missing: tuple[int, int]) -> None:
+    """A prompt of which nothing is missing waits for nobody, and releases P."""
     d = Instance("D")
-    d.finish(d.ask("cmpl-first-0-12345678", PROMPT[: 2 * BLOCK + 3]))
-    paired = d.ask(inner_id(pair_id()), PROMPT)
-    key = d.start_load(paired)
-    (load,) = d.rank.said(do.Load)
-    assert (load.start, load.stop) == (2 * BLOCK, len(PROMPT) - 1)
-    assert load.blocks == (d.blocks(paired),)
-    d.rank.load(key)
-    d.finish(paired)
-    d.assert_at_rest()
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_prompt_of_which_nothing_is_missing_waits_for_nobody_and_releases_p(cached: bool) -> None:
-    d = Instance("D")
-    prompt = PROMPT[: BLOCK + 1] if cached else PROMPT[:1]
     if cached:
-        d.finish(d.ask("cmpl-first-0-12345678", prompt))
-    paired = d.ask(inner_id(pair_id()), prompt)
-    d.step(2)
-    assert paired.num_output_tokens
-    assert [(load.start, load.stop) for load in d.rank.said(do.Load)] == [(0, 0)]
-    d.run_until(lambda: paired.request_id in d.ended)
+        d.finish(d.ask("cmpl-first-0-12345678", PROMPT[:cached]))
+    paired = d.ask(inner_id(pair_id()), PROMPT[:length])
+    if missing == (0, 0):
+        d.step(2)
+        assert paired.num_output_tokens
+    else:
+        d.rank.load(d.start_load(paired))
+    (load,) = d.rank.said(do.Load)
+    assert (load.start, load.stop) == missing
+    assert load.blocks == ((d.blocks(paired),) if load.stop else ())
+    d.finish(paired)
     d.assert_at_rest()
 
 
@@ -169,21 +164,6 @@ def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_bl
     d.assert_at_rest()
 
 
-def test_the_prompts_of_a_list_are_loaded_each_by_itself() -> None:
-    d = Instance("D")
-    outer = pair_id()
-    requests = [d.ask(inner_id(outer, prompt=index), tokens(40, index)) for index in range(3)]
-    d.step()
-    keys = [d.key(request) for request in requests]
-    assert len(set(keys)) == 3
-    for key in reversed(keys):
-        d.rank.begin(key)
-        d.step(2)
-        d.rank.load(key)
-    d.run_until(lambda: len(d.ended) == 3)
-    d.assert_at_rest()
-
-
 @pytest.mark.parametrize(
     "request_id",
     [
@@ -234,33 +214,4 @@ def test_the_same_id_again_is_another_request(moment: str) -> None:
     d.load(last)
     d.finish(last)
     assert d.ended[last.request_id] == "length"
-    d.assert_at_rest()
-
-
-def test_a_d_full_of_waiting_prompts_still_serves() -> None:
-    """Requests whose P has not begun hold no blocks, however many they are."""
-    d = Instance("D", blocks=6)
-    waiting = [d.ask(inner_id(pair_id(index)), tokens(60, index)) for index in range(20)]
-    served = d.ask("cmpl-served-0-12345678", tokens(60, "served"))
-    d.run_until(lambda: served.request_id in d.ended)
-    for request in waiting:
-        d.abort(request)
-    d.assert_at_rest()
-
-
-def test_what_p_has_begun_is_admitted_as_blocks_allow() -> None:
-    d = Instance("D", blocks=6)
-    requests = [d.ask(inner_id(pair_id(index)), tokens(60, index)) for index in range(6)]
-    d.step()
-    keys = [d.key(request) for request in requests]
-    for key in keys:
-        d.rank.begin(key)
-    loaded: set[str] = set()
-    while len(d.ended) < len(requests):
-        d.step()
-        for load in d.rank.said(do.Load):
-            if load.key not in loaded:
-                loaded.add(load.key)
-                d.rank.load(load.key)
-    assert loaded == set(keys)
     d.assert_at_rest()

@@ -37,16 +37,6 @@ def waiting(d: Instance, number: int) -> list[Request]:
     return [d.ask(inner_id(pair_id(each)), tokens(50, each)) for each in range(number)]
 
 
-def order(d: Instance) -> list[Request]:
-    """The requests of D's queue in the order in which passes come to them."""
-    queue = d.scheduler.waiting
-    found = []
-    while queue:
-        found.append(queue.pop_request())
-    queue.prepend_requests(reversed(found))
-    return found
-
-
 @each_pace
 def test_each_is_looked_up_once_until_p_begins_and_once_then(
     ahead: int, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +151,7 @@ def test_those_that_p_begins_late_come_before_younger_ones() -> None:
     for request in (young, old, middle):
         d.rank.begin(d.key(request))
         d.step()
-    assert order(d) == [old, middle, young]
+    assert pop_all(d.scheduler.waiting) == [each.request_id for each in (old, middle, young)]
 
 
 def test_a_preempted_request_stays_first() -> None:
@@ -181,6 +171,7 @@ def requests_of_age(*names: str) -> list[Request]:
 
 
 def pop_all(queue: DeferringQueue) -> list[str]:
+    """In the order in which passes come to them."""
     found = []
     while queue:
         request = queue.peek_request()

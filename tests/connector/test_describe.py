@@ -50,7 +50,6 @@ from p2pkv.connector.describe import (
     codec_of,
     computes_last_token,
     http_address,
-    layer_order,
     options_of,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
@@ -169,16 +168,13 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
 # Layers
 
 
-def test_layers_come_in_the_order_of_their_numbers() -> None:
-    names = [f"model.layers.{number}.attn" for number in (10, 9, 1, 0, 2)]
-    assert layer_order(names) == [f"model.layers.{number}.attn" for number in (0, 1, 2, 9, 10)]
-
-
 def test_layers_that_share_their_kv_are_moved_once() -> None:
-    own = caches_of(["l.0", "l.1", "l.10"])
+    """In the order of their numbers."""
+    own = caches_of(["l.10", "l.9", "l.1", "l.0"])
     layers = Layers({**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}, kv_cache_config())
-    assert layers.indices == {"l.0": 0, "l.1": 1, "l.10": 2}
-    assert [layer.tensor.data_ptr() for layer in layers.all] == [each.data_ptr() for each in own.values()]
+    assert layers.indices == {"l.0": 0, "l.1": 1, "l.9": 2, "l.10": 3}
+    expected = [each.data_ptr() for each in reversed(own.values())]
+    assert [layer.tensor.data_ptr() for layer in layers.all] == expected
 
 
 def test_the_codec_is_that_of_the_attention_layers() -> None:

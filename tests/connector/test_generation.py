@@ -52,24 +52,16 @@ def session(weights: Generation, chunks: int = 2) -> None:
     call(weights, "finish_weight_update")
 
 
-def extension(weights: Generation) -> None:
-    call(weights, "receive_from_trainer")
-
-
-def function(weights: Generation) -> None:
-    call(weights, nothing)
-
-
 def reload(weights: Generation) -> None:
     call(weights, "reload_weights", iter(()))
 
 
+UPDATES = [session, reload, partial(call, method="receive_from_trainer"), partial(call, method=nothing)]
+
+
 @pytest.mark.parametrize(
     ("on_p", "on_d"),
-    [
-        *((each, each) for each in (session, extension, function, reload)),
-        (partial(session, chunks=1), partial(session, chunks=7)),
-    ],
+    [*zip(UPDATES, UPDATES, strict=True), (partial(session, chunks=1), partial(session, chunks=7))],
 )
 def test_equal_updates_give_equal_names_and_one_alone_another(on_p: Deed, on_d: Deed) -> None:
     """The number of their parts does not count."""

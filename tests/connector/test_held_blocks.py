@@ -138,12 +138,8 @@ def test_prompts_without_blocks_do_not_count() -> None:
 # The rooms of an instance of both roles.
 
 
-def blocks_of(tokens: int) -> int:
-    return -(-tokens // 16)
-
-
 def test_a_room_admits_up_to_its_limit_and_who_has_waited_longest_first() -> None:
-    room = Room(10, blocks_of)
+    room = Room(10, lambda tokens: -(-tokens // BLOCK))
     assert room.ever_admits(160) and not room.ever_admits(161)
     assert room.admits("a", 80)
     room.enter("a", 80)

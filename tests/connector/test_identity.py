@@ -154,31 +154,50 @@ def test_a_picture_that_is_not_in_this_processs_memory_counts_by_vllms_name() ->
         assert digests[0] == digests[1] != digests[2]
 
 
-def test_an_adapter_is_known_by_its_files_not_by_their_path(tmp_path: Path) -> None:
-    def digest(folder: str, weights: bytes, alpha: int, number: int = 1) -> bytes:
-        path = tmp_path / folder
-        path.mkdir(exist_ok=True)
-        (path / "adapter_model.safetensors").write_bytes(weights)
-        (path / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
-        return prompt_digest(prompt(lora_request=adapter("a", str(path), number)))
+def written(folder: Path, weights: bytes, settings: str = "{}") -> Path:
+    """The folder of an adapter."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "adapter_config.json").write_text(settings)
+    return folder
 
-    one = digest("here", b"weights", 16)
-    assert digest("there", b"weights", 16, number=5) == one
-    assert len({one, digest("other", b"others!", 16), digest("scaled", b"weights", 32)}) == 3
-    assert digest("here", b"others!", 16, number=2) != one, "loaded anew from the same path"
+
+def adapted(path: Path | str, number: int = 1, inplace: bool = False) -> bytes:
+    """The digest of a prompt with the adapter that is there."""
+    return prompt_digest(prompt(lora_request=adapter("a", str(path), number, inplace)))
+
+
+def test_an_adapter_is_known_by_its_files_not_by_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may begin at home. Files that vLLM does not read do not count: those of a training may be on one
+    side only, or belong to somebody else."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here, there = (written(tmp_path / name, b"weights") for name in ("here", "there"))
+    (there / "optimizer.pt").symlink_to(tmp_path / "nowhere")
+    (there / "trainer_state.json").write_text("{}")
+    one = adapted(here)
+    assert adapted(there, 5) == adapted("~/here", 6) == one
+    others = [
+        written(tmp_path / "other", b"others!"),
+        written(tmp_path / "scaled", b"weights", '{"lora_alpha": 32}'),
+    ]
+    assert len({one, *map(adapted, others)}) == 3
+    written(here, b"others!")
+    assert adapted(here, 2) != one, "loaded anew from the same path"
 
 
 def test_an_adapter_that_vllm_loads_in_place_is_read_again_when_its_files_have_changed(
     tmp_path: Path,
 ) -> None:
-    files, times = tmp_path / "adapter_model.safetensors", count(10**18, 1000)
+    times = count(10**18, 1000)
 
     def digest(weights: bytes, inplace: bool) -> bytes:
         """A training writes files of the same size, and here within a microsecond of those before."""
-        files.write_bytes(weights)
+        written(tmp_path, weights)
         now = next(times)
-        os.utime(files, ns=(now, now))
-        return prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 7, inplace)))
+        os.utime(tmp_path / "adapter_model.safetensors", ns=(now, now))
+        return adapted(tmp_path, 7, inplace)
 
     first, second = digest(b"weights", True), digest(b"others!", True)
     assert digest(b"weights", True) == first != second
@@ -186,50 +205,22 @@ def test_an_adapter_that_vllm_loads_in_place_is_read_again_when_its_files_have_c
     assert digest(b"others!", False) == once, "vLLM has read them once, and so do we"
 
 
-def test_an_adapters_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for folder, weights in (("one", b"weights"), ("two", b"others!")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "adapter_model.safetensors").write_bytes(weights)
-    one, two = (prompt_digest(prompt(lora_request=adapter("a", f"~/{name}"))) for name in ("one", "two"))
-    assert one != two
-
-
 def test_an_adapter_without_files_counts_by_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Until they are there: a failure to read them is not kept."""
     path = tmp_path / "later"
-    nameless = [prompt_digest(prompt(lora_request=adapter("a", str(path)))) for _ in range(2)]
-    assert (
-        nameless[0] == nameless[1]
-        and caplog.text.count("is distinguished from others by its name alone") == 1
-    )
-    path.mkdir()
-    (path / "adapter_model.safetensors").write_bytes(b"weights")
-    assert prompt_digest(prompt(lora_request=adapter("a", str(path)))) != nameless[0]
-
-
-def test_files_that_vllm_does_not_read_of_an_adapter_do_not_count(tmp_path: Path) -> None:
-    """Those of a training, which may be on one side only or belong to somebody else."""
-
-    def digest(number: int) -> bytes:
-        return prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), number)))
-
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    one = digest(1)
-    (tmp_path / "optimizer.pt").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "trainer_state.json").write_text("{}")
-    assert digest(2) == one
+    nameless = [adapted(path) for _ in range(2)]
+    assert nameless[0] == nameless[1]
+    assert caplog.text.count("is distinguished from others by its name alone") == 1
+    assert adapted(written(path, b"weights")) != nameless[0]
 
 
 def test_an_adapter_whose_files_cannot_be_read_ends_no_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "adapter_model.safetensors").symlink_to(tmp_path / "nowhere")
-    one = prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 1)))
-    assert len(one) == 16 and "cannot be read" in caplog.text
+    assert len(adapted(tmp_path)) == 16 and "cannot be read" in caplog.text
 
 
 def test_embeddings_count_as_numbers_whatever_their_layout() -> None:
@@ -254,14 +245,6 @@ def test_embeddings_are_read_where_they_lie(dtype: torch.dtype, monkeypatch: pyt
 def test_equal_digests_are_equal_tokens(one: list[int], two: list[int]) -> None:
     equal = prompt_digest(prompt(prompt_token_ids=one)) == prompt_digest(prompt(prompt_token_ids=two))
     assert equal == (one == two)
-
-
-def test_both_sides_find_the_same_pair() -> None:
-    outer = pair_id()
-    p = Pairs(P_ADDRESS, "P").of(make_request(inner_id(outer, prompt=3), [1]))
-    d = Pairs(D_ADDRESS, "D").of(make_request(inner_id(outer, prompt=3, child=1), [1]))
-    assert p is not None and d is not None
-    assert (p.key, p.prefill, p.decode) == (d.key, P_ADDRESS, D_ADDRESS)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"transfer_id": 7}, {"transfer_id": None}, "text", ["list"]])

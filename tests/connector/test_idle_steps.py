@@ -36,8 +36,8 @@ pytestmark = pytest.mark.vllm
 BOUND = 0.005
 
 
-def idle(pace: IdlePace, steps: int = 1, longest: float = BOUND) -> list[float]:
-    return [pace.step(FIRST_WAIT, longest, tokens=False, awaited=True, changed=False) for _ in range(steps)]
+def idle(pace: IdlePace, steps: int = 1) -> list[float]:
+    return [pace.step(FIRST_WAIT, BOUND, tokens=False, awaited=True, changed=False) for _ in range(steps)]
 
 
 class TestPace:
@@ -70,9 +70,6 @@ class TestPace:
         idle(pace, 5)
         rung = pace.step(FIRST_WAIT, BOUND, tokens=False, awaited=True, changed=False, rung=True)
         assert [rung, *idle(pace, batches)].count(0.0) == batches - 1
-
-    def test_a_longest_of_0_is_none(self) -> None:
-        assert set(idle(IdlePace(1), 5, 0.0)) == {0.0}
 
 
 class TestScheduling:

@@ -199,17 +199,6 @@ def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) 
         p.assert_at_rest(p.held_key)
 
 
-@each_length
-def test_an_abort_before_p_has_pushed_what_a_store_has_filled(most: int) -> None:
-    p, request = filling(most, ahead=1)
-    p.step()
-    p.abort(request)
-    p.step(2)
-    assert not p.rank.said(do.Computed)
-    assert [abort.key for abort in p.rank.said(do.Abort)] == [p.held_key]
-    p.assert_at_rest()
-
-
 def test_preempted_before_p_has_pushed_what_a_store_has_filled() -> None:
     p, request = filling(5, ahead=1)
     p.step()

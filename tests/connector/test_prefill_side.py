@@ -174,36 +174,6 @@ def test_an_abort_gives_up_the_transfer_and_frees_the_pages(moment: str, ahead: 
     assert p.reported == [request.request_id]
 
 
-def test_preempted_while_it_prefills_it_is_revoked_and_computed_again() -> None:
-    p, request = asked("P", tokens(150), max_tokens=1, budget=64)
-    p.step(2)
-    key, before = p.held_key, p.blocks(request)
-    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    filler = p.ask("cmpl-filler-0-12345678", tokens(40, "filler"), max_tokens=1)
-    p.step()
-    assert p.rank.revoked == [key]
-    p.finish(request, filler)
-    after = p.prefills(key)[2:]
-    assert [each.stop for each in after] == [64, 128, 150]
-    assert after[-1].blocks.blocks[0] != before
-    assert len(p.rank.said(do.OfferPrompt)) == 1
-    p.assert_at_rest(key)
-
-
-def test_preempted_while_it_decodes_it_is_revoked_and_computed_again() -> None:
-    p = Instance("P", blocks=8)
-    other = p.ask("cmpl-other-0-12345678", tokens(BLOCK, "other"), max_tokens=60)
-    request = p.ask(inner_id(pair_id()), tokens(2 * BLOCK), max_tokens=40)
-    p.run_until(lambda: request.num_preemptions, most=80)
-    p.step()
-    key = p.held_key
-    assert p.rank.revoked == [key]
-    p.run_until(lambda: len(p.ended) == 2, most=200)
-    assert [each.stop for each in p.prefills(key)] == [2 * BLOCK] * (1 + request.num_preemptions)
-    assert other.request_id in p.ended
-    p.assert_at_rest(key)
-
-
 def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more() -> None:
     p, request = asked("P", tokens(30), max_tokens=8)
     p.step(2)
@@ -214,33 +184,6 @@ def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more
     assert p.rank.revoked == [key]
     assert [abort.key for abort in p.rank.said(do.Abort)] == [key]
     p.assert_at_rest()
-
-
-def test_of_the_children_of_one_prompt_only_the_first_pushes() -> None:
-    p = Instance("P")
-    outer, prompt = pair_id(), tokens(40)
-    children = [p.ask(inner_id(outer, child=child), prompt, max_tokens=1) for child in range(3)]
-    p.finish(*children)
-    assert len(p.rank.said(do.OfferPrompt)) == 1
-    p.assert_at_rest(p.held_key)
-    assert p.reported == [children[0].request_id]
-
-
-def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
-    p = Instance("P", budget=200)
-    outer = pair_id()
-    requests = [
-        p.ask(inner_id(outer, prompt=index), tokens(20 + index, index), max_tokens=1) for index in range(4)
-    ]
-    p.step()
-    keys = [hold.key for hold in p.rank.said(do.Hold)]
-    assert len(set(keys)) == 4
-    (hooked, *_) = p.rank.said(do.Computed)
-    assert hooked.prompts == tuple((key, 20 + index) for index, key in enumerate(keys))
-    (flush,) = p.rank.said(do.Flush)
-    assert flush.keys == tuple(keys)
-    p.finish(*requests)
-    p.assert_at_rest(*keys)
 
 
 def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without_a_push() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from connector_support import kv_groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shapes_support import cut
@@ -33,7 +34,6 @@ from states_support import (
     conv_layout,
     spec_of,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.connector.describe import Layers, refuse_what_cannot_move
@@ -215,12 +215,11 @@ def test_layers_are_found_with_their_block_tables() -> None:
     model = ShortConv(8)
     spec = spec_of(model, 1, (torch.float32, torch.float32))
     other = replace(spec, block_size=32)
-    groups = [
-        KVCacheGroupSpec(["a.0"], SimpleNamespace()),  # type: ignore[arg-type]
-        KVCacheGroupSpec(["b.1"], spec),
-        KVCacheGroupSpec(["b.2"], SimpleNamespace(kv_cache_specs={"b.2": other})),  # type: ignore[arg-type]
-    ]
-    kv_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    kv_config = kv_groups(
+        (["a.0"], SimpleNamespace()),
+        (["b.1"], spec),
+        (["b.2"], SimpleNamespace(kv_cache_specs={"b.2": other})),
+    )
     found = Layers({name: torch.zeros(1) for name in ("a.0", "b.1", "b.2")}, kv_config).all
     assert [(one.name, one.spec, one.table, one.number) for one in found[1:]] == [
         ("b.1", spec, 1, 1),
@@ -278,9 +277,7 @@ def test_what_cannot_be_described_is_refused_with_the_layer_s_name(
     layer = one_layer(model)
     attributes = SimpleNamespace(**vars(model.module(tp)) | module)
     layer = replace(layer, spec=replace(layer.spec, **spec), module=attributes)
-    kv_config = KVCacheConfig(
-        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([layer.name], layer.spec)]
-    )
+    kv_config = kv_groups(([layer.name], layer.spec))
     for refuse in (
         lambda: state_groups([layer], tp=tp, dim_first=False),
         lambda: refuse_what_cannot_move(configured({layer.name: attributes}, tp), kv_config),

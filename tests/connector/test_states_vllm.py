@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from connector_support import BLOCK, make_request, tokens, vllm_config
+from connector_support import BLOCK, FULL, kv_groups, make_request, tokens, vllm_config
 from states_support import (
     WIDTH,
     DeltaNet,
@@ -36,9 +36,6 @@ from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as ShortConvLayer
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheTensor,
     compute_layout_strides,
     create_kv_cache_views,
@@ -65,7 +62,7 @@ RANKS = [(1, 0), (2, 0), (2, 1), (4, 1), (4, 3)]
 
 def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, torch.nn.Parameter, list[int]]:
     """vLLM's layer, the weights of its convolution, and the sizes of the parts they are loaded in."""
-    caches = {"model_config": config.model_config, "cache_config": config.cache_config, "prefix": name}
+    caches = {"model_config": config.model_config, "cache_config": config.cache_config}
     some = SimpleNamespace(hidden_size=HIDDEN, hidden_act="silu", rms_norm_eps=1e-6)
     whole = [model.sizes[0]]
     layer: Any
@@ -80,6 +77,7 @@ def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, to
                 use_conv_bias=True,
                 use_bias=False,
                 use_rms_norm=False,
+                prefix=name,
                 **caches,
             )
         case Mamba2():
@@ -93,6 +91,7 @@ def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, to
                 n_groups=model.groups,
                 num_heads=model.heads,
                 head_dim=model.size,
+                prefix=name,
                 **caches,
             )
         case DeltaNet():
@@ -110,13 +109,9 @@ def layer_of(model: Model, config: VllmConfig, name: str) -> tuple[MambaBase, to
             whole = [model.heads * model.size] * 3
         case ShortConv():
             short = SimpleNamespace(conv_L_cache=WIDTH, conv_bias=False)
-            layer = ShortConvLayer(short, model.channels, 0, prefix=name, **_without_prefix(caches))
+            layer = ShortConvLayer(short, model.channels, 0, prefix=name, **caches)
             return layer, layer.conv.weight, whole
     return layer, layer.conv1d.weight, whole
-
-
-def _without_prefix(caches: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in caches.items() if name != "prefix"}
 
 
 def numbered(weight: Any, parts: list[int]) -> list[int]:
@@ -246,9 +241,7 @@ def test_the_entry_of_the_block_table_that_holds_the_state(mode: str, block: int
     """On P, which computes all but the last token of a prompt, in chunks, and on D, which gets as much."""
     dtypes = (torch.float32, torch.float32)
     spec = replace(spec_of(ShortConv(8), 1, dtypes, speculative, mamba_cache_mode=mode), block_size=block)
-    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], spec)]
-    kv_config = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
+    kv_config = kv_groups((["a"], FULL), (["b"], spec), blocks=200)
     for count in (1, 15, 16, 17, 31, 32, 33, 64, 65):
         manager = KVCacheManager(
             kv_config,

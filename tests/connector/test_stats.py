@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from connector_support import vllm_config
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import RENAMED, Growth, P2pKvStats, WorkerNews
+from p2pkv.connector.metadata import RENAMED, Growth
 from p2pkv.engine.context import Counters
 
 pytestmark = pytest.mark.vllm
 
 
-def test_news_of_several_ranks_add_up_in_any_order() -> None:
-    news = [
-        WorkerNews(begun={"a": [""], "b": [""]}),
-        WorkerNews(begun={"a": [""]}, failed={"c": "why"}),
-        WorkerNews(begun={"a": [""]}, failed={"d": "that"}),
-    ]
-    for one, two, three in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
-        whole = news[one].aggregate(news[two]).aggregate(news[three])
-        assert whole.begun == {"a": ["", "", ""], "b": [""]}
-        assert whole.failed == {"c": "why", "d": "that"}
-    assert news[0].begun == {"a": [""], "b": [""]}, "a rank's own news are left as they were"
-
-
-def test_counts_are_reported_as_their_growth_and_add_up() -> None:
+def test_counts_are_reported_as_their_growth() -> None:
     counters = Counters()
     counters.add("bytes_sent", 100)
     growth = Growth(counters)
@@ -41,13 +27,6 @@ def test_counts_are_reported_as_their_growth_and_add_up() -> None:
     assert grown is not None
     assert grown.data == {"bytes_sent": 5, "chunks_sent": 1}
     assert growth.since() is None
-    both = P2pKvStats(data={"bytes_sent": 2}).aggregate(grown)
-    assert both.data == {"bytes_sent": 7, "chunks_sent": 1}
-    assert not both.is_empty()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(both.to_dict())) == both.data
-    both.reset()
-    assert both.is_empty()
-    assert both.reduce() == {}
 
 
 def test_vllms_log_line_names_what_has_grown() -> None:

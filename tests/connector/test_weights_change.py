@@ -143,20 +143,6 @@ def test_one_rank_with_another_offer_is_enough_unless_it_gets_nothing(
     d.assert_at_rest()
 
 
-@each_policy
-def test_both_changed_alike_they_fit_again(policy: str) -> None:
-    d = Instance("D", policy=policy)
-    name = change(d)
-    stale = d.ask(inner_id(pair_id(0)), PROMPT)
-    d.begin(stale, "")
-    d.finish(stale)
-    fresh = d.ask(inner_id(pair_id(1)), tokens(50, "another"))
-    d.load(fresh, name)
-    d.finish(fresh)
-    assert d.computed[fresh.request_id] == 4, "the last token, and those of the answer"
-    d.assert_at_rest()
-
-
 def test_a_prompt_that_d_has_cached_itself_is_no_failure() -> None:
     d, request = asked("D", PROMPT[: BLOCK + 1], policy="fail")
     d.begin(request, "version of P alone")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from probes import Compared
-from vllm_support import MODEL, Fleet, assert_at_rest, start_fleet
+from vllm_support import MODEL, Fleet, assert_at_rest, start_all, start_fleet
 
 from p2pkv.demo.processes import ServerProcess
 from p2pkv.demo.tiny_model import ensure_model
@@ -119,22 +119,15 @@ def servers_on_failure() -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., None]]:
+def launch(servers_on_failure: Callable[..., None]) -> Iterator[Callable[..., None]]:
     """Starts further servers for one test: `launch(server, ...)`, all side by side, then waits for all.
 
     They are stopped when the test ends, whatever state it left them in.
     """
     with ExitStack() as stack:
-        mine: list[ServerProcess] = []
 
         def start(*servers: ServerProcess) -> None:
-            mine.extend(servers)
-            _started.extend(servers)
-            for server in servers:
-                stack.enter_context(server)
-            for server in servers:
-                server.wait_ready()
+            servers_on_failure(*servers)
+            start_all(stack, *servers)
 
         yield start
-        for server in mine:
-            _started.remove(server)

@@ -17,7 +17,7 @@ from typing import Any
 
 from chaos.namespaces import HOSTS
 from data_parallel_support import serves_as_one
-from vllm_support import GAUGES, PROBE_FOLDER, SETTINGS, by_vllm_serve, python_path
+from vllm_support import GAUGES, SETTINGS, by_vllm_serve, probing_server
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import members_of
@@ -38,17 +38,6 @@ def inside(keeper: str | None) -> list[str]:
     return [*there, *own]
 
 
-def environment(host: str, name: str, probes: Path) -> dict[str, str]:
-    return {
-        SECRET_VARIABLE: SECRET,
-        "VLLM_HOST_IP": host,
-        "GLOO_SOCKET_IFNAME": "cable",
-        "P2PKV_PROBE_DIR": str(probes),
-        "P2PKV_PROBE_HOLD": str(probes / f"hold-{name}"),
-        "PYTHONPATH": python_path(PROBE_FOLDER),
-    }
-
-
 class Instance:
     """P or D, of so many ranks. The HTTP server is on the first host."""
 
@@ -66,21 +55,19 @@ class Instance:
             ]
 
         def server(rank: int, host: str) -> VllmServer:
-            return VllmServer(
+            return probing_server(
                 model,
-                role=role,
+                role,
+                probes,
                 kv_port=port,
                 proxy=(FIRST, proxy.discovery_port),
-                connector="ProbeConnector",
-                connector_module="probe_connector",
                 extra_args=[
                     *(*SETTINGS, *ALL_ADDRESSES, *spread),
                     *(["--node-rank", str(rank)] if spread else []),
                 ],
                 extra_config={"host": host},
-                env=environment(host, role, probes),
+                env={SECRET_VARIABLE: SECRET, "VLLM_HOST_IP": host, "GLOO_SOCKET_IFNAME": "cable"},
                 name=f"{role}-{host}",
-                log_path=folder / f"{role}-{rank}.log",
             )
 
         self.http = server(0, FIRST)

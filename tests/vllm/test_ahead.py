@@ -12,19 +12,17 @@ from vllm_support import (
     BLOCK,
     CHUNK,
     FORKED,
-    MODEL_NAME,
     Fleet,
     ask_pair,
     assert_same,
     at_rest,
     complete,
+    counter,
     kv_bytes,
-    metric,
     probing_server,
     tokens,
 )
 
-from p2pkv.demo import answers
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import VllmServer
 
@@ -32,7 +30,7 @@ ROOM = 64 << 20
 
 
 @pytest.fixture(scope="module")
-def taker(fleet_keeper, tiny_model: Path, logs: Path) -> Iterator[VllmServer]:
+def taker(fleet_keeper, tiny_model: Path) -> Iterator[VllmServer]:
     """A second D of the fleet's P, with room for KV that comes ahead; it also asks for checksums."""
     probes = fleet_keeper.fleet().probes
     d = probing_server(
@@ -43,7 +41,6 @@ def taker(fleet_keeper, tiny_model: Path, logs: Path) -> Iterator[VllmServer]:
         plugins=FORKED,
         extra_config={"prefetch_bytes": ROOM, "verify": True},
         load_failure_policy="fail",
-        log_path=logs / "taker.log",
     )
     with d:
         d.wait_ready()
@@ -64,36 +61,26 @@ def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
         assert counter(taker, name) == 0
 
 
-def counter(d: VllmServer, name: str = "bytes_ahead") -> float:
-    return metric(d, f"p2pkv_{name}_total")
-
-
-def came(d: VllmServer, before: float, nbytes: int) -> None:
-    """vLLM shows counters when it steps: wait for its page to show them."""
-    wait_until(lambda: counter(d) - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
+def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
+    """All of these at once, and the answers are a single server's."""
+    before, nbytes = counter(taker, "bytes_ahead"), sum(kv_bytes(0, len(prompt)) for prompt in prompts)
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda prompt: ask_pair(fleet.p, taker, prompt, at_once=False), prompts))
+    assert_same([complete(fleet.single, prompt) for prompt in prompts], got)
+    # vLLM shows counters when it steps.
+    wait_until(lambda: counter(taker, "bytes_ahead") - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
 
 
 @pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 2 * CHUNK + 40])
 def test_the_answer_is_a_single_servers(fleet: Fleet, taker: VllmServer, length: int) -> None:
-    prompt, before = tokens(length, f"ahead {length}"), counter(taker)
-    got = ask_pair(fleet.p, taker, prompt, at_once=False)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
-    came(taker, before, kv_bytes(0, length))
+    come_ahead(fleet, taker, tokens(length, f"ahead {length}"))
 
 
 def test_a_prompt_half_cached_on_d(fleet: Fleet, taker: VllmServer) -> None:
-    prompt, before = tokens(2 * CHUNK + 40, "ahead, half cached"), counter(taker)
-    answers.complete(taker.base_url, MODEL_NAME, [*prompt[: 5 * BLOCK], 299], max_tokens=1)
-    got = ask_pair(fleet.p, taker, prompt, at_once=False)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
-    came(taker, before, kv_bytes(0, len(prompt)))
+    prompt = tokens(2 * CHUNK + 40, "ahead, half cached")
+    complete(taker, [*prompt[: 5 * BLOCK], 299], 1)
+    come_ahead(fleet, taker, prompt)
 
 
 def test_sixteen_at_once(fleet: Fleet, taker: VllmServer) -> None:
-    prompts = [tokens(40 + 17 * number, f"ahead, crowd {number}") for number in range(16)]
-    before = counter(taker)
-    with ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(lambda prompt: ask_pair(fleet.p, taker, prompt, at_once=False), prompts))
-    expected = [complete(fleet.single, prompt) for prompt in prompts]
-    assert_same(expected, got)
-    came(taker, before, sum(kv_bytes(0, len(prompt)) for prompt in prompts))
+    come_ahead(fleet, taker, *(tokens(40 + 17 * number, f"ahead, crowd {number}") for number in range(16)))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_parallel_support import known
 from probes import Compared
 from vllm_deployments import TOKEN, http_address, order, states
 from vllm_support import (
@@ -33,7 +34,7 @@ from vllm_support import (
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import GREEDY, Answer
-from p2pkv.demo.processes import answers_ok, free_ports, wait_until
+from p2pkv.demo.processes import free_ports, wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 
 Start = Callable[..., Any]
@@ -72,7 +73,6 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start
                 proxy=(",".join(hosts), port),
                 extra_config=SHORT,
                 load_failure_policy="recompute",
-                log_path=tmp_path / f"{name}.log",
             )
             for name, role in zip("abc"[: len(roles)], roles, strict=True)
         ]
@@ -86,9 +86,7 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start
 
 def wait_for(proxy: ProxyServer, *roles: str) -> None:
     """Until instances of these roles have registered."""
-    prefill, decode = (sum(role in ("both", fixed) for role in roles) for fixed in "PD")
-    health = f"{proxy.base_url}/health?prefill={prefill}&decode={decode}"
-    wait_until(lambda: answers_ok(health), f"{roles} at the proxy", 60.0)
+    known(proxy, *(sum(role in ("both", fixed) for role in roles) for fixed in "PD"))
 
 
 def ask(url: str, prompt: answers.Prompt, streamed: bool = True, **more: Any) -> Answer:

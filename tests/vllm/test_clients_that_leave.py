@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from vllm_support import (
     CHUNK,
     LEASE,
     MODEL_NAME,
+    Caller,
     Fleet,
     assert_at_rest,
     assert_same,
@@ -44,25 +41,6 @@ def left_as_found(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[None
     got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt)
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), got)
     assert_at_rest(fleet)
-
-
-class Caller:
-    """One request, and the power to hang up."""
-
-    def __init__(self, base_url: str, prompt: list[int], headers: dict[str, str] | None = None, **more: Any):
-        body = {"model": MODEL_NAME, "prompt": prompt, **answers.GREEDY, **more}
-        self._connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=60)
-        head = {"Content-Type": "application/json", **(headers or {})}
-        self._connection.request("POST", "/v1/completions", json.dumps(body), head)
-
-    def hang_up(self) -> None:
-        self._connection.close()
-
-    def first_words(self) -> bytes:
-        return self._connection.getresponse().readline()
-
-    def answer(self) -> bytes:
-        return self._connection.getresponse().read()
 
 
 @pytest.fixture
@@ -151,7 +129,7 @@ def test_at_any_moment(fleet: Fleet, dispatch: str) -> None:
         for number in range(12)
     ]
     for caller in callers[:-1]:
-        seen = metric(fleet.p, "vllm:prompt_tokens_total") + metric(fleet.d, "vllm:generation_tokens_total")
+        seen = _progress(fleet)
         with contextlib.suppress(TimeoutError):
             wait_until(lambda seen=seen: _progress(fleet) > seen, "progress", 2.0)
         caller.hang_up()

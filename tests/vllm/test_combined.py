@@ -31,17 +31,20 @@ from vllm_support import (
     MODEL_NAME,
     SETTINGS,
     Fleet,
+    Hits,
     Traffic,
+    answers_as_one,
     ask_pair,
     assert_at_rest,
     assert_same,
     at_rest,
     complete,
+    counter,
+    forked,
     kv_bytes,
     letters,
     metric,
     paired_headers,
-    plugin_environment,
     probing_server,
     tokens,
 )
@@ -59,22 +62,12 @@ def post(server: ServerProcess, path: str, body: dict[str, Any]) -> dict[str, An
     return client.post(f"{server.base_url}{path}", {"model": MODEL_NAME, **body})
 
 
-def cached_on_p(fleet: Fleet) -> float:
-    return metric(fleet.p, "vllm:prefix_cache_hits_total")
-
-
 def test_prompts_with_other_salts_share_nothing(fleet: Fleet) -> None:
     length = 3 * BLOCK + 5
     prompt = tokens(length, "salted")
-    (expected,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt)
     for salt, cached in (("one", 0), ("other", 0), ("one", 3 * BLOCK)):
-        traffic = Traffic(fleet)
-        hits = cached_on_p(fleet)
-        got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, cache_salt=salt)
-        assert_same([expected], got)
-        moved = length - 1 - cached
-        assert traffic.scattered(at_least=kv_bytes(0, moved)) < kv_bytes(0, moved + BLOCK)
-        assert cached_on_p(fleet) - hits == cached
+        with Hits(fleet.p, cached):
+            answers_as_one(fleet, "concurrent", prompt, (cached, length - 1), cache_salt=salt)
     assert_at_rest(fleet)
 
 
@@ -104,13 +97,10 @@ ANSWERED = {
 @pytest.mark.parametrize(("asked", "pattern"), ANSWERED.values(), ids=ANSWERED.keys())
 def test_structured_output(fleet: Fleet, asked: dict[str, Any], pattern: str) -> None:
     prompt = tokens(CHUNK + 9, f"structured {pattern}")
-    traffic = Traffic(fleet)
-    (got,) = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, max_tokens=64, **asked)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt, max_tokens=64, **asked), [got])
+    (got,) = answers_as_one(fleet, "concurrent", prompt, (0, len(prompt) - 1), max_tokens=64, **asked)
     assert re.fullmatch(pattern, got.text), got.text
     if "response_format" in asked:
         assert json.loads(got.text).keys() == {"side", "ok"}
-    assert traffic.scattered(at_least=kv_bytes(0, len(prompt) - 1)) > 0
 
 
 STEERED: dict[str, dict[str, Any]] = {
@@ -126,11 +116,7 @@ STEERED: dict[str, dict[str, Any]] = {
 def test_what_steers_the_sampling(fleet: Fleet, asked: dict[str, Any]) -> None:
     """Penalties look at the prompt, too, and D has it."""
     prompt = tokens(CHUNK + 9, f"steered {asked}")
-    traffic = Traffic(fleet)
-    got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, **{"max_tokens": 16, **asked})
-    single = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **{"max_tokens": 16, **asked})
-    assert_same(single, got)
-    assert traffic.scattered(at_least=kv_bytes(0, len(prompt) - 1)) > 0
+    answers_as_one(fleet, "concurrent", prompt, (0, len(prompt) - 1), **{"max_tokens": 16, **asked})
 
 
 @pytest.mark.parametrize("include", [False, True], ids=["left-out", "included"])
@@ -168,10 +154,6 @@ def test_log_probabilities(fleet: Fleet) -> None:
 # Adapters and prompt embeddings: a P, a D and a single server of their own.
 
 RANK = 8
-
-
-def counter(server: VllmServer, name: str) -> float:
-    return metric(server, f"p2pkv_{name}_total")
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -245,7 +227,6 @@ def pair_of(
             name=f"{name}-{role}",
             plugins=FORKED,
             extra_args=settings,
-            log_path=logs / f"{name}-{role}.log",
             **options,
         )
         for role, settings in (("P", p), ("D", d))
@@ -276,14 +257,7 @@ def start(stack: ExitStack, made: Combined) -> None:
 def single(tiny_model: Path, adapters: dict[str, Path], logs: Path, own: ExitStack) -> Iterator[VllmServer]:
     """Knows the answers of all pairs that serve the tiny Llama; started here, waited for with the pairs."""
     extra = adapted(style=adapters["style"], mixed=adapters["other"])
-    server = VllmServer(
-        tiny_model,
-        extra_args=extra,
-        env=plugin_environment(*FORKED),
-        name="combined-single",
-        log_path=logs / "combined.log",
-    )
-    with server:
+    with forked(tiny_model, logs, "combined-single", extra_args=extra) as server:
         yield server
 
 
@@ -396,13 +370,7 @@ def test_prompt_embeddings(adapted_pair: Combined, tiny_model: Path, length: int
 def seeing(own: ExitStack, tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Combined:
     pytest.importorskip("torchvision", reason="vLLM's LLaVA imports torchvision, and it is not installed")
     model = ensure_model(TinyLlava(), tmp_path_factory.mktemp("llava"))
-    single = VllmServer(
-        model,
-        extra_args=SETTINGS,
-        env=plugin_environment(*FORKED),
-        name="seeing-single",
-        log_path=logs / "seeing.log",
-    )
+    single = forked(model, logs, "seeing-single")
     made = pair_of("seeing", model, logs, single, SETTINGS, SETTINGS)
     start(own, made)
     return made
@@ -467,17 +435,14 @@ def small_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Path)
     return made
 
 
-def preempted(server: VllmServer) -> float:
-    return metric(server, "vllm:num_preemptions_total")
-
-
 @pytest.mark.long
 def test_preemption_on_d(small_pair: Combined, single: VllmServer) -> None:
     """What D preempts after its load it computes again by itself."""
     prompts = [tokens(100 + number, f"preempted on D {number}") for number in range(16)]
-    before, compared = preempted(small_pair.d), Compared(small_pair.probes)
+    preempted = "vllm:num_preemptions_total"
+    before, compared = metric(small_pair.d, preempted), Compared(small_pair.probes)
     got = all_at_once(small_pair, prompts, 150)
-    assert preempted(small_pair.d) > before, "nothing was preempted, so this test shows nothing"
+    assert metric(small_pair.d, preempted) > before, "nothing was preempted, so this test shows nothing"
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     assert_same(alone(single, prompts, 150), got)
     small_pair.rests()
@@ -542,15 +507,14 @@ def storing_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Pat
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": [ours, store]},
         }
-        return VllmServer(
+        return forked(
             tiny_model,
+            logs,
+            f"storing-{role}",
             role=role,
             kv_port=port,
             kv_transfer_config=transfer,
             extra_args=[*extra, "--no-enable-prefix-caching"],
-            name=f"storing-{role}",
-            env=plugin_environment(*FORKED),
-            log_path=logs / f"storing-{role}.log",
         )
 
     p, d = server("P", "kv_producer"), server("D", "kv_consumer")

@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from data_parallel_support import answered, engines
 from tiny_moe import TinyMoe
-from vllm_deployments import PROXYS, TOKEN, Deployment, deployed, instance, started_again, works_after
+from vllm_deployments import (
+    PROXYS,
+    TOKEN,
+    Deployment,
+    cores_of,
+    deployed,
+    instance,
+    started_again,
+    works_after,
+)
 from vllm_support import needs_cpu_build, plugin_environment
 
 from p2pkv.demo.processes import wait_until
@@ -24,17 +32,6 @@ from p2pkv.demo.tiny_model import ensure_model
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ENGINES = 2
-
-
-def cores(server: VllmServer) -> list[psutil.Process]:
-    """The processes of its engines, by rank."""
-    named = {
-        name: each
-        for each in psutil.Process(server.pid).children(recursive=True)
-        if "EngineCore_DP" in (name := " ".join(each.cmdline()) or each.name())
-    }
-    assert len(named) == ENGINES, named
-    return [named[name] for name in sorted(named)]
 
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
@@ -81,7 +78,7 @@ def test_one_engine_is_frozen(deployment: Deployment, who: str, rank: int) -> No
     prompts = deployment.prompts(f"frozen {who} {rank}")
     expected = deployment.expected(prompts)
     works = works_after(victim)
-    core = cores(victim)[rank]
+    core = cores_of(victim)[rank]
 
     def freeze() -> None:
         works()
@@ -139,7 +136,7 @@ def test_one_engine_is_killed(deployment: Deployment, who: str, rank: int) -> No
 
     def kill() -> None:
         works()
-        cores(victim)[rank].kill()
+        cores_of(victim)[rank].kill()
 
     try:
         deployment.are_answered(prompts, expected, kill)

@@ -24,6 +24,7 @@ from vllm_deployments import (
     TOKENS,
     Deployment,
     deployed,
+    grows,
     instance,
 )
 from vllm_support import assert_same, complete, metric, worker_of
@@ -64,8 +65,7 @@ def sign(pair: Deployment, moment: str) -> Callable[[], None]:
         "pushing": (pair.p, "p2pkv_bytes_sent_total"),
         "decoding": (pair.d, "vllm:generation_tokens_total"),
     }[moment]
-    before = metric(server, name)
-    return lambda: wait_until(lambda: metric(server, name) > before, f"the moment of {moment}", 30.0)
+    return grows(server, name)
 
 
 def done(pair: Deployment) -> dict[str, float]:

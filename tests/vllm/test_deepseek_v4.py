@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -27,6 +27,7 @@ from vllm_support import (
     needs_deepseek_v4,
     plugin_environment,
     probing_server,
+    start_all,
     tokens,
 )
 
@@ -74,8 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def v4(folder: Path) -> Iterator[VllmServer]:
-    with ExitStack() as stack:
-        started = stack.enter_context(server(folder, "v4"))
+    with server(folder, "v4") as started:
         started.wait_ready()
         yield started
 
@@ -145,13 +145,7 @@ class Pair:
 @pytest.fixture(scope="module", params=LANES)
 def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Of the tensor-parallel sizes that the parameter names. D's blocks hold NaN before each load."""
-    with started(folder, v4, request.param, SIZES[request.param]) as pair:
-        yield pair
-
-
-@contextmanager
-def started(folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int]) -> Iterator[Pair]:
-    probes = folder / name
+    sizes, probes = SIZES[request.param], folder / request.param
     probes.mkdir()
 
     def server(role: Role, tp: int) -> VllmServer:
@@ -163,13 +157,11 @@ def started(folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int]) -> 
             ranks=tp,
             extra_args=(*arguments(), "--tensor-parallel-size", str(tp)),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
-            log_path=probes / f"{role}.log",
         )
 
     with ExitStack() as stack:
-        p, d = (stack.enter_context(server(*each)) for each in zip("PD", sizes, strict=True))
-        for each in (p, d):
-            each.wait_ready()
+        p, d = (server(*each) for each in zip("PD", sizes, strict=True))
+        start_all(stack, p, d)
         yield Pair(p, d, v4, sizes, probes)
 
 
@@ -254,7 +246,6 @@ def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: 
                 proxy=(LOOPBACK, pings.port),
                 extra_args=(*arguments(), *settings),
                 env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
-                log_path=tmp_path / f"{role}.log",
             )
             for role in ("P", "D")
         ]

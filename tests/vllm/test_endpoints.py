@@ -4,7 +4,6 @@ where P helps, from KV that really moved."""
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ import anthropic
 import openai
 import pytest
 from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
+
+from p2pkv.demo.client import get
 
 pytestmark = pytest.mark.usefixtures("compared")
 
@@ -137,29 +138,18 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
     return "".join(each.name or "" for each in pieces), "".join(each.arguments or "" for each in pieces)
 
 
-def answers_as_one(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[..., Any]) -> Any:
-    """The pair's answer, which is the single server's, from KV that moved."""
+@each_dispatch
+@streamed_or_not
+@pytest.mark.parametrize("ask", [complete, chat, call_of_a_tool, respond, message])
+def test_each_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[..., Any]) -> None:
+    """The pair's answer is the single server's, from KV that moved."""
     prompt, traffic = story(f"{ask.__name__} {dispatch} {streamed}"), Traffic(fleet)
     pair = ask(fleet.proxy(dispatch).base_url, prompt, streamed)
     assert pair == ask(fleet.single.base_url, prompt, streamed) and pair and all(pair)
     assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
-    return pair
-
-
-@each_dispatch
-@streamed_or_not
-@pytest.mark.parametrize("ask", [complete, chat, call_of_a_tool])
-def test_openais_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Any) -> None:
-    pair = answers_as_one(fleet, dispatch, streamed, ask)
     if ask is call_of_a_tool:
         name, arguments = pair
         assert name == "weather" and json.loads(arguments)["city"] in ("Lima", "Oslo")
-
-
-@each_dispatch
-@streamed_or_not
-def test_responses(fleet: Fleet, dispatch: str, streamed: bool) -> None:
-    answers_as_one(fleet, dispatch, streamed, respond)
 
 
 @each_dispatch
@@ -187,8 +177,7 @@ def test_responses_that_repeat_their_metadata_pause_no_instance(
 
 
 def health(base_url: str) -> Any:
-    with urllib.request.urlopen(f"{base_url}/health", timeout=10) as answer:
-        return json.load(answer)
+    return json.loads(get(f"{base_url}/health"))
 
 
 @each_dispatch
@@ -201,12 +190,6 @@ def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: s
         with pytest.raises(openai.APIStatusError, match="more than 131072 values") as refused:
             client.post("/completions", body=body | {"model": MODEL_NAME}, cast_to=dict)
         assert refused.value.status_code == 413
-
-
-@each_dispatch
-@streamed_or_not
-def test_messages(fleet: Fleet, dispatch: str, streamed: bool) -> None:
-    answers_as_one(fleet, dispatch, streamed, message)
 
 
 @each_dispatch

@@ -21,7 +21,7 @@ from vllm_deployments import (
     STALL,
     TOKENS,
     Deployment,
-    core_of,
+    cores_of,
     deployed,
     instance,
     started_again,
@@ -101,7 +101,7 @@ def test_of_a_stopped_engine_core_all_requests_end_and_new_ones_go_elsewhere(
 ) -> None:
     victim, prompts = trio.victim(who), trio.prompts(f"stopped {who} {moment}")
     others = [each for each in trio.servers if each is not victim]
-    expected, works, core = trio.expected(prompts), works_after(victim), core_of(victim)
+    expected, works, core = trio.expected(prompts), works_after(victim), cores_of(victim)[0]
     struck: list[float] = []
 
     def stop() -> None:
@@ -187,7 +187,7 @@ def test_an_engine_whose_http_server_was_killed_is_announced_no_more_and_holds_n
     trio: Deployment, who: str
 ) -> None:
     victim, prompts = trio.victim(who), trio.prompts(f"orphan {who}")
-    core, expected, works = core_of(victim), trio.expected(prompts), works_after(victim)
+    core, expected, works = cores_of(victim)[0], trio.expected(prompts), works_after(victim)
     others = [each for each in trio.servers if each is not victim]
     try:
         trio.are_answered(prompts, expected, lambda: (works(), psutil.Process(victim.pid).kill()))

@@ -9,46 +9,30 @@ from pathlib import Path
 
 import pytest
 from vllm_support import (
-    FORKED,
     MODEL_NAME,
-    SETTINGS,
     Fleet,
     assert_same,
     complete,
+    forked,
     paired_headers,
-    plugin_environment,
     probing_server,
     tokens,
 )
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.processes import ServerFailed, wait_until
-from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 
 SMALL = {"lease_seconds": 4, "chunk_bytes": 16384}
-FORKS = plugin_environment(*FORKED)
-"""Of all servers but the one that is killed."""
 
 
 def test_p_is_killed_in_mid_transfer(
     fleet: Fleet, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
 ) -> None:
     """Two prompts are half pushed when P dies: one D recomputes, the other fails its request."""
-    p = probing_server(
-        tiny_model, "P", tmp_path, name="mortal", extra_config=SMALL, log_path=tmp_path / "p.log"
-    )
+    p = probing_server(tiny_model, "P", tmp_path, name="mortal", extra_config=SMALL)
     decoders = {
-        policy: VllmServer(
-            tiny_model,
-            role="D",
-            extra_args=SETTINGS,
-            extra_config=SMALL,
-            load_failure_policy=policy,
-            env=FORKS,
-            name=policy,
-            log_path=tmp_path / f"{policy}.log",
-        )
+        policy: forked(tiny_model, tmp_path, policy, role="D", extra_config=SMALL, load_failure_policy=policy)
         for policy in ("recompute", "fail")
     }
     launch(p, *decoders.values())
@@ -84,14 +68,7 @@ def test_servers_that_are_started_wrongly_say_why(fleet: Fleet, tiny_model: Path
         "another process uses this port": {"kv_port": fleet.p.kv_port},
     }
     servers = {
-        words: VllmServer(
-            tiny_model,
-            role="D",
-            extra_args=SETTINGS,
-            env=FORKS,
-            log_path=tmp_path / f"{number}.log",
-            **options,  # type: ignore[arg-type]
-        )
+        words: forked(tiny_model, tmp_path, f"{number}", role="D", **options)
         for number, (words, options) in enumerate(wrong.items())
     }
     with ExitStack() as stack:
@@ -105,15 +82,7 @@ def test_servers_that_are_started_wrongly_say_why(fleet: Fleet, tiny_model: Path
 
 def test_a_d_of_another_model_is_refused(fleet: Fleet, launch: Callable[..., None], tmp_path: Path) -> None:
     other = ensure_model(TinyLlama(seed=99), tmp_path)
-    d = VllmServer(
-        other,
-        role="D",
-        extra_args=SETTINGS,
-        load_failure_policy="fail",
-        env=FORKS,
-        connector="P2pNcclConnector",
-        log_path=tmp_path / "other.log",
-    )
+    d = forked(other, tmp_path, "other", role="D", load_failure_policy="fail", connector="P2pNcclConnector")
     launch(d)
     with pytest.raises(client.RequestFailed):
         complete(d, tokens(50, "other model"), headers=paired_headers(fleet.p, d))

@@ -6,22 +6,20 @@ finds pages that hold what P computed.
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
 from tiny_gemma import TinyGemma
 from tiny_qwen import TinyQwen
-from vllm_deployments import LEASE, PROXYS, Deployment, deployed
+from vllm_deployments import LEASE, PROXYS, Deployment, deployed, grows
 from vllm_support import (
     MODEL_NAME,
+    Caller,
     assert_same,
     complete,
     metric,
@@ -85,12 +83,7 @@ class Pair(Deployment):
 
     def pushing(self) -> Callable[[], None]:
         """What waits until P has pushed more than it has by now."""
-        before = metric(self.p, "p2pkv_bytes_sent_total")
-
-        def wait() -> None:
-            wait_until(lambda: metric(self.p, "p2pkv_bytes_sent_total") > before, "P to push", 60.0)
-
-        return wait
+        return grows(self.p, "p2pkv_bytes_sent_total")
 
     def works_again(self) -> None:
         """Both hold nothing; the next request is loaded from P, and its pages are P's."""
@@ -129,7 +122,6 @@ def pair(
             extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
             load_failure_policy="recompute" if role == "D" else None,
             env={"VLLM_SERVER_DEV_MODE": "1"} if role == "D" else {},
-            log_path=folder / f"{role}.log",
         )
         for role in ("P", "D")
     )
@@ -149,15 +141,10 @@ def test_half_of_the_clients_leave_while_p_pushes(
         asked = []
         for one, other in zip(stay, go, strict=True):
             asked.append(pool.submit(pair.answer, one))
-            connection = http.client.HTTPConnection(urlsplit(pair.proxy.base_url).netloc, timeout=60)
-            body = {"model": MODEL_NAME, "prompt": other, "max_tokens": ANSWER, "temperature": 0.0}
-            connection.request(
-                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-            )
-            leaving.append(connection)
+            leaving.append(Caller(pair.proxy.base_url, other, max_tokens=ANSWER))
         pushed()
-        for connection in leaving:
-            connection.close()
+        for caller in leaving:
+            caller.hang_up()
         got = [each.result(120.0) for each in asked]
     pair.check(expected, got)
     pair.works_again()

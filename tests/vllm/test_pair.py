@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from probes import Compared
 from vllm_support import (
@@ -11,14 +9,17 @@ from vllm_support import (
     CHUNK,
     MODEL_NAME,
     Fleet,
+    Hits,
     Traffic,
+    answers_as_one,
     ask_all,
+    assert_moved,
     assert_same,
     chat_all,
+    complete,
     each_dispatch,
     kv_bytes,
     letters,
-    metric,
     paired_headers,
     streamed,
     tokens,
@@ -41,28 +42,6 @@ LENGTHS = {
 }
 
 
-def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
-    """What D wrote are the tokens [first, past) of each span, or at most the whole blocks around them."""
-    least = sum(kv_bytes(*span) for span in spans)
-    most = sum(kv_bytes(*span, whole_blocks=True) for span in spans)
-    assert traffic.scattered(at_least=least) <= most
-
-
-def answers_as_one(
-    fleet: Fleet,
-    dispatch: str,
-    prompt: answers.Prompt | list[list[int]],
-    *spans: tuple[int, int],
-    **more: Any,
-) -> list[answers.Answer]:
-    """The pair answers as the single server, from these tokens of P's."""
-    traffic = Traffic(fleet)
-    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt, **more)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **more), pair)
-    assert_moved(traffic, *spans)
-    return pair
-
-
 @each_dispatch
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
 def test_a_prompt_of_each_length(fleet: Fleet, compared: Compared, dispatch: str, length: int) -> None:
@@ -72,37 +51,23 @@ def test_a_prompt_of_each_length(fleet: Fleet, compared: Compared, dispatch: str
 
 
 @each_dispatch
-def test_a_prompt_half_cached_on_p(fleet: Fleet, compared: Compared, dispatch: str) -> None:
-    length = 2 * CHUNK + CHUNK // 2
-    prompt = tokens(length, f"cached on P {dispatch}")
-    answers.complete(fleet.p.base_url, MODEL_NAME, prompt[: 5 * BLOCK], max_tokens=1)
-    hits = metric(fleet.p, "vllm:prefix_cache_hits_total")
-    answers_as_one(fleet, dispatch, prompt, (0, length - 1))
-    assert metric(fleet.p, "vllm:prefix_cache_hits_total") - hits >= 4 * BLOCK
-    assert compared.spans(1) == [(0, length - 1)]
-
-
-@each_dispatch
-def test_a_prompt_half_cached_on_d(fleet: Fleet, compared: Compared, dispatch: str) -> None:
-    length = 2 * CHUNK + CHUNK // 2
-    cached = 5 * BLOCK
-    prompt = tokens(length, f"cached on D {dispatch}")
-    answers.complete(fleet.d.base_url, MODEL_NAME, [*prompt[:cached], 299], max_tokens=1)
-    answers_as_one(fleet, dispatch, prompt, (cached, length - 1))
-    assert compared.spans(1) == [(cached, length - 1)]
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_prompt_half_cached(fleet: Fleet, compared: Compared, dispatch: str, side: str) -> None:
+    length, cached = 2 * CHUNK + CHUNK // 2, 5 * BLOCK
+    prompt, server = tokens(length, f"cached on {side} {dispatch}"), fleet.p if side == "P" else fleet.d
+    complete(server, [*prompt[:cached], 299], 1)
+    missing = (cached if side == "D" else 0, length - 1)
+    with Hits(server, cached):
+        answers_as_one(fleet, dispatch, prompt, missing)
+    assert compared.spans(1) == [missing]
 
 
 @each_dispatch
 def test_the_same_prompt_again_moves_only_what_d_forgot(fleet: Fleet, dispatch: str) -> None:
     length = 3 * BLOCK + 5
     prompt = tokens(length, f"again {dispatch}")
-    traffic = Traffic(fleet)
-    first = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
-    assert_moved(traffic, (0, length - 1))
-    traffic = Traffic(fleet)
-    second = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
-    assert_same(first, second)
-    assert_moved(traffic, (3 * BLOCK, length - 1))
+    answers_as_one(fleet, dispatch, prompt, (0, length - 1))
+    answers_as_one(fleet, dispatch, prompt, (3 * BLOCK, length - 1))
 
 
 @each_dispatch

@@ -18,9 +18,8 @@ from vllm_deployments import (
     PROXYS,
     TOKEN,
     Deployment,
-    core_of,
+    cores_of,
     deployed,
-    http_address,
     instance,
     started_again,
 )
@@ -66,20 +65,12 @@ def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deploy
     return started
 
 
-def killed(server: VllmServer) -> None:
-    server.kill()
-
-
-def stopped(server: VllmServer) -> None:
-    os.kill(server.pid, signal.SIGTERM)
-
-
-def frozen(server: VllmServer) -> None:
-    server.freeze()
-
-
-def core_killed(server: VllmServer) -> None:
-    core_of(server).kill()
+LOSSES: dict[str, Callable[[VllmServer], None]] = {
+    "killed": VllmServer.kill,
+    "core_killed": lambda server: cores_of(server)[0].kill(),
+    "stopped": lambda server: os.kill(server.pid, signal.SIGTERM),
+    "frozen": VllmServer.freeze,
+}
 
 
 def completion(base_url: str, prompt: list[int], most: int = TOKENS, **more: Any) -> Answer:
@@ -149,12 +140,12 @@ def with_d_lost(
         return [each.result() for each in got]
 
 
-@pytest.mark.parametrize("lose", [killed, core_killed, stopped, frozen], ids=lambda lose: lose.__name__)
-def test_streams_outlive_their_d(trio: Deployment, lose: Callable[[VllmServer], None]) -> None:
-    asked = requests(lose.__name__)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_streams_outlive_their_d(trio: Deployment, loss: str) -> None:
+    asked = requests(loss)
     expected = [each(trio.ds[1].base_url) for each in asked]
     resumed = trio.counted("resumed_total")
-    got = with_d_lost(trio, asked, lose)
+    got = with_d_lost(trio, asked, LOSSES[loss])
     assert_same(expected, got)
     assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
     trio.rests(trio.p, trio.ds[1])
@@ -170,7 +161,7 @@ def test_streams_outlive_two_ds_that_are_lost_one_after_the_other(
         three = replace(trio, ds=[*trio.ds, third])
         wait_until(three.trusted, "all four", 60.0)
         expected = [each(third.base_url) for each in asked]
-        got = with_d_lost(three, asked, killed, lost=2)
+        got = with_d_lost(three, asked, VllmServer.kill, lost=2)
         assert_same(expected, got)
         assert trio.counted("not_resumed_total") == 0
     for each in trio.ds:
@@ -196,7 +187,7 @@ def test_whole_answers_outlive_their_d(trio: Deployment) -> None:
     asked = [partial(whole, number=number) for number in range(STREAMS)]
     expected = [each(trio.ds[1].base_url) for each in asked]
     retried = trio.counted("retries_total")
-    assert_same(expected, with_d_lost(trio, [*asked], killed))
+    assert_same(expected, with_d_lost(trio, [*asked], VllmServer.kill))
     assert trio.counted("retries_total") > retried
     started_again(trio.ds[0])
 
@@ -246,7 +237,7 @@ def test_a_rolling_upgrade_of_both_ds_under_endless_streams(trio: Deployment) ->
                 wait_until(lambda each=leaving: running(each) > 0, f"streams on {leaving.name}", 60.0)  # type: ignore[misc]
                 resumed, began = trio.counted("resumed_total"), time.monotonic()
                 trio.order(leaving, "drain?move_after=1")
-                wait_until(partial(is_drained, trio, leaving), f"a free {leaving.name}", 60.0)
+                wait_until(lambda each=leaving: trio.state(each) == "drained", f"a free {leaving.name}", 60.0)  # type: ignore[misc]
                 print(f"{leaving.name} was free after {time.monotonic() - began:.1f} s")
                 leaving.stop()
                 leaving.start()
@@ -260,11 +251,6 @@ def test_a_rolling_upgrade_of_both_ds_under_endless_streams(trio: Deployment) ->
             assert_same([one] * len(answered), answered)
     assert trio.counted("not_resumed_total") == 0
     trio.rests()
-
-
-def is_drained(trio: Deployment, server: VllmServer) -> bool:
-    instances = trio.page("status")["instances"]
-    return any((each["address"], each["state"]) == (http_address(server), "drained") for each in instances)
 
 
 def running(server: VllmServer) -> float:

@@ -1,21 +1,27 @@
-"""P and D of different shapes, with real servers: the pages of D hold what those of P hold.
+"""P and D of different shapes, or with drafters, with real servers: the pages of D hold what those of P hold.
 
-Servers are grouped into families of one model; one family runs at a time.
+Servers are grouped into families of one model; one family runs at a time. Drafters are an n-gram drafter, an
+EAGLE head, and a copy of the model, which guesses right as long as its KV is right: so it shows whether the
+drafter's KV is P's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from probes import Compared
+from probes import Compared, notes
+from safetensors.torch import load_file, save_file
 from tiny_deepseek import TinyDeepseek
+from tiny_eagle import TinyEagle
 from tiny_gemma import TinyGemma
 from tiny_gpt_oss import TinyGptOss
 from tiny_hybrids import TinyFalconH1, TinyLfm2
@@ -29,7 +35,9 @@ from vllm_support import (
     assert_same,
     at_rest,
     complete,
+    metric,
     probing_server,
+    start_all,
     tokens,
 )
 
@@ -40,8 +48,31 @@ from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 
 CHUNK = 256
 """Prompt tokens that an instance computes in one step."""
-ANSWER = 6
-"""Tokens of one."""
+
+
+class Copy:
+    """The tiny Llama itself, but with other bytes in its KV: its keys are longer by a little."""
+
+    name = f"copy-of-{MODEL.name}"
+
+    def write(self, directory: Path) -> None:
+        MODEL.write(directory)
+        file = directory / "model.safetensors"
+        weights = {
+            name: weight * (1 + 2**-12) if "k_proj" in name else weight
+            for name, weight in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
+
+
+DRAFTERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "ngram": lambda models: {"prompt_lookup_max": 3},
+    "eagle": lambda models: {"model": str(ensure_model(TinyEagle(), models))},
+    "draft_model": lambda models: {"model": str(ensure_model(Copy(), models))},
+}
+"""What vLLM's --speculative-config says of each method; the models are written to the folder."""
+DRAFTERS_LAYERS = {"ngram": 0, "eagle": 1, "draft_model": MODEL.layers}
+"""With KV, beside the model's."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +83,13 @@ class Instance:
     block: int = 32
     layout: str = "SD"
     """Of a convolution's window: [steps, channels] or, as "DS", [channels, steps]."""
+    drafter: str = ""
+    """One of DRAFTERS."""
 
     @property
     def name(self) -> str:
-        return f"tp{self.tp}-block{self.block}{'' if self.layout == 'SD' else '-' + self.layout}"
+        shape = f"tp{self.tp}-block{self.block}{'' if self.layout == 'SD' else '-' + self.layout}"
+        return self.drafter or shape
 
 
 @dataclass(frozen=True)
@@ -70,6 +104,9 @@ class Family:
     """Whether vLLM caches prefixes with this model."""
     cached: int = 256
     """Tokens of a prompt that is half cached, in whole blocks."""
+    dropped: int = 0
+    """Those at the end of what is cached that vLLM computes again: with EAGLE the last block, as a token's KV
+    depends on the token behind it."""
     states: bool = False
     """Whether layers keep a state: a prefix is cached where they have one at its end only."""
     in_chunks: bool = True
@@ -77,6 +114,10 @@ class Family:
     tie: float = answers.TIE
     """Two tokens whose log-probabilities are closer than this may swap places, because vLLM's kernels give a
     token another likelihood when it comes in other steps. `inf`: only the pages can be compared."""
+    plain: Instance | None = None
+    """A P that knows the answers; None: the pair's."""
+    answer: int = 6
+    """Tokens of one."""
 
 
 def _pairs(*sizes: tuple[int, int], block: int = 32) -> tuple[tuple[Instance, Instance], ...]:
@@ -84,6 +125,7 @@ def _pairs(*sizes: tuple[int, int], block: int = 32) -> tuple[tuple[Instance, In
 
 
 SMALL, LARGE, SPLIT = Instance(), Instance(block=128), Instance(2)
+NGRAM, EAGLE, COPY = (Instance(drafter=each) for each in DRAFTERS)
 ROUNDINGS = 1.0
 """A tie of kernels in bfloat16."""
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
@@ -158,6 +200,9 @@ FAMILIES = {
         "bfloat16",
         tie=inf,
     ),
+    "n-gram": Family(MODEL, ((SMALL, NGRAM), (NGRAM, NGRAM)), plain=SMALL, answer=16),
+    "EAGLE": Family(MODEL, ((EAGLE, EAGLE),), dropped=32, plain=SMALL, answer=16),
+    "draft model": Family(MODEL, ((COPY, COPY),), plain=SMALL, answer=16),
 }
 LONG = (
     "1 head",
@@ -170,6 +215,9 @@ LONG = (
     "short convolutions",
     "Mamba-2",
     "Mamba-2 without prefixes",
+    "n-gram",
+    "EAGLE",
+    "draft model",
 )
 """Families of `make test-long`."""
 LANES = [
@@ -209,14 +257,11 @@ class Running:
         self.probes.mkdir(exist_ok=True)
         model = ensure_model(family.model, self.folder)
         for prefill, decode in (pair for pair in family.pairs if (name, *pair) in self.wanted):
-            for role, instance in (("P", prefill), ("D", decode)):
+            for role, instance in (("P", family.plain or prefill), ("P", prefill), ("D", decode)):
                 if (role, instance) not in self.servers:
                     self.servers[role, instance] = self._server(model, family, role, instance)
         try:
-            for server in self.servers.values():
-                self.stack.enter_context(server)
-            for server in self.servers.values():
-                server.wait_ready()
+            start_all(self.stack, *self.servers.values())
         except BaseException:
             self.stop()  # so that the next test starts them anew
             raise
@@ -229,19 +274,18 @@ class Running:
         ]
         if not family.in_chunks:
             settings[settings.index(str(CHUNK))] = "1024"
-        name = f"{role}-{instance.name}"
-        log = self.probes / f"{name}.log"
-        env = {"VLLM_SSM_CONV_STATE_LAYOUT": instance.layout}
+        if method := instance.drafter:
+            guesses = {"method": method, "num_speculative_tokens": 3, **DRAFTERS[method](self.folder)}
+            settings += ["--speculative-config", json.dumps(guesses)]
         return probing_server(
             model,
             role,
             self.probes,
-            plugins=FORKED,
-            name=name,
+            plugins=() if instance.drafter else FORKED,  # in a fork the n-gram drafter may hang
+            name=f"{role}-{instance.name}",
             ranks=instance.tp,
             extra_args=settings,
-            log_path=log,
-            env=env,
+            env={"VLLM_SSM_CONV_STATE_LAYOUT": instance.layout},
         )
 
     def stop(self) -> None:
@@ -257,11 +301,24 @@ class Lane:
     family: Family
     p: VllmServer
     d: VllmServer
+    plain: VllmServer
     shapes: tuple[Instance, Instance]
     probes: Path
 
+    @property
+    def drafter(self) -> str:
+        return self.shapes[1].drafter
+
+    def prompt(self, length: int, seed: str) -> list[int]:
+        """One in which a drafter finds what it has seen before."""
+        return (tokens(20, seed) * length)[:length] if self.drafter else tokens(length, seed)
+
     def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
-        return ask_pair(self.p, self.d, prompt, ANSWER, at_once=at_once)
+        return ask_pair(self.p, self.d, prompt, self.family.answer, at_once=at_once)
+
+    def alone(self, prompt: list[int]) -> Answer:
+        """What a P answers by itself."""
+        return complete(self.plain, prompt, self.family.answer)
 
     @property
     def tie(self) -> float:
@@ -270,7 +327,33 @@ class Lane:
 
     def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
         """Compare with what P answers alone."""
-        assert_same([complete(self.p, prompt, ANSWER) for prompt in prompts], got, self.family.tie)
+        assert_same([self.alone(prompt) for prompt in prompts], got, self.family.tie)
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """What D's drafter guesses meanwhile is right, as far as it can be, and its layers travel too."""
+        before = self._drafted()
+        yield
+        if not self.drafter:
+            return
+        drafts, accepted = (now - then for now, then in zip(self._drafted(), before, strict=True))
+        assert drafts > 0
+        if self.drafter == "draft_model":
+            assert accepted > 0.7 * drafts, f"{accepted:.0f} of {drafts:.0f} guesses were right"
+        layers = {
+            (group, layer)
+            for ranks in notes(self.probes, "D").values()
+            for note in ranks.values()
+            for group, layer, _ in note.hashes
+        }
+        assert len(layers) >= MODEL.layers + DRAFTERS_LAYERS[self.drafter]
+
+    def _drafted(self) -> tuple[float, float]:
+        """Tokens that D has guessed, and those that were right."""
+        guessed, right = (
+            metric(self.d, f"vllm:spec_decode_num_{each}_tokens_total") for each in ("draft", "accepted")
+        )
+        return guessed, right
 
 
 @pytest.fixture(scope="module")
@@ -302,19 +385,20 @@ def lane(running: Running, servers_on_failure, pair: tuple[str, Instance, Instan
     running.start(name)
     p, d = running.servers["P", prefill], running.servers["D", decode]
     servers_on_failure(p, d)
-    yield Lane(FAMILIES[name], p, d, (prefill, decode), running.probes)
+    plain = running.servers["P", FAMILIES[name].plain or prefill]
+    yield Lane(FAMILIES[name], p, d, plain, (prefill, decode), running.probes)
     for server, instance in ((p, prefill), (d, decode)):
         at_rest(server, instance.tp)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
-@pytest.mark.parametrize("length", [2, 65, CHUNK * 2 + 33])
+@pytest.mark.parametrize("length", [1, 2, 65, CHUNK * 2 + 33])
 def test_prompts(lane: Lane, at_once: bool, length: int, request: pytest.FixtureRequest) -> None:
     """The longest is computed in three chunks, where vLLM computes in chunks."""
     compared = Compared(lane.probes)
-    prompt = tokens(length, request.node.name)
+    prompt = lane.prompt(length, request.node.name)
     got = lane.ask(prompt, at_once=at_once)
-    assert compared.spans(1) == [(0, length - 1)]
+    assert length == 1 or compared.spans(1) == [(0, length - 1)]
     lane.check([prompt], [got])
 
 
@@ -331,12 +415,13 @@ def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequ
     first = [*prompt[:cached], 299]
     before = complete(server, first, 1)
     compared = Compared(lane.probes)
-    with Hits(server, cached):
+    hits = cached - lane.family.dropped
+    with Hits(server, hits):
         got = lane.ask(prompt)
-    assert compared.spans(1) == [(cached if side == "D" else 0, len(prompt) - 1)]
+    assert compared.spans(1) == [(hits if side == "D" else 0, len(prompt) - 1)]
     lane.check([prompt], [got])
     # What was cached is as it was, although a request has written behind it.
-    with Hits(server, cached):
+    with Hits(server, hits):
         assert_same([before], [complete(server, first, 1)])
 
 
@@ -352,16 +437,16 @@ def test_what_has_come_is_a_prefix_for_others(lane: Lane, more: int, request: py
     lane.ask(first)
     assert compared.spans(1) == [(0, stop)]
     other = [*first[:whole], *tokens(3, f"{request.node.name} other")]
-    with Hits(lane.d, 0 if lane.family.states and whole < stop else whole):
-        got = complete(lane.d, other, ANSWER)
-    assert_same([complete(lane.p, other, ANSWER)], [got], lane.tie)
+    with Hits(lane.d, 0 if lane.family.states and whole < stop else whole - lane.family.dropped):
+        got = complete(lane.d, other, lane.family.answer)
+    assert_same([lane.alone(other)], [got], lane.tie)
 
 
 def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
     """Ranks of D end at different times; each request is reported once, when all have."""
     compared = Compared(lane.probes)
-    prompts = [tokens(40 + 15 * number, f"{request.node.name} {number}") for number in range(16)]
-    with ThreadPoolExecutor(16) as pool:
+    prompts = [lane.prompt(40 + 15 * number, f"{request.node.name} {number}") for number in range(16)]
+    with lane.drafting(), ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lane.ask, prompts))
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     lane.check(prompts, got)

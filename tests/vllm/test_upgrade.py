@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pytest
 from environments import environment
-from vllm_deployments import TOKEN, http_address, order
+from vllm_deployments import TOKEN, http_address, order, states
 from vllm_support import MODEL_NAME, SETTINGS, ask_all, at_rest, streamed, tokens
 
 import p2pkv
@@ -262,25 +262,20 @@ class Rolling:
     def status(self) -> dict:
         return json.loads(client.get(f"{self.proxy.base_url}/status"))
 
-    def state(self, server: VllmServer) -> str | None:
-        """What the proxy says of an instance; None if it knows none at this address."""
-        states = {each["address"]: each["state"] for each in self.status()["instances"]}
-        return states.get(http_address(server))
-
     def leave(self, server: VllmServer) -> None:
         """Drain it, and stop it when it may be stopped."""
         order(self.proxy, server, "drain")
-        wait_until(lambda: self.state(server) == "drained", f"{server.name} without work", 60.0)
+        wait_until(lambda: states(self.proxy, server) == ["drained"], f"{server.name} without work", 60.0)
         self.loaded += loaded(server)
         server.stop()
         self.running.remove(server)
-        wait_until(lambda: self.state(server) is None, f"the end of {server.name} at the proxy", 60.0)
+        wait_until(lambda: not states(self.proxy, server), f"the end of {server.name} at the proxy", 60.0)
 
     def join(self, server: VllmServer, by: Release) -> None:
         """Wait until an instance that has been started gets requests."""
         server.wait_ready(READY_SECONDS)
         # It pings when it is warm.
-        wait_until(lambda: self.state(server) == "ready", f"{server.name} at the proxy", 200.0)
+        wait_until(lambda: states(self.proxy, server) == ["ready"], f"{server.name} at the proxy", 200.0)
         report = inspect(Address.parse(server.zmq_address))
         assert (report["p2pkv"], report["protocol"]) == (by.version, by.protocol)
         self.running.append(server)

@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from vllm_support import BLOCK, MODEL, MODEL_NAME, SETTINGS, ask_all, assert_same, at_rest, tokens
+from vllm_support import (
+    BLOCK,
+    MODEL,
+    MODEL_NAME,
+    SETTINGS,
+    ask_all,
+    assert_same,
+    at_rest,
+    start_all,
+    tokens,
+)
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -135,10 +145,7 @@ def running(tiny_model: Path, logs: Path, tmp_path_factory: pytest.TempPathFacto
         for name, model in models.items()
     }
     with ExitStack() as stack:
-        for server in (proxy, p, d, *singles.values()):
-            stack.enter_context(server)
-        for server in (p, d, *singles.values(), proxy):
-            server.wait_ready()
+        start_all(stack, p, d, *singles.values(), proxy)
         yield Servers(p, d, proxy, models, singles)
 
 
