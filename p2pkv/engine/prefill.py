@@ -321,7 +321,7 @@ class Prefill:
         flight = Flight(send, key, order, filler, digest, summed=digest is None)
         self._count["chunks_filler" if filler else "chunks_sent"] += 1
         self._count["bytes_sent"] += 0 if filler else order.grant.nbytes
-        self._ranks.commit(effect, flight, now)
+        self._ranks.commit(peer, flight, now)
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if digest is not None:

@@ -109,7 +109,6 @@ class PrefillRole(Role):
             to_decode.DecodeLinkLost: transfers.unlinked,
             to_decode.DecodeGone: transfers.gone,
             to_decode.Fill: transfers.fill,
-            to_decode.FillNext: peers.fill_next,
             to_decode.Taken: transfers.taken,
             to_decode.SendDue: transfers.sent,
         }

@@ -63,22 +63,12 @@ class DecodeLinkLost(Effect, frozen=True, eq=False):
 
 
 class Fill(Effect, frozen=True, eq=False):
-    """There is room for the send that D has granted: gather it, and call `commit`. `more`: how many may
-    follow in this turn."""
+    """There is room for the send that D has granted: gather it, and call `commit`."""
 
     peer: DecodePeer
     key: str
     order: Transmit
     send: Send
-    more: int
-
-
-class FillNext(Effect, frozen=True, eq=False):
-    """Look for the next send of this peer: behind the `Sent` message of the last one, so that D takes that
-    while this one is gathered. `more`: how many may be filled in this turn."""
-
-    peer: DecodePeer
-    more: int
 
 
 class Taken(Effect, frozen=True, eq=False):
@@ -520,7 +510,10 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                 for flight in link.taken():
                     if flight.nbytes:
                         effects.append(Taken(flight.key, flight.nbytes))
-                effects.append(FillNext(peer, BURST))
+                for _ in range(BURST):
+                    if (found := link.next_send()) is None:
+                        break
+                    effects.append(Fill(peer, *found))
             except LinkError as error:
                 self._broken(peer, error, now)
             if was_settled and peer.settled:
@@ -530,20 +523,10 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     def moving(self) -> bool:
         return any(peer.link.busy for peer in self._active)
 
-    def fill_next(self, effect: FillNext, now: float) -> None:
-        peer = effect.peer
-        try:
-            if effect.more and (found := peer.link.next_send()) is not None:
-                self._ctx.effects.append(Fill(peer, *found, effect.more - 1))
-        except LinkError as error:
-            self._broken(peer, error, now)
-
-    def commit(self, fill: Fill, flight: Flight, now: float) -> None:
-        peer = fill.peer
+    def commit(self, peer: DecodePeer, flight: Flight, now: float) -> None:
         try:
             peer.link.commit(flight)
             peer.announce()
-            self._ctx.effects.append(FillNext(peer, fill.more))
         except LinkError as error:
             self._broken(peer, error, now)
 
