@@ -27,9 +27,9 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 20_720),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 20_740),
         ("lines of proxy", lines("proxy"), 8_740),
-        ("lines of tests", lines("tests"), 59_750),
+        ("lines of tests", lines("tests"), 59_830),
         ("words of README.md and docs/", words(), 26_310),
     ]
 

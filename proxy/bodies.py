@@ -22,10 +22,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
+from .body_limits import WITH_TOKEN_IDS, check_values
 from .errors import ProxyError
 from .http import PAIRED
 from .limits import Limits, RequestCounters
-from .values import WITH_TOKEN_IDS, check_values
 
 Fields = dict[str, Any]
 Views = dict[str, Raw]

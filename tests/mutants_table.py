@@ -612,7 +612,7 @@ EngineCore._rest: an engine core that shuts down rests
 SpinWait.instead_of_wait: a nap sleeps through wake-ups
 - original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
 + time.sleep(nap / 1000)
-> tests/connector/test_generation.py
+> tests/connector/test_weights.py
 _watching: weights that are loaded anew go unnoticed
 - if generation.changes > before and
 + if False and
@@ -819,7 +819,7 @@ Proxy._serve: a request that was sent twice is sent anew without bound
 Proxy._serve: an instance whose port refuses counts as a try
 - tries - closed
 + tries
-== proxy/values.py
+== proxy/body_limits.py
 > tests/proxy/test_large_bodies.py::test_texts_pictures_and_token_ids_are_no_values_however_long_they_are
 check_values: others wait while the values of a body are counted
 -             counted = True
@@ -949,7 +949,7 @@ DeferringQueue.__len__: requests that wait for P do not count as waiting
 DeferringQueue.remove_requests: an aborted request that waits for P stays in the queue
 - self._deferred.pop(each.request_id, None) is None
 + each.request_id not in self._deferred
-== p2pkv/connector/generation.py
+== p2pkv/connector/weights.py
 > tests/connector/test_weights_change.py
 forget_prefixes: vLLM's prefix cache keeps what was computed with former weights
 - pool.evict_blocks(set(range(len(pool.blocks))))

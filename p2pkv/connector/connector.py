@@ -28,11 +28,11 @@ from p2pkv.connector import vllm_patches as patches
 from p2pkv.connector.block_room import HeldBlocks, Room
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import Layers
-from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
+from p2pkv.connector.weights import Generation, forget_prefixes
 from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import Announcement, Announcer, Standing
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from p2pkv.connector.block_room import HeldBlocks, Room
-from p2pkv.connector.generation import other_weights
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, PrefillStep, StepMetadata, WorkerNews
 from p2pkv.connector.recurrent import state_entry
+from p2pkv.connector.weights import other_weights
 from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.log import RateLimit
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from p2pkv.connector.generation import Generation
+    from p2pkv.connector.weights import Generation
 
 log = logging.getLogger("p2pkv")
 

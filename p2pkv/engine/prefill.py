@@ -13,9 +13,9 @@ from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
 from p2pkv.engine.context import Context, Remembered, log
+from p2pkv.engine.data_parallel import Referrals
 from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.pending_claims import PendingClaims
-from p2pkv.engine.referrals import Referrals
 from p2pkv.engine.to_decode import DecodePeer, DecodePeers, Flight
 from p2pkv.kv.cache import KeptTables
 from p2pkv.links.base import Send

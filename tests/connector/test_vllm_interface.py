@@ -16,9 +16,9 @@ from vllm_sources import Sources, signature, table
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.generation import KEEPS_WEIGHTS, SESSION
 from p2pkv.connector.recurrent import STATE_KINDS
 from p2pkv.connector.vllm_patches import PATCHES, Function
+from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION
 
 pytestmark = pytest.mark.vllm
 

@@ -12,7 +12,7 @@ import pytest
 from connector_support import Instance
 from vllm.v1.engine.core import EngineCore
 
-from p2pkv.connector.generation import KEEPS_WEIGHTS, SESSION, Generation
+from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION, Generation
 
 pytestmark = pytest.mark.vllm
 
