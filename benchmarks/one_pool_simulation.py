@@ -38,8 +38,8 @@ from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.placement import EngineCosts, PlacementCosts, PromptPart
+from p2pkv_proxy.policy import Routing, RoutingRequest
 from p2pkv_proxy.routing import Router
-from p2pkv_proxy.routing_base import Routing, RoutingRequest
 
 CHUNK = 256
 SWITCH_SECONDS = 20.0

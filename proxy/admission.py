@@ -18,8 +18,8 @@ from .errors import ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .placement import PlacedRequest
+from .policy import RoutingRequest
 from .routing import AloneFull, Choice, Full, PrefillMode, Router, Unroutable
-from .routing_base import RoutingRequest
 
 # Of the budget of retries.
 _WINDOW_SECONDS = 10.0

@@ -23,7 +23,7 @@ from .membership import Membership
 from .membership.listed import ListedInstance
 from .membership.registry import Registry, random_turn
 from .metrics import Metrics
-from .routing_base import Routing
+from .policy import Routing
 from .service import PROXY, Handler, Proxy, by_proxy, errors_as_json, note_begin, recording, written_in_time
 from .siblings import Siblings, answering
 from .tracing import Spans

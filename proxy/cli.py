@@ -30,7 +30,7 @@ from .app import end, make_app, make_runner
 from .limits import Limits
 from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
-from .routing_base import Routing
+from .policy import Routing
 from .service import PROXY
 from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans

@@ -17,8 +17,8 @@ from . import settings
 from .limits import Limits
 from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
+from .policy import Routing
 from .routing import POLICIES
-from .routing_base import Routing
 
 _DESCRIPTION = """\
 One OpenAI endpoint in front of vLLM prefill and decode instances.

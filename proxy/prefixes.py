@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence, Set
 
 from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance, least_busy
-from .routing_base import Pick, Policy, Routing, RoutingRequest
+from .policy import Pick, Policy, Routing, RoutingRequest
 
 MOST_HOLDERS = 32
 """Instances that are remembered for one piece."""

@@ -28,8 +28,8 @@ from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, 
 from .membership.partners import Nearby
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
+from .policy import Pick, Policy, Routing, RoutingRequest
 from .prefixes import PrefixAware
-from .routing_base import Pick, Policy, Routing, RoutingRequest
 from .sessions import ConsistentHash
 
 

@@ -29,10 +29,10 @@ from .membership import Membership
 from .membership.instance import Instance
 from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .models import ModelLists
+from .policy import Routing, RoutingRequest
 from .relay import STALL_SECONDS, ClientGone, hang_up
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
-from .routing_base import Routing, RoutingRequest
 from .tracing import Spans
 from .transcript import Transcript, TranscriptMemory
 from .upstream import Client

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from .membership.instance import Instance, least_busy
-from .routing_base import Pick, Policy, RoutingRequest
+from .policy import Pick, Policy, RoutingRequest
 
 
 class ConsistentHash(Policy):

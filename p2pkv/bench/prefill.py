@@ -32,7 +32,7 @@ from p2pkv.bench.memory import LAYERS, Memory, capacity_for
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
-from p2pkv.engine.forward import ComputedLayers
+from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.base import Outbound, Send

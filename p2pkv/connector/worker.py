@@ -21,8 +21,8 @@ from p2pkv.connector.vllm_patches import SPIN_WAIT
 from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.commands import Command, Event
+from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.engine.context import Counters
-from p2pkv.engine.forward import ComputedLayers
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.thread import Rank
 

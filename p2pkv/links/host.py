@@ -26,7 +26,7 @@ from p2pkv.links.base import (
     LinkSettings,
     Nonce,
 )
-from p2pkv.links.door import Door
+from p2pkv.links.listener import Door
 from p2pkv.links.shared_memory import Arena, PidNamespace, SharedArena, SharedOutbound, this_namespace
 from p2pkv.links.staging import StagingBudget, StagingShare
 from p2pkv.links.tcp import MAGIC, TcpOutbound, TcpReader, is_loopback, listen, numeric

@@ -20,9 +20,9 @@ import torch
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
-from p2pkv.links.door import Door
 from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, wait_out
 from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Line, Record, listen, same_user
+from p2pkv.links.listener import Door
 from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
 

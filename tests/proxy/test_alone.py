@@ -36,8 +36,8 @@ from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import Choice, PrefillMode
-from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 INTERNAL = "Internal server error"

@@ -12,8 +12,8 @@ from test_partners import PartnerRig
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import Choice
-from p2pkv_proxy.routing_base import RoutingRequest
 
 REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")
 

@@ -10,8 +10,8 @@ from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import LIFE, Breaker, Instance
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import Choice, PrefillMode
-from p2pkv_proxy.routing_base import RoutingRequest
 
 
 def opened(now: float = 0.0) -> Breaker:

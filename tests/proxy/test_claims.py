@@ -17,8 +17,8 @@ from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 from p2pkv_proxy.membership.instance import LIFE, Instance, Role
 from p2pkv_proxy.membership.registry import LEASE, Registry
+from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import Router
-from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 MEMBERS = Members(b"a secret of the tests")

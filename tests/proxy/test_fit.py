@@ -12,8 +12,8 @@ from proxy_fakes import Deployment, FakeInstance, all_do, deployed, fleet, join,
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, differences
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import Choice, Full, NoInstance, PrefillMode, Router
-from p2pkv_proxy.routing_base import RoutingRequest
 from support.waiting import eventually
 
 OLD = "protocol=1, weights=aa, link=host"

@@ -15,8 +15,8 @@ from p2pkv.control.discovery import Ping, decode_partners, goodbye
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, Nearby, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policy import Routing, RoutingRequest
 from p2pkv_proxy.routing import Router
-from p2pkv_proxy.routing_base import Routing, RoutingRequest
 from support.waiting import eventually
 
 

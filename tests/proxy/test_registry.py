@@ -10,8 +10,8 @@ from proxy_fakes import fleet, join, ping
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
 from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import NoInstance, PrefillMode, Router
-from p2pkv_proxy.routing_base import RoutingRequest
 
 
 def test_life_is_more_than_three_intervals() -> None:

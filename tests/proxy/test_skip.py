@@ -12,7 +12,7 @@ from test_alone import paired
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.routing_base import Routing
+from p2pkv_proxy.policy import Routing
 from support.waiting import eventually
 
 SKIP = Routing(skip_below=64)
