@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_EVENT = 2 << 20
 """Bytes of an event that are held until it is whole, at most: the first one may have a prompt's tokens."""
+_CRLF_END = b"\r\n\r\n"
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
 
@@ -211,7 +212,7 @@ class Relay:
             return
         if self.transcript is None or not self.transcript.possible:
             await self._send(self._filter.flush())
-        between_events = self._sent.endswith((EVENT_END, b"\r\n\r\n"))
+        between_events = self._sent.endswith((EVENT_END, _CRLF_END))
         error = self._error or error_event(self._status, self._why, named=self.request.path in NAMED_EVENTS)
         await self._send((b"" if between_events else EVENT_END) + error, last=True)
 
@@ -306,6 +307,14 @@ def refusal(reply: Reply, scrubber: Scrubber) -> web.Response:
     return web.Response(status=reply.status, headers=headers, body=body)
 
 
+def _end_of_events(text: bytes) -> int:
+    """Where the last whole event ends; 0 if there is none. vLLM writes no carriage returns; others may."""
+    for end in (EVENT_END, _CRLF_END):
+        if (found := text.rfind(end)) >= 0:
+            return found + len(end)
+    return 0
+
+
 class AnswerFilter:
     """One answer's bytes as the client may get them: with another id, and without what shows that the
     instance has given it up. The bytes may be cut anywhere.
@@ -326,8 +335,7 @@ class AnswerFilter:
         if self.given_up:
             return b""
         text = self._rest + chunk
-        found = text.rfind(EVENT_END) if self._streamed else -1
-        end = found + len(EVENT_END) if found >= 0 else 0
+        end = _end_of_events(text) if self._streamed else 0
         if not self._streamed or len(text) - end > _LONGEST_EVENT:
             *_, tail = text.split(self._old)
             end = len(text) - min(len(tail), max(len(self._old), len(ABORTED)) - 1)

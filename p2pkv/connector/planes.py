@@ -54,7 +54,6 @@ MIXED_SCALES = f"{PAGE_PREFIX}nvfp4_scales"
 """NVFP4's scales as vLLM writes them for compute capability 10: of V, those of four tokens are mixed
 (`swizzle_scale_offset` in csrc/nvfp4_kv_cache_kernels.cu), and of K they are or are not, by version."""
 
-
 LATENT = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
 """Latents, by bytes of a row. DeepSeek V4's `fp8_ds_mla`: 448 numbers of fp8 and 64 of bfloat16, and 7 scales
 and a byte of padding; V4.1's: 512 numbers of fp8 and 16 scales; its `nvfp4_ds_mla`: 512 of 4 bits and 32."""

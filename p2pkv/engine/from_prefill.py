@@ -444,7 +444,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, notify=False)
 
     def sent(self, peer: PrefillPeer, message: Sent, now: float) -> bool:
-        """P has sent a chunk: tell the link; False if that is then lost."""
+        """P has sent a chunk: its receive may be launched; False if the link is then lost."""
         try:
             peer.link.sent(message)
         except LinkError as error:

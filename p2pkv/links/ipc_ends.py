@@ -214,7 +214,7 @@ class IpcInbound(GuardedInbound):
         self._line.send(TAKEN, record.sequence)
 
     def _give_back(self, read: CudaEvent, offsets: list[int], line: Line | None) -> None:
-        """On a helper thread: the slots are free when nobody reads or writes them any more."""
+        """On a helper thread: the slots are free when neither side reads or writes them any more."""
         self._shared.device.enter()
         if line is not None:
             if not line.wait_for_end():

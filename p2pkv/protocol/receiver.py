@@ -181,7 +181,7 @@ class Receiver:
         now: float,
         ahead: bool = False,
     ) -> None:
-        """`ahead`: P has begun it, and no request for it has come to D yet; whoever takes it bounds that."""
+        """`ahead`: P has begun it, and no request for it has come to D yet; the caller bounds how long."""
         self.key = key
         self.attempt = attempt
         self.tokens = tokens

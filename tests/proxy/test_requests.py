@@ -128,6 +128,17 @@ async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
     assert either.p.requests[0].body["stream"] is False
 
 
+async def test_events_that_end_with_carriage_returns_go_on_at_once(concurrent: Deployment) -> None:
+    relayed = asyncio.Event()
+    first, last = (b'data: {"choices":[{"text":"%d"}]}\r\n\r\n' % each for each in range(2))
+    concurrent.d.behaviour = stream_of(first, relayed, last)
+    response = await concurrent.post(stream=True)
+    async with asyncio.timeout(10):
+        assert await response.content.readuntil(b"\r\n\r\n") == first
+    relayed.set()
+    assert await response.content.read() == last
+
+
 async def test_what_is_none_of_ps_business_needs_no_p() -> None:
     async with deployed("concurrent", decode=1, limits=Limits(alone_share=0)) as deployment:
         assert (await deployment.post({"prompt": "x", "echo": True})).status == 200
