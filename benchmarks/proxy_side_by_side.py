@@ -2,7 +2,7 @@
 
 The routers, all on loopback in front of the same stub P and stub D, which answer at once and compute nothing:
 
-p2pkv-proxy: as installed, P and D asked at once; once with one process, and once with two workers.
+p2pkv-proxy: as installed, P and D asked at once.
 vllm-router: in discovery mode: P first, then D.
 original, Quart; original, aiohttp: classic_router.py, the original example proxy's design (P first, then D; a
     session for each call) behind the server that the original used, and behind aiohttp's.
@@ -277,10 +277,8 @@ class Router:
 def routers(environments: Path, logs: Path) -> tuple[list[Router], dict[str, str]]:
     """Those that can be had, not started yet, and why the others cannot."""
     made, missing = [], {}
-    for name, options in (("p2pkv-proxy", ()), ("p2pkv-proxy, 2 workers", ("--workers", "2"))):
-        log = logs / f"{name.replace(', ', '-').replace(' ', '-')}.log"
-        proxy = ProxyServer(log_path=log, extra_args=options)
-        made.append(Router(name, proxy, proxy.http_port, proxy.discovery_port))
+    proxy = ProxyServer(log_path=logs / "p2pkv-proxy.log")
+    made.append(Router("p2pkv-proxy", proxy, proxy.http_port, proxy.discovery_port))
     for name in ("vllm-router", "original, Quart", "original, aiohttp"):
         port, discovery, metrics = free_ports(), free_ports(), free_ports()
         try:

@@ -83,11 +83,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Not an option: how many ranks this engine has, TP x PP x PCP."""
 
     proxy_ip: str | None = None
-    """IP address or name | no | the proxy to register with; of several side by side, all, with commas between
-    them; needs `proxy_port` and `http_port`"""
+    """IP address or name | no | the proxy to register with; of several, all, with commas between them; each
+    may be `host:port`; needs `proxy_port` and `http_port`"""
 
     proxy_port: Port | None = None
-    """TCP port | no | the proxy's discovery socket, the same number on each"""
+    """TCP port | no | the proxy's discovery socket, where `proxy_ip` names no other"""
 
     http_port: Port | None = None
     """TCP port | no | the HTTP port of this instance (`--port` of vLLM), for the proxy"""
@@ -220,14 +220,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return f"Options({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def _normalise_hosts(self) -> None:
-        for name in ("host", "proxy_ip"):
+        for name, normal in (("host", normal_host), ("proxy_ip", _normal_proxies)):
             written = getattr(self, name)
             if written is None:
                 continue
-            hosts = written.split(",") if name == "proxy_ip" else [written]
             try:
-                normal = ",".join(dict.fromkeys(normal_host(host.strip()) for host in hosts))
-                msgspec.structs.force_setattr(self, name, normal)
+                msgspec.structs.force_setattr(self, name, normal(written))
             except PairingError as error:
                 raise ConfigError(
                     f"{name}: {error}; write the host alone, its port is an option of its own"
@@ -307,7 +305,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """The discovery sockets of the proxies to register with."""
         if self.proxy_ip is None or self.proxy_port is None:
             return ()
-        return tuple(Address(host, self.proxy_port) for host in self.proxy_ip.split(","))
+        port = self.proxy_port
+        listed = self.proxy_ip.split(",")
+        return tuple(Address.parse(each) if _has_port(each) else Address(each, port) for each in listed)
 
     @property
     def http_address(self) -> Address | None:
@@ -441,6 +441,18 @@ def _expected(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.CustomType():
             return 'a list of networks, as ["10.0.0.0/8"]'
     return "a text in quotes"
+
+
+def _has_port(text: str) -> bool:
+    """Whether it is host:port; an IPv6 address alone has more colons."""
+    return text.count(":") == 1 or "]:" in text
+
+
+def _normal_proxies(written: str) -> str:
+    found = (each.strip() for each in written.split(","))
+    return ",".join(
+        dict.fromkeys(str(Address.parse(each)) if _has_port(each) else normal_host(each) for each in found)
+    )
 
 
 def _refuse_unknown(extra: Mapping[str, object]) -> None:

@@ -9,11 +9,8 @@ import base64
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
-from itertools import chain, zip_longest
-from operator import itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -22,13 +19,10 @@ from msgspec import to_builtins
 from p2pkv import __version__
 from p2pkv.pairing import Address
 
-from .access import Access
 from .errors import ProxyError, error_response, retry_after
-from .exposition import page
-from .membership.instance import ROLE_NAMES, WORST_FIRST, Instance, Role
+from .membership.instance import ROLE_NAMES, Instance, Role
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, Sample, quantiles
 from .service import STOPPING, Proxy
-from .siblings import Siblings
 
 _LONGEST_DRAIN = 86400.0
 _ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
@@ -105,42 +99,34 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     }
 
 
-def drain(proxy: Proxy, address: str, *, drained: bool, seconds: float | None = None) -> list[dict[str, Any]]:
-    """Drains or resumes all ranks at this HTTP address, for this worker; returns them. After `seconds` what
-    still runs there goes on elsewhere, if it can; None: never."""
-    wanted = Address.parse(address)
+async def instances_page(proxy: Proxy, request: web.Request) -> web.Response:
+    """GET /instances."""
+    proxy.guard.look(request)
+    return web.json_response({"instances": [described(proxy, each) for each in proxy.instances()]})
+
+
+async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Response:
+    """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address. With `move_after` what
+    still runs there after so many seconds goes on elsewhere, if it can."""
+    proxy.guard.change(request)
+    seconds = None
+    try:
+        wanted = Address.parse(request.match_info["address"])
+        if drained and "move_after" in request.query:
+            seconds = _seconds(request.query["move_after"])
+    except ValueError as error:
+        raise ProxyError(400, f"{error}.") from None
     meant = [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
+    if not meant:
+        return error_response(
+            404, "No instance with this HTTP address is registered; GET /instances lists those that are."
+        )
     for instance in meant:
         proxy.registry.drain(instance, drained)
     proxy.admission.advance()
     if seconds is not None:
         asyncio.get_running_loop().call_later(seconds, proxy.move_away, meant)
-    return [described(proxy, each) for each in meant]
-
-
-async def listed(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
-    """GET /instances."""
-    guard.look(request)
-    return web.json_response({"instances": merged_instances(*await siblings.ask("instances"))})
-
-
-async def changed(siblings: Siblings, guard: Access, request: web.Request, what: str) -> web.Response:
-    """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address. With `move_after` what
-    still runs there after so many seconds goes on elsewhere."""
-    guard.change(request)
-    address, seconds = request.match_info["address"], None
-    try:
-        Address.parse(address)
-        if what == "drain" and "move_after" in request.query:
-            seconds = _seconds(request.query["move_after"])
-    except ValueError as error:
-        raise ProxyError(400, f"{error}.") from None
-    meant = merged_instances(*await siblings.ask(what, (address, seconds)))
-    if not meant:
-        return error_response(
-            404, "No instance with this HTTP address is registered; GET /instances lists those that are."
-        )
-    return web.json_response({"instances": meant})
+    return web.json_response({"instances": [described(proxy, each) for each in meant]})
 
 
 def _seconds(text: str) -> float:
@@ -151,34 +137,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= _LONGEST_DRAIN:
         raise ValueError(f"move_after is {text!r}: give seconds from 0 to {_LONGEST_DRAIN:g}, such as 30")
     return seconds
-
-
-# Instances as all workers have them, as if these were one.
-
-
-def merged_instances(parts: Sequence[Sequence[dict[str, Any]]], complete: bool) -> list[dict[str, Any]]:
-    """Each instance once; in the state that lets it take the fewest requests. It is not drained before all
-    workers have drained it: one that is late may have requests there."""
-    states: dict[Any, list[str]] = {}
-    for each in chain.from_iterable(parts):
-        late = each["state"] == "drained" and not complete
-        states.setdefault(_INSTANCE(each), []).append("draining" if late else each["state"])
-    together = _added(parts, _INSTANCE)
-    return [{**each, "state": min(states[_INSTANCE(each)], key=WORST_FIRST.index)} for each in together]
-
-
-_AMOUNTS = ("running", "load", "alone", "total")
-_INSTANCE, _PAIR = itemgetter("role", "address", "rank"), itemgetter("prefill", "decode")
-
-
-def _added(parts: Sequence[Sequence[dict[str, Any]]], name: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Each thing of one name once, with the sums of its amounts; all else as in the first part."""
-    found: dict[Any, dict[str, Any]] = {}
-    for each in chain.from_iterable(parts):
-        if before := found.get(name(each)):
-            each = before | {what: before[what] + each[what] for what in _AMOUNTS if what in each}
-        found[name(each)] = each
-    return list(found.values())
 
 
 # Of the pairs that have worked together, the busiest.
@@ -193,23 +151,20 @@ async def keep_history(metrics: Metrics) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-async def metrics_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
+async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
-    guard.look(request)
-    parts, _ = await siblings.ask("metrics")
-    body, kind = page(request.headers.get("Accept", ""), parts)
+    proxy.guard.look(request)
+    body, kind = proxy.exposition.page(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": kind})
 
 
-async def status_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
+async def status_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
-    guard.look(request)
-    answer = merged(*await siblings.ask("status"))
-    return web.json_response(answer, headers={"Cache-Control": "no-store"})
+    proxy.guard.look(request)
+    return web.json_response(status_of(proxy), headers={"Cache-Control": "no-store"})
 
 
-def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
-    """One worker's part of it."""
+def status_of(proxy: Proxy) -> dict[str, Any]:
     metrics, now = proxy.metrics, proxy.clock()
     instances = proxy.instances()
     running = Counter(
@@ -221,12 +176,12 @@ def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
         "version": __version__,
         "uptime_seconds": round(now - metrics.began, 1),
         "dispatch": proxy.dispatch,
-        "can_drain": bool(guard.token),
+        "can_drain": bool(proxy.guard.token),
         **report(proxy),
         "outcomes": {name: metrics.totals[name] for name in OUTCOMES},
         "placement": {"by": proxy.routing.placement, **proxy.router.costs.status()},
         "stream_events": metrics.events,
-        "first_token_seconds": metrics.recent(),
+        "first_token_seconds": dict(zip(("p50", "p95"), quantiles(metrics.recent(), 0.5, 0.95), strict=True)),
         "instances": [described(proxy, each) for each in instances[:_MOST_INSTANCES]],
         "more_instances": max(0, len(instances) - _MOST_INSTANCES),
         "pairs": [
@@ -236,57 +191,6 @@ def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
         "history_fields": Sample._fields,
         "history": [(round(each.at - now, 2), *each[1:]) for each in metrics.history],
     }
-
-
-# The answers of all workers, as if they were one.
-
-# From the worst to the best.
-_STATUSES = ("unavailable", "degraded", "ok")
-# Every worker sees the same ones.
-_SEEN_BY_ALL = ("silent", "engines_paused", "breakers_open", "claims_refused")
-
-
-def merged(parts: Sequence[dict[str, Any]], complete: bool = True) -> dict[str, Any]:
-    """The page, of at least one worker's part; `complete`: of all workers'."""
-    pairs = _added([part["pairs"] for part in parts], _PAIR)
-    first_tokens = [seconds for part in parts for seconds in part["first_token_seconds"]]
-    return {
-        **parts[0],
-        "workers": len(parts),
-        "uptime_seconds": max(part["uptime_seconds"] for part in parts),
-        "status": min((part["status"] for part in parts), key=_STATUSES.index),
-        "missing": list(dict.fromkeys(each for part in parts for each in part["missing"])),
-        **{name: min(part[name] for part in parts) for name in ("prefill", "decode")},
-        **{name: _summed([part[name] for part in parts]) for name in ("gauges", "counters", "outcomes")},
-        "stream_events": sum(part["stream_events"] for part in parts),
-        "first_token_seconds": dict(zip(("p50", "p95"), quantiles(first_tokens, 0.5, 0.95), strict=True)),
-        "placement": _merged_placement([part["placement"] for part in parts]),
-        "instances": merged_instances([part["instances"] for part in parts], complete),
-        "pairs": sorted(pairs, key=lambda pair: -pair["total"])[:_MOST_PAIRS],
-        "history": _merged_history([part["history"] for part in parts]),
-    }
-
-
-def _summed(parts: Sequence[dict[str, int]]) -> dict[str, int]:
-    return {name: (max if name in _SEEN_BY_ALL else sum)(part[name] for part in parts) for name in parts[0]}
-
-
-def _merged_placement(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The decisions shown are those of one worker."""
-    ways: Counter[str] = sum((Counter(part["ways"]) for part in parts), Counter())
-    errors = [error for part in parts for error in part["errors"]]
-    shown = {name: parts[0][name] for name in ("by", "latest")}
-    return {**shown, "ways": dict(ways), "median_error": quantiles(errors, 0.5)[0]}
-
-
-def _merged_history(parts: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """Samples from about the same moment make one: all workers take them at the same pace."""
-    rows = []
-    for samples in zip_longest(*(reversed(part) for part in parts)):
-        times, *amounts, first_tokens = zip(*filter(None, samples), strict=True)
-        longest = max((each for each in first_tokens if each is not None), default=None)
-        rows.append([times[0], *map(sum, amounts), longest])
-    return rows[::-1]
 
 
 async def dashboard(request: web.Request) -> web.Response:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from p2pkv.control.security import Members
@@ -24,11 +23,9 @@ from .membership.listed import ListedInstance
 from .membership.registry import Registry, random_turn
 from .metrics import Metrics
 from .policy import Routing
-from .service import PROXY, Handler, Proxy, by_proxy, errors_as_json, note_begin, recording, written_in_time
-from .siblings import Siblings, answering
+from .service import PROXY, Proxy, by_proxy, errors_as_json, note_begin, recording, written_in_time
 from .tracing import Spans
 from .upstream import Client
-from .worker import Update, WorkerReport, WorkerState
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
 IDLE_SECONDS = 75.0
@@ -36,7 +33,6 @@ IDLE_SECONDS = 75.0
 # What is counted and logged as requests.
 API = PAIRED | SINGLE | {"/v1/models"}
 
-SIBLINGS = web.AppKey("siblings", Siblings)
 MOST_CONNECTIONS = web.AppKey("most_connections", int)
 
 
@@ -52,7 +48,6 @@ def make_app(
     log_requests: bool = False,
     tracing: Spans | None = None,
     listed: Sequence[ListedInstance] = (),
-    worker: WorkerState | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -66,13 +61,11 @@ def make_app(
         log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
-        worker: this process, if it is one of several; then the endpoints are not listened on here.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
     """
 
-    guard = guard or Access()
     limits = limits or Limits()
     metrics = Metrics()
 
@@ -84,18 +77,18 @@ def make_app(
             )
             cleanup.callback(membership.close)
             app[PROXY] = proxy = Proxy(
-                client, membership, dispatch, limits, routing or Routing(), metrics=metrics, guard=guard
+                client,
+                membership,
+                dispatch,
+                limits,
+                routing or Routing(),
+                metrics=metrics,
+                guard=guard or Access(),
             )
-            parts = _parts(proxy, guard)
-            app[SIBLINGS] = Siblings(parts, worker.config.others if worker else None)
-            if worker is not None:
-                update = partial(_update, worker, proxy)
-                await cleanup.enter_async_context(answering(worker.config.socket, parts | {"update": update}))
             membership.watch(listed, members)
-            if worker is None:
-                membership.listen(discovery, members)
-                if plain_discovery is not None:
-                    membership.listen(plain_discovery)
+            membership.listen(discovery, members)
+            if plain_discovery is not None:
+                membership.listen(plain_discovery)
             forever = [membership.run(), admin.keep_history(metrics)]
             tasks = [asyncio.create_task(each) for each in forever]
             yield
@@ -110,7 +103,7 @@ def make_app(
     app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((note_begin,))
-    app.add_routes(_routes(guard))
+    app.add_routes(_ROUTES)
     return app
 
 
@@ -127,43 +120,18 @@ def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
     )
 
 
-def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[Any], Any]]:
-    """What one worker answers for itself."""
-    return {
-        "metrics": lambda _: proxy.exposition.families(),
-        "status": lambda _: admin.status_of(proxy, guard),
-        "instances": lambda _: [admin.described(proxy, each) for each in proxy.instances()],
-        "drain": lambda about: admin.drain(proxy, about[0], drained=True, seconds=about[1]),
-        "resume": lambda about: admin.drain(proxy, about[0], drained=False),
-    }
-
-
-def _update(worker: WorkerState, proxy: Proxy, update: Any) -> WorkerReport:
-    """One of the supervisor's, as it arrives."""
-    return worker.update(msgspec.convert(update, Update), proxy.registry, proxy.membership.take)
-
-
-def _routes(guard: Access) -> list[web.RouteDef]:
-    Serve = Callable[[Any, Access, web.Request], Awaitable[web.StreamResponse]]
-
-    def of_all_workers(serve: Serve) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            return await serve(request.app[SIBLINGS], guard, request)
-
-        return handler
-
-    return [
-        *(web.post(path, by_proxy(Proxy.generate)) for path in sorted(PAIRED | SINGLE)),
-        web.get("/v1/models", by_proxy(Proxy.models)),
-        web.get("/health", by_proxy(admin.health_page)),
-        web.get("/ready", by_proxy(admin.ready_page)),
-        web.get("/instances", of_all_workers(admin.listed)),
-        web.post("/instances/{address}/drain", of_all_workers(partial(admin.changed, what="drain"))),
-        web.post("/instances/{address}/resume", of_all_workers(partial(admin.changed, what="resume"))),
-        web.get("/status", of_all_workers(admin.status_page)),
-        web.get("/metrics", of_all_workers(admin.metrics_page)),
-        web.get("/", admin.dashboard),
-    ]
+_ROUTES = [
+    *(web.post(path, by_proxy(Proxy.generate)) for path in sorted(PAIRED | SINGLE)),
+    web.get("/v1/models", by_proxy(Proxy.models)),
+    web.get("/health", by_proxy(admin.health_page)),
+    web.get("/ready", by_proxy(admin.ready_page)),
+    web.get("/instances", by_proxy(admin.instances_page)),
+    web.post("/instances/{address}/drain", by_proxy(partial(admin.drain, drained=True))),
+    web.post("/instances/{address}/resume", by_proxy(partial(admin.drain, drained=False))),
+    web.get("/status", by_proxy(admin.status_page)),
+    web.get("/metrics", by_proxy(admin.metrics_page)),
+    web.get("/", admin.dashboard),
+]
 
 
 async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:

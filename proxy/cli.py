@@ -6,16 +6,12 @@ import argparse
 import asyncio
 import gc
 import logging
-import multiprocessing
 import os
 import resource
 import signal
 import ssl
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -26,15 +22,12 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from . import options, settings
 from .access import Access
-from .app import end, make_app, make_runner
-from .limits import Limits
+from .app import make_app, make_runner
 from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
 from .policy import Routing
 from .service import PROXY
-from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans
-from .worker import WorkerConfig, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     set_up_logging(arguments.log_level, arguments.log_format)
     _take_descriptors()
-    return _run((_serve if arguments.workers == 1 else _oversee)(arguments, members))
-
-
-def _run(serving: Coroutine[Any, Any, None]) -> int:
-    """All that this process does from now on; its exit status."""
     # Modules and options live as long as the process: the garbage collector need not look at them again.
     gc.collect()
     gc.freeze()
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(serving)
+            runner.run(_serve(arguments, members))
     except (OSError, NoTracing) as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
@@ -101,24 +89,31 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     """Serves until a signal to stop. Raises OSError if an address cannot be bound."""
     stop, hurry = _signals()
     _warn(arguments, members)
-    app = _app(arguments, members, options.limits(arguments))
-    async with _running(app, arguments.drain_seconds, hurry) as runner:
-        await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=_tls(arguments)).start()
+    app = _app(arguments, members)
+    runner, tls, admin = make_runner(app, _SHUTDOWN_SECONDS), _tls(arguments), arguments.admin
+    try:
+        await runner.setup()
+        shared = arguments.reuse_port or None
+        await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=tls, reuse_port=shared).start()
+        if admin is not None:
+            await web.TCPSite(runner, admin.host, admin.port, ssl_context=tls).start()
         _log_serving(arguments, members, runner.addresses, app[PROXY].membership.listeners)
         await stop.wait()
+        logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), arguments.drain_seconds)
+        for site in list(runner.sites):
+            await site.stop()
+        ended = await app[PROXY].stop(arguments.drain_seconds, hurry)
+        logger.info("stopped; %d requests were cut off", ended)
+    finally:
+        await runner.cleanup()
 
 
-def _app(
-    arguments: argparse.Namespace,
-    members: Members | None,
-    limits: Limits,
-    worker: WorkerState | None = None,
-) -> web.Application:
+def _app(arguments: argparse.Namespace, members: Members | None) -> web.Application:
     plain: Address | None = arguments.plain_discovery
     return make_app(
         endpoint_of(arguments.discovery),
         arguments.dispatch,
-        limits=limits,
+        limits=options.limits(arguments),
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
         routing=settings.made(Routing, arguments),
@@ -126,7 +121,6 @@ def _app(
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
         listed=[*arguments.prefill, *arguments.decode],
-        worker=worker,
     )
 
 
@@ -143,24 +137,6 @@ def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
             f"certificate and its key without a password, in PEM: {error.strerror or error}"
         ) from None
     return context
-
-
-@asynccontextmanager
-async def _running(
-    app: web.Application, drain_seconds: float, hurry: asyncio.Event
-) -> AsyncIterator[web.AppRunner]:
-    """What serves `app`; at the end it takes no more, and what is under way may go on for so long."""
-    runner = make_runner(app, _SHUTDOWN_SECONDS)
-    try:
-        await runner.setup()
-        yield runner
-        logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), drain_seconds)
-        for site in list(runner.sites):
-            await site.stop()
-        ended = await app[PROXY].stop(drain_seconds, hurry)
-        logger.info("stopped; %d requests were cut off", ended)
-    finally:
-        await runner.cleanup()
 
 
 def _log_serving(
@@ -183,76 +159,6 @@ def _log_serving(
         logger.info("plain discovery on %s", each.endpoint)
 
 
-# Several workers.
-
-
-async def _oversee(arguments: argparse.Namespace, members: Members | None) -> None:
-    """Has workers serve until a signal to stop. Raises OSError if an address cannot be bound."""
-    stop, hurry = _signals()
-    _warn(arguments, members)
-    with ExitStack() as cleanup:
-        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="p2pkv-proxy-")))
-        port = reserved(arguments.host, arguments.port)
-        supervisor = Supervisor(arguments.workers, port, folder, _work, arguments, members)
-        listeners: list[Listener] = []
-        for address, who in ((arguments.discovery, members), (arguments.plain_discovery, None)):
-            if address is not None:
-                listeners.append(Listener(endpoint_of(address), supervisor.pings.take, who))
-                cleanup.callback(listeners[-1].close)
-        listening = [asyncio.create_task(each.run()) for each in listeners]
-        try:
-            await supervisor.start(stop)
-            if not stop.is_set():
-                _log_serving(arguments, members, [each.getsockname() for each in port], listeners)
-            await stop.wait()
-        finally:
-            await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)
-            await end(listening)
-
-
-def _work(arguments: argparse.Namespace, members: Members | None, config: WorkerConfig) -> None:
-    """What a worker's process does."""
-    ignore_signals()
-    set_up_logging(arguments.log_level, arguments.log_format, f"worker {config.number}")
-    if config.number > 1:  # the first one logs which instances come and go
-        logging.getLogger(f"{__package__}.membership.registry").setLevel(logging.ERROR)
-        logging.getLogger(f"{__package__}.membership.prober").setLevel(logging.WARNING)
-    sys.exit(_run(_serve_as_worker(arguments, members, config)))
-
-
-async def _serve_as_worker(
-    arguments: argparse.Namespace, members: Members | None, config: WorkerConfig
-) -> None:
-    """Serves until the supervisor ends it. Takes no connection before it has the instances and the drains
-    that there are: it would turn requests away that another worker would serve."""
-    worker = WorkerState(config)
-    app = _app(arguments, members, share_of(options.limits(arguments), config.of), worker)
-    _end_without_parent(worker)
-    async with _running(app, arguments.drain_seconds, worker.hurry) as runner:
-        await worker.updated.wait()
-        await app[PROXY].membership.prober.round()
-        if not worker.stop.is_set():
-            tls = _tls(arguments)
-            for each in bound(config):
-                await web.SockSite(runner, each, ssl_context=tls).start()
-            worker.serve()
-            await worker.stop.wait()
-
-
-def _end_without_parent(worker: WorkerState) -> None:
-    """Ends the worker when the process that has started it is gone."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    loop = asyncio.get_running_loop()
-
-    def gone() -> None:
-        loop.remove_reader(parent.sentinel)
-        logger.warning("the process that started this worker is gone: it stops, too")
-        worker.end()
-
-    loop.add_reader(parent.sentinel, gone)
-
-
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     """Set by the first and the second SIGTERM or SIGINT."""
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -268,8 +174,9 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
     """Of what is open to other machines."""
-    if not is_loopback(arguments.host) and not arguments.api_key:
-        logger.warning("%s is reachable from other hosts: clients are not authenticated here", arguments.host)
+    for host in [arguments.host, *([arguments.admin.host] if arguments.admin else [])]:
+        if not is_loopback(host) and not arguments.api_key:
+            logger.warning("%s is reachable from other hosts: clients are not authenticated here", host)
     places = [arguments.discovery] if members is None else []
     for place in [*places, *filter(None, [arguments.plain_discovery])]:
         if not is_loopback(place.host):

@@ -1,11 +1,10 @@
-"""The metrics as Prometheus reads them: of this process, or of several workers as if they were one."""
+"""The metrics as Prometheus reads them."""
 
 from __future__ import annotations
 
-import operator
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import product
 
 from prometheus_client.core import (
@@ -16,16 +15,12 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from p2pkv import __version__
 
 from .limits import RequestCounters
-from .membership.instance import STATES, WORST_FIRST, Instance
+from .membership.instance import STATES, Instance
 from .metrics import Held, Metrics
-
-Family = tuple[str, str, str, Sequence[tuple[str, dict[str, str], float]]]
-"""A metric's name, what it is, its type, and its samples: name, labels, value."""
 
 
 class Exposition:
@@ -38,13 +33,11 @@ class Exposition:
         metrics.show(held)
         metrics.registry.register(self)
 
-    def families(self) -> list[Family]:
-        """What the page has, as other processes can read it."""
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type: in the format that `accept`, a header, asks for."""
         self._metrics.forget()
-        return [
-            (each.name, each.documentation, each.type, [(s.name, s.labels, s.value) for s in each.samples])
-            for each in self._metrics.registry.collect()
-        ]
+        encode, kind = choose_encoder(accept)
+        return encode(self._metrics.registry), kind
 
     def collect(self) -> Iterator[Metric]:
         yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
@@ -63,6 +56,13 @@ class Exposition:
         for name, key, what in _GAUGES:
             yield GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
         instances = self._held.instances()
+        found = Tally[tuple[str, str]]((each.role, self._held.state_of(each)) for each in instances)
+        states = GaugeMetricFamily(
+            "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
+        )
+        for labels in product(("P", "D", "both"), STATES):
+            states.add_metric(labels, found[labels])
+        yield states
         for name, what, value_of in _OF_INSTANCES:
             family = GaugeMetricFamily(f"p2pkv_proxy_{name}", what, labels=["address", "role", "rank"])
             for each in instances:
@@ -83,68 +83,6 @@ class Exposition:
             between.add_metric([name], gaps.buckets(), gaps.total)
             events.add_metric([name], gaps.events)
         yield from (between, events)
-
-
-def growing(families: Iterable[Family]) -> list[Family]:
-    """Those that only grow, for as long as their process runs."""
-    return [each for each in families if each[2] in ("counter", "histogram")]
-
-
-def page(accept: str, parts: Sequence[Sequence[Family]]) -> tuple[bytes, str]:
-    """The page of all workers that these families are from, and its content type: in the format that
-    `accept`, a header, asks for."""
-    encode, kind = choose_encoder(accept)
-    return encode(_Merged(parts)), kind
-
-
-_STATE = "p2pkv_proxy_instance_state"
-"""Internal gauge: the index of an instance's state in WORST_FIRST, merged over workers by minimum. /metrics
-shows the number of instances in each state instead."""
-# Merged over workers by maximum, not summed: every worker reports the same thing.
-_LARGEST = (
-    "p2pkv_proxy_breaker_open",
-    "p2pkv_proxy_claims_refused_total",
-    "p2pkv_proxy_instance_queued_prefill_seconds",
-    "p2pkv_proxy_instance_reported_running",
-    "p2pkv_proxy_instance_reported_waiting",
-    "p2pkv_proxy_instance_reported_queued_tokens",
-    "p2pkv_proxy_instance_reported_answers",
-    "p2pkv_proxy_resume_bytes_largest",
-    "p2pkv_proxy_build_info",
-    "process_max_fds",
-)
-_SMALLEST = (_STATE, "_created", "process_start_time_seconds")
-
-
-@dataclass(frozen=True)
-class _Merged(Collector):
-    """For Prometheus: what several workers have, as if they were one."""
-
-    parts: Sequence[Sequence[Family]]
-
-    def collect(self) -> Iterator[Metric]:
-        metrics: dict[str, Metric] = {}
-        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-        for name, what, kind, samples in (family for part in self.parts for family in part):
-            metrics.setdefault(name, Metric(name, what, kind))
-            mine = values.setdefault(name, {})
-            for sample, labelled, value in samples:
-                key = sample, tuple(labelled.items())
-                add = max if sample in _LARGEST else min if sample.endswith(_SMALLEST) else operator.add
-                mine[key] = add(mine[key], value) if key in mine else value
-        for name, metric in metrics.items():
-            for (sample, labels), value in values[name].items():
-                metric.add_sample(sample, dict(labels), value)
-            yield _by_state(metric) if name == _STATE else metric
-
-
-def _by_state(instances: Metric) -> Metric:
-    found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
-    what = "Registered instances, by role and state."
-    states = GaugeMetricFamily("p2pkv_proxy_instances", what, labels=["role", "state"])
-    for labels in product(("P", "D", "both"), STATES):
-        states.add_metric(labels, found[labels])
-    return states
 
 
 # The name for Prometheus, the holder's own name, and what it is.
@@ -181,13 +119,12 @@ def _reported(name: str, field: str, what: str) -> tuple[str, str, Callable[[Hel
 
 # The name of a gauge of each instance, what it is, and its value; None where there is none.
 _OF_INSTANCES: tuple[tuple[str, str, Callable[[Held, Instance], float | None]], ...] = (
-    ("instance_state", "", lambda held, each: WORST_FIRST.index(held.state_of(each))),
     ("instance_load", "Requests at an instance or on their way to it.", lambda _, each: each.load),
     ("breaker_open", "1 while an instance has a pause because its requests failed, else 0.",
      lambda _, each: not each.breaker.closed),
     ("instance_queued_prefill_seconds",
      "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted; "
-     "with --workers, and an instance that does not report its queue, those that one worker gave it.",
+     "of an instance that does not report its queue, those that this proxy gave it.",
      lambda held, each: _prefill_work(held, each, 0)),
     ("instance_prefill_share",
      "Of --placement auto: the share of an instance's time that prompts take, now and lately.",

@@ -19,12 +19,11 @@ from .metrics import CURRENT
 _GARBAGE_SECONDS = 10.0
 
 
-def set_up_logging(level: str, form: str, process: str = "") -> None:
-    """For the whole process, which has a name if it is one of several; `form` is text or json."""
+def set_up_logging(level: str, form: str) -> None:
+    """For the whole process; `form` is text or json."""
     handler = logging.StreamHandler()
-    who = f"{process}: " if process else ""
-    text = logging.Formatter(f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s")
-    handler.setFormatter(JsonLines(process) if form == "json" else text)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
     logging.basicConfig(level=level, handlers=[handler])
     logging.getLogger("aiohttp.server").addFilter(Garbage())
 
@@ -32,17 +31,12 @@ def set_up_logging(level: str, form: str, process: str = "") -> None:
 class JsonLines(logging.Formatter):
     """One JSON object a line, with the ids of the request that it is about, if it is about one."""
 
-    def __init__(self, process: str = "") -> None:
-        super().__init__()
-        self._process = {"process": process} if process else {}
-
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
-            **self._process,
             "message": record.getMessage(),
         }
         current = CURRENT.get()

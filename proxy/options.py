@@ -46,8 +46,6 @@ def read(
     addresses = Counter(address for each in listed for address in (each.http, each.zmq))
     if twice := [each for each, count in addresses.items() if count > 1]:
         parser.error(f"{twice[0]} is listed twice: each instance has addresses of its own")
-    if arguments.workers > arguments.max_requests:
-        parser.error("--workers divide --max-requests, so there can be no more of them than that")
     if bool(arguments.ssl_certfile) != bool(arguments.ssl_keyfile):
         parser.error("TLS needs both --ssl-certfile and --ssl-keyfile")
     if arguments.private and not arguments.admin_token:
@@ -60,7 +58,7 @@ def limits(arguments: argparse.Namespace) -> Limits:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = given.max_connections
     if descriptors != resource.RLIM_INFINITY:
-        most = arguments.workers * max(1, descriptors // 3)  # a request needs three
+        most = max(1, descriptors // 3)  # a request needs three
     return replace(
         given,
         max_connections=min(given.max_connections, most),
@@ -103,9 +101,10 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     add = partial(settings.add_option, group)
     add(settings.FILE_OPTION, None, str, "FILE", "a TOML file with options, such as `max-requests = 64`")
-    add("--workers", 1, settings.at_least(1), "N",
-        "processes that serve the port; each has an equal part of the limits and knows its own requests "
-        "only: take power_of_two for both policies")
+    add("--reuse-port", False, what="share --port with other proxies that have this option: the kernel "
+        "gives each of them a part of the connections")
+    add("--admin", None, Address.parse, "HOST:PORT", "a second address, of this proxy alone: for its "
+        "pages and drains, where proxies share a port")
     add("--api-key", [], _key, "KEY",
         "clients have to show this key, which goes on to the instances; repeat the option for others. Safer "
         "in the environment or the file")

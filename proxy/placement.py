@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
+from statistics import median
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -361,9 +362,10 @@ class PlacementCosts:
     def status(self) -> dict[str, Any]:
         """For /status: how far off the latest predictions were, and why the last ways were taken."""
         shown = list(self.latest)[-_SHOWN:]
+        errors = [prediction.error(seen) for prediction, seen in self.latest]
         return {
             "ways": dict(self.ways),
-            "errors": [round(prediction.error(seen), 4) for prediction, seen in self.latest],
+            "median_error": median(errors) if errors else None,
             "latest": [{**asdict(prediction), "first_token_seen": seen} for prediction, seen in shown],
         }
 

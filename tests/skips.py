@@ -54,7 +54,6 @@ ALLOWED = (
     Allowed("tests/vllm/test_deepseek_v4.py", "has no AVX-512", "vLLM serves it only there", on_ci=True),
     Allowed("tests/vllm/test_hybrid_faults.py", "has no AVX-512", "the same", on_ci=True),
     Allowed("tests/links/test_host.py", "no IPv6", "an address of each kind is needed"),
-    Allowed("tests/proxy/test_workers.py", "no IPv6", "the same"),
     # Programs that are no Python packages.
     Allowed("tests/kv/", "gcc is not installed", "it compiles the kernels for a CPU"),
     Allowed("tests/proxy/test_dashboard.py", "no Chromium", "a browser of the machine's", on_ci=True),

@@ -50,8 +50,6 @@ REPLICA_VERSION = 5
 """From this version of the pings on, `replica` has the number for X-data-parallel-rank."""
 Differences = tuple[str, ...]
 
-WORST_FIRST = ("draining", "drained", "starting", "engine_paused", "silent", "paused", "ready")
-"""If workers disagree about an instance's state, the one that comes first here is shown."""
 STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
 """Of an instance, see `Instance.state`."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -215,18 +215,6 @@ class Registry:
         else:
             self._drained.pop(instance.key, None)
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
-
-    def drains(self) -> list[tuple[InstanceRole, str, int, str]]:
-        """Which incarnations are drained, as another process can read it."""
-        return [(role, str(http), rank, drained) for (role, http, rank), drained in self._drained.items()]
-
-    def adopt_drains(self, drains: Iterable[tuple[InstanceRole, str, int, str]]) -> None:
-        """Takes over those of another process; an instance may not have pinged here yet."""
-        for role, http, rank, incarnation in drains:
-            known = self._instances.get(key := (role, Address.parse(http), rank))
-            self._drained[key] = incarnation
-            if known is not None and known.ping.incarnation == incarnation:
-                known.drained = True
 
     def expire(self, now: float) -> list[Instance]:
         """Removes the instances that are gone. Returns them, and those that have said goodbye since the last

@@ -95,14 +95,12 @@ class Served(Front):
     async def says(self, pattern: str) -> re.Match[str]:
         return await asyncio.to_thread(self.command.says, pattern)
 
-    async def ready(self, prefill: int, decode: int, workers: int = 1) -> None:
-        """All workers know so many instances."""
-
+    async def ready(self, prefill: int, decode: int) -> None:
         async def there() -> bool:
             page = (await self.get("/status"))[1]
-            return (page["workers"], page["prefill"], page["decode"]) == (workers, prefill, decode)
+            return (page["prefill"], page["decode"]) == (prefill, decode)
 
-        await eventually(there, "instances that all workers know", DEADLINE)
+        await eventually(there, "instances", DEADLINE)
 
     def terminate(self) -> None:
         self.command.process.terminate()
@@ -116,7 +114,6 @@ async def served(
     *arguments: str,
     prefill: int = 1,
     decode: int = 1,
-    workers: int = 1,
     tls: ssl.SSLContext | bool = True,
     keep: bool = True,
     program: Sequence[str] = PROXY,
@@ -124,9 +121,8 @@ async def served(
     """`keep`: connections of the client are used again."""
     async with AsyncExitStack() as cleanup:
         discovery = f"127.0.0.1:{free_ports()}"
-        several = ("--workers", str(workers)) if workers > 1 else ()
         port = () if "--port" in arguments else ("--port", "0")
-        arguments = (*port, "--discovery", discovery, *several, *arguments)
+        arguments = (*port, "--discovery", discovery, *arguments)
         command = cleanup.enter_context(running(*arguments, program=program))
         url = (await asyncio.to_thread(command.says, r"serving on (https?://[^ ,]+),"))[1]
         client = await cleanup.enter_async_context(

@@ -15,7 +15,7 @@ from proxy_fakes import Deployment, FakeInstance, deployed, join, ping, pinging,
 from p2pkv.control.discovery import DISCOVERY_VERSION
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
-from p2pkv_proxy.admin import drain
+from p2pkv_proxy.access import Access
 from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policy import Routing
@@ -46,7 +46,7 @@ async def add(
 @pytest.fixture(params=["concurrent", "sequential"])
 async def internal(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
     """P and D with two engines each, all engines of one behind one HTTP address."""
-    async with deployed(request.param) as deployment:
+    async with deployed(request.param, guard=Access("token")) as deployment:
         await add(deployment, "P", {0: 0, 1: 1})
         await add(deployment, "D", {0: 0, 1: 1})
         await deployment.ready(prefill=2, decode=2)
@@ -91,7 +91,8 @@ async def test_an_engine_that_leaves_gets_nothing_and_its_neighbour_all() -> Non
 
 
 async def test_all_engines_at_an_address_are_drained_together(internal: Deployment) -> None:
-    drained = drain(internal.proxy, internal.d.http_address, drained=True)
+    answer = await internal.order(internal.d, "drain", {"Authorization": "Bearer token"})
+    drained = (await answer.json())["instances"]
     assert sorted((each["rank"], each["state"]) for each in drained) == [(0, "drained"), (1, "drained")]
     assert internal.routable("D") == []
 

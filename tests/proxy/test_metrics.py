@@ -23,7 +23,6 @@ from p2pkv.engine.context import Counters
 from p2pkv_proxy import exposition
 from p2pkv_proxy import metrics as metrics_module
 from p2pkv_proxy.exposition import Exposition
-from p2pkv_proxy.exposition import page as page_of
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import STATES, Instance
 from p2pkv_proxy.metrics import OUTCOMES, Metrics, quantiles
@@ -204,7 +203,7 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     pages = exposed(metrics, here)
 
     def shown() -> set[str]:
-        text = page_of("", [pages.families()])[0].decode()
+        text = pages.page("")[0].decode()
         return {sample.labels["address"] for sample in Page(text).samples if "address" in sample.labels}
 
     metrics.paired(Choice(p, d))
@@ -244,7 +243,7 @@ def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
     here.remove(d)
     metrics.forget()
     now = 1500.0
-    assert d.ping.http_address in page_of("", [pages.families()])[0].decode()
+    assert d.ping.http_address in pages.page("")[0].decode()
 
 
 def test_what_nobody_scrapes_does_not_grow_either() -> None:
@@ -348,7 +347,7 @@ def test_every_series_in_a_query_is_ours_or_vllms() -> None:
 
 async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
     assert (await concurrent.post()).status == 200
-    page, _ = page_of("", [concurrent.proxy.exposition.families()])
+    page, _ = concurrent.proxy.exposition.page("")
     families = list(text_string_to_metric_families(page.decode()))
     names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
     assert len(asked("p2pkv_proxy_")) > 10

@@ -7,12 +7,12 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
 from proxy_fakes import pinging
-from proxy_process import running
+from proxy_process import running, served
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
@@ -101,3 +101,39 @@ def test_discovery_may_be_given_by_name() -> None:
     port = free_ports()
     with running("--port", "0", "--discovery", f"localhost:{port}") as command:
         command.says(rf"discovery on tcp://127\.0\.0\.1:{port}, concurrent")
+
+
+async def test_proxies_share_a_port_and_each_has_pages_of_its_own() -> None:
+    """When one has ended the other has all of the connections."""
+    port = str(free_ports())
+    admins = [f"127.0.0.1:{free_ports()}" for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        one, other = [
+            await stack.enter_async_context(
+                served("--port", port, "--reuse-port", "--admin", admin, keep=False)
+            )
+            for admin in admins
+        ]
+
+        async def ended(at: int) -> int:
+            async with one.client.get(f"http://{admins[at]}/status") as response:
+                return sum((await response.json())["outcomes"].values())
+
+        for _ in range(40):
+            assert (await one.post()).status == 200
+        counted = [await ended(0), await ended(1)]
+        assert sum(counted) == 40 and min(counted) > 0
+        one.terminate()
+        await one.ended()
+        for _ in range(10):
+            assert (await other.post()).status == 200
+        assert await ended(1) == counted[1] + 10
+
+
+def test_only_proxies_that_mean_it_share_a_port() -> None:
+    port = str(free_ports())
+    with running("--port", port, "--discovery", f"127.0.0.1:{free_ports()}", "--reuse-port") as first:
+        first.says("serving on")
+        with running("--port", port, "--discovery", f"127.0.0.1:{free_ports()}") as second:
+            assert second.end() == 1
+            assert "address already in use" in second.log

@@ -159,7 +159,7 @@ def test_every_option_is_explained() -> None:
         ("--decode https://a:8100=a:21001", "is HTTPS: the proxy speaks plain HTTP to instances"),
         ("--prefill http://a=a:21001", "'a' is not an address"),
         ("--prefill a:1=a:2 --decode b:3=a:2", "a:2 is listed twice"),
-        ("--workers 3 --max-requests 2", "--workers divide --max-requests"),
+        ("--admin 10001", "'10001' is not an address"),
         ("--ssl-certfile /a/file", "both --ssl-certfile and --ssl-keyfile"),
         ("--private", "--private needs an --admin-token"),
         *(

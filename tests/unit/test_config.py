@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ class TestReading:
     def test_several_proxies(self) -> None:
         made = options({"proxy_ip": "10.0.0.1, [fd00::0:2],Proxy.,10.0.0.1", "proxy_port": 9, "http_port": 1})
         assert made.proxies == (Address("10.0.0.1", 9), Address("fd00::2", 9), Address("proxy", 9))
+        made = options({"proxy_ip": "a, A:8,[fd00::0:2]:7,a:8,::1", "proxy_port": 9, "http_port": 1})
+        assert list(map(str, made.proxies)) == ["a:9", "a:8", "[fd00::2]:7", "[::1]:9"]
         assert options().proxies == ()
 
     @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
@@ -231,8 +234,15 @@ class TestBadInput:
     def test_a_wildcard_cannot_be_advertised(self, host: str) -> None:
         assert "advertised" in refused({"host": host})
 
-    @pytest.mark.parametrize("host", ["a b", "10.0.0.1:5", "300.1.1.1", "10.0.0.1,"])
-    @pytest.mark.parametrize("name", ["host", "proxy_ip"])
+    @pytest.mark.parametrize(
+        ("name", "host"),
+        [
+            *product(["host", "proxy_ip"], ["a b", "300.1.1.1", "10.0.0.1,"]),
+            ("host", "10.0.0.1:5"),
+            ("proxy_ip", "10.0.0.1:0"),
+            ("proxy_ip", "10.0.0.1:65536"),
+        ],
+    )
     def test_hosts(self, name: str, host: str) -> None:
         said = refused({"proxy_port": 1, "http_port": 1} | {name: host})
         assert said.startswith(f"{name}: ") and said.endswith(
