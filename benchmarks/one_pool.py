@@ -1,19 +1,21 @@
-"""Two engines as a pool of both roles behind p2pkv-proxy, beside the same two as plain servers in turn.
+"""Engines as a pool of both roles behind p2pkv-proxy, beside as many plain servers in turn.
 
-The systems, each with two engines of side_by_side.py's model, one OpenMP thread each, and steps of --chunk
-tokens:
+The systems, each with --engines engines of side_by_side.py's model, one OpenMP thread each, and steps of
+--chunk tokens:
 
-plain: two servers without a connector, asked in turn.
-direct: the two engines of the pool asked in turn, each request whole: what the connector costs, and no proxy.
-fixed: P and D: the two engines of the pool, listed at a proxy that gives each one role.
+plain: servers without a connector, asked in turn.
+direct: the engines of the pool asked in turn, each request whole: what the connector costs, and no proxy.
+fixed: P's and D's: the engines of the pool, listed at a proxy that makes half of them P's.
 pair: the pool with --placement pair: each prompt at another engine than its answer, unless it is far busier.
 auto: the pool with --placement auto. `auto:N` has --pause-weight N.
 
-A closed loop of --clients, for --seconds, of the same requests for each system; rounds are interleaved. The
-mixes are those of one_pool_simulation.py. Writes one_pool.json and one_pool.md to --out. With --resume the
-rounds that are in one_pool.json are kept, and only what is missing is measured; --only takes some mixes.
+Loads: `closed`, a loop of --clients; and a number, an open loop, in which requests come at random moments, so
+often that they are this share of what the plain servers answered in their closed loops so far. Each lasts
+--seconds, 40 where the mix changes every 20 s, and has the same requests for each system; rounds are
+interleaved. The mixes are those of one_pool_simulation.py. Writes NAME.json, NAME.md and, with matplotlib,
+NAME.svg to --out. With --resume what is in NAME.json is kept, and only what is missing is measured.
 
-    python benchmarks/one_pool.py [--only mixed] [--rounds 5] [--systems plain fixed pair auto] [--resume]
+    python benchmarks/one_pool.py [--only mixed] [--rounds 5] [--loads closed 0.5 0.8 0.95] [--resume]
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from typing import Any
 
 import side_by_side_systems as systems
 from decode_leg_report import description
-from one_pool_simulation import MIXES, mix_at
+from one_pool_simulation import MIXES, SWITCH_SECONDS, mix_at
 from side_by_side_load import Asker, Asking, Failed, Taken, asking, paired_ratio, percentile, within
 from side_by_side_systems import MODEL, MODEL_SAID, NAME, Workshop
 
@@ -53,7 +55,9 @@ FIGURES = {
     "pause, p99": lambda row: percentile(row["gaps"], 99.0),
 }
 Ask = Callable[[Asking], Awaitable[Taken]]
-Key = tuple[str, str, int]
+Row = dict[str, Any]
+Key = tuple[str, str, str, int]
+CLOSED = "closed"
 
 
 def requests(mix: str, number: int, since: float) -> Iterator[Asking]:
@@ -64,29 +68,40 @@ def requests(mix: str, number: int, since: float) -> Iterator[Asking]:
         yield asking(tokens, MODEL.vocab, NAME, answer=answer, draw=draw)
 
 
-async def closed_loop(ask: Ask, mix: str, number: int, clients: int, seconds: float) -> dict[str, Any]:
-    """Each client asks again when it has its answer, until `seconds` are over; then they end what is under
-    way."""
+async def loop(
+    ask: Ask, mix: str, number: int, seconds: float, *, clients: int = 0, rate: float = 0.0
+) -> Row:
+    """Each of the `clients` asks again when it has its answer, or requests come at this `rate`, until
+    `seconds` are over; then they end what is under way."""
     begin, taken, failed = time.monotonic(), list[Taken](), list[str]()
-    left = requests(mix, number, begin)
+    left, draw = requests(mix, number, begin), random.Random(number)
+
+    async def one_request() -> None:
+        try:
+            taken.append(await within(60.0, ask(next(left))))
+        except Failed as error:
+            failed.append(str(error))
+            await asyncio.sleep(0.2)
 
     async def one_client() -> None:
         while time.monotonic() - begin < seconds:
-            try:
-                taken.append(await within(60.0, ask(next(left))))
-            except Failed as error:
-                failed.append(str(error))
-                await asyncio.sleep(0.2)
+            await one_request()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):
             group.create_task(one_client())
+        at = draw.expovariate(rate) if rate else seconds
+        while at < seconds:
+            await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+            group.create_task(one_request())
+            at += draw.expovariate(rate)
+    gaps = [gap for one in taken for gap in one.gaps]
     return {
         "seconds": time.monotonic() - begin,
         "ended": len(taken),
         "failed": failed[:3],
         "first": [round(one.first, 4) for one in taken],
-        "gaps": [round(gap, 4) for one in taken for gap in one.gaps],
+        "gaps": [round(percentile(gaps, percent), 4) for percent in range(101)],
     }
 
 
@@ -102,23 +117,27 @@ class Servers:
         pooled = [name for name in args.systems if name not in ("plain", "direct", "fixed")]
         # One discovery port at several addresses of loopback, so that each instance pings all proxies.
         hosts = [f"127.0.0.{2 + number}" for number in range(len(pooled))]
-        self.plain = [shop.server(f"pool-plain-{n}") for n in range(2)] if "plain" in args.systems else []
+        self.plain = (
+            [shop.server(f"pool-plain-{n}") for n in range(args.engines)] if "plain" in args.systems else []
+        )
         self.pool: list[VllmServer] = []
         if set(args.systems) != {"plain"}:
             more: dict[str, Any] = {"proxy": (",".join(hosts or [LOOPBACK]), discovery)}
             self.pool = [
                 replace(shop, chunk=chunk).server(f"pool-both-{n}", role="both", **more)
-                for n, chunk in enumerate(args.pool_chunks or [args.chunk] * 2)
+                for n, chunk in enumerate(args.pool_chunks or [args.chunk] * args.engines)
             ]
         self.proxies: dict[str, ProxyServer] = {}
         for name, host in zip(pooled, hosts, strict=True):
             placement, _, weight = name.partition(":")
             options = ["--placement", placement, "--discovery", f"{host}:{discovery}"]
             options += ["--pause-weight", weight] if weight else []
-            self.proxies[name] = ProxyServer(prefill=2, extra_args=options)
+            self.proxies[name] = ProxyServer(prefill=args.engines, extra_args=options)
         if "fixed" in args.systems:
-            p, d = self.pool
-            listed = ["--prefill", f"{_http(p)}={p.zmq_address}", "--decode", f"{_http(d)}={d.zmq_address}"]
+            listed = []
+            for number, each in enumerate(self.pool):
+                role = "--prefill" if number < args.engines // 2 else "--decode"
+                listed += [role, f"{_http(each)}={each.zmq_address}"]
             self.proxies["fixed"] = ProxyServer(extra_args=listed)
         for each in (*self.plain, *self.pool):
             stack.enter_context(each)
@@ -132,7 +151,7 @@ class Servers:
         if system in ("plain", "direct"):
             self._turn += 1
             servers = self.plain if system == "plain" else self.pool
-            return await self._asker.single(servers[self._turn % 2].base_url, one)
+            return await self._asker.single(servers[self._turn % len(servers)].base_url, one)
         return await self._asker.single(self.proxies[system].base_url, one)
 
     def learned(self, system: str) -> dict[str, Any]:
@@ -147,14 +166,15 @@ def _http(server: VllmServer) -> str:
     return re.sub("^http://", "", server.base_url)
 
 
-def measure(args: argparse.Namespace, rows: list[dict[str, Any]], save: Callable[[], None]) -> None:
-    done: set[Key] = {(row["mix"], row["system"], row["round"]) for row in rows}
+def measure(args: argparse.Namespace, rows: list[Row], save: Callable[[], None]) -> None:
+    done: set[Key] = {(row["mix"], row["load"], row["system"], row["round"]) for row in rows}
     wanted = [
-        (mix, system, number)
+        key
         for number in range(args.rounds)
         for mix in args.only
+        for load in args.loads
         for system in _turned(args.systems, number)
-        if (mix, system, number) not in done
+        if (key := (mix, load, system, number)) not in done and (load == CLOSED or system != "fixed")
     ]
     if not wanted:
         return
@@ -162,14 +182,13 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], save: Callable
         asker = runner.run(_entered())
         servers = Servers(args, stack, asker)
         for system in args.systems:  # links, caches and what is learned
-            runner.run(closed_loop(partial(servers.ask, system), "mixed", 99, args.clients, args.warm))
-        for mix, system, number in wanted:
-            loop = closed_loop(
-                partial(servers.ask, system),
-                *(mix, number, args.clients, args.seconds),
-            )
-            row = {"mix": mix, "system": system, "round": number, "clients": args.clients, **runner.run(loop)}
-            row["learned"] = servers.learned(system)
+            runner.run(loop(partial(servers.ask, system), "mixed", 99, args.warm, clients=args.clients))
+        for mix, load, system, number in wanted:
+            seconds = max(args.seconds, 2 * SWITCH_SECONDS if mix == "changes" else 0.0)
+            how = {"clients": args.clients} if load == CLOSED else {"rate": float(load) * capacity(rows, mix)}
+            row = {"mix": mix, "load": load, "system": system, "round": number, **how}
+            row |= runner.run(loop(partial(servers.ask, system), mix, number, seconds, **how))
+            row["learned"] = {name: servers.learned(system).get(name) for name in ("median_error", "ways")}
             rows.append(row)
             save()
             print(_said(row), flush=True)
@@ -177,10 +196,16 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], save: Callable
         runner.run(asker.__aexit__())
 
 
-def _said(row: dict[str, Any]) -> str:
+def capacity(rows: Sequence[Row], mix: str) -> float:
+    """Requests a second of the plain servers in their closed loops."""
+    closed = [row for row in rows if (row["mix"], row["load"], row["system"]) == (mix, CLOSED, "plain")]
+    return sum(row["ended"] for row in closed) / sum(row["seconds"] for row in closed)
+
+
+def _said(row: Row) -> str:
     figures = " ".join(f"{name} {of(row):.3f}," for name, of in FIGURES.items())
-    learned = {name: row["learned"].get(name) for name in ("median_error", "ways")} if row["learned"] else ""
-    return f"{row['mix']:14} {row['system']:9} {row['round']}: {figures} {learned} {row['failed'] or ''}"
+    what = f"{row['mix']:14} {row['load']:6} {row['system']:9} {row['round']}"
+    return f"{what}: {figures} {row['learned']} {row['failed'] or ''}"
 
 
 async def _entered() -> Asker:
@@ -192,34 +217,78 @@ def _turned(names: Sequence[str], number: int) -> list[str]:
     return [*names[at:], *names[:at]]
 
 
-def report(about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "# Two engines: one pool, P and D, and plain servers in turn"
+def report(about: dict[str, Any], rows: Sequence[Row], picture: str) -> Iterator[str]:
+    yield "# One pool, P's and D's, and plain servers in turn"
     yield ""
     yield f"{about['date']}; {about['cpu']}, {about['cores']} cores; {about['versions']}; {MODEL_SAID}."
     yield ""
     yield f"`{about['command']}`"
     yield ""
-    yield "Medians of the rounds; behind them, the geometric mean of the ratios to `plain` in the same round."
+    yield "Medians of the rounds; behind them, the geometric mean of the ratios to `plain` in the same round"
+    yield "and its 95% interval. Seconds, but for requests a second."
+    if picture:
+        yield ""
+        yield f"![Ratios to the plain servers]({picture})"
     for mix in dict.fromkeys(row["mix"] for row in rows):
         yield ""
         yield f"## {mix[0].upper()}{mix[1:]}"
         yield ""
-        yield "| system | " + " | ".join(FIGURES) + " | error of predictions |"
-        yield "|---|" + "---:|" * (len(FIGURES) + 1)
-        by = {(row["system"], row["round"]): row for row in rows if row["mix"] == mix}
-        for system in dict.fromkeys(name for name, _ in by):
-            pairs = [(row, by.get(("plain", n))) for (name, n), row in by.items() if name == system]
+        yield "| load | system | " + " | ".join(FIGURES) + " | error of predictions |"
+        yield "|---|---|" + "---:|" * (len(FIGURES) + 1)
+        for load, system, pairs in _pairs(rows, mix):
             cells = [_cell(of, pairs) for of in FIGURES.values()]
-            errors = [row["learned"].get("median_error") for row, _ in pairs if row["learned"]]
-            said = f"{percentile([e for e in errors if e is not None], 50.0):.0%}" if any(errors) else "-"
-            yield f"| {system} | " + " | ".join(cells) + f" | {said} |"
+            errors = [row["learned"].get("median_error") for row, _ in pairs]
+            known = [error for error in errors if error is not None]
+            said = f"{percentile(known, 50.0):.0%}" if known else "-"
+            yield f"| {load} | {system} | " + " | ".join(cells) + f" | {said} |"
+
+
+def _pairs(rows: Sequence[Row], mix: str) -> Iterator[tuple[str, str, list[tuple[Row, Row | None]]]]:
+    """Of each load and system the rounds, each with that of the plain servers."""
+    by = {(row["load"], row["system"], row["round"]): row for row in rows if row["mix"] == mix}
+    for load, system in dict.fromkeys((load, system) for load, system, _ in by):
+        found = [(row, by.get((load, "plain", n))) for (*key, n), row in by.items() if key == [load, system]]
+        yield load, system, found
+
+
+def plot(rows: Sequence[Row], file: Path) -> bool:
+    """A panel for each figure: the ratios to the plain servers. Whether there is matplotlib to draw it."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "one-pool"
+    from matplotlib import pyplot
+
+    mixes = list(dict.fromkeys(row["mix"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(FIGURES), figsize=(3.2 * len(FIGURES), 4.5), sharey=True)
+    names = [
+        (mix, *each) for mix in mixes for each in _pairs(rows, mix) if each[1] != "plain" and all(each[2][0])
+    ]
+    for panel, (title, of) in zip(panels, FIGURES.items(), strict=True):
+        for at, (*_, pairs) in enumerate(reversed(names)):
+            both = [(of(row), of(plain)) for row, plain in pairs if plain is not None]
+            ratio = paired_ratio(*zip(*both, strict=True))
+            low, high = ratio.low or ratio.mean, ratio.high or ratio.mean
+            panel.plot([low, high], [at, at], color="0.6")
+            panel.plot(ratio.mean, at, "ko", markersize=4)
+        panel.axvline(1.0, color="0.3", linewidth=0.8)
+        panel.set(xscale="log", title=title)
+    panels[0].set_yticks(
+        range(len(names)), [f"{mix}, {load}: {system}" for mix, load, system, _ in reversed(names)]
+    )
+    figure.supxlabel("times the plain servers'")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    return True
 
 
 def _cell(
     of: Callable[[dict[str, Any]], float], pairs: Sequence[tuple[dict[str, Any], dict[str, Any] | None]]
 ) -> str:
     value = percentile([of(row) for row, _ in pairs], 50.0)
-    both = [(of(row), of(plain)) for row, plain in pairs if plain is not None]
+    both = [(of(row), of(plain)) for row, plain in pairs if plain not in (None, row)]
     ratio = f" ({paired_ratio(*zip(*both, strict=True))})" if both else ""
     return f"{value:.3f}{ratio}"
 
@@ -227,34 +296,39 @@ def _cell(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=MIXES, default=list(MIXES), help="mixes")
-    parser.add_argument("--systems", nargs="+", default=["plain", "fixed", "pair", "auto"])
+    parser.add_argument("--systems", nargs="+", default=["plain", "fixed", "auto"])
+    parser.add_argument("--loads", nargs="+", default=[CLOSED, "0.5", "0.8", "0.95"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each loop")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each loop, at least")
     parser.add_argument("--warm", type=float, default=20.0, help="seconds of each system's first loop")
     parser.add_argument(
         "--settle", type=float, default=2.0, help="seconds between two loops: servers spin on"
     )
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a step")
-    parser.add_argument("--pool-chunks", type=int, nargs=2, help="the same, of each engine of the pool")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--pool-chunks", type=int, nargs="+", help="the same, of each engine of the pool")
     parser.add_argument("--kv-gib", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="keep the rounds that are measured already")
     parser.add_argument("--logs", type=Path, default=Path(".demo", "logs"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--name", default="one_pool")
     args = parser.parse_args()
     args.tokens = []
-    file = args.out / "one_pool.json"
-    about, rows = description(args), list[dict[str, Any]]()
+    file, picture = args.out / f"{args.name}.json", args.out / f"{args.name}.svg"
+    about, rows = description(args), list[Row]()
     if args.resume and file.exists():
         rows = json.loads(file.read_text())["rows"]
 
     def save() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"about": about, "rows": rows}, separators=(",", ":")) + "\n")
-        (args.out / "one_pool.md").write_text("\n".join(report(about, rows)) + "\n")
+        drawn = picture.name if picture.exists() else ""
+        (args.out / f"{args.name}.md").write_text("\n".join(report(about, rows, drawn)) + "\n")
 
     with ending_on_signals():
         measure(args, rows, save)
+    plot(rows, picture)
     save()
     return 0
 
