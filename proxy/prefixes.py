@@ -9,7 +9,8 @@ model. What an instance still has in its cache the proxy can only guess, from wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence
+from itertools import takewhile
 
 from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance, least_busy
@@ -91,16 +92,13 @@ class PrefixIndex:
     def held(self, chain: Chain) -> dict[Hashable, int]:
         """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left
         out."""
+        known = list(takewhile(bool, map(self._links.get, chain)))
+        # Who holds a piece holds those before it: so where as many hold two, the later one says who.
+        last = {len(holders or ()): depth for depth, holders in enumerate(known, 1)}
         found: dict[Hashable, int] = {}
-        there: Set[Hashable] = self._links.get(chain[0], {}).keys() if chain else set()
-        for depth, link in enumerate(chain):
-            holders = self._links.get(link, {}).keys()
-            if not there <= holders:
-                found.update(dict.fromkeys(there - holders, depth))
-                there = there & holders
-            if not there:
-                break
-        return found | dict.fromkeys(there, len(chain))
+        for depth in last.values():
+            found |= dict.fromkeys(known[depth - 1] or (), depth)
+        return found
 
     def add(self, chain: Sequence[bytes], holder: Hashable) -> None:
         """`holder` is given a prompt that begins like this."""
