@@ -159,15 +159,17 @@ class EngineCosts:
         """How many prompts are here now, their tokens, and how many seconds these take: what time has left of
         the last report, and of the prompts that are not in it."""
         work, begun, (count, size, first) = self._reported.work, self._since, self._new
+        any_prompt, token_alone, beside = self.prompt.weights  # as prompt_seconds, without its calls
+        each = (token_alone + beside * self.answers / _STREAMS) / _TOKENS
         prompts = tokens = left = 0.0
         if work.prompts:
-            seconds = self.prompt_seconds(work.tokens, work.prompts)
+            seconds = any_prompt * work.prompts + each * work.tokens
             until = self._reported.at + seconds
             if left := max(0.0, until - now):
                 prompts, tokens = work.prompts * left / seconds, work.tokens * left / seconds
             begun = max(begun, until)
         if count:
-            seconds, past = self.prompt_seconds(size, count), now - max(begun, first)
+            seconds, past = any_prompt * count + each * size, now - max(begun, first)
             share = 1.0 if past <= 0.0 else max(0.0, 1.0 - past / seconds) if seconds else 0.0
             prompts, tokens, left = prompts + share * count, tokens + share * size, left + share * seconds
         return prompts, tokens, left

@@ -340,7 +340,8 @@ class Router:
         # Of a pool of both roles the same ones: two choices, and half of the work.
         few = some(prefillers)
         decoding = few if prefillers == decoders else some(decoders)
-        cached = policy.cached([*few, *decoding], request) if policy.knows_prompts else {}
+        every = few if decoding is few else [*few, *decoding]
+        cached = policy.cached(every, request) if policy.knows_prompts else {}
         if (found := self.costs.cheapest(few, decoding, alone, tokens, cached, now, near)) is None:
             return None
         prefill, decode, prediction = found
