@@ -37,7 +37,7 @@ from p2pkv_proxy.bodies import Prompt
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.placement import EngineCosts, PlacementCosts, PromptPart
+from p2pkv_proxy.placement import EngineCosts, PlacementCosts
 from p2pkv_proxy.policy import Routing, RoutingRequest
 from p2pkv_proxy.routing import Router
 
@@ -177,10 +177,10 @@ class Seen:
 class Noise(PlacementCosts):
     """Predicts whatever it draws."""
 
-    def _prompt_part(self, engine: EngineCosts, new: int, now: float) -> PromptPart:
-        return PromptPart(self.dice.random(), self.dice.random())
+    def _prompt_part(self, engine: EngineCosts, queued: float, new: int) -> tuple[float, float]:
+        return self.dice.random(), self.dice.random()
 
-    def _answer_part(self, engine: EngineCosts, tokens: int, now: float) -> tuple[float, float]:
+    def _answer_part(self, engine: EngineCosts, tokens: int, share: float) -> tuple[float, float]:
         return self.dice.random(), self.dice.random()
 
 

@@ -17,12 +17,11 @@ is decoded, so choosing among n instances takes n steps and not n * n. No IO, no
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -127,6 +126,8 @@ class EngineCosts:
         """The prompts that are not computed yet, the oldest first; `tokens` are theirs."""
         self.report = self._reported = _NOTHING
         """The last report, and what is left of it."""
+        self._new = 0, 0, 0.0
+        """Of the queue, how many are not in the report, their tokens, and when the first was placed."""
         self._since = 0.0
         """When it began with the prompt that it computes now."""
         self._computed = 0.0
@@ -145,8 +146,7 @@ class EngineCosts:
         """Until all prompts that are here now are computed. One that is overdue may take as long again, so
         that an engine that hangs does not look idle."""
         if self._reports(now):
-            prompts, tokens = self._waiting(now)
-            return self.prompt_seconds(tokens, prompts)
+            return self._waiting(now)[2]
         if not self._queue:
             return 0.0
         first, since = self.prompt_seconds(self._queue[0].tokens), now - self._since
@@ -156,40 +156,44 @@ class EngineCosts:
         """Whether there is a report that counts."""
         return now - self.report.at < (_FRESH_SECONDS if self._queue else _REPORT_SECONDS)
 
-    def _waiting(self, now: float) -> tuple[float, float]:
-        """How many prompts are here now, and their tokens: what time has left of the last report, and of the
-        prompts that are not in it."""
-        work, begun, new = (
-            self._reported.work,
-            self._since,
-            [each for each in self._queue if self._is_new(each)],
-        )
-        prompts = tokens = 0.0
+    def _waiting(self, now: float) -> tuple[float, float, float]:
+        """How many prompts are here now, their tokens, and how many seconds these take: what time has left of
+        the last report, and of the prompts that are not in it."""
+        work, begun, (count, size, first) = self._reported.work, self._since, self._new
+        any_prompt, token_alone, beside = self.prompt.weights  # as prompt_seconds, without its calls
+        each = (token_alone + beside * self.answers / _STREAMS) / _TOKENS
+        prompts = tokens = left = 0.0
         if work.prompts:
-            seconds = self.prompt_seconds(work.tokens, work.prompts)
+            seconds = any_prompt * work.prompts + each * work.tokens
             until = self._reported.at + seconds
             if left := max(0.0, until - now):
                 prompts, tokens = work.prompts * left / seconds, work.tokens * left / seconds
             begun = max(begun, until)
-        if new:
-            count, size = len(new), sum(each.tokens for each in new)
-            seconds, past = self.prompt_seconds(size, count), now - max(begun, new[0].placed)
+        if count:
+            seconds, past = any_prompt * count + each * size, now - max(begun, first)
             share = 1.0 if past <= 0.0 else max(0.0, 1.0 - past / seconds) if seconds else 0.0
-            prompts, tokens = prompts + share * count, tokens + share * size
-        return prompts, tokens
+            prompts, tokens, left = prompts + share * count, tokens + share * size, left + share * seconds
+        return prompts, tokens, left
 
     def follow(self, report: WorkloadReport) -> None:
         """Its scheduler has reported."""
         self.report = self._reported = report
+        self._count()
+
+    def _count(self) -> None:
+        new = [each for each in self._queue if self._is_new(each)]
+        self._new = len(new), sum(each.tokens for each in new), new[0].placed if new else 0.0
+        self.tokens = sum(each.tokens for each in self._queue)
 
     def _is_new(self, prompt: QueuedPrompt) -> bool:
         """Whether it is not in the report."""
         return prompt.placed > self.report.at - _ON_ITS_WAY
 
-    def prefill_share(self, now: float, *, own: bool = False) -> float:
-        """Of its time that prompts take, lately and next; `own`: without other proxies' prompts, so that the
-        shares of all proxies add up."""
-        queued = self.prompt_seconds(self.tokens, len(self._queue)) if own else self.queued_seconds(now)
+    def prefill_share(self, now: float, queued: float | None = None) -> float:
+        """Of its time that prompts take, lately and next: `queued` are so many seconds. None: this proxy's
+        own, so that the shares of all proxies add up."""
+        if queued is None:
+            queued = self.prompt_seconds(self.tokens, len(self._queue))
         return min(1.0, self._past_share(now) + queued / _SHARE_SECONDS)
 
     def _past_share(self, now: float) -> float:
@@ -200,17 +204,17 @@ class EngineCosts:
             self._since = now
         prompt = QueuedPrompt(tokens, now)
         if self._reports(now):
-            count, others = self._waiting(now)
+            count, others, _ = self._waiting(now)
             prompt.among = count + 1.0, others + tokens
         self._queue.append(prompt)
-        self.tokens += tokens
+        self._count()
         return prompt
 
     def prompt_left(self, prompt: QueuedPrompt, now: float) -> None:
         if self._queue[0] is prompt:
             self._since = now
         self._queue.remove(prompt)
-        self.tokens -= prompt.tokens
+        self._count()
 
     def prompt_computed(self, prompt: QueuedPrompt, now: float, *, learn: bool = True) -> None:
         """It took the time since the last, as prompts are computed in order; or, where other proxies' may
@@ -256,8 +260,7 @@ class QueuedPrompt:
     """How many prompts were there then, with this one, and their tokens; None if nothing is reported."""
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Why a request goes its way: the seconds until its first token, and the costs of this way and of the
     cheapest of the other kind, if there is one."""
 
@@ -361,90 +364,85 @@ class PlacementCosts:
 
     def status(self) -> dict[str, Any]:
         """For /status: how far off the latest predictions were, and why the last ways were taken."""
-        shown = list(self.latest)[-_SHOWN:]
         errors = [prediction.error(seen) for prediction, seen in self.latest]
         return {
             "ways": dict(self.ways),
             "median_error": median(errors) if errors else None,
-            "latest": [{**asdict(prediction), "first_token_seen": seen} for prediction, seen in shown],
+            "latest": [
+                {**each._asdict(), "first_token_seen": seen} for each, seen in [*self.latest][-_SHOWN:]
+            ],
         }
 
     def cheapest(
         self,
         prefillers: Sequence[Instance],
         decoders: Sequence[Instance],
-        may_be_whole: Callable[[Instance], bool],
+        alone: int,
         tokens: int,
         cached: Mapping[Instance, int],
         now: float,
         near: Callable[[Instance], Sequence[Instance]] | None = None,
     ) -> tuple[Instance, Instance, Prediction] | None:
         """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
-        if no two match and none may serve it whole. `near`: the decoders with a link to an instance; None if
-        all have or may have one."""
-        drawn = self._some(prefillers)
-        prompts = {each: self._prompt_part(at, tokens - cached.get(each, 0), now) for each, at in drawn}
-
-        def answers_at(some: _Drawn) -> list[tuple[Instance, float, float, EngineCosts]]:
-            return [(each, *self._answer_part(engine, tokens, now), engine) for each, engine in some]
-
-        # Of a pool of both roles the same ones: two choices, and half of the work.
-        answers = answers_at(drawn if prefillers == decoders else self._some(decoders))
-        pairs = [
-            _Way(prompt.cost + _FIRST_TOKEN * late + cost, each.turn, prompt.seconds + late, prefill, each)
-            # The second one is for where the first one is the best to decode, too.
-            for prefill, prompt in heapq.nsmallest(1 if near else 2, prompts.items(), key=itemgetter(1))
-            for each, cost, late, _ in (answers_at(self._some(near(prefill))) if near else answers)
-            if each is not prefill and each.matches(prefill)
-        ]
-        whole = []
-        for each, cost, _, engine in answers:
-            if may_be_whole(each):
-                prompt = prompts.get(each) or self._prompt_part(engine, tokens - cached.get(each, 0), now)
-                whole.append(_Way(prompt.cost + cost, each.turn, prompt.seconds, each, each))
+        if no two match and none may serve it whole. `alone`: prompts that a D may have to compute. `near`:
+        the decoders with a link to an instance; None if all have or may have one."""
+        looked = self._looked(prefillers, now)
+        prompts = {p: self._prompt_part(at, queued, tokens - cached.get(p, 0)) for p, at, queued in looked}
+        there = looked if decoders is prefillers else self._looked(decoders, now)
+        pairs, whole, answers = [], [], self._answers(there, tokens, now)
+        # The second one is for where the first one is the best to decode, too.
+        for prefill, (cost, seconds) in sorted(prompts.items(), key=_COST)[: 1 if near else 2]:
+            at_hand = self._answers(self._looked(near(prefill), now), tokens, now) if near else answers
+            for more, turn, late, each, *_ in at_hand:
+                if each is not prefill and each.matches(prefill):
+                    pairs.append((cost + more, turn, seconds + late, prefill, each))
+                    break
+        for more, turn, late, each, engine, queued in answers:
+            if each.role == "both" or each.alone < alone:
+                prompt = prompts.get(each) or self._prompt_part(engine, queued, tokens - cached.get(each, 0))
+                whole.append((prompt[0] + more - _FIRST_TOKEN * late, turn, prompt[1], each, each))
         best = sorted((min(ways, key=_ORDER) for ways in (pairs, whole) if ways), key=_ORDER)
         if not best:
             return None
         cost, _, first_token, prefill, decode = best[0]
         way: Way = "whole" if prefill is decode else "pair"
         self.ways[way] += 1
-        return prefill, decode, Prediction(way, first_token, cost, best[1].cost if best[1:] else None)
+        return prefill, decode, Prediction(way, first_token, cost, best[1][0] if best[1:] else None)
 
-    def _prompt_part(self, engine: EngineCosts, new: int, now: float) -> PromptPart:
-        """The part of the cost that depends on where the prompt is computed."""
+    def _prompt_part(self, engine: EngineCosts, queued: float, new: int) -> tuple[float, float]:
+        """The part of the cost that depends on where the prompt is computed, and the seconds until it is."""
         prompt = engine.prompt_seconds(new)
-        seconds = engine.queued_seconds(now) + prompt
-        return PromptPart(_FIRST_TOKEN * seconds + self.pause_weight * engine.answers * prompt, seconds)
+        seconds = queued + prompt
+        return _FIRST_TOKEN * seconds + self.pause_weight * engine.answers * prompt, seconds
 
-    def _answer_part(self, engine: EngineCosts, tokens: int, now: float) -> tuple[float, float]:
-        """The part of the cost that depends on where the answer is decoded, and the seconds of a hand-over
-        to there."""
+    def _answers(self, looked: Sequence[_Looked], tokens: int, now: float) -> list[_Answer]:
+        """The cheapest first."""
+        found = []
+        for each, engine, queued in looked:
+            cost, late = self._answer_part(engine, tokens, engine.prefill_share(now, queued))
+            found.append((_FIRST_TOKEN * late + cost, each.turn, late, each, engine, queued))
+        return sorted(found, key=_ORDER)
+
+    def _answer_part(self, engine: EngineCosts, tokens: int, share: float) -> tuple[float, float]:
+        """The part of the cost that depends on where the answer is decoded, with the share of its time that
+        prompts take there, and the seconds of a hand-over to there."""
         step, longer, stopped = engine.step.weights
         step += longer * (2 * engine.answers + 1) / _STREAMS  # of this answer, and more of the others
-        stopped *= engine.prefill_share(now) * (1.0 + self.pause_weight)
-        return self.answer_steps * (step + stopped), engine.hand_over.predict(1.0, tokens / _TOKENS)
+        stopped *= share * (1.0 + self.pause_weight)
+        late, later = engine.hand_over.weights
+        return self.answer_steps * (step + stopped), late + later * tokens / _TOKENS
 
-    def _some(self, instances: Sequence[Instance]) -> _Drawn:
+    def some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+        """Those that `cheapest` shall compare."""
         if (count := len(instances)) > MOST_COMPARED:
             draw = self.dice.random
-            instances = [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
-        return [(each, self.of(each)) for each in instances]
+            return [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
+        return instances
+
+    def _looked(self, instances: Sequence[Instance], now: float) -> Sequence[_Looked]:
+        return [(each, engine := self.of(each), engine.queued_seconds(now)) for each in instances]
 
 
-class PromptPart(NamedTuple):
-    """What it costs to compute a prompt at an instance, and the seconds until it is computed."""
-
-    cost: float
-    seconds: float
-
-
-class _Way(NamedTuple):
-    cost: float
-    turn: int
-    first_token: float
-    prefill: Instance
-    decode: Instance
-
-
-_Drawn = Sequence[tuple[Instance, EngineCosts]]
-_ORDER = itemgetter(0, 1)
+_Looked = tuple[Instance, EngineCosts, float]
+_Answer = tuple[float, int, float, Instance, EngineCosts, float]
+_ORDER, _COST = itemgetter(0, 1), itemgetter(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -82,5 +82,5 @@ class Policy:
         """Tokens of the prompt that each has been given before; those that are left out have none."""
         return {}
 
-    def remember(self, instance: Instance, request: RoutingRequest) -> None:
-        """This one is given the prompt, by another choice."""
+    def remember(self, instances: Iterable[Instance], request: RoutingRequest) -> None:
+        """These are given the prompt, by another choice."""

@@ -9,7 +9,8 @@ model. What an instance still has in its cache the proxy can only guess, from wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import takewhile
 
 from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance, least_busy
@@ -54,11 +55,11 @@ class PrefixAware(Policy):
         if len({each.ping.tp_size for each in candidates}) == 1:
             candidates = [least_busy(candidates), *cached]  # the least cost is one of theirs
         chosen = min(candidates, key=cost)
-        self.remember(chosen, request)
+        self.remember([chosen], request)
         return Pick(chosen, cached.get(chosen, 0))
 
-    def remember(self, instance: Instance, request: RoutingRequest) -> None:
-        self._index.add(_remembered(request.prompt.chain), instance.cache)
+    def remember(self, instances: Iterable[Instance], request: RoutingRequest) -> None:
+        self._index.add(_remembered(request.prompt.chain), *(each.cache for each in instances))
 
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
         held = self._index.held(_remembered(request.prompt.chain))
@@ -91,27 +92,27 @@ class PrefixIndex:
     def held(self, chain: Chain) -> dict[Hashable, int]:
         """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left
         out."""
+        known = list(takewhile(bool, map(self._links.get, chain)))
+        # Who holds a piece holds those before it: so where as many hold two, the later one says who.
+        last = {len(holders or ()): depth for depth, holders in enumerate(known, 1)}
         found: dict[Hashable, int] = {}
-        there: Set[Hashable] = self._links.get(chain[0], {}).keys() if chain else set()
-        for depth, link in enumerate(chain):
-            holders = self._links.get(link, {}).keys()
-            if not there <= holders:
-                found.update(dict.fromkeys(there - holders, depth))
-                there = there & holders
-            if not there:
-                break
-        return found | dict.fromkeys(there, len(chain))
+        for depth in last.values():
+            found |= dict.fromkeys(known[depth - 1] or (), depth)
+        return found
 
-    def add(self, chain: Sequence[bytes], holder: Hashable) -> None:
-        """`holder` is given a prompt that begins like this."""
+    def add(self, chain: Sequence[bytes], *given: Hashable) -> None:
+        """These are given a prompt that begins like this."""
+        links, to_end = self._links, self._links.move_to_end
         for link in reversed(chain):
-            holders = self._links.setdefault(link, {})
-            self._links.move_to_end(link)
-            self._size += holder not in holders
-            holders.pop(holder, None)
-            holders[holder] = None
-            if len(holders) > MOST_HOLDERS:
-                del holders[next(iter(holders))]
-                self._size -= 1
+            holders = links.setdefault(link, {})
+            to_end(link)
+            for holder in given:
+                if holder in holders:
+                    del holders[holder]
+                elif len(holders) < MOST_HOLDERS:
+                    self._size += 1
+                else:
+                    del holders[next(iter(holders))]
+                holders[holder] = None
         while self._size > self._capacity:
             self._size -= len(self._links.popitem(last=False)[1])

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from typing import NamedTuple
 
 from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, least_busy
 from .membership.partners import Nearby
@@ -105,8 +106,7 @@ class PrefillMode(Enum):
     SPARED = auto()  # if the prompt is short: D alone, within its share; else as WANTED
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Which instances serve one request; `prefill` is None where D does it alone.
 
     Attributes:
@@ -310,13 +310,15 @@ class Router:
                 decoders = linked
         decode = self._pick(self._pick_decode, decoders, request).instance
         if decode is prefill:
+            prefillers = prefillers if fleet.alike else _matching(prefillers, [decode])
             return self._beside(decode, prefillers, request)
         return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
 
     def _beside(self, decode: Instance, prefillers: Sequence[Instance], request: RoutingRequest) -> Choice:
         """The best D is the best P, too: another P, so that D's other requests need not wait for this prompt;
         unless each has as much more to do than D as this prompt is."""
-        others = [each for each in prefillers if each is not decode and each.matches(decode)]
+        others = list(prefillers)
+        others.remove(decode)
         if others:
             prefill, cached = self._pick(self._pick_prefill, others, request)
             if prefill.order[0] - decode.order[0] < request.prompt.tokens / decode.ping.tp_size:
@@ -332,24 +334,18 @@ class Router:
         now: float,
         alone: int,
     ) -> Choice | None:
-        policy, tokens, nearby = self._pick_prefill, request.prompt.tokens, fleet.nearby
-        cached = policy.cached([*prefillers, *decoders], request) if policy.knows_prompts else {}
-        found = self.costs.cheapest(
-            prefillers,
-            decoders,
-            lambda each: each.role == "both" or each.alone < alone,
-            tokens,
-            cached,
-            now,
-            None if nearby is None else lambda prefill: self._linked(nearby, prefill) or decoders,
-        )
-        if found is None:
+        policy, tokens = self._pick_prefill, request.prompt.tokens
+        some, nearby = self.costs.some, fleet.nearby
+        near = (lambda prefill: some(self._linked(nearby, prefill) or decoders)) if nearby else None
+        # Of a pool of both roles the same ones: two choices, and half of the work.
+        few = some(prefillers)
+        decoding = few if prefillers == decoders else some(decoders)
+        every = few if decoding is few else [*few, *decoding]
+        cached = policy.cached(every, request) if policy.knows_prompts else {}
+        if (found := self.costs.cheapest(few, decoding, alone, tokens, cached, now, near)) is None:
             return None
         prefill, decode, prediction = found
-        for each in {prefill, decode}:
-            each.take_turn(next(self._turns))
-            policy.remember(each, request)
-        return Choice(
+        choice = Choice(
             None if prefill is decode else prefill,
             decode,
             spared=prefill is decode and decode.role == "D",
@@ -357,10 +353,15 @@ class Router:
             whole=prefill is decode and decode.role == "both",
             prediction=prediction,
         )
+        for each in choice.instances:
+            each.take_turn(next(self._turns))
+        policy.remember(choice.instances, request)
+        return choice
 
     def _linked(self, nearby: Nearby, prefill: Instance) -> Sequence[Instance]:
         """Those D's near a P that have room."""
-        return [each for each in nearby.decoders(prefill) if each not in self._registry.full]
+        full, near = self._registry.full, nearby.decoders(prefill)
+        return [each for each in near if each not in full] if full else near
 
     def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
         """Those that would compute so few tokens of this prompt that P is not needed."""
@@ -373,12 +374,7 @@ class Router:
         return pick
 
     def able(
-        self,
-        model: str | None,
-        now: float,
-        *,
-        mode: PrefillMode,
-        avoid: frozenset[Instance] = frozenset(),
+        self, model: str | None, now: float, *, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's that `choose` would choose from. Raises as it does."""
         return self._able(self._kept(now).fleet(model, avoid), mode)

@@ -255,7 +255,7 @@ class Proxy:
         if self.routing.placement != "auto":
             return None
         engine, now = self.router.costs.of(instance), self.clock()
-        return engine.queued_seconds(now), engine.prefill_share(now, own=True)
+        return engine.queued_seconds(now), engine.prefill_share(now)
 
     def gauges(self) -> dict[str, int]:
         """What is held now; all 0 when nothing is under way."""

@@ -339,9 +339,6 @@ Router.choose: a pool of instances of both roles never pushes under load
 - return self._beside(decode, prefillers, request)
 + return Choice(None, decode, whole=True)
 > tests/proxy/test_placement.py
-Router._cheapest: with placement by cost a D computes prompts beyond its share
-- each.role == "both" or each.alone < alone
-+ True
 Router.choose: with placement by cost a D computes what a P has failed
 - self._alone if mode is PrefillMode.WANTED else 0
 + self._alone
@@ -372,8 +369,11 @@ Router.choose: in a fleet larger than max_links a request goes to a pair without
 > tests/proxy/test_placement.py
 PlacementCosts._prompt_part: a prompt's cost forgets the answers that it stops
 - + self.pause_weight * engine.answers * prompt
+PlacementCosts.cheapest: with placement by cost a D computes prompts beyond its share
+- each.role == "both" or each.alone < alone
++ True
 PlacementCosts._prompt_part: what is queued at an instance costs nothing
-- engine.queued_seconds(now) + prompt
+- queued + prompt
 + prompt
 EngineCosts.queued_seconds: a prompt that is long overdue costs nothing
 - abs(first - since)
@@ -385,16 +385,16 @@ EngineCosts._is_new: a prompt counts beside the report that has it
 - prompt.placed > self.report.at - _ON_ITS_WAY
 + True
 PlacementCosts.cheapest: what an instance has of a prompt in its cache costs as much as the rest
-- tokens - cached.get(each, 0), now) for each, at in drawn
-+ tokens, now) for each, at in drawn
-PlacementCosts.cheapest: a hand-over costs nothing
-- + _FIRST_TOKEN * late + cost
-+ + cost
+- tokens - cached.get(p, 0)) for p, at, queued in looked
++ tokens) for p, at, queued in looked
+PlacementCosts._answers: a hand-over costs nothing
+- _FIRST_TOKEN * late + cost
++ cost
 PlacementCosts._answer_part: answers beside it do not make an answer slower
 - (2 * engine.answers + 1)
 + 1
 PlacementCosts._answer_part: prompts at the same instance do not make an answer slower
-- stopped *= engine.prefill_share(now) * (1.0 + self.pause_weight)
+- stopped *= share * (1.0 + self.pause_weight)
 + stopped = 0.0
 PlacementCosts.cheapest: placement by cost pairs instances that do not match
 - if each is not prefill and each.matches(prefill)
@@ -424,7 +424,7 @@ PlacedRequest.leave: a request that has left still counts as queued
 + pass
 > tests/proxy/test_partners.py
 PlacementCosts.cheapest: in a large pool placement by cost passes links over
-- answers_at(self._some(near(prefill))) if near else answers
+- self._answers(self._looked(near(prefill), now), tokens, now) if near else answers
 + answers
 == p2pkv/connector/core_beats.py
 > tests/connector/test_core_beats.py

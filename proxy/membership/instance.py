@@ -261,7 +261,7 @@ class Instance:
         self.url = f"http://{http}"
         self.written_addresses = tuple({ping.http_address, ping.zmq_address, str(self.zmq_address)})
         self.name = f"{ping.http_address}/{ping.dp_rank}"
-        self.cache = self.name, ping.incarnation
+        self.cache = f"{self.name} {ping.incarnation}"
         self.point = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest())
         self.learn(frozenset())
 
@@ -411,10 +411,14 @@ class Instance:
 
 
 def least_busy(instances: Sequence[Instance]) -> Instance:
-    """The one with the least to do, of at least one; among equals, the one whose turn was longest ago."""
+    """The one with the least to do, of at least one; among equals, the one whose turn was longest ago. Of
+    more than `MOST_COMPARED` so many are drawn, and compared."""
+    if len(instances) > MOST_COMPARED:
+        instances = random.choices(instances, k=MOST_COMPARED)
     return min(instances, key=_ORDER)
 
 
+MOST_COMPARED = 128
 _ORDER = attrgetter("order")
 
 

@@ -89,7 +89,7 @@ class Nearby:
     def __init__(self, prefillers: Sequence[Instance], decoders: Sequence[Instance], most: int) -> None:
         self._ps = sorted(each.point for each in prefillers)
         self._ds = sorted(decoders, key=_POINT)
-        self._points = [each.point for each in self._ds]
+        self._twice, self._points = self._ds * 2, [each.point for each in self._ds]
         # Of the P's that follow it on the ring, each D takes as many as leave no P with more than `most` D's.
         self._each = max(1, min(most, most * len(self._ps) // len(self._ds)))
         self._usual = max(2, self._each * len(self._ds) // len(self._ps))
@@ -112,7 +112,7 @@ class Nearby:
         if after > prefill.point:
             first -= len(self._ds)
         first = max(min(first, last - self._usual), last - len(self._ds))
-        return [self._ds[at] for at in range(first, last)]
+        return self._twice[first + len(self._ds) : last + len(self._ds)]
 
 
 _POINT = attrgetter("point")

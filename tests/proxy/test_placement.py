@@ -214,7 +214,7 @@ def test_two_that_do_not_match_are_no_pair() -> None:
     costs = PlacementCosts()
     one, other = fleet("P", "D")[1]
     one.names, other.names = frozenset({"a model"}), frozenset({"another model"})
-    assert costs.cheapest([one], [other], lambda _: False, 100, {}, 0.0) is None
+    assert costs.cheapest([one], [other], 0, 100, {}, 0.0) is None
 
 
 def test_of_many_instances_few_are_compared() -> None:
@@ -223,7 +223,7 @@ def test_of_many_instances_few_are_compared() -> None:
         choice = router.choose(request(100), 0.0)
         assert choice.decode in pool
     assert len(router.costs._engines) <= 100
-    assert 2 < len(set(router.costs._some(pool))) <= MOST_COMPARED
+    assert 2 < len(set(router.costs.some(pool))) <= MOST_COMPARED
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2000), st.floats(0.0, 3.0)), max_size=80))

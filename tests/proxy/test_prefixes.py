@@ -211,6 +211,14 @@ def test_a_shared_beginning_forgets_holders() -> None:
     assert index._size == MOST_HOLDERS
 
 
+def test_who_has_more_of_a_prompt_is_found_however_many_have_its_beginning() -> None:
+    index = PrefixIndex(1000)
+    index.add([b"system prompt", b"turn", b"next turn"], "one")
+    for other in range(2 * MOST_HOLDERS):
+        index.add([b"system prompt"], other)
+    assert index.held((b"system prompt", b"turn", b"other turn"))["one"] == 2
+
+
 LINKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=6)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from proxy_fakes import fleet, join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
-from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss
+from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss, least_busy
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import NoInstance, PrefillMode, Router
@@ -85,6 +86,19 @@ def test_p_and_d_are_chosen_independently() -> None:
     choices += [router.choose(RoutingRequest(), 0.0) for _ in range(2)]
     pairs = {(c.prefill.ping.http_address, c.decode.ping.http_address) for c in choices if c.prefill}
     assert len(pairs) == 4
+
+
+def test_of_very_many_some_are_compared() -> None:
+    """Nobody gets a request who has more to do than 128 that are drawn, and all get some."""
+    registry, chosen = Registry(1e9), Counter[Instance]()
+    pool = [join(registry, ping("D", 1000 + number)) for number in range(512)]
+    for busy in pool[::2]:
+        busy.count_place(1, alone=False)
+    for turn in range(600):
+        least = least_busy(pool)
+        chosen[least] += 1
+        least.take_turn(turn + 1)
+    assert set(chosen) == set(pool[1::2]) and max(chosen.values()) < 8
 
 
 def test_the_least_busy_comes_first() -> None:
