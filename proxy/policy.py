@@ -82,5 +82,11 @@ class Policy:
         """Tokens of the prompt that each has been given before; those that are left out have none."""
         return {}
 
+    def with_holder(
+        self, some: Sequence[Instance], candidates: Sequence[Instance], request: RoutingRequest
+    ) -> Sequence[Instance]:
+        """Some of the candidates, and the one that has been given most of the prompt."""
+        return some
+
     def remember(self, instances: Iterable[Instance], request: RoutingRequest) -> None:
         """These are given the prompt, by another choice."""

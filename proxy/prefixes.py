@@ -8,8 +8,8 @@ model. What an instance still has in its cache the proxy can only guess, from wh
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import takewhile
 
 from .bodies import PIECE_TOKENS, Chain
@@ -61,6 +61,13 @@ class PrefixAware(Policy):
     def remember(self, instances: Iterable[Instance], request: RoutingRequest) -> None:
         self._index.add(_remembered(request.prompt.chain), *(each.cache for each in instances))
 
+    def with_holder(
+        self, some: Sequence[Instance], candidates: Sequence[Instance], request: RoutingRequest
+    ) -> Sequence[Instance]:
+        most = self._index.most(_remembered(request.prompt.chain))
+        holder = next((each for each in candidates if each.cache in most), None)
+        return some if holder is None or holder in some else [*some, holder]
+
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
         held = self._index.held(_remembered(request.prompt.chain))
         if not held:
@@ -88,6 +95,11 @@ class PrefixIndex:
         self._capacity = capacity
         self._links: OrderedDict[bytes, dict[Hashable, None]] = OrderedDict()
         self._size = 0
+
+    def most(self, chain: Chain) -> Collection[Hashable]:
+        """Who has been given the longest known beginning of a prompt."""
+        known = deque(takewhile(bool, map(self._links.get, chain)), maxlen=1)
+        return next(iter(known), None) or ()
 
     def held(self, chain: Chain) -> dict[Hashable, int]:
         """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left

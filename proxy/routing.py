@@ -337,8 +337,10 @@ class Router:
         policy, tokens = self._pick_prefill, request.prompt.tokens
         some, nearby = self.costs.some, fleet.nearby
         near = (lambda prefill: some(self._linked(nearby, prefill) or decoders)) if nearby else None
-        # Of a pool of both roles the same ones: two choices, and half of the work.
         few = some(prefillers)
+        if few is not prefillers and policy.knows_prompts:  # who has most of it may not have been drawn
+            few = policy.with_holder(few, prefillers, request)
+        # Of a pool of both roles the same ones: two choices, and half of the work.
         decoding = few if prefillers == decoders else some(decoders)
         every = few if decoding is few else [*few, *decoding]
         cached = policy.cached(every, request) if policy.knows_prompts else {}

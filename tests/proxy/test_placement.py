@@ -188,6 +188,13 @@ def test_what_is_cached_costs_nothing() -> None:
     assert again.prefill_tokens < first.prefill_tokens == one.prompt.tokens
 
 
+def test_of_a_fleet_who_has_the_prompt_is_always_compared() -> None:
+    router, _ = fleet(*["both"] * 100, routing=Routing(placement="auto", prefill="prefix_aware"))
+    one = request(2000)
+    first = router.choose(one, 0.0)
+    assert {router.choose(one, 0.0).decode for _ in range(50)} == {first.decode}
+
+
 @pytest.mark.parametrize("alone", [0, 4])
 def test_fixed_roles_stay(alone: int) -> None:
     """A D computes a prompt by itself only within its share."""
