@@ -88,7 +88,7 @@ class KernelBlocks:
     def selected(self, some: Bounds, nbytes: int, worth: int) -> list[tuple[Selection, Selection]]:
         """The same, or more of them together where a run has less than `worth`. `nbytes`: of one block."""
         count, runs = some[1] - some[0], self.runs(some)
-        if nbytes * count >= worth * len(runs):
+        if nbytes * count >= worth * (len(runs) - 1):
             return runs
         ids, step = self.ids[slice(*some)], max(1, BATCH_BYTES // nbytes)
         return [(slice(a, a + step), ids[a : a + step]) for a in range(0, count, step)]
