@@ -412,7 +412,9 @@ class Decode:
         if entry is not None and peer.hello is not None:
             entry.receiver.posted(peer.hello.rank, chunk)
         grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
-        self._ctx.effects.append(SendMessage(peer, grant))
+        # At once: as an effect it would wait for a write.
+        if not self._ctx.answer(peer.connection, grant):
+            self._ctx.effects.append(SendMessage(peer, grant))
 
     def land(self, effect: from_prefill.Arrived, now: float) -> None:
         """A receive is complete: write its bytes where they belong, unless the transfer has ended; in the

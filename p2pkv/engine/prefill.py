@@ -318,13 +318,13 @@ class Prefill:
         if peer.verify and not filler:
             digest = self._ctx.cache.digest(send.buffer)
             self._ctx.copies.launched(key)  # as it may only be queued
-        flight = Flight(send, key, order, filler, digest, summed=digest is None)
+        flight = Flight(send, key, order, filler, digest, summed=digest is None or digest.known)
         self._count["chunks_filler" if filler else "chunks_sent"] += 1
         self._count["bytes_sent"] += 0 if filler else order.grant.nbytes
         self._ranks.commit(peer, flight, now)
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
-        if digest is not None:
+        if not flight.summed:
             self._ctx.copies.then(key, partial(self._ranks.summed, peer, flight), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:

@@ -274,6 +274,7 @@ class DecodePeer:
         fresh: it has sent nothing but Hello yet.
         wanted: when D last named a transfer, or sent Hello. named: it has named one.
         last_alive: when its last heartbeat, or answer to an invitation, came.
+        burst: how many more sends may be filled in this turn.
         unconfirmed: transfers (key, attempt) that D was sent a part of, and whose end it has not confirmed.
     """
 
@@ -288,6 +289,7 @@ class DecodePeer:
     fresh: bool = True
     named: bool = False
     last_alive: float = 0.0
+    burst: int = 0
     unconfirmed: dict[tuple[str, int], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -327,16 +329,21 @@ class DecodePeer:
             return
         with contextlib.suppress(LinkError):  # the next poll raises it
             self.link.launch()
-            self.announce()
+            self.go_on()
 
     def confirmed(self, key: str, attempt: int) -> None:
         """D has all of this transfer, or wants nothing more of it."""
         self.unconfirmed.pop((key, attempt), None)
 
-    def announce(self) -> None:
-        """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
+    def go_on(self) -> None:
+        """Have D sent the oldest `Sent` message, if the link may launch its send; if not, the next send
+        filled: so D writes one while the next is gathered. Raises LinkError."""
+        effects = self.link.ctx.effects
         if (due := self.link.next_due()) is not None:
-            self.link.ctx.effects.append(SendDue(self, due))
+            effects.append(SendDue(self, due))
+        elif self.burst and (found := self.link.next_send()) is not None:
+            self.burst -= 1
+            effects.append(Fill(self, *found))
 
     def alive(self, wants: bool, now: float) -> None:
         """D has sent something. `wants`: it has named a transfer, so a parked link may be built again."""
@@ -506,14 +513,11 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             try:
                 if link.poll():
                     effects.append(DecodeLinked(peer))
-                peer.announce()
                 for flight in link.taken():
                     if flight.nbytes:
                         effects.append(Taken(flight.key, flight.nbytes))
-                for _ in range(BURST):
-                    if (found := link.next_send()) is None:
-                        break
-                    effects.append(Fill(peer, *found))
+                peer.burst = BURST
+                peer.go_on()
             except LinkError as error:
                 self._broken(peer, error, now)
             if was_settled and peer.settled:
@@ -526,7 +530,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     def commit(self, peer: DecodePeer, flight: Flight, now: float) -> None:
         try:
             peer.link.commit(flight)
-            peer.announce()
+            peer.go_on()
         except LinkError as error:
             self._broken(peer, error, now)
 
@@ -534,7 +538,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """The checksum of this send is known, and those of all before it."""
         flight.summed = True
         try:
-            peer.announce()
+            peer.go_on()
         except LinkError as error:
             self._broken(peer, error, now)
 

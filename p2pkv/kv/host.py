@@ -11,7 +11,7 @@ of its threads cannot be set for one thread alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -41,50 +41,57 @@ LARGE_BYTES = 8192
 """Bytes of a row on a grid from which on listing them is faster."""
 
 WORTH_BYTES = 4096
-"""Bytes that a copy of its own should have, on average; smaller ones are made together, through a buffer."""
+"""Bytes of a gather of its own, on average; smaller ones are made together, through a buffer."""
+
+WORTH_PUTTING = 64 << 10
+"""The same of a scatter, which needs no buffer for that."""
+
+LONG_BYTES, MANY_BLOCKS = 4096, 16
+"""Bytes of a block's rows, and blocks, from which on a scatter reads straight on, layer by layer."""
 
 BATCH_BYTES = 256 << 10
 """What is copied together through a buffer, so that it stays in a core's cache."""
 
-Selection = slice | Index
+Selection = int | slice | Index
 
-Part = tuple[NDArray[np.uint8], Selection, NDArray[np.uint8]]
-"""The layers, [layer, kernel block, ..., byte], which blocks of them, and their part of the buffer. Between
-are units, and heads, where they do not lie together."""
-
-BlockRun = tuple[int, int, int]
-"""Entries [start, stop) of a block table whose blocks follow each other, and the first of these blocks."""
+Part = tuple[NDArray[np.uint8], NDArray[np.uint8], Sequence[tuple[Selection, Selection]]]
+"""The layers, [kernel block, layer, ..., byte], a part of the buffer in the same order, and which blocks are
+copied together: their places in the buffer, and where they lie. Between are units, and heads, where they do
+not lie together."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelBlocks:
-    """The kernel blocks of a block table, the runs among them, and the largest."""
+    """The kernel blocks of a block table, the largest, and what `runs` has found among them."""
 
     ids: Index
-    runs: Sequence[BlockRun]
     last: int
+    known: dict[Bounds, list[tuple[Selection, Selection]]]
 
     @classmethod
     def of(cls, table: Index, ratio: int) -> Self:
         if ratio > 1:
             table = (table[:, None] * ratio + np.arange(ratio)).reshape(-1)
-        starts = [0, *((table[1:] - table[:-1] != 1).nonzero()[0] + 1).tolist()]
-        runs = list(zip(starts, [*starts[1:], len(table)], table[starts].tolist(), strict=True))
-        return cls(table, runs, max(first + stop - start for start, stop, first in runs) - 1)
+        return cls(table, int(table.max()), {})
 
-    def selected(self, some: Bounds, nbytes: int) -> list[tuple[slice, Selection]]:
-        """Blocks [start, stop) of the table that are copied together: their places among these, and which
-        they are. `nbytes`: of one."""
-        start, stop = some
-        runs = self.runs
-        if stop - start < len(self.ids):
-            clipped = ((max(a, start), min(b, stop), first + max(a, start) - a) for a, b, first in runs)
-            runs = [run for run in clipped if run[0] < run[1]]
-        if nbytes * (stop - start) >= WORTH_BYTES * len(runs):
-            return [(slice(a - start, b - start), slice(first, first + b - a)) for a, b, first in runs]
-        step = max(1, BATCH_BYTES // nbytes)
-        cuts = [(a, min(a + step, stop)) for a in range(start, stop, step)]
-        return [(slice(a - start, b - start), self.ids[a:b]) for a, b in cuts]
+    def runs(self, some: Bounds) -> list[tuple[Selection, Selection]]:
+        """Blocks [start, stop) of the table, those together that follow each other: their places among these,
+        and which they are. One alone is a number, as numpy is quicker with that than with a slice."""
+        if (found := self.known.get(some)) is None:
+            ids = self.ids[slice(*some)]
+            starts = [0, *((ids[1:] - ids[:-1] != 1).nonzero()[0] + 1).tolist()]
+            runs = zip(starts, [*starts[1:], len(ids)], ids[starts].tolist(), strict=True)
+            found = [(a, at) if b - a == 1 else (slice(a, b), slice(at, at + b - a)) for a, b, at in runs]
+            self.known[some] = found
+        return found
+
+    def selected(self, some: Bounds, nbytes: int, worth: int) -> list[tuple[Selection, Selection]]:
+        """The same, or more of them together where a run has less than `worth`. `nbytes`: of one block."""
+        count, runs = some[1] - some[0], self.runs(some)
+        if nbytes * count >= worth * (len(runs) - 1):
+            return runs
+        ids, step = self.ids[slice(*some)], max(1, BATCH_BYTES // nbytes)
+        return [(slice(a, a + step), ids[a : a + step]) for a in range(0, count, step)]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,12 +126,13 @@ class HostCopier(RowLists):
     """Moves rows of layers in CPU memory. The copies have ended when the calls return."""
 
     digest_name = XXH3
+    _blocks = Recent[KernelBlocks]()
+    """Of all copiers: KV groups share block tables."""
 
     def __init__(self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(pages)
         each = zip(pages, tensors, strict=True)
         self._flat: dict[int, NDArray[Any]] = {page.storage: flat_bytes(one).numpy() for page, one in each}
-        self._blocks = Recent[KernelBlocks]()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
@@ -135,8 +143,9 @@ class HostCopier(RowLists):
             memory = grid(self._flat[span.pages.storage], rows)
             np.take(memory, rows.index, 0, dense.reshape(-1, rows.atom), mode="clip")
             return
-        for layers, chosen, part in self._parts(span, cut, dense):
-            part[...] = layers[:, chosen]
+        for layers, wire, selected in self._parts(span, cut, dense):
+            for places, chosen in selected:
+                wire[places] = layers[chosen]
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
         """Copy `src` (as `out` in take) to the cut."""
@@ -145,8 +154,9 @@ class HostCopier(RowLists):
             rows = self.rows(span, cut)
             grid(self._flat[span.pages.storage], rows)[rows.index] = dense.reshape(-1, rows.atom)
             return
-        for layers, chosen, part in self._parts(span, cut, dense):
-            layers[:, chosen] = part
+        for layers, wire, selected in self._parts(span, cut, dense, scatters=True):
+            for places, chosen in selected:
+                layers[chosen] = wire[places]
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """The checksum, `digest_name`, of what `out` holds behind a take, or `src` before a put."""
@@ -155,31 +165,32 @@ class HostCopier(RowLists):
     def warm_up(self) -> None:
         """Prepare now what the first copy would otherwise wait for. Nothing: numpy is ready."""
 
-    def _parts(self, span: Span, cut: Cut, dense: NDArray[np.uint8]) -> list[Part]:
+    def _parts(
+        self, span: Span, cut: Cut, dense: NDArray[np.uint8], scatters: bool = False
+    ) -> Iterator[Part]:
         pages, row, heads = span.pages, cut.row_bytes, cut.heads[1] - cut.heads[0]
         blocks = self._blocks.of(cut.table, partial(KernelBlocks.of, cut.table, pages.ratio), pages.ratio)
         units, unit_bytes = cut.units[1] - cut.units[0], heads * row
         first, stop = cut.layers[0] - span.first, cut.layers[1] - span.first
-        # Layers that are not equally far from each other are copied each alone.
-        many, apart = (1, 0) if span.apart is None else (stop - first, span.apart)
         begin, within = cut.units[0] % pages.block_units, pages.units
-        parts: list[Part] = []
         for unit, last in split_at_pages((begin, begin + units), within):
             index, inside = divmod(unit, within)
             count = -(-last // within) - index
             each = (last - unit) // count
             inner, here, there = _inner(pages, each, heads, row)
-            selected = blocks.selected((index, index + count), many * each * unit_bytes)
+            # Layers that are not equally far from each other are copied each alone.
+            long = scatters and count >= MANY_BLOCKS and each * unit_bytes >= LONG_BYTES
+            alone = long or span.apart is None
+            many, worth = 1 if alone else stop - first, WORTH_PUTTING if scatters else WORTH_BYTES
+            selected = blocks.selected((index, index + count), many * each * unit_bytes, worth)
             lies = pages.offset + inside * pages.unit_stride + cut.heads[0] * pages.head_stride
             for layer in range(first, stop, many):
                 offset = lies + int(span.steps[layer])
-                shape, strides = (many, blocks.last + 1, *inner), (apart, pages.block_stride, *here)
+                shape, strides = (blocks.last + 1, many, *inner), (pages.block_stride, span.apart or 0, *here)
                 layers = np.ndarray(shape, np.uint8, self._flat[pages.storage], offset, strides)
                 offset = ((layer - first) * units + unit - begin) * unit_bytes
-                shape, strides = (many, count, *inner), (units * unit_bytes, each * unit_bytes, *there)
-                wire = np.ndarray(shape, np.uint8, dense, offset, strides)
-                parts += [(layers, chosen, wire[:, places]) for places, chosen in selected]
-        return parts
+                shape, strides = (count, many, *inner), (each * unit_bytes, units * unit_bytes, *there)
+                yield layers, np.ndarray(shape, np.uint8, dense, offset, strides), selected
 
 
 def _inner(

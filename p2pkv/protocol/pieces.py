@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import groupby
 from math import gcd
 
+from msgspec import Struct
+
 from p2pkv.interleave import Common
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
@@ -26,8 +28,7 @@ Computed = Mapping[int, Sequence[int]]
 """By KV group: for each layer of an extent, how many of the prompt's first tokens have been computed."""
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(Struct, frozen=True, dict=True):
     """The part of a prompt's KV that one P rank owes one D rank of one KV group.
 
     Attributes:
@@ -214,8 +215,12 @@ class Cutter:
     def _runs(self, extent: Extent, computed: Sequence[int]) -> Iterator[Piece]:
         """What of an extent is ready and was never announced; equal neighbours are one piece."""
         stops = {tokens: extent.sendable(tokens) for tokens in set(computed)}
-        layer = extent.layer
-        spans = zip(self._announced[extent.group], map(stops.__getitem__, computed), strict=True)
+        layer, announced = extent.layer, self._announced[extent.group]
+        if len(stops) == 1 and announced.count(announced[0]) == len(announced):
+            if (stop := stops[computed[0]]) > announced[0]:
+                yield Piece(extent.group, layer, extent.layer_stop, announced[0], stop)
+            return
+        spans = zip(announced, map(stops.__getitem__, computed), strict=True)
         for (start, stop), alike in groupby(spans):
             first, layer = layer, layer + len(list(alike))
             if stop > start:

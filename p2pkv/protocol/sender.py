@@ -9,7 +9,7 @@ send:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -138,10 +138,10 @@ class SendState:
     def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
         """Chunks to announce now: full ones, and with `flush` the rest."""
         limit = min(limit, self.limit)
-        if self.cutter is None or self.machine.ended or not limit:
+        if self.cutter is None or not self.cutter.left or self.machine.ended or not limit:
             return
         room = MAX_ANNOUNCED - len(self.announced)
-        for nbytes, pieces in self.cutter.chunks(self._owed(computed), limit, flush, room):
+        for nbytes, pieces in self.cutter.chunks(self._owed(computed, self.layers), limit, flush, room):
             yield Chunk(key, self.attempt, self._chunks, nbytes, pieces)
             self.announced[self._chunks] = (nbytes, pieces)
             self._chunks += 1
@@ -156,7 +156,8 @@ class SendState:
 
     def readable(self, computed: Sequence[int], pieces: Sequence[Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
-        return self.cutter is not None and self.cutter.extents.readable(self._owed(computed), pieces)
+        owed = self._owed(computed, {piece.group for piece in pieces})
+        return self.cutter is not None and self.cutter.extents.readable(owed, pieces)
 
     def sent(self, chunk: int, filler: bool) -> None:
         """The chunk has been handed to the link; if it was filler, it will be announced again."""
@@ -171,8 +172,8 @@ class SendState:
         """Whether all that is wanted has been read from the blocks."""
         return self.cutter is not None and not self.cutter.left and not self.announced
 
-    def _owed(self, computed: Sequence[int]) -> Computed:
-        return {group: [computed[layer] for layer in layers] for group, layers in self.layers.items()}
+    def _owed(self, computed: Sequence[int], groups: Iterable[int]) -> Computed:
+        return {group: [computed[layer] for layer in self.layers[group]] for group in groups}
 
 
 class Sender:

@@ -1,4 +1,5 @@
-"""What an engine thread looks at does not grow with what waits: looks are counted, no time is measured."""
+"""What an engine thread looks at does not grow with what waits, and P and D copy at the same time: looks are
+counted and orders compared, no time is measured."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from transfers import ends, expect, load
 from virtual.pair import VirtualEngine, VirtualPair
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.decode import RequestEntry
+from p2pkv.engine.context import Context
+from p2pkv.engine.decode import Decode, RequestEntry
 from p2pkv.engine.from_prefill import InboundLink
-from p2pkv.engine.prefill import PromptEntry
-from p2pkv.engine.to_decode import OutboundLink
+from p2pkv.engine.prefill import Prefill, PromptEntry
+from p2pkv.engine.to_decode import DecodePeer, OutboundLink
+from p2pkv.protocol import messages as m
 
 TOKENS, BLOCKS = 33, [0, 1, 2]
 LEASE = 6.0
@@ -139,3 +142,35 @@ def test_links_without_anything_under_way_are_polled_now_and_then(polls: Counter
         assert polls[links[str(busy[many].address)]] >= 50
         for pair in others:
             assert polls[links[str(pair[many].address)]] <= 4 * seconds + 4
+
+
+def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, list[str]] = {"P": [], "D": []}
+
+    def note(side: str, name: str, kind: type, method: str, message: type = object) -> None:
+        plain = getattr(kind, method)
+
+        def noted(self: object, *given: Any) -> Any:
+            if any(type(each) is message for each in given) or message is object:
+                seen[side].append(name)
+            return plain(self, *given)
+
+        monkeypatch.setattr(kind, method, noted)
+
+    note("P", "gather", Prefill, "_gather")
+    note("P", "send", DecodePeer, "send", m.Sent)
+    note("D", "write", Decode, "_scatter")
+    note("D", "grant", Context, "answer", m.Grant)
+    chunk = 4096
+    rig = VirtualPair(Geometry((8,), blocks=8), chunk_bytes=chunk, staging_bytes=4 * chunk)
+    prefill(rig.p, "k", rig.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    expect(rig.p, rig.d, "k", tokens=TOKENS)
+    load(rig.d, "k", TOKENS, BLOCKS)
+    rig.d.wait(do.Loaded("k"))
+    assert seen == {
+        "P": 4 * ["gather", "send"],
+        # There is room for two at a time.
+        "D": ["grant", "grant", "write", "grant", "write", "grant", "write", "write"],
+    }

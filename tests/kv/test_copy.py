@@ -26,13 +26,24 @@ def layers_at(flat: torch.Tensor, offsets: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("offsets", [[0, 0, 0], [0, 5, 0]], ids=["evenly-spaced", "not"])
 @pytest.mark.parametrize("tokens", [(0, 48), (8, 45), (3, 7), (3, 8), (13, 17), (5, 41)])
 @pytest.mark.parametrize(
-    ("worth", "large"), [(1, 1 << 30), (1 << 30, 1 << 30), (1, 1)], ids=["each-run", "together", "listed"]
+    ("worth", "large", "many"),
+    [(1, 1 << 30, 99), (1 << 30, 1 << 30, 99), (1 << 30, 1 << 30, 1), (1, 1, 99)],
+    ids=["each-run", "together", "by-layer", "listed"],
 )
 def test_numpy_and_torch_copy_the_same_rows_and_no_others(
-    offsets: list[int], tokens: tuple[int, int], worth: int, large: int, monkeypatch: pytest.MonkeyPatch
+    offsets: list[int],
+    tokens: tuple[int, int],
+    worth: int,
+    large: int,
+    many: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows listed; or blocks one by one, or several through a buffer. Layers lie evenly, or do not."""
+    """Rows listed; or blocks one by one, or several at once, of all layers or, in a scatter, one by one.
+    Layers lie evenly, or do not."""
     monkeypatch.setattr(host, "WORTH_BYTES", worth)
+    monkeypatch.setattr(host, "WORTH_PUTTING", worth)
+    monkeypatch.setattr(host, "LONG_BYTES", 1)
+    monkeypatch.setattr(host, "MANY_BLOCKS", many)
     monkeypatch.setattr(host, "LARGE_BYTES", large)
     monkeypatch.setattr(host, "BATCH_BYTES", 2 * ROWS * ROW * LAYERS)
     flat = torch.randint(0, 256, (BLOCKS * 4 * 900,), dtype=torch.uint8)
