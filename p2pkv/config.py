@@ -191,7 +191,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in OPTIONS:
             msgspec.structs.force_setattr(self, name, _read(name, getattr(self, name), _TYPES[name]))
-        self._normalise_hosts()
+        self._normalise_host()
         if self.kv_port + (self.engine_index + 1) * self.engine_ranks - 1 > 65535:
             raise ConfigError(f"{self.ports}: expected ports up to 65535; lower kv_port")
         if self.chunk_bytes > self.staging_bytes:
@@ -219,17 +219,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         names = [name for name in self.__struct_fields__ if name not in ("secret", "warm_up_api_key")]
         return f"Options({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
-    def _normalise_hosts(self) -> None:
-        for name, normal in (("host", normal_host), ("proxy_ip", _normal_proxies)):
-            written = getattr(self, name)
-            if written is None:
-                continue
-            try:
-                msgspec.structs.force_setattr(self, name, normal(written))
-            except PairingError as error:
-                raise ConfigError(
-                    f"{name}: {error}; write the host alone, its port is an option of its own"
-                ) from None
+    def _normalise_host(self) -> None:
+        try:
+            msgspec.structs.force_setattr(self, "host", normal_host(self.host))
+        except PairingError as error:
+            raise ConfigError(f"host: {error}; write it alone, its port is an option of its own") from None
         if self.host in ("0.0.0.0", "::"):
             raise ConfigError(
                 f"host is {self.host!r}: expected an address that peers can connect to, since it is "
@@ -258,6 +252,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"{given} is set and {missing} is not: expected both, or neither; add {missing} to "
                 f"kv_connector_extra_config, or remove {given} to run without a proxy"
             )
+        try:
+            _ = self.proxies
+        except PairingError as error:
+            raise ConfigError(f"proxy_ip: {error}; write hosts, or host:port, and commas between") from None
         if self.proxy_ip is not None and self.http_port is None:
             raise ConfigError(
                 "proxy_ip and proxy_port are set and http_port is not: the proxy must know where to send "
@@ -305,9 +303,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """The discovery sockets of the proxies to register with."""
         if self.proxy_ip is None or self.proxy_port is None:
             return ()
-        port = self.proxy_port
-        listed = self.proxy_ip.split(",")
-        return tuple(Address.parse(each) if _has_port(each) else Address(each, port) for each in listed)
+        found = (_proxy(each.strip(), self.proxy_port) for each in self.proxy_ip.split(","))
+        return tuple(dict.fromkeys(found))
 
     @property
     def http_address(self) -> Address | None:
@@ -443,16 +440,9 @@ def _expected(kind: msgspec.inspect.Type) -> str:
     return "a text in quotes"
 
 
-def _has_port(text: str) -> bool:
-    """Whether it is host:port; an IPv6 address alone has more colons."""
-    return text.count(":") == 1 or "]:" in text
-
-
-def _normal_proxies(written: str) -> str:
-    found = (each.strip() for each in written.split(","))
-    return ",".join(
-        dict.fromkeys(str(Address.parse(each)) if _has_port(each) else normal_host(each) for each in found)
-    )
+def _proxy(text: str, port: int) -> Address:
+    """One of `proxy_ip`; an IPv6 address alone has several colons."""
+    return Address.parse(text) if text.count(":") == 1 or "]:" in text else Address(text, port)
 
 
 def _refuse_unknown(extra: Mapping[str, object]) -> None:

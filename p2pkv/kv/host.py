@@ -127,7 +127,7 @@ class HostCopier(RowLists):
 
     digest_name = XXH3
     _blocks = Recent[KernelBlocks]()
-    """Of all copiers: KV groups share block tables."""
+    """Of all copiers, since KV groups share block tables; bounded, and safe in threads."""
 
     def __init__(self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(pages)

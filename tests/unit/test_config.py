@@ -245,9 +245,8 @@ class TestBadInput:
     )
     def test_hosts(self, name: str, host: str) -> None:
         said = refused({"proxy_port": 1, "http_port": 1} | {name: host})
-        assert said.startswith(f"{name}: ") and said.endswith(
-            "write the host alone, its port is an option of its own"
-        )
+        told = {"host": "its port is an option of its own", "proxy_ip": "or host:port, and commas between"}
+        assert said.startswith(f"{name}: ") and said.endswith(told[name])
 
     @pytest.mark.parametrize(
         ("name", "value", "expected"),
