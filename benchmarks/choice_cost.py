@@ -126,7 +126,9 @@ class Fleet:
 
     def _report(self) -> None:
         for _ in range(2):
-            work = Workload(self.dice.randrange(3), tokens=self.dice.randrange(4000), answers=3, age=0.05)
+            work = Workload(
+                prompts=self.dice.randrange(3), tokens=self.dice.randrange(4000), answers=3, age=0.05
+            )
             self.registry.observe(
                 replace(self.dice.choice(self.pings), workload=work), self.now, self._source
             )
