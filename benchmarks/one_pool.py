@@ -197,8 +197,12 @@ def measure(args: argparse.Namespace, rows: list[Row], save: Callable[[], None])
 
 
 def capacity(rows: Sequence[Row], mix: str) -> float:
-    """Requests a second of the plain servers in their closed loops."""
+    """Requests a second of the plain servers in their closed loops. Raises SystemExit without one."""
     closed = [row for row in rows if (row["mix"], row["load"], row["system"]) == (mix, CLOSED, "plain")]
+    if not closed:
+        sys.exit(
+            f"an open loop of {mix} needs a closed one of `plain` before: add both to --loads, --systems"
+        )
     return sum(row["ended"] for row in closed) / sum(row["seconds"] for row in closed)
 
 

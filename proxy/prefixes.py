@@ -105,7 +105,8 @@ class PrefixIndex:
         """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left
         out."""
         known = list(takewhile(bool, map(self._links.get, chain)))
-        # Who holds a piece holds those before it: so where as many hold two, the later one says who.
+        # Who holds a piece holds those before it: so where as many hold two, the later one says who; at
+        # MOST_HOLDERS nearly so.
         last = {len(holders or ()): depth for depth, holders in enumerate(known, 1)}
         found: dict[Hashable, int] = {}
         for depth in last.values():

@@ -60,6 +60,10 @@ Extent.sendable: a state travels before the last token of the prompt is computed
 +         if self.ready is not None:
 +             return self.ceiling if computed else self.start
 == p2pkv/engine/decode.py
+> tests/engine/test_cost.py::test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_writes
+Decode.posted: a grant waits for the write before it
+- self._ctx.effects.appendleft(
++ self._ctx.effects.append(
 > tests/engine/test_many_ranks.py::test_context_parallel_ranks
 Decode._scatter: D writes to where P has read
 - edge.tokens.on_target(*span)

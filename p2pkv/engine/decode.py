@@ -412,9 +412,8 @@ class Decode:
         if entry is not None and peer.hello is not None:
             entry.receiver.posted(peer.hello.rank, chunk)
         grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
-        # At once: as an effect it would wait for a write.
-        if not self._ctx.answer(peer.connection, grant):
-            self._ctx.effects.append(SendMessage(peer, grant))
+        # First, and in the order of the receives, which P has to keep: a write may be waiting.
+        self._ctx.effects.appendleft(SendMessage(peer, grant))
 
     def land(self, effect: from_prefill.Arrived, now: float) -> None:
         """A receive is complete: write its bytes where they belong, unless the transfer has ended; in the

@@ -12,9 +12,8 @@ from transfers import ends, expect, load
 from virtual.pair import VirtualEngine, VirtualPair
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Context
 from p2pkv.engine.decode import Decode, RequestEntry
-from p2pkv.engine.from_prefill import InboundLink
+from p2pkv.engine.from_prefill import InboundLink, PrefillPeer
 from p2pkv.engine.prefill import Prefill, PromptEntry
 from p2pkv.engine.to_decode import DecodePeer, OutboundLink
 from p2pkv.protocol import messages as m
@@ -162,7 +161,7 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
     note("P", "gather", Prefill, "_gather")
     note("P", "send", DecodePeer, "send", m.Sent)
     note("D", "write", Decode, "_scatter")
-    note("D", "grant", Context, "answer", m.Grant)
+    note("D", "grant", PrefillPeer, "send", m.Grant)
     chunk = 4096
     rig = VirtualPair(Geometry((8,), blocks=8), chunk_bytes=chunk, staging_bytes=4 * chunk)
     prefill(rig.p, "k", rig.d.address, TOKENS, BLOCKS, chunk=TOKENS)
