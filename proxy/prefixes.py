@@ -43,6 +43,9 @@ class PrefixAware(Policy):
 
     def __init__(self, routing: Routing | None = None) -> None:
         self._index = PrefixIndex((routing or Routing()).prefix_memory)
+        self._candidates: Sequence[Instance] = ()
+        self._by_cache: dict[Hashable, Instance] = {}
+        """Of the candidates that `with_holder` was last given, mostly the same ones."""
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         tokens, cached = request.prompt.tokens, self.cached(candidates, request)
@@ -64,8 +67,10 @@ class PrefixAware(Policy):
     def with_holder(
         self, some: Sequence[Instance], candidates: Sequence[Instance], request: RoutingRequest
     ) -> Sequence[Instance]:
-        most = self._index.most(_remembered(request.prompt.chain))
-        holder = next((each for each in candidates if each.cache in most), None)
+        if candidates is not self._candidates:
+            self._candidates, self._by_cache = candidates, {each.cache: each for each in candidates}
+        holders = map(self._by_cache.get, self._index.most(_remembered(request.prompt.chain)))
+        holder = next(filter(None, holders), None)
         return some if holder is None or holder in some else [*some, holder]
 
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
