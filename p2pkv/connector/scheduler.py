@@ -405,6 +405,8 @@ class ConsumerScheduler(Half):
         """Ids of the requests for which the answer to `matched` was, and still is, "ask again"."""
         self.decided: Callable[[set[str]], None] = lambda request_ids: None
         """Called with ids that are undecided no more."""
+        self._decided_now: set[str] = set()
+        """What a pass of vLLM's scheduler decides: until the pass ends the head of its queue must stay."""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: load nothing more of what is on its way."""
@@ -476,6 +478,7 @@ class ConsumerScheduler(Half):
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has admitted the request: order the load, once."""
+        self.undecided.discard(request.request_id)  # with prompt_logprobs vLLM does not ask again
         asking = self.asking.get(request.request_id)
         if asking is None or asking.state is not LoadState.WAITING:
             return
@@ -483,8 +486,8 @@ class ConsumerScheduler(Half):
         failure = self._failure(asking) if asking.local < rest else ""
         if external <= 0:
             asking.state = LoadState.SETTLED
-            self._leave_room(request.request_id)
-            self._decide(self._children.get(key, ()))
+            self._room.leave(request.request_id)
+            self._decided_now.update(self._room.first, self._children.get(key, ()))
             if failure:
                 self._next.drops.append(Ended(request.request_id, key, failure, report=False))
             else:
@@ -492,7 +495,7 @@ class ConsumerScheduler(Half):
             return
         asking.state = LoadState.LOADING
         self._room.enter(request.request_id, request.num_prompt_tokens)
-        self._decide(self._room.first)
+        self._decided_now.update(self._room.first)
         if self._tables.left_out and asking.local + external != rest:
             failure = failure or "vLLM wants a part of what P sends, and a state is all or nothing"
         if failure:
@@ -506,14 +509,12 @@ class ConsumerScheduler(Half):
     def step(self, output: SchedulerOutput) -> StepMetadata:
         meta = self._orders(output)
         # A loaded request keeps its blocks until it runs: from then on vLLM may take them from it.
-        for request_id in self._room.inside:
-            if request_id in output.num_scheduled_tokens:
-                self._leave_room(request_id)
+        for request_id in output.num_scheduled_tokens.keys() & self._room.inside:
+            self._room.leave(request_id)
+            self._decided_now.update(self._room.first)
+        self._decide(self._decided_now)
+        self._decided_now.clear()
         return meta
-
-    def _leave_room(self, request_id: str) -> None:
-        self._room.leave(request_id)
-        self._decide(self._room.first)
 
     @property
     def busy(self) -> bool:
@@ -586,8 +587,8 @@ class ConsumerScheduler(Half):
         asking = self.asking.pop(request.request_id, None)
         if asking is None:
             return
-        self._leave_room(request.request_id)
-        self._decide(self._children.get(asking.paired.key, ()))
+        self._room.leave(request.request_id)
+        self._decide([*self._room.first, *self._children.get(asking.paired.key, ())])
         self._owners.pop(asking.paired.key, None)
         if asking.state is not LoadState.SETTLED:
             loading, key = asking.state is LoadState.LOADING, asking.paired.key

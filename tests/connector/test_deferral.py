@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.engine import commands as do
+from p2pkv.pairing import Address
 
 pytestmark = pytest.mark.vllm
 
@@ -152,6 +153,42 @@ def test_those_that_p_begins_late_come_before_younger_ones() -> None:
         d.rank.begin(d.key(request))
         d.step()
     assert pop_all(d.scheduler.waiting) == [each.request_id for each in (old, middle, young)]
+
+
+def test_within_a_pass_none_comes_before_the_request_that_vllm_looks_at() -> None:
+    """All loads have the blocks that they may have, an older request waits for some, and a younger one, whose
+    prompt is in D's prefix cache, leaves its place behind it: that decides the older one."""
+    here, cached = Address("127.0.0.1", 22001), tokens(BLOCK + 1, "cached")
+    d = Instance("both", port=here.port, blocks=31, seqs=8, held_share=1.0)
+    d.finish(d.ask("cmpl-alone-0-12345678", cached, max_tokens=1))
+    loading = [d.ask(inner_id(pair_id(each, decode=here)), tokens(80, each)) for each in range(2)]
+    for request in loading:
+        d.start_load(request)
+    old = d.ask(inner_id(pair_id("old", decode=here)), tokens(80, "old"))
+    d.step()
+    d.rank.begin(d.key(old))
+    d.step(2)
+    young = d.ask(inner_id(pair_id("young", decode=here)), cached)
+    d.finish(young)
+    for request in loading:
+        d.rank.load(d.key(request))
+    d.run_until(lambda: d.rank.facts[d.key(old)].asked)
+    d.rank.load(d.key(old))
+    d.finish(old, *loading)
+    d.assert_at_rest()
+
+
+def test_one_that_vllm_takes_without_an_answer_is_not_deferred_any_more() -> None:
+    """As with prompt_logprobs: preempted and left out of a pass, it would never come back."""
+    d = Instance("D")
+    request = make_request(inner_id(pair_id()), tokens(50))
+    request.skip_reading_prefix_cache = True
+    d.add(request)
+    d.step()
+    assert request.status is RequestStatus.RUNNING
+    assert not d.scheduler.waiting._undecided
+    d.finish(request)
+    d.assert_at_rest()
 
 
 def test_a_preempted_request_stays_first() -> None:
