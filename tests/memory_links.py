@@ -205,8 +205,8 @@ class MemoryOutbound(GuardedOutbound):
 
     def reserve(self, nbytes: int, remote_slot: int) -> MemorySend | None:
         self.guard.check()
-        if not 1 <= aligned(nbytes) <= self.share.limit:
-            raise ValueError(f"a message of {nbytes} bytes never fits {self.share.limit} bytes of staging")
+        if nbytes < 1:
+            raise ValueError(f"a message of {nbytes} bytes cannot be sent; it needs at least 1 byte")
         if remote_slot != self._next:
             raise self.guard.fail(f"remote slot {remote_slot} is not that of message {self._next}")
         if not self.share.grants(nbytes):

@@ -230,7 +230,10 @@ class OutboundLink:
         key, order = self.orders[0]
         if order.grant.nbytes > self.window:
             raise LinkError(f"D grants {order.grant.nbytes} bytes in a window of {self.window}")
-        send = self._outbound.reserve(order.grant.nbytes, order.grant.slot)
+        try:
+            send = self._outbound.reserve(order.grant.nbytes, order.grant.slot)
+        except ValueError as error:
+            raise LinkError(f"D grants a message that can never be sent: {error}") from None
         if send is None:
             if order is not self._waited:
                 self._waited = order

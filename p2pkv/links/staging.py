@@ -8,6 +8,7 @@ import mmap
 import threading
 import time
 from bisect import bisect_left
+from dataclasses import dataclass, field
 from math import inf
 
 import torch
@@ -44,25 +45,23 @@ class StagingBudget:
         self.most = self.limit - aligned(self.limit // 4)
 
 
+@dataclass(eq=False, slots=True)
 class StagingShare:
-    """What one link holds of its rank's staging, of `limit` bytes: `held`, `window` at most. `sends`: it is
-    P's end."""
+    """What one link holds of its rank's staging: `held`, `window` at most. `sends`: it is P's end."""
 
-    __slots__ = ("_budget", "_sends", "held", "limit", "window")
-
-    def __init__(self, budget: StagingBudget, sends: bool = False, window: float = inf) -> None:
-        self._budget = budget
-        self._sends = sends
-        self.held = 0
-        self.limit = budget.limit
-        self.window = window
+    budget: StagingBudget
+    sends: bool = False
+    window: float = inf
+    held: int = field(default=0, init=False)
 
     def grants(self, nbytes: int, reserve: int = 0) -> bool:
         """Whether this link may have `nbytes` more and leave `reserve` bytes of the rank's staging free. If
         it holds something, it must leave as much free as it would then hold: so each silent peer takes at
-        most half of what is left."""
-        need, budget = aligned(nbytes), self._budget
-        if (budget.sends if self._sends else budget.receives) + need > budget.most:
+        most half of what is left. Raises ValueError if it could never have so many."""
+        need, budget = aligned(nbytes), self.budget
+        if need > budget.most:
+            raise ValueError(f"a message of {nbytes} bytes can never fit {budget.most} bytes of staging")
+        if (budget.sends if self.sends else budget.receives) + need > budget.most:
             return False
         left = budget.limit - budget.used - need - reserve
         return left >= 0 and (not self.held or self.held + need <= left)
@@ -70,10 +69,10 @@ class StagingShare:
     def count(self, nbytes: int) -> None:
         """A slot of so many bytes was taken; negative: given back."""
         self.held += nbytes
-        if self._sends:
-            self._budget.sends += nbytes
+        if self.sends:
+            self.budget.sends += nbytes
         else:
-            self._budget.receives += nbytes
+            self.budget.receives += nbytes
 
 
 class Slots:

@@ -132,6 +132,7 @@ class TcpSend:
         """Hand the buffer over; it leaves when the sends before it have left."""
         self._link.guard.check()
         self.committed = True
+        self._link.poll()
 
     def done(self) -> bool:
         link = self._link
@@ -160,7 +161,7 @@ class TcpOutbound(GuardedOutbound):
         self._gone = 0  # bytes of the first outgoing send in the kernel's hands, its header included
         self._unsaid = bytearray(MAGIC + hello)
         self._received = bytearray()
-        self._pool: MappedPool | None = _new_pool(share.limit)
+        self._pool: MappedPool | None = _new_pool(share.budget.limit)
         self._socket = _connect(address)
 
     def reserve(self, nbytes: int, remote_slot: int) -> TcpSend | None:

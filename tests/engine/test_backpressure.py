@@ -22,7 +22,7 @@ from engine_support import (
     soon_on_engine_thread,
 )
 from memory_links import MemoryNetwork
-from transfers import ask, begin, ends
+from transfers import ask, begin, ends, failure, rest
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.roles import DecodeRole
@@ -244,6 +244,20 @@ def test_staging_that_is_exhausted_on_p_is_counted_there() -> None:
         assert 0 < values(p)["chunks_waited"] < chunks == values(d)["chunks_scattered"]
         assert values(d)["chunks_waited"] == 0
         all_at_rest(p, d)
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_a_message_that_the_staging_of_either_can_never_hold_ends_its_transfer(who: str) -> None:
+    """At once, and with the reason: no timer of the rank stands still, and no other prompt waits for it."""
+    network = MemoryNetwork()
+    side = {"P": 16 * CHUNK, "D": 16 * CHUNK, who: CHUNK // 2}
+    links = lambda role, rank: network.rank(side[role])  # noqa: E731
+    with engines(ONE, ONE, links, staging_bytes=16 * CHUNK, chunk_bytes=CHUNK) as (p, d):
+        admit(p, d, "k", 0)
+        reason = failure(d)
+        assert f"a message of {CHUNK} bytes can never fit {CHUNK // 2} bytes of staging" in reason
+        ends(p, d, "k")
+        rest(p, d)
 
 
 TWO = Geometry((8,), kv_heads=2, tp=2)

@@ -20,6 +20,7 @@ from p2pkv.links.host import HostAcceptance, HostInvitation, HostLinks
 from p2pkv.links.shared_memory import SharedArena, SharedOutbound, arena_bytes
 from p2pkv.links.tcp import TcpOutbound
 from p2pkv.trust import Networks
+from support.waiting import wait_for
 
 
 def test_each_way_is_taken(shm: HostLinks, tcp: HostLinks) -> None:
@@ -28,6 +29,19 @@ def test_each_way_is_taken(shm: HostLinks, tcp: HostLinks) -> None:
         pair = connect((p, d), WINDOW)
         assert isinstance(pair.outbound, TcpOutbound)
         pair.carry(1000)
+
+
+def test_over_tcp_a_message_leaves_as_soon_as_it_is_filled(tcp: HostLinks) -> None:
+    """P gathers the next one meanwhile, and polls its links only then."""
+    pair = connect((tcp, tcp), WINDOW)
+    receive, send = pair.begin(1000)
+    send.commit()
+
+    def arrived() -> bool:
+        pair.inbound.poll()
+        return receive.done()
+
+    wait_for(arrived)
 
 
 FIRST_BLOBS = """

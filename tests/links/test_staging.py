@@ -22,12 +22,16 @@ def test_a_link_that_holds_something_leaves_as_much_free_as_it_would_then_hold()
     other = StagingShare(budget)
     assert other.grants(768), "another link may have all that is left"
     assert not other.grants(832)
+    with pytest.raises(ValueError, match="1025 bytes can never fit 1024 bytes of staging"):
+        share.grants(1025)
 
 
 def test_a_rank_that_carries_both_ways_keeps_a_quarter_for_each() -> None:
     """However many links there are: each that holds nothing may have all that is left."""
     budget = StagingBudget(1024)
     budget.carry_both_ways()
+    with pytest.raises(ValueError, match="can never fit 768 bytes"):
+        StagingShare(budget).grants(769)
     slots = Slots(1024)
     receives = [StagingShare(budget) for _ in range(4)]
     granted = [share for share in receives if share.grants(256) and slots.take(256, share) is not None]
