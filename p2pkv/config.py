@@ -462,7 +462,7 @@ def _rename(given: dict[str, object]) -> Iterator[str]:
             if new in given:
                 raise ConfigError(f"{old} and {new} are one option, and both are set; remove {old}")
             given[new] = given.pop(old)
-            yield f"{old} is now called {new}, which alone the next version knows: rename it"
+            yield f"{old} is now called {new}; the old name is deprecated: rename it"
 
 
 def _former_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:

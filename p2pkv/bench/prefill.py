@@ -174,7 +174,8 @@ class PrefillSide:
         hook.end()
         rank.steps.end()
         times = self._loaded(layout, rank, key, tokens)
-        sent, early = (rank.counters.values[name] - before[name] for name in ("bytes_sent", "bytes_early"))
+        names = "bytes_sent", "bytes_before_last_layer"
+        sent, early = (rank.counters.values[name] - before[name] for name in names)
         tail = times["loaded"] - max(end, times["asked"])
         return Push(
             end - begin,

@@ -136,12 +136,12 @@ class Growth:
         return P2pKvStats(data=grown) if grown else None
 
 
-RENAMED = {
-    "bytes_early": "bytes_before_last_layer",
-    "bytes_ahead": "bytes_prefetched",
-    "links_ahead": "links_preconnected",
+FORMER_NAMES = {
+    "bytes_before_last_layer": "bytes_early",
+    "bytes_prefetched": "bytes_ahead",
+    "links_preconnected": "links_ahead",
 }
-"""Counters whose series have a new name; this version has both, and the next one only the new."""
+"""Counters whose series go by a deprecated name, too; see docs/promises.md."""
 
 
 @cache
@@ -151,7 +151,7 @@ def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
 
 
 class P2pKvMetrics(KVConnectorPromMetrics):
-    """`p2pkv_<counter>_total` for each counter, by engine; some under two names, see RENAMED."""
+    """`p2pkv_<counter>_total` for each counter, by engine; some under two names, see FORMER_NAMES."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
@@ -159,8 +159,8 @@ class P2pKvMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, list[Any]] = {}
         for name in Counters.NAMES:
-            new = RENAMED.get(name, name)
-            help_of = {name: f"the old name of p2pkv_{new}_total", new: new.replace("_", " ")}
+            former = FORMER_NAMES.get(name, name)
+            help_of = {former: f"the former name of p2pkv_{name}_total", name: name.replace("_", " ")}
             self._metrics[name] = [
                 _counter(self._counter_cls, series, f"p2pkv: {text}", *labelnames)
                 for series, text in help_of.items()

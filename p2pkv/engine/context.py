@@ -30,8 +30,8 @@ class Counters:
 
     NAMES = (
         "bytes_sent",  # KV bytes gathered and handed to a link
-        "bytes_early",  # of those, taken by D before P had computed the whole prompt
-        "bytes_ahead",  # KV bytes that came to D before the request did
+        "bytes_before_last_layer",  # of those, taken by D before P had computed the whole prompt
+        "bytes_prefetched",  # KV bytes that came to D before the request did
         "bytes_scattered",  # KV bytes received and written to blocks
         "chunks_sent",
         "chunks_filler",  # granted, but sent as filler
@@ -46,7 +46,7 @@ class Counters:
         "messages_refused",  # messages that the protocol does not allow
         "handshakes_failed",  # connections that did not come about: strangers here, no members there
         "links_aborted",
-        "links_ahead",  # links of D that came up before a request needed them
+        "links_preconnected",  # links of D that came up before a request needed them
     )
 
     def __init__(self) -> None:

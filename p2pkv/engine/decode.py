@@ -449,7 +449,7 @@ class Decode:
         self._buffers.keep(entry.buffer, arrived, now)
         self._ctx.copies.launched(entry.expect.key)
         entry.receiver.kept(arrived.rank, arrived.chunk.chunk, now)
-        self._count["bytes_ahead"] += arrived.chunk.nbytes
+        self._count["bytes_prefetched"] += arrived.chunk.nbytes
 
     def write_kept(self, now: float) -> bool:
         """Write what came before its request to the blocks that it has now, some of it each turn; whether

@@ -234,7 +234,7 @@ class Preconnect:
         partner.next, partner.pause, partner.logged = 0.0, FIRST_PAUSE, False
         unused = [peer for peer in peers if peer.link.linked and not peer.needed]
         if unused:
-            self._ctx.counters.add("links_ahead", len(unused))
+            self._ctx.counters.add("links_preconnected", len(unused))
             log.info("the link to P at %s is up, ahead of requests", partner.address)
 
     def _beat(self, partner: Partner, peers: list[PrefillPeer], now: float) -> None:

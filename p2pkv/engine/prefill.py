@@ -357,7 +357,7 @@ class Prefill:
     def taken(self, effect: to_decode.Taken, now: float) -> None:
         entry = self.entries.get(effect.key)
         if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
-            self._count["bytes_early"] += effect.nbytes
+            self._count["bytes_before_last_layer"] += effect.nbytes
 
     # Time, and the end.
 

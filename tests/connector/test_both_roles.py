@@ -97,7 +97,7 @@ def test_each_preconnects_to_the_other_and_not_to_itself(engines: Any) -> None:
             assert (ping.type, ping.partners) == ("both", 64)
             proxy.send_multipart([sender, encode_partners([str(a.address), str(b.address)])])
         workers = [*a.workers, *b.workers]
-        wait_for(lambda: all(worker.rank.counters.values["links_ahead"] for worker in workers))
+        wait_for(lambda: all(worker.rank.counters.values["links_preconnected"] for worker in workers))
         ask_both(a, b, "there", tokens(40))
         ask_both(b, a, "back", tokens(40, 1))
         finish(a, b)

@@ -36,7 +36,7 @@ def test_links_to_the_ps_that_the_proxy_names_are_up_before_the_first_request(en
         assert {ping.type: ping.partners for ping in heard.values()} == {"P": 0, "D": 64}
         (of_d,) = (sender for sender, ping in heard.items() if ping.type == "D")
         proxy.send_multipart([of_d, encode_partners([str(p.address)])])
-        wait_for(lambda: all(worker.rank.counters.values["links_ahead"] for worker in d.workers))
+        wait_for(lambda: all(worker.rank.counters.values["links_preconnected"] for worker in d.workers))
         ask_both(p, d, "the first request", tokens(40))
         finish(p, d)
         assert set(d.ended.values()) == {"length"}
@@ -98,4 +98,4 @@ def test_prompts_with_a_common_beginning_in_one_step(engines: Any) -> None:
         ask_both(p, d, index, [*tokens(64), index, 1, 2, 3])
     finish(p, d)
     assert set(d.ended.values()) == {"length"}
-    assert p.count("bytes_early") > 0, "nothing was pushed during the step"
+    assert p.count("bytes_before_last_layer") > 0, "nothing was pushed during the step"

@@ -60,7 +60,7 @@ def acquaint(p: Engine, d: Engine) -> None:
 
 
 def arrived(d: Engine, nbytes: int) -> None:
-    wait_for(lambda: value(d, "bytes_ahead") == nbytes, what=f"{nbytes} bytes ahead")
+    wait_for(lambda: value(d, "bytes_prefetched") == nbytes, what=f"{nbytes} bytes ahead")
 
 
 def push_ahead(p: Engine, d: Engine) -> None:
@@ -109,7 +109,7 @@ def test_what_d_has_cached_itself_is_not_written_to(links, codec, other_blocks):
     with engines(there, here, links, prefetch_bytes=ROOM) as (p, d):
         acquaint(p, d)
         prefill(p, "k", d.address, 90, list(range(10)), chunk=40)
-        wait_for(lambda: value(d, "bytes_ahead") >= 90 * 4 * 2 * 16 * 2)
+        wait_for(lambda: value(d, "bytes_prefetched") >= 90 * 4 * 2 * 16 * 2)
         before = [page.clone() for page in d.ranks[0].pages]
         ends_well(p, d, "k", 90, start=32)
         for old, new in zip(before, d.ranks[0].pages, strict=True):
@@ -125,7 +125,7 @@ def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages
         step(p, "k", BLOCKS, 48, 96)
         d.wait(do.Loaded("k"))
         d.do(do.Forget("k"))
-        assert value(d, "bytes_ahead") == 48 * TOKEN
+        assert value(d, "bytes_prefetched") == 48 * TOKEN
         assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
         finish(p, "k")
         quiet(p, d)
@@ -176,7 +176,7 @@ def test_without_room_it_waits_on_p(links):
             blocks = [30 + 10 * number, 31 + 10 * number, 32 + 10 * number]
             fetch(p, d, key, 40, blocks=blocks)
             finish(p, key)
-        assert value(d, "bytes_ahead") == 40 * TOKEN
+        assert value(d, "bytes_prefetched") == 40 * TOKEN
         quiet(p, d)
 
 
@@ -357,5 +357,5 @@ def test_a_prompt_of_other_weights_is_not_taken_ahead(links):
             arrives(d, key, 16, BLOCKS)
             d.do(do.Forget(key))
             finish(p, key)
-        assert value(d, "bytes_ahead") == 16 * TOKEN
+        assert value(d, "bytes_prefetched") == 16 * TOKEN
         quiet(p, d)

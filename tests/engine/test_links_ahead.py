@@ -45,7 +45,7 @@ def begun(engine: Engine) -> int:
 
 
 def ahead(d: Engine, rank: int = 0) -> int:
-    return d.ranks[rank].rank.counters.values["links_ahead"]
+    return d.ranks[rank].rank.counters.values["links_preconnected"]
 
 
 def links(engine: Engine) -> int:

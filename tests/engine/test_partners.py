@@ -111,8 +111,8 @@ class Rig:
             self.it.look(self.now)
 
     @property
-    def links_ahead(self) -> int:
-        return self.counters.values["links_ahead"]
+    def links_preconnected(self) -> int:
+        return self.counters.values["links_preconnected"]
 
 
 def linked(p_ranks: int = 1) -> Rig:
@@ -132,7 +132,7 @@ def test_a_link_comes_up_and_is_kept() -> None:
     d.ranks[FIRST].welcomes()
     d.look(3 * LEFT_SECONDS)
     assert d.it.keeps(d.ranks[FIRST])  # type: ignore[arg-type]
-    assert d.dialed == [(0.0, FIRST)] and not d.hung_up and d.links_ahead == 1
+    assert d.dialed == [(0.0, FIRST)] and not d.hung_up and d.links_preconnected == 1
 
 
 def test_a_rank_that_a_request_needs_is_not_hung_up_on() -> None:
@@ -185,7 +185,7 @@ def test_a_p_is_up_only_with_all_of_its_links() -> None:
     d = linked(p_ranks=2)
     d.ranks[SECOND].welcomes(link=False)
     d.look(PATIENCE_SECONDS + 1)
-    assert d.links_ahead == 0
+    assert d.links_preconnected == 0
     assert sorted(d.hung_up) == [FIRST, SECOND], "the link that is missing has had its time"
 
 
@@ -233,7 +233,7 @@ def test_once_a_link_was_up_the_pause_is_short_again() -> None:
         d.look(0.25)
     d.ranks[FIRST].welcomes()
     d.look()
-    assert d.links_ahead == 1
+    assert d.links_preconnected == 1
     d.ranks[FIRST].link.up = False
     ended = d.now
     d.look(0.25)

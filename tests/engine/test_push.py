@@ -57,7 +57,7 @@ def test_chunks_arrive_before_the_prefill_ends(pair):
     step(p, "k", blocks, 0, 48)
     # Each side counts on its own thread, so neither count says that the other is made.
     wait_for(lambda: value(d, "bytes_scattered") == 48 * TOKEN)
-    wait_for(lambda: value(p, "bytes_early") == 48 * TOKEN)
+    wait_for(lambda: value(p, "bytes_before_last_layer") == 48 * TOKEN)
     step(p, "k", blocks, 48, 96)
     arrives(d)
 

@@ -63,12 +63,12 @@ def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
 
 def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
     """All of these at once, and the answers are a single server's."""
-    before, nbytes = counter(taker, "bytes_ahead"), sum(kv_bytes(0, len(prompt)) for prompt in prompts)
+    before, nbytes = counter(taker, "bytes_prefetched"), sum(kv_bytes(0, len(prompt)) for prompt in prompts)
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda prompt: ask_pair(fleet.p, taker, prompt, at_once=False), prompts))
     assert_same([complete(fleet.single, prompt) for prompt in prompts], got)
     # vLLM shows counters when it steps.
-    wait_until(lambda: counter(taker, "bytes_ahead") - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
+    wait_until(lambda: counter(taker, "bytes_prefetched") - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
 
 
 @pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 2 * CHUNK + 40])
