@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A P on one host, a D on another, the proxy on either. Not run between hosts yet.
 #
-#     openssl rand -hex 32 > p2pkv.secret        # once; copy it to both hosts
+#     (umask 077; openssl rand -hex 32 > p2pkv.secret)        # once; copy it to both hosts
 #     export P2PKV_SECRET_FILE=p2pkv.secret PROXY=10.0.0.1
 #     HERE=10.0.0.1 examples/serve_two_hosts.sh proxy
 #     HERE=10.0.0.1 examples/serve_two_hosts.sh prefill path-or-name-of-a-model [more arguments for vLLM]
