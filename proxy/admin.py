@@ -71,7 +71,7 @@ def report(proxy: Proxy) -> dict[str, Any]:
 def _number(request: web.Request, name: str) -> int:
     """How many instances of one kind a question about health asks for."""
     text = request.query.get(name, "0")
-    if not text.isdecimal():
+    if not re.fullmatch(r"\d{1,9}", text):
         raise ProxyError(400, f"`{name}` in /health?{name}=... is a number of instances, such as 1.")
     return int(text)
 

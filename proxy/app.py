@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -107,12 +108,15 @@ def make_app(
     return app
 
 
-def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
-    """What serves `app`, to a bounded number of connections; at its end connections on which nothing moves
-    are closed after `last_seconds`."""
+def make_runner(
+    app: web.Application, last_seconds: float, tls: ssl.SSLContext | None = None
+) -> web.AppRunner:
+    """What serves `app`, to a bounded number of connections, over `tls` if there is that; at its end
+    connections on which nothing moves are closed after `last_seconds`. Its sites get no ssl_context."""
     return BoundedRunner(
         app,
         app[MOST_CONNECTIONS],
+        tls,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=last_seconds,

@@ -90,13 +90,13 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     stop, hurry = _signals()
     _warn(arguments, members)
     app = _app(arguments, members)
-    runner, tls, admin = make_runner(app, _SHUTDOWN_SECONDS), _tls(arguments), arguments.admin
+    runner, admin = make_runner(app, _SHUTDOWN_SECONDS, _tls(arguments)), arguments.admin
     try:
         await runner.setup()
         shared = arguments.reuse_port or None
-        await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=tls, reuse_port=shared).start()
+        await web.TCPSite(runner, arguments.host, arguments.port, reuse_port=shared).start()
         if admin is not None:
-            await web.TCPSite(runner, admin.host, admin.port, ssl_context=tls).start()
+            await web.TCPSite(runner, admin.host, admin.port).start()
         _log_serving(arguments, members, runner.addresses, app[PROXY].membership.listeners)
         await stop.wait()
         logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), arguments.drain_seconds)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
@@ -17,6 +22,9 @@ logger = logging.getLogger(__name__)
 _FULL = "This proxy has as many connections as it takes; try again in a few seconds."
 # Between two log lines about it.
 _FULL_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 10.0
+# For a client that is refused, to take that in.
+_REFUSED_SECONDS = 1.0
 
 
 class BoundedRunner(web.AppRunner):
@@ -25,11 +33,19 @@ class BoundedRunner(web.AppRunner):
     One more takes the place of the one that has been open for longest without a request under way: so a
     client that opens many and sends nothing does not shut others out. If each has a request under way, it
     gets a 503.
+
+    With `tls` all connections begin with a TLS handshake. Those that are in it count, too: if no other can be
+    closed, the oldest of them is.
     """
 
-    def __init__(self, app: web.Application, most: int, **options: Any) -> None:
+    def __init__(
+        self, app: web.Application, most: int, tls: ssl.SSLContext | None = None, **options: Any
+    ) -> None:
         super().__init__(app, **options)
         self._most = most
+        self._tls = tls
+        self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
+        """The oldest comes first."""
         self._log_limit = RateLimit(seconds=_FULL_SECONDS)
 
     @property
@@ -39,31 +55,87 @@ class BoundedRunner(web.AppRunner):
         return None if self._server is None else cast("web.Server", self._protocol)
 
     def _protocol(self) -> asyncio.Protocol:
+        # A TLS server of asyncio's own tells of a connection only when its handshake has ended.
+        return self._taken() if self._tls is None else _Newcomer(self._begin_handshake)
+
+    def _taken(self) -> asyncio.Protocol:
+        """What serves one more connection, or refuses it."""
+        assert self._server is not None
+        return self._server() if self._has_room() else _Refusal()
+
+    def _begin_handshake(self, accepted: asyncio.Transport) -> None:
+        shared: socket.socket = accepted.get_extra_info("socket")
+        accepted.abort()  # it goes on in a copy of its descriptor
+        try:
+            connection = shared.dup()
+        except OSError:
+            return  # for want of descriptors
+        if not self._has_room(len(self._handshakes)) and self._handshakes:
+            self._end_oldest_handshake()
+        self._handshakes[connection] = asyncio.create_task(self._secure(connection))
+
+    def _end_oldest_handshake(self) -> None:
+        oldest = next(iter(self._handshakes))
+        self._handshakes.pop(oldest)
+        with suppress(OSError):  # its client has left
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    async def _secure(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Newcomer(partial(self._serve, connection)),
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+            )
+        except OSError:
+            pass  # the client has left, was too slow, or speaks no TLS
+        finally:
+            self._handshakes.pop(connection, None)
+
+    def _serve(self, connection: socket.socket, secured: asyncio.Transport) -> None:
+        self._handshakes.pop(connection, None)  # or it would count twice for a moment
+        successor = self._taken()
+        secured.set_protocol(successor)
+        successor.connection_made(secured)
+
+    def _has_room(self, handshakes: int = 0) -> bool:
+        """Whether there may be one more beside so many handshakes; closes an idle one if need be."""
         assert self._server is not None
         there = self._server.connections
-        if len(there) < self._most or self._made_room(there):
-            return self._server()
-        return _Refusal()
-
-    def _made_room(self, there: list[web.RequestHandler]) -> bool:
+        if len(there) + handshakes < self._most:
+            return True
         if self._log_limit.admits():
-            logger.warning("clients have %d connections, and this proxy takes no more", len(there))
+            logger.warning("clients have %d connections, and this proxy takes no more", self._most)
         for each in there:
             transport = each.transport
             # aiohttp has no public name for it.
             if each._current_request is None and transport is not None and not transport.is_closing():
-                transport.close()
+                transport.abort()  # over TLS, a close waits for the client's
                 return True
         return False
+
+
+class _Newcomer(asyncio.Protocol):
+    """A connection for whoever is to `take` it."""
+
+    def __init__(self, take: Callable[[asyncio.Transport], None]) -> None:
+        self._take = take
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass.
+        self._take(cast("asyncio.Transport", transport))
 
 
 class _Refusal(asyncio.Protocol):
     """Answers whatever a client will ask."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        answer = error_response(503, _FULL)
-        assert isinstance(answer.body, bytes) and isinstance(transport, asyncio.Transport)
+        connection, answer = cast("asyncio.Transport", transport), error_response(503, _FULL)
+        assert isinstance(answer.body, bytes)
         headers = {**answer.headers, "Content-Length": len(answer.body), "Connection": "close"}
         lines = [f"HTTP/1.1 503 {answer.reason}", *(f"{name}: {value}" for name, value in headers.items())]
-        transport.write("\r\n".join((*lines, "", "")).encode() + answer.body)
-        transport.close()
+        connection.write("\r\n".join((*lines, "", "")).encode() + answer.body)
+        connection.close()
+        # Over TLS, a close waits for the client's.
+        asyncio.get_running_loop().call_later(_REFUSED_SECONDS, connection.abort)

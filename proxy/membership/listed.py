@@ -98,9 +98,7 @@ class ListedWatch:
             await asyncio.sleep(_PERIOD_SECONDS)
 
     async def _look(self) -> None:
-        known = self.registry.at(self.listed.key)
-        if known is not None and known.source is not self._source:
-            self._source.pinged = True
+        if self._pings():
             return
         try:
             async with self.session.get(
@@ -128,12 +126,20 @@ class ListedWatch:
         self._source.answers = self._source.pinged = self._learnt = False
         self._ping = None
 
+    def _pings(self) -> bool:
+        """Whether it pings by itself, with the role that is listed or with both."""
+        roles: tuple[InstanceRole, ...] = self.listed.role, "both"
+        there = [self.registry.at((role, self.listed.http, 0)) for role in roles]
+        pings = any(each is not None and each.source is not self._source for each in there)
+        self._source.pinged = pings or self._source.pinged
+        return pings
+
     async def _up(self) -> None:
         now = self.clock()
         if self._ping is None or (not self._learnt and now - self._asked > _ASK_AGAIN_SECONDS):
             self._asked = now
             self._ping = await self._learn()
-        if self._ping is not None and not self._source.pinged:
+        if self._ping is not None and not (self._pings() or self._source.pinged):
             self._source.answers = True
             self.take(self._ping, self._source)
 

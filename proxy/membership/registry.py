@@ -25,6 +25,7 @@ from p2pkv.pairing import Address
 
 from .instance import (
     LIFE,
+    ROLE_NAMES,
     Breaker,
     Differences,
     Instance,
@@ -117,8 +118,7 @@ class Registry:
             if self._complaints.admits("full", now):
                 logger.warning("%s ignored: %d instances are known already", newcomer, self.capacity)
             return None
-        if known is not None and isinstance(known.source, ListedSource) and source != known.source:
-            known.source.pinged = True
+        self._replace_listed(newcomer)
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
         newcomer.drained = self._stays_drained(newcomer, known)
         newcomer.neighbours = partial(self._neighbours, newcomer)
@@ -128,6 +128,18 @@ class Registry:
         self._change()
         logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
         return newcomer
+
+    def _replace_listed(self, newcomer: Instance) -> None:
+        """Who pings is left to its pings. The list may have each role of one that pings with both."""
+        role, http, rank = newcomer.key
+        for each in list(ROLE_NAMES) if role == "both" else [role]:
+            listed = self._instances.get((each, http, rank))
+            if listed and isinstance(listed.source, ListedSource) and listed.source != newcomer.source:
+                listed.source.pinged = True
+                del self._instances[listed.key]
+                if listed.drained:
+                    drained = self._drained.pop(listed.key)
+                    self._drained[newcomer.key] = drained or newcomer.ping.incarnation
 
     def _neighbours(self, instance: Instance) -> list[Instance]:
         """The other engines behind its HTTP server."""
@@ -163,7 +175,7 @@ class Registry:
         for each in self._instances.values():
             same = (
                 (newcomer.role == "both" or each.may_be(newcomer.role))
-                and each.ping.zmq_address == newcomer.ping.zmq_address
+                and each.zmq_address == newcomer.zmq_address
                 and each.url != newcomer.url
             )
             if (same or each is known) and self._holds(each, newcomer, now):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 
 import aiohttp
 import pytest
-from proxy_behaviours import streams_at_once
+from proxy_behaviours import streams
 from proxy_fakes import Deployment, called, deployed, error_of
 from proxy_process import running, served
 
@@ -80,14 +81,17 @@ def test_an_empty_key_is_refused_at_the_start(
 
 
 async def test_https(certificate: tuple[Path, Path]) -> None:
-    """A request and its stream cross TLS, and plain HTTP gets nowhere."""
+    """A request and its stream cross TLS; another one is turned away, and plain HTTP gets nowhere."""
     file, key = map(str, certificate)
     tls = ("--ssl-certfile", file, "--ssl-keyfile", key)
     trusted = ssl.create_default_context(cafile=file)
-    async with served(*tls, tls=trusted, keep=False) as proxy:
+    async with served(*tls, "--max-connections", "1", tls=trusted, keep=False) as proxy:
         assert proxy.url.startswith("https")
-        proxy.d.behaviour = streams_at_once
+        release = asyncio.Event()
+        proxy.d.behaviour = streams(release)
         async with await proxy.begin() as response:
+            assert "as many connections as it takes" in await proxy.refusal(503)
+            release.set()
             assert "second" in await response.text()
         with pytest.raises(aiohttp.ClientError):
             await proxy.client.post(f"{proxy.url.replace('https', 'http')}/v1/completions", json={})

@@ -62,7 +62,11 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         assert (status, report["status"]) == (200, "degraded")
         assert report["missing"] == ["No prefill instance is ready: none has registered."]
         assert (report["counters"]["alone"], report["gauges"]["alone"]) == (1, 0)
-        for query, status in (("prefill=1&decode=1", 503), ("prefill=one", 400)):
+        for query, status in (
+            ("prefill=1&decode=1", 503),
+            ("prefill=one", 400),
+            ("decode=" + "9" * 5000, 400),
+        ):
             assert (await deployment.get(f"/health?{query}"))[0] == status
         await deployment.newcomer("P")
         assert (await deployment.post()).status == 200

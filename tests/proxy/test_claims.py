@@ -38,11 +38,20 @@ def test_an_address_is_its_holders_while_it_pings(change: dict[str, Any]) -> Non
     assert registry.claims_refused == 1
 
 
-def test_a_zmq_address_is_its_holders_too() -> None:
-    registry, holder, _ = held()
-    thief = msgspec.structs.replace(ping(port=1), zmq_address=holder.ping.zmq_address)
+@pytest.mark.parametrize(
+    ("address", "spelled"),
+    [
+        ("10.0.0.1:21001", "10.0.0.1:21001"),
+        ("node-7:21001", "NODE-7.:21001"),
+        ("[fd00::1]:21001", "[fd00:0::1]:21001"),
+    ],
+)
+def test_a_zmq_address_is_its_holders_too(address: str, spelled: str) -> None:
+    registry = Registry()
+    holder = join(registry, msgspec.structs.replace(ping(), zmq_address=address), 0.0, Line())
+    thief = msgspec.structs.replace(ping(port=1), zmq_address=spelled)
     assert registry.observe(thief, 1.0, Line()) is None
-    assert registry.known("P") == [holder]
+    assert registry.known("P") == [holder] and registry.claims_refused == 1
     assert registry.observe(msgspec.structs.replace(thief, type="D"), 1.0, Line()) is not None
 
 

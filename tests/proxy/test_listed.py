@@ -240,14 +240,16 @@ async def test_a_rank_that_says_nonsense_is_one_that_says_nothing(says: dict[str
         assert asked(deployment.prefills) == [1]
 
 
-async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
+@pytest.mark.parametrize(("role", "prefill"), [("D", 1), ("both", 2)])
+async def test_who_pings_by_itself_is_left_to_its_pings(role: Any, prefill: int) -> None:
     async with listing(FakeInstance("P"), FakeInstance("D", fit=NEW)) as deployment:
         await deployment.ready(prefill=1, decode=1)
         (listed_d,) = deployment.registry.known("D")
         assert listed_d.fits_unknown
+        deployment.d.role = role
         pinger = deployment.begin_ping(deployment.d)
         await eventually(lambda: [each.ping.fit for each in deployment.registry.known("D")] == [NEW])
-        await deployment.ready(prefill=1, decode=1)
+        await deployment.ready(prefill, decode=1)
         assert not deployment.registry.known("D")[0].fits_unknown
         healths = deployment.d.healths
         pinger.stop()
@@ -258,6 +260,20 @@ async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
         await eventually(lambda: not listed_d.source.pinged, "its port has been found closed")
         await deployment.d.start()
         await deployment.ready(prefill=1, decode=1)
+        assert deployment.registry.claims_refused == 0
+
+
+@pytest.mark.parametrize("role", ["D", "both"])
+async def test_who_pinged_before_it_was_well_is_left_to_its_pings(role: Any) -> None:
+    rank = FakeRank("D", fit=NEW)
+    async with listing(rank) as deployment:
+        deployment.d.health, deployment.d.role = 503, role
+        deployment.begin_ping(deployment.d)
+        await eventually(lambda: len(deployment.registry.known("D")) == 1)
+        deployment.d.health = 200
+        await eventually(lambda: deployment.routable("D") == [deployment.d.http_address])
+        await asyncio.sleep(0.5)
+        assert [each.role for each in deployment.registry.known("D")] == [role]
         assert deployment.registry.claims_refused == 0
 
 

@@ -366,9 +366,8 @@ async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None
 @pytest.mark.vllm
 def test_the_connector_has_what_is_asked_of_it() -> None:
     found = {name for name in asked("p2pkv_") if not name.startswith("p2pkv_proxy_")}
-    from p2pkv.connector.metadata import RENAMED
 
-    assert found and found <= {f"p2pkv_{RENAMED.get(name, name)}_total" for name in Counters.NAMES}
+    assert found and found <= {f"p2pkv_{name}_total" for name in Counters.NAMES}
 
 
 @pytest.mark.vllm

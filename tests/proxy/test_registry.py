@@ -6,10 +6,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from proxy_fakes import fleet, join, ping
+from proxy_fakes import Line, fleet, join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
-from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss, least_busy
+from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss, Role, least_busy
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import NoInstance, PrefillMode, Router
@@ -205,3 +205,16 @@ def test_a_listed_instance_stays_drained(incarnations: tuple[str, ...], stays: b
     for each in later:
         registry.observe(each, 0.0, source)
     assert registry.known("D")[0].drained == stays
+
+
+@pytest.mark.parametrize(("listed", "drained"), [("", True), ("first", True), ("another", False)])
+def test_who_is_listed_with_each_role_and_pings_with_both_is_one(listed: str, drained: bool) -> None:
+    registry, sources = Registry(), [ListedSource(), ListedSource()]
+    roles: tuple[Role, ...] = "P", "D"
+    for role, source in zip(roles, sources, strict=True):
+        registry.drain(join(registry, ping(role, incarnation=listed), 0.0, source), True)
+    other = join(registry, ping("D", 1), 0.0, ListedSource())
+    both = join(registry, ping("both", incarnation="first"), 1.0, Line())  # type: ignore[arg-type]
+    assert registry.known("P") == [both] and registry.known("D") == [other, both]
+    assert all(source.pinged for source in sources)
+    assert both.drained == drained, "a restart ends it"

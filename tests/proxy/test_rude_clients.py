@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 import gzip
 import logging
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -22,6 +26,7 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, connect, deployed, quiet
 
+from p2pkv_proxy.app import make_runner
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.logs import Garbage
 from support.waiting import eventually
@@ -38,13 +43,16 @@ WHOLE = post(BODY, b"Content-Length: %d" % len(BODY))
 
 
 class Client:
-    """A bare connection to the proxy."""
+    """A bare connection to the proxy; with `tls` over that."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, tls: ssl.SSLContext | None = None) -> None:
         self._deployment = deployment
+        self._tls = tls
 
     async def __aenter__(self) -> Client:
         self.reader, self.writer = await connect(self._deployment.url)
+        if self._tls is not None:
+            await self.writer.start_tls(self._tls, server_hostname="127.0.0.1")
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -206,12 +214,28 @@ async def drip(writer: asyncio.StreamWriter) -> None:
 # More connections than there may be.
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "TLS"])
+def trusted(
+    request: pytest.FixtureRequest, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> ssl.SSLContext | None:
+    """What a client needs, if `deployed` is to serve over TLS."""
+    if not request.param:
+        return None
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*certificate)
+    monkeypatch.setattr("proxy_fakes.make_runner", partial(make_runner, tls=tls))
+    return ssl.create_default_context(cafile=certificate[0])
+
+
 @pytest.fixture
-async def crowded() -> AsyncIterator[Deployment]:
+async def crowded(trusted: ssl.SSLContext | None) -> AsyncIterator[Deployment]:
     """A proxy that takes three connections."""
     limits = Limits(max_connections=3)
     async with deployed("concurrent", 1, 1, limits=limits) as deployment:
         yield deployment
+
+
+over_tls = pytest.mark.parametrize("trusted", [True], ids=["TLS"], indirect=True)
 
 
 async def closed(client: Client) -> bool:
@@ -221,30 +245,77 @@ async def closed(client: Client) -> bool:
     return True
 
 
-async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: Deployment) -> None:
+async def served(client: Client) -> None:
+    client.writer.write(WHOLE)
+    assert await client.status() == 200
+    await client.reader.readuntil(b"\r\n\r\n")
+
+
+async def test_idle_connections_make_room_for_others_the_oldest_first(
+    crowded: Deployment, trusted: ssl.SSLContext | None
+) -> None:
     async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
-        idle = [await all_.enter_async_context(Client(crowded)) for _ in range(10)]
+        idle = [await all_.enter_async_context(Client(crowded, trusted)) for _ in range(10)]
         for client in idle[:7]:
             assert await closed(client)
         for client in idle[-3:]:
-            client.writer.write(WHOLE)
-            assert await client.status() == 200
-            await client.reader.readuntil(b"\r\n\r\n")
-        assert (await crowded.post()).status == 200, "in the place of one that is kept for a next request"
+            await served(client)
+        # In the place of one that is kept for a next request.
+        await served(await all_.enter_async_context(Client(crowded, trusted)))
+
+
+async def test_connections_on_which_nothing_comes_make_room_too(
+    crowded: Deployment, trusted: ssl.SSLContext | None
+) -> None:
+    """With TLS they do not even begin their handshake."""
+    async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
+        silent = [await all_.enter_async_context(Client(crowded)) for _ in range(10)]
+        for client in silent[:7]:
+            assert await closed(client)
+        await served(await all_.enter_async_context(Client(crowded, trusted)))
+        assert await closed(silent[7]) and not any(each.reader.at_eof() for each in silent[8:])
+
+
+@over_tls
+async def test_a_tls_handshake_has_little_time(crowded: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pkv_proxy.connections._HANDSHAKE_SECONDS", 0.2)
+    async with asyncio.timeout(10), Client(crowded) as silent:
+        assert await closed(silent)
+
+
+@over_tls
+async def test_a_request_right_behind_a_tls_handshake_is_served(
+    crowded: Deployment, trusted: ssl.SSLContext
+) -> None:
+    """It comes in one piece with the handshake's end."""
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = trusted.wrap_bio(received, sent, server_hostname="127.0.0.1")
+    async with asyncio.timeout(10), Client(crowded) as client:
+
+        async def step(of: Callable[[], Any]) -> Any:
+            while True:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    return of()
+                client.writer.write(sent.read())
+                received.write(await client.reader.read(1 << 16))
+
+        await step(tls.do_handshake)
+        tls.write(WHOLE)
+        assert (await step(tls.read)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_when_all_have_requests_under_way_another_one_is_turned_away(
-    crowded: Deployment, caplog: pytest.LogCaptureFixture
+    crowded: Deployment, trusted: ssl.SSLContext | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = asyncio.Event()
     crowded.d.behaviour = after(release, answer_json)
     async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
-        busy = [await all_.enter_async_context(Client(crowded)) for _ in range(3)]
+        busy = [await all_.enter_async_context(Client(crowded, trusted)) for _ in range(3)]
         for number, client in enumerate(busy):
             client.writer.write(WHOLE)
             await eventually(lambda number=number: len(crowded.d.requests) == number + 1)
         for _ in range(5):
-            client = await all_.enter_async_context(Client(crowded))
+            client = await all_.enter_async_context(Client(crowded, trusted))
             assert await client.status() == 503
             said = await client.reader.read()
             assert b"Retry-After: " in said and b"as many connections as it takes" in said
