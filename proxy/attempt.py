@@ -71,6 +71,17 @@ class Outcome:
     end: CallEnd
     culprit: Instance | None = None
 
+    @property
+    def moved(self) -> bool:
+        """Whether the proxy took the request away from an instance that is drained, and has not failed."""
+        return self.end is CallEnd.STOPPED and self.culprit is not None and self.culprit.drained
+
+    @property
+    def no_try(self) -> bool:
+        """Whether it counts neither as a try nor in the budget of retries: the instance's port refused, so
+        that nothing was computed, or the proxy itself moved the request."""
+        return self.moved or self.end is CallEnd.CLOSED
+
 
 class Means(Protocol):
     """What all attempts share, see `Proxy`; `lingering`: P's calls that may outlive their attempt."""

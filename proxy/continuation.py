@@ -63,10 +63,10 @@ class Continuation:
         fields = fields_of(event) | self._head
         if fields.get("usage"):
             fields["usage"] = usage_of(self._transcript, fields["usage"], self.before)
+        if not fields["choices"]:
+            return self._transcript.without_tokens(written(fields))
         choices = [made for each in fields["choices"] if (made := self._choice(each)) is not None]
-        if fields["choices"] and not choices:
-            return b""
-        return written(fields | {"choices": choices})
+        return written(fields | {"choices": choices}) if choices else b""
 
     def _choice(self, choice: Fields) -> Fields | None:
         """The choice as the client gets it; None if the client has all of it."""
@@ -100,7 +100,7 @@ def ending(transcript: Transcript) -> bytes:
     """What is missing of an answer whose last token has been sent."""
     options = transcript.wanted.fields.get("stream_options") or {}
     usage = b""
-    if options.get("include_usage"):
+    if options.get("include_usage") and not transcript.counted:
         counted = usage_of(transcript, {}, transcript.tokens)
         usage = written({**head_of(transcript), "choices": [], "usage": counted})
     return usage + DONE + EVENT_END

@@ -101,8 +101,10 @@ class Relay:
         self._close(None, why, status)
 
     def move(self) -> None:
-        """Ends the instance's part, so that another one goes on, if one can: the instance is to be free."""
-        if self.transcript is not None and self.transcript.movable:
+        """Ends the instance's part, so that another one goes on, if one can: the instance is to be free. One
+        that has sent all of its answer is."""
+        sent_all = self.answer.content.is_eof()
+        if self.transcript is not None and self.transcript.movable and not sent_all:
             self._close(CallEnd.STOPPED, "The decode instance was drained, and no other could go on.")
 
     def _close(self, end: CallEnd | None, why: str, status: int = 502) -> None:
@@ -120,7 +122,7 @@ class Relay:
                 await self.finish(b"")
             elif await self._relay_stream():
                 await self.finish(self._filter.flush())
-            elif self.broken is not None and self.transcript is not None and self.transcript.possible:
+            elif self.broken is not None and self.transcript is not None and self.transcript.can_go_on:
                 self.resumable = True
             else:
                 await self.give_up()

@@ -46,8 +46,7 @@ class Retries:
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
         """Moves a request away from those that failed it. False if that was its last try. `tries`: without
-        those at instances whose port refused: each of these is asked only once, and nothing was computed;
-        `free`: the budget does not count."""
+        those that count as none, see `Outcome.no_try`; `free`: the budget does not count."""
         mode = place.mode_after(culprit)
         if tries > self.limits.retries or not self.admission.can_move(place, mode, failed):
             return False
@@ -59,12 +58,12 @@ class Retries:
     async def resume(
         self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
-        """Moves a request whose answer has begun away from the decode instance that it lost. False if no
-        other has room. The budget counts each time, and refuses only the second and later ones: the first
-        are no more than the answers that were under way. `tries`: how often it has been moved so; `free`: the
-        budget does not count.
+        """Moves a request whose answer has begun away from the decode instance that it lost. False if that
+        was its last try, or no other has room. The budget counts each time, and refuses only the second and
+        later ones: the first are no more than the answers that were under way. `tries`: how often it has been
+        moved so, without the moves that were `free`, for which neither the limit nor the budget counts.
         """
-        if not free and not self.spend(whatever=tries == 0):
+        if not free and (tries == self.limits.resumes or not self.spend(whatever=tries == 0)):
             return False
         if tries:
             await asyncio.sleep(pause(tries))

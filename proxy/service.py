@@ -107,19 +107,18 @@ class Proxy:
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
     ) -> web.StreamResponse:
         record = request[RECORD]
-        failed: frozenset[Instance] = frozenset()
         doubted: tuple[tuple[Instance, Charge], ...] = ()
         tries, may_resend = 1, True
         if self.limits.resumes:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
-            may_leave = partial(self.retries.may_leave, place, failed=failed, tries=tries)
+            may_leave = partial(self.retries.may_leave, place, failed=active.failed, tries=tries)
             active.attempt = attempt = Attempt(
                 self, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
             outcome = await attempt.run()
             if attempt.relay is not None and attempt.relay.resumable:
-                return await self._resume(attempt, failed, active)
+                return await self._resume(attempt, outcome, active)
             if outcome.verdict.blame is Blame.PROXY:
                 record.end("shed")
             again = outcome.verdict.again
@@ -131,33 +130,31 @@ class Proxy:
                 continue
             culprit = outcome.culprit
             assert culprit is not None
-            failed |= {culprit}
+            active.note_failure(outcome)
             doubted += ((culprit, outcome.verdict.charge),)
             decides = again is Again.ALONE
-            if decides and self.limits.alone and self.admission.stay_alone(place, failed):
+            if decides and self.limits.alone and self.admission.stay_alone(place, active.failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
-            closed = outcome.end is CallEnd.CLOSED
-            free = closed or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
-            if await self.retries.elsewhere(place, culprit, failed, tries - closed, free=free):
-                tries += not closed
+            no_try = outcome.no_try
+            free = no_try or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
+            if await self.retries.elsewhere(place, culprit, active.failed, tries - no_try, free=free):
+                tries += not no_try
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
             if decides or culprit is not attempt.choice.prefill or not self.limits.alone:
                 return outcome.response
-            if not self.admission.stay_alone(place, failed):
+            if not self.admission.stay_alone(place, active.failed):
                 return self._shed(attempt, outcome, record)
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
 
-    async def _resume(
-        self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest
-    ) -> web.StreamResponse:
+    async def _resume(self, attempt: Attempt, outcome: Outcome, active: ActiveRequest) -> web.StreamResponse:
         """The rest of a streamed answer that lost its decode instance, see continuation.py."""
         relay = attempt.relay
         assert relay is not None
         with suppress(ClientGone):
             try:
-                await self._go_on(attempt, failed, active)
+                await self._go_on(attempt, outcome, active)
             except asyncio.CancelledError:
                 if not active.cut:
                     raise
@@ -165,31 +162,27 @@ class Proxy:
                 await relay.give_up(_CUT_OFF, 503)
         return relay.response
 
-    async def _go_on(self, attempt: Attempt, failed: frozenset[Instance], active: ActiveRequest) -> None:
-        """Brings an answer to its end by instances that have not failed, or with an error. Raises
-        ClientGone."""
+    async def _go_on(self, attempt: Attempt, outcome: Outcome, active: ActiveRequest) -> None:
+        """Brings an answer, whose last attempt had this outcome, to its end by instances that can go on with
+        it, or with an error. Raises ClientGone."""
         transcript, place = attempt.transcript, attempt.place
         assert transcript is not None
-        tries, free = 0, False
+        tries = 0
         while not transcript.finished:
-            failed |= {place.choice.decode}
-            if tries == self.limits.resumes or not await self.retries.resume(place, failed, tries, free=free):
+            active.note_failure(outcome)
+            free = outcome.no_try
+            if not await self.retries.resume(place, self._unable(active), tries, free=free):
                 break
+            tries += not free
             self.counters.resume_tries += 1
             decode = place.choice.decode
-            if transcript.wanted.needs_context and not decode.context:
-                break
             goes_on = Continuation(transcript, decode.context, attempt.continuation)
             logger.info("request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before)
             active.attempt = attempt = attempt.going_on(goes_on)
             outcome = await attempt.run()
-            # It has computed nothing; several D's may have died together.
-            free = outcome.end is CallEnd.CLOSED
-            tries += not free
             if attempt.relay is None:
                 if outcome.culprit is None or outcome.verdict.again is Again.NO:
                     break
-                failed |= {outcome.culprit}
             elif not attempt.relay.resumable:
                 self.counters.resumed += attempt.relay.complete
                 return
@@ -200,6 +193,13 @@ class Proxy:
         else:
             self.counters.not_resumed += 1
             await last.give_up()
+
+    def _unable(self, active: ActiveRequest) -> frozenset[Instance]:
+        """Instances that cannot go on with this request: they have failed it, or their context is unknown and
+        only that bounds its answer, which has begun."""
+        if active.transcript is None or not active.transcript.needs_context:
+            return active.failed
+        return active.failed.union(each for each in self.registry.known("D") if not each.context)
 
     def _shed(self, attempt: Attempt, outcome: Outcome, record: RequestRecord) -> web.StreamResponse:
         """P has failed, and D may not take the request alone: because of its share, or it is gone, too."""
@@ -228,13 +228,17 @@ class Proxy:
         leaving = frozenset(each for each in drained if each.drained and each.load)
         if leaving:
             asyncio.get_running_loop().call_later(_MOVE_SECONDS, self.move_away, [*leaving])
+        # Each takes its place only when its part at the drained D has ended.
+        left = sum(each.room - each.places for each in self.registry.routable("D", self.clock()))
         for active in self.active:
             attempt = active.attempt
             if attempt is None or attempt.choice.decode not in leaving:
                 continue
             place = attempt.place
-            if self.admission.can_move(place, place.mode_after(place.choice.decode), leaving):
+            mode, avoid = place.mode_after(place.choice.decode), self._unable(active)
+            if left > 0 and self.admission.can_move(place, mode, avoid):
                 attempt.move()
+                left -= 1
 
     def counted(self) -> dict[str, int]:
         return {
@@ -308,6 +312,7 @@ class ActiveRequest:
     Attributes:
         attempt: its present try at instances, if it has got so far.
         transcript: what the client has of its answer, if another instance could go on with it.
+        failed: the instances that have failed it.
         cut: it was ended because the proxy stops.
     """
 
@@ -315,7 +320,13 @@ class ActiveRequest:
     request: web.Request
     attempt: Attempt | None = None
     transcript: Transcript | None = None
+    failed: frozenset[Instance] = frozenset()
     cut: bool = False
+
+    def note_failure(self, outcome: Outcome) -> None:
+        """Who is to blame for it is not asked again; who is only drained may be, once it is resumed."""
+        if outcome.culprit is not None and not outcome.moved:
+            self.failed |= {outcome.culprit}
 
     def cut_off(self) -> None:
         """Ends it with an error, whatever it is at."""

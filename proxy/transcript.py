@@ -157,6 +157,7 @@ _IDS, _PROMPT_IDS = b'"token_ids":[', b'"prompt_token_ids":['
 _NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
 """Neither can begin within a JSON string, where quotes are escaped."""
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
+_ONLY_USAGE = b'"choices":[]'
 _ERROR = b'data: {"error"'
 _GOES_ON = b'"finish_reason":null'
 _MEMORY_STEP = 4096
@@ -210,6 +211,7 @@ class Transcript:
         head: the first event, without ids.
         failed: the event, an error of the instance's own, that has come in place of the rest.
         finished: the event with the `finish_reason` has been passed on.
+        counted: so has the event with the usage of the whole answer.
         done: all has been passed on.
         prompt_tokens: of the request; 0 before the first event.
     """
@@ -220,6 +222,7 @@ class Transcript:
     head: bytes = b""
     failed: bytes = b""
     finished: bool = False
+    counted: bool = False
     done: bool = False
     prompt_tokens: int = 0
     _prompt: bytes = b""
@@ -252,12 +255,22 @@ class Transcript:
         return self._ids.count(b",")
 
     @property
+    def can_go_on(self) -> bool:
+        """Whether another instance can go on with what is known of it now."""
+        return self.possible and self.prompt_tokens > 0
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether it has begun, and who goes on with it has to know the model's context."""
+        return self.prompt_tokens > 0 and self.wanted.needs_context
+
+    @property
     def movable(self) -> bool:
         """Whether another instance would go on with it even if this one is well: nothing would come a second
         time, or it would come the same."""
         beyond = len(self._ids) > self._safe or self._chars > self._safe_chars
         same = self.wanted.fields.get("temperature") == 0
-        return self.possible and self.prompt_tokens > 0 and not self.finished and (not beyond or same)
+        return self.can_go_on and not self.finished and (not beyond or same)
 
     def feed(self, data: bytes) -> bytes:
         """The instance's next events, as the client gets them. After an error of the instance nothing more
@@ -358,6 +371,7 @@ class Transcript:
             if b'"delta":{}' in event and _GOES_ON in event and not self.wanted.shows_tokens:
                 return b""  # which vLLM sends only because the ids were asked for
             self.drop()
+        self.counted |= _ONLY_USAGE in event
         return event
 
     def _begin(self, event: bytes) -> None:

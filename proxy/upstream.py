@@ -306,7 +306,9 @@ class Call:
     def lose(self, loss: Loss) -> None:
         """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
         One that hangs may go on, as far as its pings show: then only what has not begun, and has somewhere
-        else to go, is taken from it."""
+        else to go, is taken from it. An answer that has come to its end needs no instance any more."""
+        if self._response is not None and self._response.content.is_eof():
+            return
         begun = self.end is CallEnd.ANSWERED
         if begun and loss == "stopped":
             return

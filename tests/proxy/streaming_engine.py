@@ -203,6 +203,7 @@ class Answer:
     logprobs: list[Any] = field(default_factory=list)
     finish: list[Any] = field(default_factory=list)
     usage: dict[str, int] | None = None
+    usage_events: int = 0
     prompt_ids: list[int] | None = None
     heads: set[tuple[Any, ...]] = field(default_factory=set)
     done: bool = False
@@ -224,6 +225,7 @@ class Answer:
             return
         self.heads.add(tuple(fields[name] for name in ("id", "object", "created", "model")))
         self.usage = fields.get("usage") or self.usage
+        self.usage_events += not fields["choices"]
         self.prompt_ids = fields.get("prompt_token_ids") or self.prompt_ids
         for choice in fields["choices"]:
             self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""

@@ -15,6 +15,7 @@ from proxy_behaviours import (
     Step,
     a_moment,
     after,
+    answer_error,
     answer_json,
     by_kind,
     chosen,
@@ -29,6 +30,8 @@ from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.relay import Relay
 from support.waiting import eventually
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -41,6 +44,9 @@ CHATTED: dict[str, Any] = {
     "max_tokens": 24,
     "stream_options": {"include_usage": True},
 }
+
+GREEDY = COMPLETION | {"temperature": 0}
+UNBOUNDED = {name: value for name, value in CHATTED.items() if name != "max_tokens"}
 
 Loss = tuple[Step, ...]
 """The last steps of a stream."""
@@ -57,12 +63,23 @@ GIVES_UP: Loss = (
 
 
 def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: Loss = DIES) -> Behaviour:
-    """Streams the engine's answer; `lost_after`: events after which it is lost, 0 for never."""
+    """Streams the engine's answer; `lost_after`: events after which it is lost, 0 for never, or how many of
+    the last ones are lost as a negative number."""
 
     def streamed(seen: Seen) -> Behaviour:
         events = engine.events(seen.path, seen.body, seen.request_id)
         steps = [step for event in events for step in (event, a_moment)]
         return stream_of(*([*steps[: 2 * lost_after], *loss] if lost_after else steps))
+
+    return by_kind(chosen(streamed), answer_json)
+
+
+def pausing(pause: Step) -> Behaviour:
+    """Streams the engine's answer, with this step after its fifth event."""
+
+    def streamed(seen: Seen) -> Behaviour:
+        events = [*ENGINE.events(seen.path, seen.body, seen.request_id)]
+        return stream_of(*events[:5], pause, *events[5:])
 
     return by_kind(chosen(streamed), answer_json)
 
@@ -100,20 +117,19 @@ async def test_a_stream_outlives_its_d(dispatch: Dispatch, path: str, body: dict
         assert deployment.proxy.counters.resumed == 1
 
 
-@pytest.mark.parametrize("known", [True, False])
-async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(known: bool) -> None:
-    body = {name: value for name, value in CHATTED.items() if name != "max_tokens"}
-    wanted = whole(body, CHAT)
+@pytest.mark.parametrize("known", [[True, True], [True, False, False, True], [False, False]])
+async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(known: list[bool]) -> None:
+    wanted = whole(UNBOUNDED, CHAT)
     assert wanted.usage is not None
-    context = wanted.usage["prompt_tokens"] + DEFAULT_TOKENS if known else None
+    context = wanted.usage["prompt_tokens"] + DEFAULT_TOKENS
     async with deployed("concurrent", 1) as deployment:
-        for _ in range(2):
-            await deployment.add("D", context=context)
-        await deployment.ready(1, 2)
+        for each in known:
+            await deployment.add("D", context=context if each else None)
+        await deployment.ready(1, len(known))
         the_first_is_lost(deployment.decodes)
-        got = await ask(deployment, body, CHAT)
-        assert same(got, wanted) if known else got.error is not None
-        assert deployment.proxy.counters.not_resumed == (not known)
+        got = await ask(deployment, UNBOUNDED, CHAT)
+        assert same(got, wanted) if any(known) else got.error is not None
+        assert deployment.proxy.counters.not_resumed == (not any(known))
 
 
 @pytest.mark.parametrize("loss", [DIES, FAILS, GIVES_UP, HANGS], ids=["dies", "fails", "gives up", "hangs"])
@@ -172,6 +188,14 @@ async def test_another_d_goes_on(prefill: int, losses: int) -> None:
         assert asked(deployment.decodes) == [1] * (losses + 1)
 
 
+async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() -> None:
+    async with deployed("sequential", 2, 2) as deployment:
+        the_first_is_lost(deployment.decodes)
+        take_turns(deployment.prefills, answer_json, answer_error(500), answer_json)
+        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+        assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [1, 2]
+
+
 async def test_no_more_than_the_limit() -> None:
     async with deployed("concurrent", 1, 4, limits=Limits(resumes=2)) as deployment:
         all_do(deployment.decodes, generates(lost_after=3))
@@ -182,12 +206,70 @@ async def test_no_more_than_the_limit() -> None:
         assert (counters.resume_tries, counters.resumed, counters.not_resumed) == (2, 0, 1)
 
 
-async def test_an_answer_that_has_its_last_token_is_ended_by_the_proxy() -> None:
+@pytest.mark.parametrize("losses", [[-2], [-1], [9, -1]], ids=["no usage", "no end", "no end of the second"])
+async def test_an_answer_that_has_its_last_token_is_ended_by_the_proxy(losses: list[int]) -> None:
     body = COMPLETION | {"stream_options": {"include_usage": True}}
-    events = len(list(ENGINE.events(COMPLETIONS, body, "x")))
-    async with deployed("concurrent", 1, 2) as deployment:
-        the_first_is_lost(deployment.decodes, lost_after=events - 2)
+    async with deployed("concurrent", 1, len(losses) + 1) as deployment:
+        take_turns(deployment.decodes, *[generates(lost_after=each) for each in losses], generates())
         assert same(await ask(deployment, body), whole(body))
+        assert asked(deployment.decodes) == [0, *[1] * len(losses)]
+
+
+async def test_a_d_that_dies_within_a_long_first_event_leaves_an_error() -> None:
+    """The event is not held until it is whole, so the answer has begun; and nothing is known of it."""
+    async with deployed("concurrent", 1, 2) as deployment:
+
+        def dies_within(seen: Seen) -> Behaviour:
+            first = next(ENGINE.events(seen.path, seen.body, seen.request_id))
+            return stream_of(first[:90_000], lambda *_: begun(deployment), die)
+
+        all_do(deployment.decodes, chosen(dies_within))
+        got = await ask(deployment, COMPLETION | {"prompt": [5] * 50_000})
+        assert got.error["code"] == 502 and "died" in got.error["message"]
+
+
+def relay_of(deployment: Deployment) -> Relay | None:
+    """Of the only request under way."""
+    (active,) = deployment.proxy.active
+    return active.attempt and active.attempt.relay
+
+
+async def begun(deployment: Deployment) -> None:
+    await eventually(lambda: relay_of(deployment) is not None)
+
+
+def drain(deployment: Deployment) -> Instance:
+    """The D that has the only request, which moves away if it can."""
+    (d,) = [each for each in deployment.everyone() if each.places]
+    deployment.registry.drain(d, True)
+    deployment.proxy.move_away([d])
+    return d
+
+
+@pytest.mark.parametrize("drained", [True, False], ids=["drained", "gone"])
+async def test_a_d_that_has_sent_all_is_no_loss(drained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer waits in the proxy for a client that is slow."""
+    reads, send = asyncio.Event(), Relay._send
+
+    async def when_read(relay: Relay, data: bytes, *, last: bool = False) -> None:
+        await reads.wait()
+        await send(relay, data, last=last)
+
+    def all_has_come() -> bool:
+        relay = relay_of(deployment)
+        return relay is not None and relay.answer.content.is_eof()
+
+    monkeypatch.setattr(Relay, "_send", when_read)
+    async with deployed("concurrent", 1, 2) as deployment:
+        all_do(deployment.decodes, pausing(lambda *_: begun(deployment)))
+        asking = asyncio.create_task(ask(deployment, GREEDY))
+        await eventually(lambda: asked(deployment.decodes) == [0, 1])
+        await eventually(all_has_come)
+        d = drain(deployment)
+        if not drained:
+            d.lost("gone")
+        reads.set()
+        assert same(await asking, whole(COMPLETION))
         assert asked(deployment.decodes) == [0, 1]
 
 
@@ -280,21 +362,61 @@ async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -
         assert deployment.proxy.counters.breakers_opened == 0
 
 
-async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take() -> None:
-    async with deployed("concurrent", 1, 1, guard=Access(token="admin")) as deployment:
+@pytest.mark.parametrize(
+    ("path", "body", "decode", "losses"),
+    [(COMPLETIONS, COMPLETION, 1, 0), (COMPLETIONS, COMPLETION, 2, 1), (CHAT, UNBOUNDED, 2, 0)],
+    ids=["no other D", "the other one has lost it", "context unknown"],
+)
+async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take(
+    path: str, body: dict[str, Any], decode: int, losses: int
+) -> None:
+    async with deployed("concurrent", 1, decode) as deployment:
         release = asyncio.Event()
+        take_turns(deployment.decodes, *[generates(lost_after=3)] * losses, pausing(release))
+        asking = asyncio.create_task(ask(deployment, body, path))
+        await eventually(lambda: sum(asked(deployment.decodes)) == losses + 1)
+        await begun(deployment)
+        drain(deployment)
+        release.set()
+        assert same(await asking, whole(body, path))
 
-        def waits(seen: Seen) -> Behaviour:
-            events = [*ENGINE.events(seen.path, seen.body, seen.request_id)]
-            return stream_of(*events[:5], release, *events[5:])
 
-        deployment.d.behaviour = chosen(waits)
-        asking = asyncio.create_task(ask(deployment, COMPLETION))
-        await eventually(lambda: asked(deployment.decodes) == [1])
-        assert (await deployment.order(deployment.d, "drain?move_after=0", ADMIN)).status == 200
-        await eventually(lambda: any(each.drained for each in deployment.everyone()))
+async def test_a_drain_with_a_deadline_moves_no_more_than_others_have_room_for() -> None:
+    async with deployed("concurrent", 1, 2, limits=Limits(max_requests=2)) as deployment:
+        release, active = asyncio.Event(), deployment.proxy.active
+        all_do(deployment.decodes, pausing(release))
+        asking = [asyncio.create_task(ask(deployment, GREEDY)) for _ in range(3)]
+        await eventually(
+            lambda: len([*active]) == 3 and all(each.attempt and each.attempt.relay for each in active)
+        )
+        (d,) = [each for each in deployment.everyone() if each.places == 2]
+        deployment.registry.drain(d, True)
+        deployment.proxy.move_away([d])
+        await eventually(lambda: sum(asked(deployment.decodes)) == 4)
+        release.set()
+        assert all(same(answer, whole(COMPLETION)) for answer in await asyncio.gather(*asking))
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["begun", "not begun"])
+async def test_a_request_moves_as_often_as_its_d_is_drained(streams: bool) -> None:
+    """To a D that is resumed, too. No move is a try, and none counts in the budget: the only try is left."""
+    async with deployed("concurrent", 1, 2, limits=Limits(retries=0, resumes=1)) as deployment:
+        deployment.proxy.admission.budget.spend = lambda now, *, whatever=False: whatever  # type: ignore
+        held = generates(lost_after=5, loss=HANGS) if streams else never_a_token
+        release = asyncio.Event()
+        lost = generates(lost_after=2, loss=(release, die))
+        take_turns(deployment.decodes, held, held, held, lost, generates())
+        asking = asyncio.create_task(ask(deployment, GREEDY))
+        for moves in range(1, 4):
+            await eventually(lambda: sum(asked(deployment.decodes)) == moves)  # noqa: B023
+            if streams:
+                await begun(deployment)
+            d = drain(deployment)
+            await eventually(lambda: not d.load)  # noqa: B023
+            deployment.registry.drain(d, False)
         release.set()
         assert same(await asking, whole(COMPLETION))
+        assert asked(deployment.decodes) == [2, 3]
 
 
 async def test_a_drain_with_a_wrong_deadline_is_refused() -> None:
