@@ -251,7 +251,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         bell = patches.ENGINE_CORE.address if self._rests else ""
         pause = self._pace.step(
             *((REST, REST) if bell else (FIRST_WAIT, self._longest_wait)),
-            tokens=meta.work,
+            tokens=meta.work or (self.consuming is not None and self.consuming.resumes),
             awaited=any(half.awaits_news for half in self._halves),
             changed=changed,
             rung=patches.ENGINE_CORE.rung(),
@@ -259,7 +259,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         patches.SPIN_WAIT.idle = meta.idle = pause > 0
         if bell:
             patches.ENGINE_CORE.seconds = pause
-            meta.bell = bell if meta.idle else ""
+            meta.bell = "" if meta.work else bell
         else:
             meta.idle_wait = pause
         return meta

@@ -219,7 +219,7 @@ def _window(spec: KVCacheSpec) -> int:
     """Tokens whose KV vLLM keeps for this layer; 0: all, as for windows without its hybrid allocator."""
     if _chunked(spec):
         return int(spec.attention_chunk_size)
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+    return spec.sliding_window + spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def _chunked(spec: KVCacheSpec) -> bool:
@@ -405,6 +405,10 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
         assert config.speculative_config is not None
         model = config.speculative_config.draft_model_config or model
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    if getattr(spec, "sliding_window", None):  # of MiMo-V2, and of Step-3.5
+        own, text = "swa_num_key_value_heads", model.hf_text_config
+        others = getattr(text, "attention_other_setting", None) or {}
+        heads = getattr(text, own, None) or others.get("num_attention_groups") or heads
     if held == max(1, heads // tp):
         return int(heads)
     # A layer with heads of its own: a rank that holds several has no copies.

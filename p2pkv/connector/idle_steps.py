@@ -1,8 +1,5 @@
 """Steps in which vLLM computes nothing: how long they wait for news, and how vLLM's processes wait meanwhile.
 
-`IdlePace` decides how long it may be until the next such step. `vllm_patches.ENGINE_CORE` lets the engine
-core rest so long, unless a worker that has news rings a `Bell`; where it cannot rest, the workers wait in the
-step itself (`Worker.results`). `vllm_patches.SPIN_WAIT` lets vLLM's processes nap instead of spinning.
 docs/design.md, "Idle steps", has the whole.
 """
 

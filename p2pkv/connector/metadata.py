@@ -136,14 +136,6 @@ class Growth:
         return P2pKvStats(data=grown) if grown else None
 
 
-FORMER_NAMES = {
-    "bytes_before_last_layer": "bytes_early",
-    "bytes_prefetched": "bytes_ahead",
-    "links_preconnected": "links_ahead",
-}
-"""Counters whose series go by a deprecated name, too; see docs/promises.md."""
-
-
 @cache
 def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
     """One for the whole process: the registry refuses a second one of the same name."""
@@ -151,23 +143,19 @@ def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
 
 
 class P2pKvMetrics(KVConnectorPromMetrics):
-    """`p2pkv_<counter>_total` for each counter, by engine; some under two names, see FORMER_NAMES."""
+    """`p2pkv_<counter>_total` for each counter, by engine."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, list[Any]] = {}
-        for name in Counters.NAMES:
-            former = FORMER_NAMES.get(name, name)
-            help_of = {former: f"the former name of p2pkv_{name}_total", name: name.replace("_", " ")}
-            self._metrics[name] = [
-                _counter(self._counter_cls, series, f"p2pkv: {text}", *labelnames)
-                for series, text in help_of.items()
-            ]
+        self._metrics = {
+            name: _counter(self._counter_cls, name, f"p2pkv: {name.replace('_', ' ')}", *labelnames)
+            for name in Counters.NAMES
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            for metric in self._metrics.get(name, ()) if value else ():
-                metric.labels(*labels).inc(value)
+            if value and name in self._metrics:
+                self._metrics[name].labels(*labels).inc(value)

@@ -407,6 +407,8 @@ class ConsumerScheduler(Half):
         """Called with ids that are undecided no more."""
         self._decided_now: set[str] = set()
         """What a pass of vLLM's scheduler decides: until the pass ends the head of its queue must stay."""
+        self.resumes = False
+        """Whether the last pass has decided something, which the next one is to look at at once."""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: load nothing more of what is on its way."""
@@ -512,6 +514,7 @@ class ConsumerScheduler(Half):
         for request_id in output.num_scheduled_tokens.keys() & self._room.inside:
             self._room.leave(request_id)
             self._decided_now.update(self._room.first)
+        self.resumes = not self.undecided.isdisjoint(self._decided_now)
         self._decide(self._decided_now)
         self._decided_now.clear()
         return meta

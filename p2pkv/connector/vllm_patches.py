@@ -271,7 +271,7 @@ class EngineCore(Patch):
     _rung = False
 
     def rung(self) -> bool:
-        """Whether a bell has ended the rest before this step."""
+        """Whether a bell has rung since this was last asked."""
         rung, self._rung = self._rung, False
         return rung
 
@@ -294,6 +294,7 @@ class EngineCore(Patch):
         def pass_on() -> None:
             while True:  # also after an empty datagram; it ends with the process
                 bells.recv(1)
+                self._rung = True
                 requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
         threading.Thread(target=pass_on, name="p2pkv-bells", daemon=True).start()
@@ -307,7 +308,6 @@ class EngineCore(Patch):
             kind, request = core.input_queue.get(timeout=seconds)
         except queue.Empty:
             return
-        self._rung = kind is EngineCoreRequestType.WAKEUP
         core._handle_client_request(kind, request)
 
 
@@ -315,9 +315,8 @@ class SpinWait(Patch):
     """vLLM's wait for a message between its processes: a nap while `idle`, where vLLM spins for a second.
 
     vLLM calls `SpinCondition.wait` until the message is there. While `idle`, each call sleeps on the socket
-    of vLLM's own wake-ups, for LONGEST_NAP_MS at most, instead of yielding the processor. vLLM's extension in
-    C spins before `wait` is called at all, and does not do so while `idle`. The option `idle_wait_ms` 0
-    switches it off, too.
+    of vLLM's own wake-ups, LONGEST_NAP_MS at most, instead of yielding the processor, and vLLM's extension in
+    C does not spin before it. The option `idle_wait_ms` 0 switches it off, too.
     """
 
     name = "spin_wait"

@@ -113,7 +113,7 @@ class Generation:
 
     def sleeps(self, level: int) -> None:
         """vLLM goes to sleep; from level 2 on it discards the weights."""
-        self._discards = level >= 2
+        self._discards |= level >= 2
 
     def wakes(self, tags: Iterable[str] | None) -> None:
         """vLLM wakes up; weights that it had discarded have to be loaded again."""

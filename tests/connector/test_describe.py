@@ -107,6 +107,24 @@ def test_layers_with_kv_heads_of_their_own() -> None:
     assert [(group.heads, group.row_bytes) for group in said_of_both.groups] == [(2, 128), (4, 64)]
 
 
+@pytest.mark.parametrize(
+    "own", [{"swa_num_key_value_heads": 8}, {"attention_other_setting": {"num_attention_groups": 8}}]
+)
+def test_windows_with_kv_heads_of_their_own_on_more_ranks_than_the_model_has_heads(
+    own: dict[str, Any],
+) -> None:
+    """A rank holds one of either: each of the windows' only once, each of the model's on two ranks."""
+    config = with_parallel(tensor_parallel_size=8)
+    config.model_config.model_arch_config.total_num_kv_heads = 4
+    for name, value in own.items():
+        setattr(config.model_config.hf_text_config, name, value)
+    one = replace(FULL, num_kv_heads=1)
+    window = SlidingWindowSpec(**(ATTENTION | {"num_kv_heads": 1}), sliding_window=32)
+    kv = kv_groups((["l.0"], one), (["l.1"], window))
+    said = cache_of(config, Layers({name: torch.zeros(4, 1, BLOCK, 32) for name in ("l.0", "l.1")}, kv))[1]
+    assert [group.heads for group in said.groups] == [4, 8]
+
+
 def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"holds 4 KV heads of .*, but 2 of 2 were expected"):
         hello_with(vllm_config("P"), caches_of(LAYERS, heads=4))  # slots, as nvfp4 has for K and for V

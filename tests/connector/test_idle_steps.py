@@ -30,6 +30,7 @@ from p2pkv.connector.idle_steps import (
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.vllm_patches import ENGINE_CORE, SPIN_WAIT, EngineCore, SpinWait
 from p2pkv.engine import commands as do
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -79,15 +80,18 @@ class TestScheduling:
         monkeypatch.setattr(ENGINE_CORE, "address", "\0a bell")
         return ENGINE_CORE.address
 
-    def idle_steps(self, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> list[StepMetadata]:
-        """What D says to its workers in five steps without tokens, with vLLM configured so."""
+    def idle_steps(
+        self, monkeypatch: pytest.MonkeyPatch, resumes: bool = False, **parallel: Any
+    ) -> list[StepMetadata]:
+        """What D says to its workers in five steps without tokens, with vLLM configured so. `resumes`: each
+        puts a request back into vLLM's queue."""
         if parallel.get("nnodes"):
             monkeypatch.setattr(describe, "refuse_what_cannot_pair", lambda config: None)
         config = vllm_config("D")
         for name, value in parallel.items():
             setattr(config.parallel_config, name, value)
         made = P2pKvConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
-        waiting = SimpleNamespace(step=lambda scheduled: StepMetadata(), awaits_news=True)
+        waiting = SimpleNamespace(step=lambda scheduled: StepMetadata(), awaits_news=True, resumes=resumes)
         made.consuming = waiting  # type: ignore[assignment]
         return [made.build_connector_meta(None) for _ in range(5)]  # type: ignore[arg-type]
 
@@ -98,6 +102,12 @@ class TestScheduling:
         assert not any(meta.idle for meta in self.idle_steps(monkeypatch, data_parallel_size=2))
         assert ENGINE_CORE.seconds == 0
         assert {meta.bell for meta in self.idle_steps(monkeypatch)} == {bell}
+
+    def test_none_pauses_before_vllm_looks_at_a_request_that_is_back_in_its_queue(
+        self, monkeypatch: pytest.MonkeyPatch, bell: str
+    ) -> None:
+        assert not any(meta.idle for meta in self.idle_steps(monkeypatch, resumes=True))
+        assert ENGINE_CORE.seconds == 0
 
     @pytest.mark.parametrize("change", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
     def test_ranks_of_other_hosts_wait_in_the_step_for_no_bell_is_heard_from_there(
@@ -114,7 +124,7 @@ class TestScheduling:
             d.step()
             rests.append(ENGINE_CORE.seconds)
         assert rests[-1] == REST and not d.rank.waits
-        assert all(bool(meta.bell) == meta.idle for meta in d.metas)
+        assert all(bool(meta.bell) != meta.work for meta in d.metas)
         d.rank.begin(d.key(request))
         d.step(1 + ahead)
         assert ENGINE_CORE.seconds == 0.0
@@ -230,7 +240,18 @@ class TestRest:
             rest.seconds = self.LONG
             threading.Timer(0.05, bell.ring).start()
             core.take()
-            assert rest.rung() and not rest.rung()
+            assert rest.rung()
+        bell.close()
+
+    def test_a_bell_counts_although_vllm_itself_takes_the_wake_up(self, rest: EngineCore) -> None:
+        core = Core()
+        core.take()
+        bell = Bell()
+        bell.address = rest.address
+        bell.ring()
+        wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
+        core.take()
+        assert rest.rung() and not rest.rung()
         bell.close()
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import FORMER_NAMES, Growth
+from p2pkv.connector.metadata import Growth
 from p2pkv.engine.context import Counters
 
 pytestmark = pytest.mark.vllm
@@ -58,10 +58,4 @@ def test_prometheus_has_one_counter_for_each_and_engines_have_labels() -> None:
     metrics(labels).observe({"bytes_sent": 1}, engine_idx=1)
     assert sample("p2pkv_bytes_sent_total", "1") == 11
     exposed = {family.name for family in REGISTRY.collect() if family.name.startswith("p2pkv_")}
-    assert exposed == {f"p2pkv_{name}" for name in (*Counters.NAMES, *FORMER_NAMES.values())}
-
-
-def test_a_renamed_series_has_both_names() -> None:
-    metrics({0: ["m", "5"]}).observe(dict.fromkeys(FORMER_NAMES, 7), engine_idx=0)
-    for name in [*FORMER_NAMES, *FORMER_NAMES.values()]:
-        assert sample(f"p2pkv_{name}_total", "5") == 7
+    assert exposed == {f"p2pkv_{name}" for name in Counters.NAMES}
