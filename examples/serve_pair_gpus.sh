@@ -28,7 +28,7 @@ p2pkv-proxy --host "$HOST" --port "$PROXY_PORT" --discovery "$HOST:$DISCOVERY_PO
 serve "${P_GPUS:-0}" kv_producer 8100 21001 "$@" &
 serve "${D_GPUS:-1}" kv_consumer 8200 22001 "$@" &
 
-until curl --silent --fail --output /dev/null "http://$HOST:$PROXY_PORT/health?prefill=1&decode=1"; do
+until curl --noproxy '*' --silent --fail --output /dev/null "http://$HOST:$PROXY_PORT/health?prefill=1&decode=1"; do
     [ "$(jobs -rp | wc -l)" -eq 3 ] || { echo "one of the three has ended, see above"; exit 1; }
     sleep 1
 done

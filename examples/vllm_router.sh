@@ -46,7 +46,7 @@ trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 serve kv_producer 8100 21001 "$@" &
 serve kv_consumer 8200 22001 "$@" &
 
-until curl --silent --fail --output /dev/null "http://$HOST:$ROUTER_PORT/health"; do
+until curl --noproxy '*' --silent --fail --output /dev/null "http://$HOST:$ROUTER_PORT/health"; do
     [ "$(jobs -rp | wc -l)" -eq 3 ] || { echo "one of the three has ended, see above"; exit 1; }
     sleep 1
 done

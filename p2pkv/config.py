@@ -338,7 +338,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
-        notes = [*_rename(given)]
         former_given = {
             name: _read(name, given.pop(name), _FORMER[name]) for name in _FORMER if name in given
         }
@@ -353,7 +352,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "engine_ranks": engine[1],
             "data_parallel": engine[2],
             "staging_bytes": (staging := default_staging(gpu_bytes)),
-            "chunk_bytes": default_chunk(given.get("staging_bytes", staging), has_gpu),
+            "chunk_bytes": default_chunk(
+                _read("staging_bytes", given.get("staging_bytes", staging), int), has_gpu
+            ),
             "warm_up_api_key": environ.get("VLLM_API_KEY", ""),
             "secret": secret,
             "discovery": "curve" if secret and not former else "plain",
@@ -364,7 +365,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         former_way = former and secret is not None and "discovery" not in given
-        notes += [*_former_notes(former_given, options), *_notes(options, former_way)]
+        notes = [*_former_notes(former_given, options), *_notes(options, former_way)]
         return msgspec.structs.replace(options, notes=tuple(notes))
 
 
@@ -391,10 +392,8 @@ OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in NO_OPT
 """The names of the options."""
 
 _FORMER: dict[str, Any] = {"mem_pool_size_gb": float, "send_type": Literal["PUT", "GET", "PUT_ASYNC"]}
-RENAMED = {"ahead_bytes": "prefetch_bytes", "links_ahead": "preconnect"}
-"""Old names of options, which this version still takes, and the new ones."""
-EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER, *RENAMED)
-"""The names that kv_connector_extra_config may have: options, their old names, the former connector's."""
+EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER)
+"""The names that kv_connector_extra_config may have: options, and the former connector's."""
 
 _short = reprlib.Repr()
 _short.maxstring = 80
@@ -447,22 +446,14 @@ def _proxy(text: str, port: int) -> Address:
 
 def _refuse_unknown(extra: Mapping[str, object]) -> None:
     for name in extra:
+        if name == "kv_port":
+            raise ConfigError("kv_port belongs beside kv_connector_extra_config, not into it; move it there")
         if name not in EXTRA:
             closest = difflib.get_close_matches(name.lower(), EXTRA, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"{_short.repr(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
                 f"{closest!r}? There are {', '.join(EXTRA)}; correct or remove it"
             )
-
-
-def _rename(given: dict[str, object]) -> Iterator[str]:
-    """Give options that go by an old name their new one; a note on each."""
-    for old, new in RENAMED.items():
-        if old in given:
-            if new in given:
-                raise ConfigError(f"{old} and {new} are one option, and both are set; remove {old}")
-            given[new] = given.pop(old)
-            yield f"{old} is now called {new}; the old name is deprecated: rename it"
 
 
 def _former_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:

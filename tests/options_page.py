@@ -54,13 +54,6 @@ FORMER = f"""
 {" and ".join(f"`{name}`" for name in config._FORMER)} of `P2pNcclConnector` are accepted without effect, with
 a warning ([coming from there](coming-from-p2pnccl.md)).
 """
-RENAMED = "\n".join(
-    [
-        "",
-        "This version still takes these old names, with a warning at start:",
-        ", ".join(f"`{old}` (now `{new}`)" for old, new in config.RENAMED.items()) + ".",
-    ]
-)
 POLICIES = "operations.md#which-p-and-which-d"
 PROXY = """
 ## Options of `p2pkv-proxy`
@@ -134,7 +127,6 @@ def page() -> str:
                 HEAD.rstrip(),
                 *instance_rows(),
                 FORMER.rstrip(),
-                RENAMED.rstrip(),
                 PROXY,
                 *proxy_rows(make_parser()),
             ]

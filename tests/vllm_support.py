@@ -462,7 +462,7 @@ def at_rest(server: VllmServer, ranks: int = 1, seconds: float = 20.0) -> None:
 
 GAUGES = (
     *("prompts", "prompts_held", "early_claims", "sends_under_way"),
-    *("requests", "loads", "receives_posted", "receives_asked", "staging_bytes", "ahead_bytes"),
+    *("requests", "loads", "receives_posted", "receives_asked", "staging_bytes", "prefetch_bytes"),
 )
 """What p2pkv itself holds: 0 when nothing is under way."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -230,10 +231,14 @@ def _check_output(args: argparse.Namespace) -> None:
     for file in (args.json, args.plot):
         if file is not None and not file.parent.is_dir():
             raise BenchError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
+        if file is not None and file.is_dir():
+            raise BenchError(f"{file} cannot be written: it is a folder; name a file in it")
 
 
 def _check_tokens(args: argparse.Namespace) -> None:
     """Raises BenchError for options that cannot be measured here."""
+    if args.layer_ms is not None and not 0 <= args.layer_ms < math.inf:
+        raise BenchError(f"--layer-ms {args.layer_ms:g}: choose 0 or more milliseconds")
     if min(args.tokens) < 2:
         raise BenchError(
             "--tokens 1: D computes the last token of a prompt by itself, so nothing would be pushed"

@@ -21,10 +21,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit code.
-
-    Only the module of the command that is asked for is imported: `p2pkv --help` needs neither torch nor vLLM.
-    """
+    """Run one subcommand; returns its exit code. `p2pkv --help` imports neither torch nor vLLM."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="p2pkv", description=p2pkv.__doc__)
     parser.add_argument("--version", action="version", version=f"p2pkv {p2pkv.__version__}")
@@ -33,10 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (path, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == wanted:
-            module = importlib.import_module(path)
+            try:
+                module = importlib.import_module(path)
+            except ImportError as error:
+                parser.exit(
+                    1, f"p2pkv {name}: {error}; this command needs what vLLM brings: run it beside vLLM\n"
+                )
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)
-    code = args.run(args)
+    try:
+        code = args.run(args)
+    except KeyboardInterrupt:
+        return 130
     assert isinstance(code, int)
     return code

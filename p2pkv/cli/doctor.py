@@ -141,7 +141,7 @@ def examine() -> Iterator[Finding]:
 def _torch() -> Finding:
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: it lacks a library of CUDA's
         return Finding("torch", f"cannot be imported ({error}); it comes with vLLM", ok=False)
     if not torch.cuda.is_available():
         return Finding("torch", f"{torch.__version__}, no CUDA device")

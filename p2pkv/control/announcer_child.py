@@ -56,7 +56,9 @@ class _Worker:
             # A process that the worker has forked may hold its end of the socket open.
             gone = os.getppid() != self._task.parent
             if ready and not gone:
-                beat = self._line.recv(_ORDERS_BYTES)
+                beat = b""
+                with contextlib.suppress(ConnectionError):  # it has died with messages of ours unread
+                    beat = self._line.recv(_ORDERS_BYTES)
                 gone = not beat
                 if beat:
                     self._take(beat, changed)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2pkv.control.discovery import (
     MAX_PARTNERS_BYTES,
@@ -39,6 +39,7 @@ _LOOK_SECONDS = 0.25
 _REDIAL_SECONDS = 2.0
 """Between two tries: the proxy may be another one by now, or a forwarder before it closes connections."""
 
+_UNREACHED_SECONDS = 10.0
 _LOG_SECONDS = 60.0  # between two lines about one proxy
 
 
@@ -50,6 +51,8 @@ class _Proxy:
     """When it is dialed again, should the connection be shut."""
     named: tuple[float, Addresses] = 0.0, ()
     """When it answered last, and the partners in that answer."""
+    reached: float = field(default_factory=time.monotonic)
+    """When it last took a ping; at first, when it was dialed."""
 
 
 class Pinger:
@@ -134,7 +137,13 @@ class Pinger:
             if hurried or now >= proxy.due:
                 ping = self._current()
                 if ping is None or connection.send(encode_ping(ping)):
-                    proxy.due = now + self._interval
+                    proxy.due, proxy.reached = now + self._interval, now
+                elif now - proxy.reached > _UNREACHED_SECONDS and self._log_limit.admits(connection):
+                    log.warning(
+                        "not registered: no connection to the proxy at %s; is it up, do proxy_ip and "
+                        "proxy_port name its --discovery address, and can this host reach that?",
+                        connection.address,
+                    )
 
     def _take_in(self) -> None:
         """What has come from proxies, and what went wrong with them."""

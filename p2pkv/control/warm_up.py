@@ -115,6 +115,8 @@ def _call(
     plan: WarmUp, method: str, path: str, body: dict[str, object] | None, seconds: float
 ) -> tuple[int, str]:
     """Status and text. Raises OSError or HTTPException; TimeoutError if nothing comes for so long."""
+    if not (plan.api_key.strip().isascii() and plan.api_key.strip().isprintable()):
+        raise OSError("VLLM_API_KEY or warm_up_api_key has characters that no HTTP header can carry")
     parts = urllib.parse.urlsplit(plan.url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=seconds)
@@ -127,7 +129,7 @@ def _call(
     if plan.replica is not None:
         headers["X-data-parallel-rank"] = str(plan.replica)
     if plan.api_key:
-        headers["Authorization"] = f"Bearer {plan.api_key}"
+        headers["Authorization"] = f"Bearer {plan.api_key.strip()}"
     try:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()

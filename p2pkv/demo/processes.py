@@ -152,7 +152,7 @@ def group_members(group: int) -> list[int]:
             continue
         try:
             stat = Path(entry.path, "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         # pid (name, which may hold anything) state ppid pgrp ...
         state, _parent, pgrp = stat[stat.rindex(")") + 2 :].split()[:3]
@@ -162,9 +162,10 @@ def group_members(group: int) -> list[int]:
 
 
 def answers_ok(url: str, timeout_seconds: float = 2.0) -> bool:
-    """Whether a GET of this page ends with status 200."""
+    """Whether a GET of this page, on this machine, ends with status 200."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
     try:
-        with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
+        with direct.open(url, timeout=timeout_seconds) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, http.client.HTTPException, OSError):
         return False

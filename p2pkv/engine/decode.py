@@ -121,7 +121,7 @@ class Decode:
         self._beat = Timer(context.timers, self._send_heartbeats)
         self._beat.at(0.0)
         context.counters.add_gauges(
-            ahead_bytes=lambda: self._buffers.used,
+            prefetch_bytes=lambda: self._buffers.used,
             requests=lambda: sum(1 for e in tuple(self.entries.values()) if not e.receiver.load.ended),
             loads=lambda: sum(
                 1 for e in tuple(self.entries.values()) if e.receiver.load.state is LoadPhase.LOADING

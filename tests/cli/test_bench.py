@@ -49,6 +49,8 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--chunk-bytes", "7"], "choose 1024 to"),
         (["--tokens", "100000000"], "choose shorter prompts"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--json", "/tmp"], "name a file in it"),
+        (["--layer-ms", "-1"], "choose 0 or more milliseconds"),
     ],
 )
 def test_what_cannot_be_measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,23 @@ def test_a_rank_tells_members_what_it_counts(
 def test_a_bad_secret_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--rank", "127.0.0.1:9", "--secret-file", "/nonexistent"]) == 1
     assert "[!!] secret_file '/nonexistent' cannot be read" in capsys.readouterr().out
+
+
+def test_what_the_command_needs_and_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "p2pkv.cli.doctor", None)
+    with pytest.raises(SystemExit, match="1"):
+        main(["doctor"])
+    assert "run it beside vLLM" in capsys.readouterr().err
+
+
+def test_who_interrupts_it_sees_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("p2pkv.cli.doctor.run", interrupted)
+    assert main(["doctor"]) == 130
 
 
 def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,14 @@ def server(tmp_path: Path, port: int) -> Iterator[ServerProcess]:
         server.stop(grace_seconds=0.2)
 
 
+def test_a_page_of_this_machine_is_asked_without_a_proxy(
+    server: ServerProcess, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert answers_ok(health_url(port))
+
+
 def test_stop_takes_the_children_along(server: ServerProcess) -> None:
     group = server.pid
     assert len(group_members(group)) == 2

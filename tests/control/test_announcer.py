@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pytest
 import zmq
 from links_support import Peer, starting
 
+from p2pkv.control import announcer_child, pinger
 from p2pkv.control.announcer import Announcement, Announcer
 from p2pkv.control.discovery import Ping, Workload, decode_ping, encode_partners, goodbye, lasting
 from p2pkv.control.security import Members
@@ -203,6 +205,37 @@ def test_a_killed_worker_takes_its_child_and_the_connection_along(start, proxy) 
         assert not proxy.hear().leaving, "a crash is no goodbye"
 
 
+def test_a_worker_that_has_died_before_it_has_read_all_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end of their socket is then reset, and not only closed."""
+
+    def ended(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", ended)
+    line, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with line:
+        line.send(encode_partners(["10.0.0.1:1"]))
+        workers.close()
+        task = Announcement(proxies=(), ping=PING, parent=os.getppid())
+        with pytest.raises(SystemExit, match="0"):
+            announcer_child._Worker(line, task).follow(lambda: None)
+
+
+def test_a_proxy_without_a_connection_is_named_in_the_log(
+    proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinger, "_UNREACHED_SECONDS", 0.2)
+    absent = f"127.0.0.1:{free_ports()}"
+    ours = pinger.Pinger([absent, proxy.address], PING, 0.1)
+    ours.start()
+    try:
+        wait_for(lambda: "no connection to the proxy at" in caplog.text, what="the line")
+        proxy.hear()
+    finally:
+        ours.stop()
+    assert absent in caplog.text and proxy.address not in caplog.text
+
+
 def test_a_child_that_ends_is_started_again(start, proxy) -> None:
     _, child = start()
     proxy.hear()
@@ -338,7 +371,7 @@ def plan(url: str, **changes: Any) -> WarmUp:
 def test_no_ping_before_the_first_prompt_is_answered(start, proxy, api) -> None:
     there = api(sick=2, key="a key")
     there.answer.clear()
-    start(warm_up=plan(there.url, api_key="a key"))
+    start(warm_up=plan(there.url, api_key="a key\n"))
     wait_for(lambda: there.asked, what="the first prompt")
     assert proxy.silent()
     there.answer.set()
@@ -361,7 +394,9 @@ def test_a_data_parallel_engine_warms_itself_up_and_every_first_prompt_is_anothe
     assert len({each["prompt"] for each in there.asked}) == 4
 
 
-@pytest.mark.parametrize("kind", ["nobody", "never healthy", "no answer", "an error", "a key is missing"])
+@pytest.mark.parametrize(
+    "kind", ["nobody", "never healthy", "no answer", "an error", "a key is missing", "a strange key"]
+)
 def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
     proxy, api, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,17 +405,19 @@ def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
     if kind == "no answer":
         there.answer.clear()
     url = f"http://127.0.0.1:{free_ports()}" if kind == "nobody" else there.url
-    warm_up = plan(url, seconds=1.0)
+    warm_up = plan(url, seconds=1.0, api_key="private\tkey" if kind == "a strange key" else "")
     with announcing(proxy.address, warm_up=warm_up):
         assert proxy.hear() == PING
     said = capfd.readouterr().err
     assert "WARNING" in said and "not warmed up" in said and "announced all the same" in said
+    assert "private" not in said
     why = {
         "nobody": "did not answer 200 in 1 s",
         "never healthy": "status 503",
         "no answer": "were not answered in 1 s",
         "an error": "status 500",
         "a key is missing": "VLLM_API_KEY",
+        "a strange key": "characters that no HTTP header can carry",
     }
     assert why[kind] in said
 

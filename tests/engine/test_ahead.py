@@ -79,7 +79,8 @@ def push_half_ahead(p: Engine, d: Engine) -> None:
 
 
 def quiet(p: Engine, d: Engine) -> None:
-    wait_for(lambda: at_baseline(p) and at_baseline(d) and not value(d, "ahead_bytes"), what="the baseline")
+    wait_for(lambda: at_baseline(p) and at_baseline(d))
+    wait_for(lambda: not value(d, "prefetch_bytes"), what="the end of the early buffers")
 
 
 def ends_well(p: Engine, d: Engine, key: str, tokens: int, start: int = 0) -> None:
@@ -185,7 +186,7 @@ def test_p_may_die_when_all_is_here(links):
         push_ahead(p, d)
         p.stop()
         fetch(p, d, "k", 40)
-        wait_for(lambda: at_baseline(d) and not value(d, "ahead_bytes"), what="D's baseline")
+        wait_for(lambda: at_baseline(d) and not value(d, "prefetch_bytes"), what="D's baseline")
 
 
 @one_kind
@@ -232,7 +233,7 @@ def test_what_was_pushed_for_nothing_costs_nothing(links, how):
         else:
             break_link(d)
             wait_for(lambda: value(p, "links_aborted") > before)
-        wait_for(lambda: value(d, "ahead_bytes") == 0)
+        wait_for(lambda: value(d, "prefetch_bytes") == 0)
         step(p, "k", BLOCKS, 48, 96)
         ends_well(p, d, "k", 96)
 
@@ -265,7 +266,7 @@ def test_a_byte_that_changes_meanwhile_costs_nothing():
         flip = {"flip_at": 1, "flip_place": 0.5, "flip_bit": 3}
         on_engine_thread(d.ranks[0].rank, lambda: links["D"].change(**flip))
         prefill(p, "k", d.address, 100, BLOCKS, chunk=100)
-        wait_for(lambda: value(d, "chunks_corrupt") == 1 and value(d, "ahead_bytes") == 0)
+        wait_for(lambda: value(d, "chunks_corrupt") == 1 and value(d, "prefetch_bytes") == 0)
         ends_well(p, d, "k", 100)
 
 
@@ -322,7 +323,7 @@ def test_what_waits_for_its_request_is_let_go_when_weights_change_or_caches_are_
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
         d.do(do.Invalidate("", "the caches were reset"))
-        wait_for(lambda: not value(d, "ahead_bytes"), what="the end of the early buffer")
+        wait_for(lambda: not value(d, "prefetch_bytes"), what="the end of the early buffer")
         ends_well(p, d, "k", 40)
 
 

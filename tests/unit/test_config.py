@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pkv.config import DEFAULT_KV_PORT, MIB, RENAMED, ConfigError, Options
+from p2pkv.config import DEFAULT_KV_PORT, MIB, ConfigError, Options
 from p2pkv.pairing import Address
 
 
@@ -73,7 +73,8 @@ class TestDefaults:
         self, gpu: int, staging: int | None, chunk: int
     ) -> None:
         given = {} if staging is None else {"staging_bytes": staging * MIB}
-        assert options(given, has_gpu=True, gpu_bytes=gpu << 30).chunk_bytes == chunk * MIB
+        for read in (given, {name: str(value) for name, value in given.items()}):
+            assert options(read, has_gpu=True, gpu_bytes=gpu << 30).chunk_bytes == chunk * MIB
         assert options(given).chunk_bytes == 8 * MIB
         assert options(given | {"chunk_bytes": MIB}, has_gpu=True).chunk_bytes == MIB
 
@@ -154,6 +155,7 @@ class TestBadInput:
         for value in (None, 5):
             said = refused({name: value})
             assert repr(name) in said and f"did you mean {closest!r}" in said
+        assert "belongs beside kv_connector_extra_config" in refused({"kv_port": 21001})
 
     @pytest.mark.parametrize("name", ["proxy_port", "http_port", "kv_port"])
     @pytest.mark.parametrize("value", [0, -1, 65536, "70000"])
@@ -330,12 +332,3 @@ class TestSecurity:
             assert allowed is not None and str(allowed) == "10.0.0.0/8, fd00::/8"
         for value in ([], "10.0.0.0/99", ["node-7"], [7], {"10.0.0.0/8": 1}):
             assert refused({"allowed_peers": value}).startswith("allowed_peers")
-
-
-@pytest.mark.parametrize(("old", "value"), [("ahead_bytes", MIB), ("links_ahead", False)])
-def test_an_old_name_of_an_option_is_understood_with_a_warning(old: str, value: object) -> None:
-    new = RENAMED[old]
-    read = options({old: value})
-    assert getattr(read, new) == getattr(options({new: value}), new) == value
-    assert read.notes[0].startswith(f"{old} is now called {new}") and not options({new: value}).notes
-    assert f"{old} and {new} are one option" in refused({old: value, new: value})
