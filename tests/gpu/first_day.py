@@ -8,6 +8,7 @@ first_day.html, first_day.md and first_day.json, to be attached to an issue. Exi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def steps(out: Path) -> list[Step]:
 
     def servers(name: str, what: str, setting: str, gpus: int, *boxes: str) -> Step:
         command = (*tests, "tests/gpu/test_servers.py", "-k", setting)
-        return Step(name, what, command, gpus, 400.0, boxes=boxes)
+        return Step(name, what, command, gpus, 600.0, boxes=boxes)
 
     def pushes(name: str, what: str, chosen: str, gpus: int, *boxes: str, also: Sequence[str] = ()) -> Step:
         command = (*tests, "tests/gpu/test_push.py", *also, "-k", chosen)
@@ -230,13 +232,15 @@ def steps(out: Path) -> list[Step]:
     ]
 
 
+STOP_SECONDS = 90.0
 BENCH = "bench.json"
 BENCH_IPC = "bench_ipc.json"
 FIGURES = "figures.jsonl"
 
 
 def run(step: Step, seconds: float) -> Result:
-    """Run it, with a deadline of so many seconds; its whole process group ends with it."""
+    """Run it, with a deadline of so many seconds; then it has STOP_SECONDS to stop the servers that it has
+    started, which have process groups of their own, before its process group is killed."""
     result = Result(step.name, step.what, "passed")
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -250,6 +254,8 @@ def run(step: Step, seconds: float) -> Result:
             stderr=subprocess.STDOUT,
             text=True,
             process_group=0,
+            # A shell starts what runs in the background with SIGINT ignored.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
     except OSError as error:
         result.outcome, result.why = "not run", f"{step.command[0]} cannot be started: {error}"
@@ -257,7 +263,11 @@ def run(step: Step, seconds: float) -> Result:
     try:
         said, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         said, _ = child.communicate()
         result.outcome, result.why = "failed", f"it did not end in {seconds:g} s"
     result.seconds = time.monotonic() - begin

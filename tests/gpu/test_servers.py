@@ -69,8 +69,10 @@ class Setting:
         given += ["--block-size", "16" if self.gpu else "32"]
         given += ["--tensor-parallel-size", str(self.tp)]
         if self.gpu:
-            # Not a share of the card: vLLM would take what another server has there for its own.
+            # Not a share of the card: vLLM would take what another server has there for its own. It checks at
+            # its start that the share is free all the same.
             given += ["--kv-cache-memory-bytes", str(512 << 20)]  # needs a GPU
+            given += ["--gpu-memory-utilization", "0.2"]  # needs a GPU
         if self.graphs:
             given += ["--compilation-config", f'{{"cudagraph_mode": "{self.graphs}"}}']  # needs a GPU
         return tuple(given)
@@ -109,7 +111,10 @@ class Servers:
         return [draw.randrange(300, self.vocab) for _ in range(length)]
 
     def counters(self, rank: int = 0) -> Mapping[str, Any]:
-        return inspect(Address.parse(self.d.zmq_address).shifted(rank))
+        """Once no load is under way: a prompt of one token may be answered before its transfer has ended."""
+        address = Address.parse(self.d.zmq_address).shifted(rank)
+        wait_until(lambda: not int(inspect(address)["loads"]), "the end of D's loads")
+        return inspect(address)
 
     def differs(self, expected: answers.Answer, got: answers.Answer) -> str | None:
         return answers.difference(expected, got, BF16_TIE if self.setting.gpu else answers.TIE)
@@ -132,10 +137,13 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     }
 
     def server(name: str, cards: str, **options: Any) -> VllmServer:
+        environment = {"CUDA_VISIBLE_DEVICES": cards}
+        if chosen.tp > 1:  # vLLM's communicator is NCCL's first one, and so decides for p2pkv's
+            environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # needs a GPU
         return VllmServer(
             model,
             extra_args=chosen.arguments(),
-            env={"CUDA_VISIBLE_DEVICES": cards} if cards else {},
+            env=environment if cards else {},
             eager=not chosen.graphs,
             name=name,
             log_path=logs / f"{name}.log",
