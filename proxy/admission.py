@@ -161,13 +161,15 @@ class Admission:
         finally:
             self._leave(place)
 
-    def can_move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
-        """Whether there are other instances with room."""
+    def can_move(
+        self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance], besides: int = 0
+    ) -> bool:
+        """Whether there are other instances with room, also when `besides` other requests like it come."""
         try:
-            self._router.able(place.request.model, self._clock(), mode=mode, avoid=avoid)
+            _, able = self._router.able(place.request.model, self._clock(), mode=mode, avoid=avoid)
         except Unroutable:
             return False
-        return True
+        return not besides or sum(each.room - each.places for each in able) > besides
 
     def move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
         """Puts a request at other instances, without a wait; its own place may be the last one there is.

@@ -157,13 +157,14 @@ class Attempt:
             former=self.relay or self.former,
         )
 
-    def move(self) -> None:
+    def move(self) -> bool:
         """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
-        there."""
+        there. False if it stays."""
         if self.relay is not None:
-            self.relay.move()
-        elif self._decoding is not None:
+            return self.relay.move()
+        if self._decoding is not None:
             self._decoding.lose("moved")
+        return self._decoding is not None
 
     def needs(self, prefill: Instance) -> bool:
         """Whether D may still wait for KV of this P: until its first token, or to the end where one token

@@ -23,6 +23,10 @@ _FULL = "This proxy has as many connections as it takes; try again in a few seco
 # Between two log lines about it.
 _FULL_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
+# Beyond the limit, so that who comes then can be told so.
+_HANDSHAKES_BESIDE = 64
+# For a client to take the end of its last answer in, and the end of TLS.
+_CLOSING_SECONDS = 5.0
 # For a client that is refused, to take that in.
 _REFUSED_SECONDS = 1.0
 
@@ -35,7 +39,7 @@ class BoundedRunner(web.AppRunner):
     gets a 503.
 
     With `tls` all connections begin with a TLS handshake. Those that are in it count, too: if no other can be
-    closed, the oldest of them is.
+    closed, the oldest of them is, but for some.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class BoundedRunner(web.AppRunner):
             connection = shared.dup()
         except OSError:
             return  # for want of descriptors
-        if not self._has_room(len(self._handshakes)) and self._handshakes:
+        if not self._has_room(len(self._handshakes)) and len(self._handshakes) > _HANDSHAKES_BESIDE:
             self._end_oldest_handshake()
         self._handshakes[connection] = asyncio.create_task(self._secure(connection))
 
@@ -102,16 +106,19 @@ class BoundedRunner(web.AppRunner):
     def _has_room(self, handshakes: int = 0) -> bool:
         """Whether there may be one more beside so many handshakes; closes an idle one if need be."""
         assert self._server is not None
-        there = self._server.connections
-        if len(there) + handshakes < self._most:
+        known, most = self._server.connections, self._most - handshakes
+        if len(known) < most:
+            return True
+        there = [(each, one) for each in known if (one := each.transport) and not one.is_closing()]
+        if len(there) < most:
             return True
         if self._log_limit.admits():
             logger.warning("clients have %d connections, and this proxy takes no more", self._most)
-        for each in there:
-            transport = each.transport
-            # aiohttp has no public name for it.
-            if each._current_request is None and transport is not None and not transport.is_closing():
-                transport.abort()  # over TLS, a close waits for the client's
+        for each, transport in there:
+            if each._current_request is None:  # aiohttp has no public name for it
+                transport.close()  # what is left of its last answer still goes out
+                if self._tls is not None:  # then a close waits for the client's
+                    asyncio.get_running_loop().call_later(_CLOSING_SECONDS, transport.abort)
                 return True
         return False
 

@@ -100,12 +100,14 @@ class Relay:
         """Breaks the answer off with an error, for a reason that lies elsewhere."""
         self._close(None, why, status)
 
-    def move(self) -> None:
+    def move(self) -> bool:
         """Ends the instance's part, so that another one goes on, if one can: the instance is to be free. One
-        that has sent all of its answer is."""
+        that has sent all of its answer is. False if it goes on itself."""
         sent_all = self.answer.content.is_eof()
-        if self.transcript is not None and self.transcript.movable and not sent_all:
+        moves = self.transcript is not None and self.transcript.movable and not sent_all
+        if moves:
             self._close(CallEnd.STOPPED, "The decode instance was drained, and no other could go on.")
+        return moves
 
     def _close(self, end: CallEnd | None, why: str, status: int = 502) -> None:
         self._end, self._why, self._status = end, why, status

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from .access import Access
-from .admission import Admission, RequestPlace
+from .admission import Admission, RequestPlace, Wants
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Again, Blame, CallEnd, Charge
 from .bodies import Body, BodyReader, Intake, parse
@@ -228,17 +229,16 @@ class Proxy:
         leaving = frozenset(each for each in drained if each.drained and each.load)
         if leaving:
             asyncio.get_running_loop().call_later(_MOVE_SECONDS, self.move_away, [*leaving])
-        # Each takes its place only when its part at the drained D has ended.
-        left = sum(each.room - each.places for each in self.registry.routable("D", self.clock()))
+        moved = Counter[Wants]()  # each takes its place only when its part at the drained D has ended
         for active in self.active:
             attempt = active.attempt
             if attempt is None or attempt.choice.decode not in leaving:
                 continue
             place = attempt.place
             mode, avoid = place.mode_after(place.choice.decode), self._unable(active)
-            if left > 0 and self.admission.can_move(place, mode, avoid):
-                attempt.move()
-                left -= 1
+            wants = place.request.model, mode
+            if self.admission.can_move(place, mode, avoid, moved[wants]):
+                moved[wants] += attempt.move()
 
     def counted(self) -> dict[str, int]:
         return {

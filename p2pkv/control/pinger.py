@@ -135,10 +135,10 @@ class Pinger:
                 proxy.redial = now + _REDIAL_SECONDS
                 self._endpoint.redial(connection)
             if hurried or now >= proxy.due:
-                ping = self._current()
+                ping, unreached = self._current(), proxy.redial < proxy.reached < now - _UNREACHED_SECONDS
                 if ping is None or connection.send(encode_ping(ping)):
                     proxy.due, proxy.reached = now + self._interval, now
-                elif now - proxy.reached > _UNREACHED_SECONDS and self._log_limit.admits(connection):
+                elif unreached and self._log_limit.admits(connection):
                     log.warning(
                         "not registered: no connection to the proxy at %s; is it up, do proxy_ip and "
                         "proxy_port name its --discovery address, and can this host reach that?",

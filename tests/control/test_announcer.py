@@ -236,6 +236,25 @@ def test_a_proxy_without_a_connection_is_named_in_the_log(
     assert absent in caplog.text and proxy.address not in caplog.text
 
 
+def test_a_proxy_that_refuses_is_not_called_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("_UNREACHED_SECONDS", "_LOG_SECONDS", "_REDIAL_SECONDS"):
+        monkeypatch.setattr(pinger, name, 0.3)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        members = Members(b"another secret")
+        members.serve(socket, "proxy")
+        place = f"127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        ours = pinger.Pinger([place], PING, 0.1, members=Members(SECRET))
+        ours.start()
+        try:
+            wait_for(lambda: caplog.text.count("refused the handshake") >= 4, what="several refusals")
+        finally:
+            ours.stop()
+    assert "no connection" not in caplog.text
+
+
 def test_a_child_that_ends_is_started_again(start, proxy) -> None:
     _, child = start()
     proxy.hear()

@@ -264,10 +264,30 @@ async def test_idle_connections_make_room_for_others_the_oldest_first(
         await served(await all_.enter_async_context(Client(crowded, trusted)))
 
 
-async def test_connections_on_which_nothing_comes_make_room_too(
+async def test_a_client_that_still_reads_its_answer_gets_all_of_it(
     crowded: Deployment, trusted: ssl.SSLContext | None
 ) -> None:
+    """Although its connection makes room for another one."""
+
+    async def long(request: web.Request, seen: object) -> web.Response:
+        return web.Response(text="a long answer " * 300_000, content_type="application/json")
+
+    crowded.d.behaviour = long
+    async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
+        slow = await all_.enter_async_context(Client(crowded, trusted))
+        slow.writer.write(WHOLE)
+        assert await slow.status() == 200
+        await eventually(lambda: not crowded.proxy.active)
+        for _ in range(3):
+            await all_.enter_async_context(Client(crowded, trusted))
+        assert (await slow.reader.read()).endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_connections_on_which_nothing_comes_make_room_too(
+    crowded: Deployment, trusted: ssl.SSLContext | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With TLS they do not even begin their handshake."""
+    monkeypatch.setattr("p2pkv_proxy.connections._HANDSHAKES_BESIDE", 0)
     async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
         silent = [await all_.enter_async_context(Client(crowded)) for _ in range(10)]
         for client in silent[:7]:
