@@ -23,7 +23,7 @@ _FULL = "This proxy has as many connections as it takes; try again in a few seco
 # Between two log lines about it.
 _FULL_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
-# Beyond the limit, so that who comes then can be told so.
+# Beyond the limit.
 _HANDSHAKES_BESIDE = 64
 # For a client to take the end of its last answer in, and the end of TLS.
 _CLOSING_SECONDS = 5.0
@@ -38,8 +38,8 @@ class BoundedRunner(web.AppRunner):
     client that opens many and sends nothing does not shut others out. If each has a request under way, it
     gets a 503.
 
-    With `tls` all connections begin with a TLS handshake. Those that are in it count, too: if no other can be
-    closed, the oldest of them is, but for some.
+    With `tls` all connections begin with a TLS handshake. Those that are in it count, too. 64 of them may go
+    beyond `most`, so that a client learns by a 503 that there is no room; of more the oldest is closed.
     """
 
     def __init__(

@@ -408,7 +408,7 @@ class ConsumerScheduler(Half):
         self._decided_now: set[str] = set()
         """What a pass of vLLM's scheduler decides: until the pass ends the head of its queue must stay."""
         self.resumes = False
-        """Whether the last pass has decided something, which the next one is to look at at once."""
+        """Whether the last pass has put requests back into vLLM's queue, and the next one follows at once."""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: load nothing more of what is on its way."""

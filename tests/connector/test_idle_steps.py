@@ -230,29 +230,33 @@ class TestRest:
         core.take()
         assert core.handled == [EngineCoreRequestType.ADD] and not rest.rung()
 
-    def test_a_bell_ends_the_rest_even_if_it_was_rung_before(self, rest: EngineCore) -> None:
-        core = Core()
+    @pytest.fixture
+    def rung(self, rest: EngineCore) -> Iterator[tuple[Core, Bell]]:
+        """An engine core that has looked for requests, and a bell that has been rung for it."""
+        core, bell = Core(), Bell()
         core.take()
-        bell = Bell()
         bell.address = rest.address
         bell.ring()
+        yield core, bell
+        bell.close()
+
+    def test_a_bell_ends_the_rest_even_if_it_was_rung_before(
+        self, rest: EngineCore, rung: tuple[Core, Bell]
+    ) -> None:
+        core, bell = rung
         for _ in range(2):
             rest.seconds = self.LONG
             threading.Timer(0.05, bell.ring).start()
             core.take()
             assert rest.rung()
-        bell.close()
 
-    def test_a_bell_counts_although_vllm_itself_takes_the_wake_up(self, rest: EngineCore) -> None:
-        core = Core()
-        core.take()
-        bell = Bell()
-        bell.address = rest.address
-        bell.ring()
+    def test_a_bell_counts_although_vllm_itself_takes_the_wake_up(
+        self, rest: EngineCore, rung: tuple[Core, Bell]
+    ) -> None:
+        core, _ = rung
         wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
         core.take()
         assert rest.rung() and not rest.rung()
-        bell.close()
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:
         core = Core()

@@ -381,14 +381,19 @@ async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take(
         assert same(await asking, whole(body, path))
 
 
-async def test_a_drain_with_a_deadline_moves_no_more_than_others_have_room_for() -> None:
+@pytest.mark.parametrize(
+    "first", [GREEDY, COMPLETION | {"presence_penalty": 0.5}], ids=["others can", "cannot"]
+)
+async def test_a_drain_with_a_deadline_moves_as_many_as_others_have_room_for(first: dict[str, Any]) -> None:
+    """One here, of two: what cannot move takes no room from what can."""
     async with deployed("concurrent", 1, 2, limits=Limits(max_requests=2)) as deployment:
         release, active = asyncio.Event(), deployment.proxy.active
         all_do(deployment.decodes, pausing(release))
-        asking = [asyncio.create_task(ask(deployment, GREEDY)) for _ in range(3)]
-        await eventually(
-            lambda: len([*active]) == 3 and all(each.attempt and each.attempt.relay for each in active)
-        )
+        asking = []
+        for body in (first, first, GREEDY):
+            asking.append(asyncio.create_task(ask(deployment, body)))
+            await eventually(lambda: len([*active]) == len(asking))
+            await eventually(lambda: all(each.attempt and each.attempt.relay for each in active))
         (d,) = [each for each in deployment.everyone() if each.places == 2]
         deployment.registry.drain(d, True)
         deployment.proxy.move_away([d])

@@ -334,8 +334,8 @@ async def test_when_all_have_requests_under_way_another_one_is_turned_away(
         for number, client in enumerate(busy):
             client.writer.write(WHOLE)
             await eventually(lambda number=number: len(crowded.d.requests) == number + 1)
-        for _ in range(5):
-            client = await all_.enter_async_context(Client(crowded, trusted))
+        come = [Client(crowded, trusted) for _ in range(10)]
+        for client in await asyncio.gather(*map(all_.enter_async_context, come)):
             assert await client.status() == 503
             said = await client.reader.read()
             assert b"Retry-After: " in said and b"as many connections as it takes" in said
