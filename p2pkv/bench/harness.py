@@ -22,7 +22,7 @@ from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memo
 from p2pkv.config import Options
 from p2pkv.engine.commands import Event, LoadFailed
 from p2pkv.engine.thread import Rank
-from p2pkv.kv import PagedCache
+from p2pkv.kv import PagedCache, RankCache
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory, Outbound, Send
 from p2pkv.pairing import Address
@@ -107,10 +107,12 @@ class Pipe:
         self._socket.close()
 
 
-def start_decode(settings: dict[str, Any], env: dict[str, str] | None = None) -> tuple[Decoder, Pipe]:
-    """D's process (see decode.py), and the pipe to it. Close the pipe, then end the process."""
+def start_decode(
+    settings: dict[str, Any], env: dict[str, str] | None = None, module: str = "p2pkv.bench.decode"
+) -> tuple[Decoder, Pipe]:
+    """D's process, which runs this module, and the pipe to it. Close the pipe, then end the process."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "p2pkv.bench.decode", str(theirs.fileno()), json.dumps(settings)]
+    command = [sys.executable, "-m", module, str(theirs.fileno()), json.dumps(settings)]
     with theirs:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
     return process, Pipe(ours)
@@ -155,10 +157,18 @@ def make_rank(
     cache = layout.rank_cache(memory)
     settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=staging_bytes, **options)
     links = make_factory(link, host=HOST, staging_bytes=staging_bytes, receives=role != "P")
-    hello = Hello(
+    hello = hello_of(settings, layout, cache, links.kind, rank, tp)
+    return settings.address, Rank(hello, settings, cache, links)
+
+
+def hello_of(
+    settings: Options, layout: Layout | Latents, cache: RankCache, link: str, rank: int = 0, tp: int = 1
+) -> Hello:
+    """How a rank of `tp` of the benchmark introduces itself."""
+    return Hello(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
-        role=role,
+        role="P" if settings.prefills else "D",
         rank=rank,
         to="none",
         address=str(settings.address.shifted(rank)),
@@ -166,11 +176,10 @@ def make_rank(
         model="bench",
         weights="none",
         cache=layout.described(cache, tp),
-        link=links.kind,
+        link=link,
         digest=cache.digest_name,
         verify=settings.verify,
     )
-    return settings.address, Rank(hello, settings, cache, links)
 
 
 def poll_until(poll: Callable[[], None], done: Callable[[], bool], what: str) -> None:

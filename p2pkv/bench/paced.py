@@ -1,0 +1,317 @@
+"""`p2pkv bench --link paced`: pushes between two real engines in two processes, over a card that is not there.
+
+What a message costs besides its bytes, on P and on D, where that time goes, and how near a push comes to a
+wire of a given rate. `paced_card` has what stands in for the card. No bytes move, so no content is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from p2pkv.bench.harness import (
+    DEADLINE_SECONDS,
+    HOST,
+    BenchError,
+    Pipe,
+    end_decode,
+    hello_of,
+    start_decode,
+)
+from p2pkv.bench.memory import CONTENT, DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
+from p2pkv.bench.paced_card import SOURCES, Card, PacedRank
+from p2pkv.config import Options, default_chunk
+from p2pkv.control import endpoint
+from p2pkv.demo.processes import free_ports
+from p2pkv.engine import commands as do
+from p2pkv.engine.commands import Event
+from p2pkv.engine.thread import Rank
+from p2pkv.kv import RankCache
+from p2pkv.pairing import Address
+
+MIB = 1 << 20
+US = 1e-6
+OVER = ("nccl", "ipc")
+SIZES = [64 << 10, MIB, 4 * MIB, 8 * MIB, 16 * MIB]
+WIRES = [50, 75, 370]
+"""GB/s: a 400 Gbit/s network, NCCL on one H100, NVLink."""
+
+PROMPTS = [16 * MIB, 512 * MIB]
+STAGING_BYTES = 1 << 30
+"""The default on a GPU of 80 GB."""
+
+LAYOUT = LAYOUTS["dense"]
+SWITCH_SECONDS = 2e-4
+"""The connector sets the interpreter's switch interval so."""
+
+
+class Meter:
+    """Where the time of one rank's engine thread goes, in seconds since it was made. Wraps what it measures."""
+
+    STATIONS = ("kernels", "events", "NCCL", "messages", "naps", "rest")
+
+    def __init__(self, rank: Rank, spent: dict[str, float]) -> None:
+        """`spent`: what the pretend device counts."""
+        self._spent = spent
+        self._spans = dict.fromkeys(("turns", "naps", "messages"), 0.0)
+        self._cpu = 0.0
+        core, line = rank.core, rank.context.endpoint
+        core.turn = self._in_turns(core.turn)  # type: ignore[method-assign]
+        line.wait = self._timed(line.wait, "naps")  # type: ignore[method-assign]
+        for owner, name in ((endpoint.Connection, "send"), (endpoint, "_frames")):
+            setattr(owner, name, self._timed(getattr(owner, name), "messages"))
+
+    def read(self) -> dict[str, float]:
+        """Seconds so far, by station; `cpu`: of the thread's processor time, `turns`: of the engine's turns."""
+        read = {**self._spent, **self._spans, "cpu": self._cpu}
+        read["rest"] = read["turns"] - sum(read[name] for name in ("kernels", "events", "NCCL", "messages"))
+        return read
+
+    def _timed(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self._spans[what] += time.perf_counter() - begin
+
+        return timed
+
+    def _in_turns(self, call: Callable[[float], None]) -> Callable[[float], None]:
+        timed = self._timed(call, "turns")
+
+        def turn(now: float) -> None:
+            timed(now)
+            self._cpu = time.thread_time()
+
+        return turn
+
+
+def await_event(rank: Rank, event: Event) -> float:
+    """When this event came, on the monotonic clock: as `harness.wait_for`, without polling, which would take
+    the interpreter's lock from the engine. Raises BenchError if it fails or is late."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while event not in (events := rank.events()):
+        for other in events:
+            if isinstance(other, do.LoadFailed):
+                raise BenchError(f"a push failed: {other.reason}")
+        if time.monotonic() > deadline:
+            raise BenchError(f"{event} did not come in {DEADLINE_SECONDS:g} s: {rank.counters.snapshot()}")
+        rank.wait_for_event(1.0)
+    return time.monotonic()
+
+
+class PacedSide:
+    """One rank of P or D, its meter, and its block table."""
+
+    def __init__(self, role: str, over: str, card: Card, prompt: int, chunk: int, port: int) -> None:
+        """`prompt`: bytes of the longest. `chunk`: the option chunk_bytes; 0: the default on a GPU."""
+        self.capacity = capacity_for(prompt // TOKEN_BYTES + 1)
+        self.side = role
+        shape = (LAYERS, self.capacity // LAYOUT.block, LAYOUT.block, HEADS, CONTENT)
+        layers = torch.empty(shape, dtype=DTYPE).transpose(2, 3)
+        paced = PacedRank(over, card)
+        cache = RankCache([paced.cache(layers.unbind(0), LAYOUT.block)])
+        settings = Options(
+            role=role,  # type: ignore[arg-type]
+            host=HOST,
+            kv_port=port,
+            staging_bytes=STAGING_BYTES,
+            chunk_bytes=chunk or default_chunk(STAGING_BYTES, True),
+        )
+        links = paced.links(STAGING_BYTES, receives=role != "P")
+        self.address = settings.address
+        self.record = paced.device.here
+        self.rank = Rank(hello_of(settings, LAYOUT, cache, links.kind), settings, cache, links)
+        self.meter = Meter(self.rank, paced.device.clock.spent)
+
+    def table(self, tokens: int) -> list[int]:
+        return LAYOUT.table(tokens, self.capacity, self.side)
+
+
+class PacedPair:
+    """P's rank here, and D's in another process. Close it."""
+
+    def __init__(self, over: str, card: Card, prompt: int, chunk: int) -> None:
+        self._stack = contextlib.ExitStack()
+        self._keys = 0
+        settings = {"over": over, "wire": card.wire, "prompt": prompt, "port": free_ports()}
+        self._decoder, self._pipe = start_decode(settings, module="p2pkv.bench.paced")
+        self._stack.callback(end_decode, self._decoder)
+        self._stack.callback(self._pipe.close)
+        self._decode = Address.parse(self._pipe.expect("address")["address"])
+        self._side = PacedSide("P", over, card, prompt, chunk, free_ports())
+        self._stack.callback(self._side.rank.stop)
+        while True:  # the first push waits for the link, and for the first of everything
+            if self.push(MIB)["seconds"] < 0.1:
+                break
+
+    def push(self, nbytes: int) -> dict[str, Any]:
+        """One prompt, all computed when D asks: seconds until D has it, and what each side's engine spent."""
+        rank, tokens = self._side.rank, nbytes // TOKEN_BYTES + 1
+        self._keys += 1
+        key = f"paced-{self._keys}"
+        rank.do(do.Hold(key, self._decode))
+        rank.do(do.OfferPrompt(key, self._decode, tokens, b"bench"))
+        rank.do(do.PromptBlocks(key, (self._side.table(tokens),)))
+        rank.do(do.Computed(((key, tokens),), 0, LAYERS, self._side.record()))
+        rank.do(do.Flush((key,)))
+        chunks = rank.counters.values["chunks_sent"]
+        self._pipe.send(key=key, prefill=str(self._side.address), tokens=tokens)
+        self._pipe.expect("begun")
+        before = self._side.meter.read()
+        self._pipe.send(go=True)
+        times = self._pipe.expect("loaded")
+        await_event(rank, do.BlocksFree(key))
+        after = self._side.meter.read()
+        rank.do(do.Forget(key))
+        return {
+            "seconds": times["loaded"] - times["asked"],
+            "messages": rank.counters.values["chunks_sent"] - chunks,
+            "P": {name: after[name] - before[name] for name in after},
+            "D": times["spent"],
+        }
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def serve(pipe: Pipe, settings: dict[str, Any]) -> None:
+    """D's process: load what is ordered until the pipe ends."""
+    card = replace(Card(), wire=settings["wire"])
+    side = PacedSide("D", settings["over"], card, settings["prompt"], 0, settings["port"])
+    rank = side.rank
+    pipe.send(address=str(side.address))
+    try:
+        while (order := pipe.receive()) is not None:
+            key, tokens = order["key"], order["tokens"]
+            rank.do(do.Expect(key, Address.parse(order["prefill"]), tokens, b"bench"))
+            await_event(rank, do.Begun(key))
+            pipe.send(begun=True)
+            pipe.expect("go")
+            before = side.meter.read()
+            asked = time.monotonic()
+            rank.do(do.Load(key, 0, tokens - 1, (side.table(tokens),), side.record()))
+            loaded = await_event(rank, do.Loaded(key))
+            after = side.meter.read()
+            rank.do(do.Forget(key))
+            spent = {name: after[name] - before[name] for name in after}
+            pipe.send(asked=asked, loaded=loaded, spent=spent)
+    finally:
+        rank.stop()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Rows by way, wire and size; each a list of pushes."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+    rows = []
+    for over in args.over:
+        for wire in [None] if args.today else args.wire:
+            card = Card() if wire is None else replace(Card(), wire=wire * 1e9)
+            if wire is None and over == "ipc":
+                card = replace(card, wire=card.memory)
+            for prompt in [64 * MIB] if args.today else args.prompt:
+                for chunk in args.messages:
+                    if chunk <= prompt:
+                        rows.append(_row(over, card, prompt, chunk, args.repeat))
+    return {"rows": rows, "card": SOURCES}
+
+
+def _row(over: str, card: Card, prompt: int, chunk: int, repeat: int) -> dict[str, Any]:
+    with contextlib.closing(PacedPair(over, card, prompt, chunk)) as pair:
+        pair.push(prompt)
+        pushes = [pair.push(prompt) for _ in range(repeat)]
+    return {"over": over, "wire": card.wire, "prompt": prompt, "chunk": chunk, "pushes": pushes}
+
+
+def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The tables: medians, with the lowest and the highest rate."""
+    yield "A paced push: real engines, a clock for the card. µs of the engine's turns a message; core: its share"
+    yield (
+        f"{'over':<5} {'wire':>5} {'prompt':>8} {'message':>8} {'GB/s':>20} {'of wire':>8} {'ms beyond':>9}"
+        f" {'P µs':>7} {'D µs':>7} {'P core':>7} {'D core':>7}"
+    )
+    for row in rows:
+        rates = sorted(row["prompt"] / push["seconds"] / 1e9 for push in row["pushes"])
+        wire = row["wire"] / 1e9
+        rate = statistics.median(rates)
+        beyond = statistics.median(push["seconds"] for push in row["pushes"]) - row["prompt"] / row["wire"]
+        sides = {side: _side(row["pushes"], side) for side in "PD"}
+        chunk = statistics.median(row["prompt"] / push["messages"] for push in row["pushes"]) / MIB
+        span = f"{rate:.1f} [{rates[0]:.1f} - {rates[-1]:.1f}]"
+        yield (
+            f"{row['over']:<5} {wire:>5.0f} {row['prompt'] >> 20:>4} MiB {chunk:>8.2f} {span:>20}"
+            f" {rate / wire:>8.2f} {beyond * 1e3:>9.2f}"
+            f" {sides['P']['turns']:>7.0f} {sides['D']['turns']:>7.0f}"
+            f" {sides['P']['core']:>7.2f} {sides['D']['core']:>7.2f}"
+        )
+    yield ""
+    yield "Where it goes: µs a message, on P / on D"
+    yield f"{'over':<5} {'wire':>5} {'prompt':>8} {'message':>8} " + "".join(
+        f"{name:>15}" for name in Meter.STATIONS
+    )
+    for row in rows:
+        sides = {side: _side(row["pushes"], side) for side in "PD"}
+        chunk = statistics.median(row["prompt"] / push["messages"] for push in row["pushes"]) / MIB
+        both = (f"{sides['P'][name]:.0f} / {sides['D'][name]:.0f}" for name in Meter.STATIONS)
+        parts = "".join(f"{each:>15}" for each in both)
+        yield f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB {chunk:>8.2f} {parts}"
+
+
+def _side(pushes: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
+    """Medians of one side: µs a message by station; `core`: processor time over the push's."""
+    names = (*Meter.STATIONS, "turns")
+    found = {
+        name: statistics.median(push[side][name] / push["messages"] for push in pushes) / US for name in names
+    }
+    return found | {"core": statistics.median(push[side]["cpu"] / push["seconds"] for push in pushes)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the paced benchmark."""
+    parser.add_argument("--over", nargs="+", choices=OVER, default=list(OVER))
+    parser.add_argument("--wire", nargs="+", type=float, default=WIRES, metavar="GB/S")
+    parser.add_argument("--prompt", nargs="+", type=_mib, default=PROMPTS, metavar="MIB")
+    parser.add_argument("--messages", nargs="+", type=_mib, default=[0], metavar="MIB")
+    parser.add_argument("--today", action="store_true", help="what the H100 showed, for comparison")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--json", metavar="FILE")
+
+
+def _mib(text: str) -> int:
+    return int(float(text) * MIB)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    if argv is None and len(sys.argv) == 3 and sys.argv[1].isdigit():
+        torch.set_num_threads(1)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
+        pipe.patient()
+        serve(pipe, json.loads(sys.argv[2]))
+        return 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.today and args.messages == [0]:
+        args.messages = SIZES
+    results = measure(args)
+    print(*report(results["rows"]), sep="\n")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
