@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_simulated import CUDA, CardMemory, CardNccl, SimulatedCuda
-from engine_support import Geometry, engine_maker, make_pages
+from engine_support import Geometry, engine_maker, make_pages, soon_on_engine_thread
 from kernel_support import NO_GCC, CpuLauncher, compiled
 from links_support import NCCL_KINDS
 from transfers import arrives, begin, half, load
@@ -306,6 +307,46 @@ def test_engines_stop_with_a_prompt_under_way(
             del make, made, p, d
         all_ended(cuda)
     assert cuda.driver.made <= 4
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engines_thread_that_fails_leaves_nothing(
+    cuda: SimulatedCuda, launcher: CpuLauncher, caplog: pytest.LogCaptureFixture, kind: str, role: str
+) -> None:
+    """It closes its links while its own stream is current: their events then stand behind its copies."""
+
+    def fail() -> None:
+        with cuda.moving(launcher), engine_maker(partial(engine_links, cuda, kind), device=on_card) as make:
+            made = {each: make(each) for each in "PD"}
+            half(made["P"], made["D"])
+            rank = made[role].ranks[0].rank
+            rank.core.close = partial(note, rank.core.close)  # type: ignore[method-assign]
+            soon_on_engine_thread(rank, lambda: sys.exit("this thread ends"))
+            wait_for(lambda: not rank.alive, what="the end of the thread")
+            assert "this thread ends" in rank.failure
+
+    def note(close: Callable[[], None]) -> None:
+        closed_on.append(cuda.stream)
+        close()
+
+    closed_on: list[int] = []
+    with caplog.at_level(sys.maxsize, "p2pkv.engine"):  # a captured record holds the error, and that the rank
+        fail()
+    assert len(closed_on) == 1 and closed_on[0] != 0
+    all_ended(cuda)
+
+
+def test_what_a_rank_takes_for_copies_is_there_when_its_thread_begins(
+    cuda: SimulatedCuda, launcher: CpuLauncher
+) -> None:
+    """What warms up is queued on the stream of the thread that starts the rank, not on its own."""
+    with cuda.moving(launcher):
+        cache = RankCache([on_card(make_pages(GEOMETRY, 0)[1])])
+    cache.groups[0].warm_up()
+    assert cuda.driver.busy
+    cache.warm_up()
+    assert not cuda.driver.busy
 
 
 def engine_links(cuda: SimulatedCuda, kind: str, side: str, rank: int) -> LinkFactory:
