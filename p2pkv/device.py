@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, ClassVar, Protocol
 
@@ -136,12 +136,24 @@ def locked_driver() -> Any:
     return ctypes.PyDLL("libcuda.so.1")
 
 
-def make_stream(first: bool = False) -> int:
-    """The handle of a new stream of the calling thread's current device, made by the driver itself: torch
-    hands out 32 streams in turn, to vLLM too. On one of those, work that waits for a peer could stand
-    before a model's work. `first`: with the greatest priority, so that the few blocks of its kernels, for
-    which a peer's kernels wait, do not queue for a place behind the model's. Raises RuntimeError.
+_idle_streams: dict[tuple[int, bool], deque[int]] = {}
+"""By device and priority: streams that nobody uses now."""
+
+
+def take_stream(device: int, first: bool = False) -> int:
+    """The handle of a stream that nobody else uses; `give_stream` gives it back. The calling thread's current
+    device is `device`. It is the driver's own: torch hands out 32 streams in turn, to vLLM too, and on one of
+    those, work that waits for a peer could stand before a model's work. `first`: with the greatest priority,
+    so that the few blocks of its kernels, for which a peer's kernels wait, do not queue for a place behind
+    the model's. Raises RuntimeError.
     """
+    try:
+        return _idle_streams[device, first].popleft()
+    except (KeyError, IndexError):
+        return _make_stream(first)
+
+
+def _make_stream(first: bool) -> int:
     handle, priority = ctypes.c_void_p(), ctypes.c_int(0)
     if first:
         least = ctypes.c_int(0)
@@ -153,9 +165,12 @@ def make_stream(first: bool = False) -> int:
     return handle.value
 
 
-def end_stream(handle: int) -> None:
-    """Nothing is on this stream of `make_stream` any more, and nothing will be."""
-    driver().cuStreamDestroy_v2(ctypes.c_void_p(handle))
+def give_stream(device: int, stream: int, first: bool = False) -> None:
+    """Nothing is on this stream of `take_stream` any more. It is kept for the next rank or link, and never
+    destroyed: when a pinned buffer is freed, maybe long after, torch records an event on each stream on which
+    it was used.
+    """
+    _idle_streams.setdefault((device, first), deque()).append(stream)
 
 
 def ignore_captures() -> None:
@@ -173,21 +188,36 @@ def ignore_captures() -> None:
         )
 
 
-def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """While this is entered, the calling thread's work on a CUDA `device` goes to a new stream of its own,
-    not to the default one, which the forward uses too: copies would wait behind it, and it behind them. The
-    thread ignores graph captures of others from then on.
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """While this is entered, the calling thread's work on a CUDA `device` goes to a stream of its own, not to
+    the default one, which the forward uses too: copies would wait behind it, and it behind them. The thread
+    ignores graph captures of others from then on. At the end this waits for that work, so that the memory it
+    touches may be freed. Raises RuntimeError if CUDA makes no stream.
     """
     if device.type != "cuda":
-        return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.cuda.device(device))
-    torch.cuda.mem_get_info(device)  # a thread has no context until its first call to the runtime
-    ignore_captures()
-    handle = make_stream()
-    stack.callback(end_stream, handle)
-    stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(handle, device)))  # type: ignore[no-untyped-call]
-    return stack
+        yield
+        return
+    with torch.cuda.device(device):
+        torch.cuda.mem_get_info(device)  # a thread has no context until its first call to the runtime
+        ignore_captures()
+        index = cuda_index(device)
+        stream = take_stream(index)
+        try:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            _empty(index, stream)
+
+
+def _empty(device: int, stream: int) -> None:
+    """Wait until nothing is on the stream, and give it back."""
+    try:
+        CudaEvent(device, stream).wait()
+    except RuntimeError as error:
+        log.warning("the device has failed, so a stream of p2pkv is not used again: %s", error)
+    else:
+        give_stream(device, stream)
 
 
 def take_memory(

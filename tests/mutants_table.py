@@ -16,6 +16,9 @@ IpcOutbound._announce: over CUDA IPC D learns of a message before the gather is 
 IpcContext.reap: over CUDA IPC a slot is granted again while the scatter reads it
 - while self._read and self._read[0][0].ready():
 + while self._read:
+IpcOutbound._open: a link that has ended keeps D's memory mapped
+- self._opened = None
++ pass
 IpcOutbound._leave: P unmaps D's memory while its copies run
 - wait_out(written)
 + pass
@@ -671,6 +674,13 @@ NcclEnd._may_launch: D launches a receive that P has not announced
 take_memory: a device that is full is not named
 - except (torch.OutOfMemoryError, MemoryError):
 + except NotImplementedError:
+> tests/engine/test_ends_on_device.py
+_empty: a stream is given back with copies on it, and their memory freed
+- CudaEvent(device, stream).wait()
++ CudaEvent(device, stream).ready()
+take_stream: each rank and link makes a stream, and none is used again
+- return _idle_streams[device, first].popleft()
++ return _make_stream(first)
 == p2pkv/cli/pair.py
 > tests/cli/test_pair.py::test_other_bytes_than_were_sent_are_seen
 _grant: the doctors believe whatever comes over the link

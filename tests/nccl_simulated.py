@@ -305,8 +305,9 @@ class SimulatedNccl(Nccl):
     def queue(self, comm: Comm, op: Op, number: int, peer: int) -> None:
         if peer != 1 - comm.rank:
             raise NcclError("send", 4, f"no peer {peer}")
-        if self._streams.setdefault(op.stream, number) != number:
+        if self._streams.get(op.stream, number) != number and self._streams[op.stream] in self._comms:
             self._violate("one stream for two communicators: the simulation keeps no order between them")
+        self._streams[op.stream] = number
         first, comm.first = comm.first, False
         if self.blocking:
             if first:

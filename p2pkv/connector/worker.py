@@ -6,6 +6,7 @@ idle step waits for news.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -313,6 +314,7 @@ class Worker:
         self.rank.stop()  # which ends all transfers: `wake` decides what follows
         self.rank = self.loads.rank = Asleep()
         self._growth = Growth(self.rank.counters)
+        _collect()
 
     def wake(self, rank: Rank) -> None:
         self._free |= self._held
@@ -324,3 +326,13 @@ class Worker:
     def stop(self) -> None:
         self.rank.stop()
         self._bell.close()
+
+
+def _collect() -> None:
+    """Free now what only refers to itself, as a rank that has ended does. vLLM has taken its workers' objects
+    out of the collector's sight after the start (`gc.freeze`), and there they go back."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()

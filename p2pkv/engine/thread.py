@@ -130,19 +130,25 @@ class Rank:
     def _main(self) -> None:
         try:
             with own_stream(self.context.cache.device):
-                self._begun.set()
-                while not self._stopping:
-                    self._guarded(self._round)
-                self.finish()
-                self._close()
+                try:
+                    self._begun.set()
+                    while not self._stopping:
+                        self._guarded(self._round)
+                    self.finish()
+                    self._close()
+                except BaseException as error:
+                    self._fail(error)
         except BaseException as error:
-            # No transfer would ever end, so the next step of the engine fails (`failure`).
-            self.failure = f"p2pkv's engine thread has ended: {error!r}; restart this instance"
-            log.critical("%s: %s", self.context.hello.address, self.failure, exc_info=True)
-            self._close()  # so peers notice at once
+            self._fail(error)
         finally:
             self._watchdog.close()
             self._begun.set()
+
+    def _fail(self, error: BaseException) -> None:
+        # No transfer would ever end, so the next step of the engine fails (`failure`).
+        self.failure = f"p2pkv's engine thread has ended: {error!r}; restart this instance"
+        log.critical("%s: %s", self.context.hello.address, self.failure, exc_info=True)
+        self._close()  # so peers notice at once, and nothing on the device waits for one of them
 
     def finish(self) -> None:
         """Carry out what was ordered before the stop, then end by a deadline what can end well."""

@@ -486,5 +486,8 @@ class RankCache:
         return max(1, min(tokens * nbytes // unit for nbytes, unit in rows)) if rows else 1
 
     def warm_up(self) -> None:
+        """Returns when it is done: the engine's stream, which uses the memory next, has no order with the
+        calling thread's."""
         for group in self.groups:
             group.warm_up()
+        self.fence().wait()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from p2pkv.device import CudaEvent, end_stream, ignore_captures, make_stream, take_memory
+from p2pkv.device import CudaEvent, give_stream, ignore_captures, take_memory, take_stream
 from p2pkv.links.staging import Slots
 
 logger = logging.getLogger(__name__)
@@ -23,19 +23,19 @@ Allocate = Callable[[int], torch.Tensor]
 
 
 class CudaStream:
-    """One link end's own stream; see `device.make_stream`. `number`: the raw handle that NCCL takes."""
+    """One link end's own stream; see `device.take_stream`. `number`: the raw handle that NCCL takes."""
 
     def __init__(self, device: int) -> None:
         """On the calling thread's current device, which is this one. Raises RuntimeError."""
         self._device = device
-        self.number = make_stream(first=True)
+        self.number = take_stream(device, first=True)
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._device, self.number)
 
     def close(self) -> None:
         """Nothing is on it any more, and nothing will be."""
-        end_stream(self.number)
+        give_stream(self._device, self.number, first=True)
 
 
 class CudaDevice:

@@ -303,7 +303,8 @@ class IpcOutbound(GuardedOutbound):
 
     def _free(self) -> None:
         """Leave D's memory, once no work of this process writes there."""
-        written, mapped, self._block = self._shared.device.here(), [self._block], None
+        written, mapped = self._shared.device.here(), [self._block]
+        self._block = self._opened = None
         self._unannounced.clear()
         self._unfinished.clear()
         self._shared.aborts.run("p2pkv-ipc-abort-P", ABORT_SECONDS, lambda: self._leave(written, mapped))
@@ -339,6 +340,8 @@ class IpcOutbound(GuardedOutbound):
                 block = MappedBlock(open_block(self._shared.driver, fd, self._nbytes))
                 self._shared.mapped[self._name] = block
             self._opened = block
+            if self.closed:  # meanwhile, and nobody will look
+                self._opened = None
         except RuntimeError as error:
             self._failure = (
                 f"D's device memory cannot be mapped here ({error}): both ranks must have one GPU, or GPUs "

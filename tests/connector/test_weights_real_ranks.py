@@ -6,7 +6,9 @@ soon as a request that began after a change attends to KV of before.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -129,6 +131,25 @@ def test_a_pair_of_which_one_sleeps_works_again_when_it_wakes(engines: Any, who:
     finish(p, d)
     assert d.count("transfers_loaded") == before + 1
     assert set(d.ended.values()) == {"length"}
+
+
+def test_a_rank_that_sleeps_gives_its_memory_back(engines: Any) -> None:
+    """Only Python's collector frees it, and from that vLLM hides all that it has after the start."""
+    p, d = engines(1, 1, policy="recompute", lease_seconds=2)
+    ask_both(p, d, 0, tokens(70))
+    finish(p, d)
+    ranks = [weakref.ref(engine.workers[0].rank) for engine in (p, d)]
+    gc.disable()
+    gc.freeze()
+    try:
+        for engine in (p, d):
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            engine.sleep()
+        assert [rank() for rank in ranks] == [None, None]
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from kv_support import POISON, check_exchange
@@ -14,6 +15,7 @@ from p2pkv.device import make_recorder, own_stream
 from p2pkv.kv import PagedCache, copiers
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import KernelCopier
+from p2pkv.kv.uploads import Ring
 
 pytestmark = pytest.mark.gpu
 
@@ -118,3 +120,23 @@ def test_a_fence_is_passed_with_the_stream() -> None:
     assert not fence.ready()
     fence.wait()
     assert fence.ready()
+
+
+def test_pinned_buffers_are_freed_after_the_stream_that_used_them_was_given_back() -> None:
+    """torch then records an event there. The next rank has the same stream."""
+    streams: list[int] = []
+    rings: list[Ring] = []
+
+    def engine() -> None:
+        with own_stream(cuda()):
+            streams.append(torch.cuda.current_stream().cuda_stream)
+            rings.append(Ring(cuda(), torch.int32))
+            rings[-1].copy(np.arange(10))
+
+    for _ in range(3):
+        thread = threading.Thread(target=engine)
+        thread.start()
+        thread.join(60.0)
+        rings.clear()
+    torch.cuda.synchronize()
+    assert len(streams) == 3 and len(set(streams)) == 1

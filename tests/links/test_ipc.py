@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,6 +169,26 @@ def test_memory_is_mapped_once_for_a_peer_and_not_after_its_last_link(p: IpcLink
     wait_for(lambda: bool(gc.collect()) or driver(p).baseline)
     connect((p, d), WINDOW).carry(100)
     assert driver(p).opened == 2
+
+
+def test_memory_that_was_mapped_for_a_link_that_has_ended_is_unmapped(
+    p: IpcLinks, d: IpcLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P gives a link up while a helper thread maps D's memory for it."""
+    goes_on, mapped = threading.Event(), []
+
+    def slow(memory: SimulatedMemory, fd: int, nbytes: int) -> torch.Tensor:
+        assert goes_on.wait(20.0)
+        mapped.append(nbytes)
+        return open_block(memory, fd, nbytes)
+
+    monkeypatch.setattr(ipc_ends, "open_block", slow)
+    pair = connect((p, d), WINDOW, ready=False)
+    wait_for(lambda: pair.poll() or p.shared.openings.busy)
+    pair.outbound.abort()
+    goes_on.set()
+    wait_for(lambda: not p.shared.openings.busy)
+    assert mapped and driver(p).baseline
 
 
 def test_a_rank_that_only_sends_takes_no_memory(p: IpcLinks) -> None:

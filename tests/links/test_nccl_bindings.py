@@ -240,7 +240,6 @@ class FakeDriver:
     def __init__(self, result: int = 0) -> None:
         self.result = result
         self.made: list[tuple[int, int]] = []
-        self.destroyed: list[int | None] = []
 
     def cuCtxGetStreamPriorityRange(self, leastPriority: object, greatestPriority: object) -> int:
         ctypes.cast(greatestPriority, ctypes.POINTER(ctypes.c_int))[0] = -5
@@ -251,21 +250,18 @@ class FakeDriver:
         ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.made)
         return self.result
 
-    def cuStreamDestroy_v2(self, hStream: ctypes.c_void_p) -> int:
-        self.destroyed.append(hStream.value)
-        return 0
-
 
 def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link's comes before the model's; the engine's does not."""
     fake = FakeDriver()
     monkeypatch.setattr(device, "driver", lambda: fake)
+    monkeypatch.setattr(device, "_idle_streams", {})
     streams = [gpu.CudaStream(0) for _ in range(2)]
     assert [stream.number for stream in streams] == [0x1231, 0x1232]
-    assert device.make_stream() == 0x1233
+    assert device.take_stream(0) == 0x1233
     assert fake.made == [(1, -5), (1, -5), (1, 0)]
     streams[0].close()
-    assert fake.destroyed == [0x1231]
+    assert [gpu.CudaStream(1).number, gpu.CudaStream(0).number] == [0x1234, 0x1231], "one device's own"
     fake.result = 201
     with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority returned 201"):
         gpu.CudaStream(0)
