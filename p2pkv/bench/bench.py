@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import p2pkv
-from p2pkv.bench import fanout, nccl
+from p2pkv.bench import fanout, nccl, paced
 from p2pkv.bench.harness import FORMS, WINDOW_BYTES, BenchError
 from p2pkv.bench.memory import HEAD_DIM, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.bench.prefill import PrefillSide, prefill
@@ -30,6 +30,8 @@ from p2pkv.links.base import LinkError
 TOKENS = [64, 256, 512, 2048, 8192]
 SHORT_TOKENS = 1024
 """Prompts up to this length are repeated three times as often: they are over soon, and noisy."""
+
+PACED = "paced"
 
 LAYER_FLOOR_SECONDS, LAYER_TOKEN_SECONDS = 250e-6, 1.2e-6
 """The simulated time of one layer, and what a token adds: about what a large GPU takes for an 8B Llama."""
@@ -61,10 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link",
-        choices=list(KINDS),
+        choices=[*KINDS, PACED],
         default="host",
         help="links between GPUs are measured otherwise: gather, scatter, link and push by size of message, "
-        "fan-out and the memory of communicators, on CUDA devices (default: %(default)s)",
+        f"fan-out and the memory of communicators, on CUDA devices; {PACED}: what a message costs on a GPU, "
+        "with a clock in its place (default: %(default)s)",
     )
     parser.add_argument(
         "--fan-out",
@@ -79,12 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="FILE", help="with a link between GPUs: draw the curves there"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
+    paced.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 unless something went wrong."""
     try:
         _check_output(args)
+        if args.link == PACED:
+            return _run_paced(args)
         if KINDS[args.link].memory == "cuda":
             return _run_on_gpus(args)
         _check_tokens(args)
@@ -115,6 +121,15 @@ def _run_on_gpus(args: argparse.Namespace) -> int:
     _write(args, {"about": about, **results})
     if args.plot:
         nccl.plot(results["rows"], args.plot)
+    return 0
+
+
+def _run_paced(args: argparse.Namespace) -> int:
+    with ending_on_signals():
+        print(f"p2pkv {p2pkv.__version__} bench: starting P and D, with a clock for the card ...", flush=True)
+        results = paced.measure(args)
+    print(*paced.report(results["rows"]), sep="\n")
+    _write(args, {"about": _about(args), **results})
     return 0
 
 

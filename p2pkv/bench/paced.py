@@ -1,4 +1,4 @@
-"""`p2pkv bench --link paced`: pushes between two real engines in two processes, over a card that is not there.
+"""`p2pkv bench --link paced`: pushes between two real engines in two processes, with a clock for the card.
 
 What a message costs besides its bytes, on P and on D, where that time goes, and how near a push comes to a
 wire of a given rate. `paced_card` has what stands in for the card. No bytes move, so no content is checked.
@@ -12,9 +12,11 @@ import json
 import socket
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from p2pkv.bench.harness import (
     start_decode,
 )
 from p2pkv.bench.memory import CONTENT, DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
-from p2pkv.bench.paced_card import SOURCES, Card, PacedRank
+from p2pkv.bench.paced_card import SOURCES, Card, PacedLauncher, PacedRank
 from p2pkv.config import Options, default_chunk
 from p2pkv.control import endpoint
 from p2pkv.demo.processes import free_ports
@@ -47,8 +49,9 @@ WIRES = [50, 75, 370]
 """GB/s: a 400 Gbit/s network, NCCL on one H100, NVLink."""
 
 PROMPTS = [16 * MIB, 512 * MIB]
+H100_PROMPT = 64 * MIB
 STAGING_BYTES = 1 << 30
-"""The default on a GPU of 80 GB."""
+"""What it is on a GPU of 80 GB."""
 
 LAYOUT = LAYOUTS["dense"]
 SWITCH_SECONDS = 2e-4
@@ -56,7 +59,7 @@ SWITCH_SECONDS = 2e-4
 
 
 class Meter:
-    """Where the time of one rank's engine thread goes, in seconds since it was made. Wraps what it measures."""
+    """Where the time of a rank's engine thread goes, in seconds from here on. Wraps what it measures."""
 
     STATIONS = ("kernels", "events", "NCCL", "messages", "naps", "rest")
 
@@ -64,18 +67,21 @@ class Meter:
         """`spent`: what the pretend device counts."""
         self._spent = spent
         self._spans = dict.fromkeys(("turns", "naps", "messages"), 0.0)
-        self._cpu = 0.0
+        self._thread = 0
         core, line = rank.core, rank.context.endpoint
-        core.turn = self._in_turns(core.turn)  # type: ignore[method-assign]
+        core.turn = self._in_turns(core.turn)  # type: ignore[method-assign, assignment]
         line.wait = self._timed(line.wait, "naps")  # type: ignore[method-assign]
         for owner, name in ((endpoint.Connection, "send"), (endpoint, "_frames")):
             setattr(owner, name, self._timed(getattr(owner, name), "messages"))
 
     def read(self) -> dict[str, float]:
-        """Seconds so far, by station; `cpu`: of the thread's processor time, `turns`: of the engine's turns."""
-        read = {**self._spent, **self._spans, "cpu": self._cpu}
+        """Seconds so far, by station; `cpu`: the thread's processor time, `turns`: in the engine's turns."""
+        read = {**self._spent, **self._spans, "cpu": self._processor_time()}
         read["rest"] = read["turns"] - sum(read[name] for name in ("kernels", "events", "NCCL", "messages"))
         return read
+
+    def _processor_time(self) -> float:
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread)) if self._thread else 0.0
 
     def _timed(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
@@ -91,8 +97,8 @@ class Meter:
         timed = self._timed(call, "turns")
 
         def turn(now: float) -> None:
+            self._thread = self._thread or threading.get_ident()
             timed(now)
-            self._cpu = time.thread_time()
 
         return turn
 
@@ -111,16 +117,57 @@ def await_event(rank: Rank, event: Event) -> float:
     return time.monotonic()
 
 
+class Forward:
+    """Stands in for a forward thread of vLLM that launches from Python without a break. Each step launches so
+    many kernels as take STEP_SECONDS alone."""
+
+    STEP_SECONDS = 0.02
+
+    def __init__(self, launch: Callable[[], None]) -> None:
+        self._launch = launch
+        self._count = 100
+        self._times: list[tuple[float, float]] = []
+        """When each step ended, and its seconds."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._main, daemon=True)
+        for _ in range(5):
+            self._count = max(1, int(self._count * self.STEP_SECONDS / self._step()))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(DEADLINE_SECONDS)
+
+    def between(self, begin: float, end: float) -> list[float]:
+        """Seconds of the steps that ran between two times of the monotonic clock."""
+        return [took for at, took in tuple(self._times) if begin <= at - took and at <= end]
+
+    def _main(self) -> None:
+        while not self._over.is_set():
+            took = self._step()
+            self._times.append((time.monotonic(), took))
+
+    def _step(self) -> float:
+        begin = time.perf_counter()
+        for _ in range(self._count):
+            self._launch()
+        return time.perf_counter() - begin
+
+
 class PacedSide:
     """One rank of P or D, its meter, and its block table."""
 
-    def __init__(self, role: str, over: str, card: Card, prompt: int, chunk: int, port: int) -> None:
+    def __init__(
+        self, role: str, over: str, card: Card, in_flight: int, prompt: int, chunk: int, port: int
+    ) -> None:
         """`prompt`: bytes of the longest. `chunk`: the option chunk_bytes; 0: the default on a GPU."""
         self.capacity = capacity_for(prompt // TOKEN_BYTES + 1)
         self.side = role
         shape = (LAYERS, self.capacity // LAYOUT.block, LAYOUT.block, HEADS, CONTENT)
         layers = torch.empty(shape, dtype=DTYPE).transpose(2, 3)
-        paced = PacedRank(over, card)
+        paced = PacedRank(over, card, in_flight)
         cache = RankCache([paced.cache(layers.unbind(0), LAYOUT.block)])
         settings = Options(
             role=role,  # type: ignore[arg-type]
@@ -132,25 +179,44 @@ class PacedSide:
         links = paced.links(STAGING_BYTES, receives=role != "P")
         self.address = settings.address
         self.record = paced.device.here
+        self._launcher = PacedLauncher(paced.device, gathers_to_peer=False)
+        self._forward: Forward | None = None
         self.rank = Rank(hello_of(settings, LAYOUT, cache, links.kind), settings, cache, links)
         self.meter = Meter(self.rank, paced.device.clock.spent)
 
     def table(self, tokens: int) -> list[int]:
         return LAYOUT.table(tokens, self.capacity, self.side)
 
+    def start_forward(self) -> None:
+        """Let a forward thread launch kernels from here on."""
+        self._forward = Forward(lambda: self._launcher.launch("p2pkv_digest", 1, (1, 1), (0, 0, 0)))
+        self._forward.start()
+
+    def stop_forward(self, begin: float, end: float) -> list[float]:
+        """Seconds of its steps between these times; it has ended."""
+        assert self._forward is not None
+        self._forward.stop()
+        return self._forward.between(begin, end)
+
 
 class PacedPair:
     """P's rank here, and D's in another process. Close it."""
 
-    def __init__(self, over: str, card: Card, prompt: int, chunk: int) -> None:
+    def __init__(self, over: str, card: Card, in_flight: int, prompt: int, chunk: int) -> None:
         self._stack = contextlib.ExitStack()
         self._keys = 0
-        settings = {"over": over, "wire": card.wire, "prompt": prompt, "port": free_ports()}
+        settings = {
+            "over": over,
+            "wire": card.wire,
+            "in_flight": in_flight,
+            "prompt": prompt,
+            "port": free_ports(),
+        }
         self._decoder, self._pipe = start_decode(settings, module="p2pkv.bench.paced")
         self._stack.callback(end_decode, self._decoder)
         self._stack.callback(self._pipe.close)
         self._decode = Address.parse(self._pipe.expect("address")["address"])
-        self._side = PacedSide("P", over, card, prompt, chunk, free_ports())
+        self._side = PacedSide("P", over, card, in_flight, prompt, chunk, free_ports())
         self._stack.callback(self._side.rank.stop)
         while True:  # the first push waits for the link, and for the first of everything
             if self.push(MIB)["seconds"] < 0.1:
@@ -182,6 +248,29 @@ class PacedPair:
             "D": times["spent"],
         }
 
+    def forward(self, side: str, nbytes: int, seconds: float = 1.0) -> dict[str, Any]:
+        """Seconds of the steps of a forward thread of P or D: `alone`, and `pushed` while pushes follow each
+        other; `rate`: of those pushes."""
+        if side == "P":
+            self._side.start_forward()
+        else:
+            self._pipe.send(forward=True)
+            self._pipe.expect("started")
+        spans, pushes = [time.monotonic()], list[float]()
+        time.sleep(seconds)
+        spans.append(time.monotonic())
+        while time.monotonic() < spans[1] + seconds:
+            pushes.append(self.push(nbytes)["seconds"])
+        spans.append(time.monotonic())
+        steps = []
+        for begin, end in pairwise(spans):
+            if side == "P":
+                steps.append(self._side.stop_forward(begin, end))
+            else:
+                self._pipe.send(forward=False, begin=begin, end=end)
+                steps.append(self._pipe.expect("steps")["steps"])
+        return {"alone": steps[0], "pushed": steps[1], "rate": nbytes / statistics.median(pushes)}
+
     def close(self) -> None:
         self._stack.close()
 
@@ -189,11 +278,16 @@ class PacedPair:
 def serve(pipe: Pipe, settings: dict[str, Any]) -> None:
     """D's process: load what is ordered until the pipe ends."""
     card = replace(Card(), wire=settings["wire"])
-    side = PacedSide("D", settings["over"], card, settings["prompt"], 0, settings["port"])
+    side = PacedSide(
+        "D", settings["over"], card, settings["in_flight"], settings["prompt"], 0, settings["port"]
+    )
     rank = side.rank
     pipe.send(address=str(side.address))
     try:
         while (order := pipe.receive()) is not None:
+            if "forward" in order:
+                _obey_forward(side, order, pipe)
+                continue
             key, tokens = order["key"], order["tokens"]
             rank.do(do.Expect(key, Address.parse(order["prefill"]), tokens, b"bench"))
             await_event(rank, do.Begun(key))
@@ -211,32 +305,45 @@ def serve(pipe: Pipe, settings: dict[str, Any]) -> None:
         rank.stop()
 
 
+def _obey_forward(side: PacedSide, order: dict[str, Any], pipe: Pipe) -> None:
+    if order["forward"]:
+        side.start_forward()
+        pipe.send(started=True)
+    else:
+        pipe.send(steps=side.stop_forward(order["begin"], order["end"]))
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Rows by way, wire and size; each a list of pushes."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     rows = []
     for over in args.over:
-        for wire in [None] if args.today else args.wire:
-            card = Card() if wire is None else replace(Card(), wire=wire * 1e9)
-            if wire is None and over == "ipc":
-                card = replace(card, wire=card.memory)
-            for prompt in [64 * MIB] if args.today else args.prompt:
-                for chunk in args.messages:
+        on_one_card = Card() if over == "nccl" else replace(Card(), wire=Card.memory)
+        cards = [replace(Card(), wire=wire * 1e9) for wire in args.wire]
+        for card in [on_one_card] if args.h100 else cards:
+            for prompt in [H100_PROMPT] if args.h100 else args.prompt:
+                for chunk in SIZES if args.h100 else args.message:
                     if chunk <= prompt:
-                        rows.append(_row(over, card, prompt, chunk, args.repeat))
+                        rows.append(
+                            _row(over, card, args.in_flight, prompt, chunk, args.repeat, args.forward)
+                        )
     return {"rows": rows, "card": SOURCES}
 
 
-def _row(over: str, card: Card, prompt: int, chunk: int, repeat: int) -> dict[str, Any]:
-    with contextlib.closing(PacedPair(over, card, prompt, chunk)) as pair:
+def _row(
+    over: str, card: Card, in_flight: int, prompt: int, chunk: int, repeat: int, forward: bool
+) -> dict[str, Any]:
+    with contextlib.closing(PacedPair(over, card, in_flight, prompt, chunk)) as pair:
         pair.push(prompt)
         pushes = [pair.push(prompt) for _ in range(repeat)]
-    return {"over": over, "wire": card.wire, "prompt": prompt, "chunk": chunk, "pushes": pushes}
+        steps = {side: pair.forward(side, prompt) for side in "PD"} if forward else {}
+    row = {"over": over, "wire": card.wire, "prompt": prompt, "chunk": chunk, "in_flight": in_flight}
+    return row | {"pushes": pushes, "forward": steps}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The tables: medians, with the lowest and the highest rate."""
-    yield "A paced push: real engines, a clock for the card. µs of the engine's turns a message; core: its share"
+    yield "A paced push: µs of the engine's turns a message, and its share of a core, on P and on D"
     yield (
         f"{'over':<5} {'wire':>5} {'prompt':>8} {'message':>8} {'GB/s':>20} {'of wire':>8} {'ms beyond':>9}"
         f" {'P µs':>7} {'D µs':>7} {'P core':>7} {'D core':>7}"
@@ -255,6 +362,14 @@ def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f" {sides['P']['turns']:>7.0f} {sides['D']['turns']:>7.0f}"
             f" {sides['P']['core']:>7.2f} {sides['D']['core']:>7.2f}"
         )
+    for row in rows:
+        for side, steps in row["forward"].items():
+            alone, pushed = (statistics.median(steps[name]) for name in ("alone", "pushed"))
+            yield (
+                f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB: a forward thread "
+                f"on {side} is {pushed / alone:.3f} times slower while pushes run at "
+                f"{steps['rate'] / 1e9:.1f} GB/s"
+            )
     yield ""
     yield "Where it goes: µs a message, on P / on D"
     yield f"{'over':<5} {'wire':>5} {'prompt':>8} {'message':>8} " + "".join(
@@ -279,39 +394,59 @@ def _side(pushes: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the paced benchmark."""
-    parser.add_argument("--over", nargs="+", choices=OVER, default=list(OVER))
-    parser.add_argument("--wire", nargs="+", type=float, default=WIRES, metavar="GB/S")
-    parser.add_argument("--prompt", nargs="+", type=_mib, default=PROMPTS, metavar="MIB")
-    parser.add_argument("--messages", nargs="+", type=_mib, default=[0], metavar="MIB")
-    parser.add_argument("--today", action="store_true", help="what the H100 showed, for comparison")
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE")
+    paced = parser.add_argument_group("with --link paced")
+    paced.add_argument(
+        "--over", nargs="+", choices=OVER, default=list(OVER), help="kinds of link (default: %(default)s)"
+    )
+    paced.add_argument(
+        "--wire",
+        nargs="+",
+        type=float,
+        default=WIRES,
+        metavar="GB/S",
+        help="rates of the wire; with ipc of P's gather, which writes to D's memory (default: %(default)s)",
+    )
+    paced.add_argument(
+        "--prompt", nargs="+", type=_mib, default=PROMPTS, metavar="MIB", help="sizes (default: 16 512)"
+    )
+    paced.add_argument(
+        "--message",
+        nargs="+",
+        type=_mib,
+        default=[0],
+        metavar="MIB",
+        help="the option chunk_bytes (default: what it is on a GPU, 64 MiB)",
+    )
+    paced.add_argument(
+        "--in-flight", type=int, default=1, help="the option nccl_in_flight (default: %(default)s)"
+    )
+    paced.add_argument(
+        "--forward",
+        action="store_true",
+        help="also how much slower a thread gets that launches kernels from Python all the time, as vLLM's "
+        "forward does, while prompts are pushed one after the other",
+    )
+    paced.add_argument(
+        "--h100",
+        action="store_true",
+        help="what the H100 showed on 2026-11-26, P and D on one card: messages of 64 KiB to 16 MiB of a "
+        "prompt of 64 MiB",
+    )
 
 
 def _mib(text: str) -> int:
     return int(float(text) * MIB)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    if argv is None and len(sys.argv) == 3 and sys.argv[1].isdigit():
-        torch.set_num_threads(1)
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
-        pipe.patient()
-        serve(pipe, json.loads(sys.argv[2]))
-        return 0
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    if args.today and args.messages == [0]:
-        args.messages = SIZES
-    results = measure(args)
-    print(*report(results["rows"]), sep="\n")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+def main(argv: Sequence[str]) -> int:
+    """D's process. `argv`: the socket's file descriptor and the settings as JSON."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+    pipe = Pipe(socket.socket(fileno=int(argv[0])))
+    pipe.patient()
+    serve(pipe, json.loads(argv[1]))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
