@@ -139,6 +139,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
     memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
 
+    nccl_in_flight: Annotated[int, Meta(ge=1, le=8)] = 2
+    """operations | no | sends, or receives, of an NCCL link that are on the device at a time; with `1` none
+    waits behind another there, where the model's kernels might wait behind it"""
+
     weights_name: Annotated[str, Meta(max_length=256)] = ""
     """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on
     this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy); without it such an
@@ -377,7 +381,7 @@ def default_staging(gpu_bytes: int) -> int:
 def default_chunk(staging: object, has_gpu: bool) -> int:
     """Bytes of a message, for what is given as `staging_bytes`; docs/design.md derives it ("The NCCL link").
 
-    A message between GPUs costs some 0.15 ms besides its bytes, so it should be large; but staging holds
+    A message between GPUs costs 0.1 to 0.25 ms besides its bytes, so it should be large; but staging holds
     SLOTS_OF_A_LINK messages for each of BUSY_LINKS links.
     """
     if not has_gpu or not isinstance(staging, int):

@@ -79,6 +79,11 @@ class CudaEvent:
     def wait(self) -> None:
         _check("cuEventSynchronize", driver().cuEventSynchronize(ctypes.c_void_p(self._handle)))
 
+    def hold_up(self, stream: int) -> None:
+        """What is queued on `stream` (a raw handle) from now on begins when this is passed."""
+        event = ctypes.c_void_p(self._handle)
+        _check("cuStreamWaitEvent", locked_driver().cuStreamWaitEvent(ctypes.c_void_p(stream), event, 0))
+
     def __del__(self) -> None:
         if self._handle:
             self._free.setdefault(self._device, deque()).append(self._handle)
@@ -134,6 +139,14 @@ def locked_driver() -> Any:
     """The same for calls that only queue something: the forward's thread keeps the interpreter's lock, which
     another thread might not give back for milliseconds."""
     return ctypes.PyDLL("libcuda.so.1")
+
+
+@cache
+def launch_call() -> Any:
+    """cuLaunchKernel, with its arguments' types. It only queues, so it keeps the interpreter's lock."""
+    call = locked_driver().cuLaunchKernel
+    call.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+    return call
 
 
 _idle_streams: dict[tuple[int, bool], deque[int]] = {}

@@ -220,6 +220,7 @@ def hello_of(
         link=link,
         digest=digest,
         verify=options.verify,
+        several=True,
         ahead=options.decodes and options.prefetch_bytes > 0 and not options.data_parallel,
         instance=str(options.instance or ""),
     )

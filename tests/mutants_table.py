@@ -68,7 +68,7 @@ Decode.posted: a grant waits for the write before it
 - self._ctx.effects.appendleft(
 + self._ctx.effects.append(
 > tests/engine/test_many_ranks.py::test_context_parallel_ranks
-Decode._scatter: D writes to where P has read
+Decode._rectangle: D writes to where P has read
 - edge.tokens.on_target(*span)
 + edge.tokens.on_source(*span)
 > tests/connector/test_data_parallel.py::test_p_is_released_whichever_of_its_engines_d_has_asked
@@ -659,9 +659,9 @@ Recent.find: a block table is uploaded again for each span of layers
 + if False:
 == p2pkv/links/nccl_ends.py
 > tests/links/test_nccl_queues.py
-: a link launches a second operation behind an unfinished one
-- ON_DEVICE = 1
-+ ON_DEVICE = 2
+NcclEnd._launch: a link launches a second operation behind an unfinished one
+- self._on_device >= self.shared.in_flight
++ self._on_device > self.shared.in_flight
 NcclEnd._may_launch: D launches a receive that P has not announced
 - self._told > 0 and
 == p2pkv/kv/kernels.cu

@@ -32,6 +32,9 @@ class SimulatedStream:
         nccl, number = self._nccl, self.number
         return SimulatedEvent(nccl.last.get(number), lambda: nccl.stream_ended(number))
 
+    def follow(self, event: SimulatedEvent) -> None:
+        assert event.ready(), "an operation would wait in its stream"
+
     def close(self) -> None:
         if not self.record().ready():
             self._nccl.violations.append("a stream was closed with something on it")

@@ -179,6 +179,7 @@ def hello_of(
         link=link,
         digest=cache.digest_name,
         verify=settings.verify,
+        several=True,
     )
 
 

@@ -1,7 +1,7 @@
 """A card that is not there: in place of the device a clock, in real time.
 
-Everything down to the call of the driver or of NCCL is p2pkv's own: engines, links, kernels' arguments, fences.
-Behind the call time passes as it did on the card (`Card` has each figure and its source), and no bytes move. A
+All down to the call of the driver or of NCCL is p2pkv's own: engines, links, kernels' arguments, fences.
+Behind the call time passes as it did on the card (`Card` has the figures and their sources); no bytes move. A
 call takes its time of the calling thread, with the interpreter's lock held or released as the real one; the
 work that it queues ends later on the clock. The two ends of an NCCL operation, in two processes, meet in a
 small file that both map.
@@ -20,13 +20,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from p2pkv.kv import PagedCache
-from p2pkv.kv.copiers import KernelCopier
+from p2pkv.kv.copiers import BLOCKS_PER_PROCESSOR, DriverLauncher, KernelCopier, kernel_names
 from p2pkv.kv.layouts import pages_of
 from p2pkv.links.gpu import Allocate
 from p2pkv.links.ipc import IpcLinks
@@ -45,7 +45,6 @@ class Card:
 
     Attributes:
         launch, record, query: calls of the driver for a kernel, and an event.
-        cupy: what CuPy's launch takes besides.
         call: NCCL's send or receive, until it returns.
         kernel: from a launch until its kernel runs.
         memory: bytes that a gather or a scatter moves.
@@ -56,7 +55,6 @@ class Card:
     launch: float = 4 * US
     record: float = 1 * US
     query: float = 1 * US
-    cupy: float = 36 * US
     call: float = 88 * US
     kernel: float = 4 * US
     memory: float = 1.4e12
@@ -68,7 +66,6 @@ SOURCES = {
     "launch": "cuLaunchKernel: 2 to 5 us are usual; not measured on the card",
     "record": "cuEventRecord: assumed",
     "query": "cuEventQuery: assumed",
-    "cupy": "a gather's call took 70 us on the H100 (2026-11-26): what p2pkv's own Python does not take of that",
     "call": "65 to 110 us on the H100 (2026-11-26), nccl4py 0.6, non-blocking",
     "kernel": "3 to 5 us are usual; not measured on the card",
     "memory": "a plain copy of 16 and 64 MiB on the H100: 1,640 and 1,405 GB/s",
@@ -136,15 +133,29 @@ class Work:
         return begin + self._seconds
 
 
+class Both(Work):
+    """Done when two others are."""
+
+    __slots__ = ("_other",)
+
+    def __init__(self, before: Work | None, other: Work) -> None:
+        super().__init__(before, 0.0, 0.0)
+        self._other = other
+
+    def ends(self, begin: float) -> float | None:
+        other = self._other.end()
+        return None if other is None else max(begin, other)
+
+
 class PacedEvent:
     """Passed when all that its stream held is done."""
 
-    __slots__ = ("_device", "_work")
+    __slots__ = ("_device", "work")
 
     def __init__(self, device: PacedDevice, stream: PacedStream) -> None:
         device.clock.spend(device.card.record, "events", released=False)
         self._device = device
-        self._work = stream.last
+        self.work = stream.last
 
     def ready(self) -> bool:
         self._device.clock.spend(self._device.card.query, "events", released=True)
@@ -155,15 +166,15 @@ class PacedEvent:
             time.sleep(10 * US)
 
     def _passed(self) -> bool:
-        end = None if self._work is None else self._work.end()
-        return self._work is None or (end is not None and time.monotonic() >= end)
+        end = None if self.work is None else self.work.end()
+        return self.work is None or (end is not None and time.monotonic() >= end)
 
 
 class PacedStream:
     """A stream; `number` is what NCCL takes for it."""
 
     _numbers = itertools.count(1)
-    by_number: weakref.WeakValueDictionary[int, PacedStream] = weakref.WeakValueDictionary()
+    by_number: ClassVar[weakref.WeakValueDictionary[int, PacedStream]] = weakref.WeakValueDictionary()
 
     def __init__(self, device: PacedDevice) -> None:
         self._device = device
@@ -174,9 +185,16 @@ class PacedStream:
     def launch(self, seconds: float) -> None:
         """Queue work of so many seconds."""
         self.last = Work(self.last, time.monotonic() + self._device.card.kernel, seconds)
+        self.last.end()  # while what is before it is remembered one by one
 
     def record(self) -> PacedEvent:
         return PacedEvent(self._device, self)
+
+    def follow(self, event: PacedEvent) -> None:
+        """What is queued from now on begins behind this event's work, too."""
+        self._device.clock.spend(self._device.card.record, "events", released=False)
+        if event.work is not None:
+            self.last = Both(self.last, event.work)
 
     def close(self) -> None:
         self.last = None
@@ -217,37 +235,44 @@ class PacedDevice:
         return PacedEvent(self, self.current)
 
 
-class PacedLauncher:
-    """In place of CuPy's: the call's time is spent, and the stream is busy for as long as the bytes take."""
-
-    most_blocks = 8 * PROCESSORS
+class PacedLauncher(DriverLauncher):
+    """The call's time is spent, and the stream is busy for as long as the bytes take."""
 
     def __init__(self, device: PacedDevice, gathers_to_peer: bool) -> None:
         """`gathers_to_peer`: P's gather writes to D's memory, at the wire's rate."""
+        functions = dict.fromkeys(kernel_names(), 0)
+        super().__init__(functions, BLOCKS_PER_PROCESSOR * PROCESSORS, self._called)
         self._device = device
         self._gather = device.card.wire if gathers_to_peer else device.card.memory
 
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
         """Kernels of `kernels.cu`: rows is the fourth argument, accesses of a run the last."""
-        device = self._device
-        tuple(map(np.int64, args))
-        device.clock.spend(device.card.launch + device.card.cupy, "kernels", released=True)
+        super().launch(name, blocks, threads, args)
         nbytes = args[3] * args[-1] * int(name.rsplit("_", 1)[1]) if len(args) > 3 else 0
-        rate = self._gather if name.startswith("p2pkv_gather") else device.card.memory
-        device.current.launch(nbytes / rate)
+        rate = self._gather if name.startswith("p2pkv_gather") else self._device.card.memory
+        self._device.current.launch(nbytes / rate)
+
+    def stream(self) -> int:
+        return self._device.current.number
+
+    def _called(self, *_: object) -> int:
+        self._device.clock.spend(self._device.card.launch, "kernels", released=False)
+        return 0
 
 
 class PacedCache(PagedCache):
     """A cache whose copies take their time and move nothing."""
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], block_size: int, copies: PacedLauncher, now: Any) -> PacedCache:
+    def of(
+        cls, tensors: Sequence[torch.Tensor], block_size: int, copies: PacedLauncher, now: Any
+    ) -> PacedCache:
         """Dense, [B, H, N, C] for each layer, as `from_tensors`. `now`: records an event."""
         plain = PagedCache.from_tensors(tensors, block_size=block_size)
         pages = [pages_of(tensor, 0, block_size, False) for tensor in tensors]
         paced = cls(
             pages,
-            KernelCopier(pages, tensors, copies),  # type: ignore[arg-type]
+            KernelCopier(pages, tensors, copies),
             heads=plain.heads,
             block_size=block_size,
             unit_tokens=plain.unit_tokens,
@@ -406,10 +431,11 @@ class PacedMemory:
 
 @dataclass
 class PacedRank:
-    """What a rank of the benchmark is made from. `over`: nccl or ipc."""
+    """What a rank of the benchmark is made from. `over`: nccl or ipc. `in_flight`: nccl_in_flight."""
 
     over: str
     card: Card
+    in_flight: int
     device: PacedDevice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -422,6 +448,6 @@ class PacedRank:
     def links(self, staging_bytes: int, receives: bool) -> NcclLinks | IpcLinks:
         device: Any = self.device
         if self.over == "nccl":
-            return NcclLinks(PacedNccl(device), device, staging_bytes)
+            return NcclLinks(PacedNccl(device), device, staging_bytes, in_flight=self.in_flight)
         memory: Any = PacedMemory()
         return IpcLinks(device, memory, staging_bytes, receives)

@@ -331,6 +331,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             staging_bytes=options.staging_bytes,
             device=cache.device,
             nccl_channels=options.nccl_num_channels,
+            nccl_in_flight=options.nccl_in_flight,
             receives=options.decodes,
             allowed=options.allowed_peers,
         )

@@ -389,6 +389,7 @@ def hello_of(
         instance=str(options.instance or ""),
         digest=cache.digest_name,
         verify=options.verify,
+        several=True,
     )
 
 

@@ -7,8 +7,10 @@ owns the endpoint. `inspect` is for other processes: it asks a running rank what
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import select
 import threading
 import time
 from collections import deque
@@ -33,6 +35,9 @@ from p2pkv.trust import Networks
 
 BURST = 256
 """Messages taken from one socket before the others get their turn."""
+
+MOST_TOGETHER = 256
+"""Messages that may come together."""
 
 MAX_STRANGERS = 4096
 """Connections that are remembered. Beyond this number, those without a Hello are forgotten."""
@@ -61,6 +66,9 @@ RESTARTING = 60.0
 the dying process or a forwarder in front of it accepts connections and closes them."""
 
 
+_SET_TIMER_SLACK = 29
+
+
 class PortTaken(Exception):
     """Another socket listens at this address already."""
 
@@ -72,7 +80,7 @@ class Connection:
     too soon, until `Endpoint.redial`.
     """
 
-    __slots__ = ("_identity", "_socket", "_watch", "address", "awaited", "since", "tag")
+    __slots__ = ("_held", "_identity", "_several", "_socket", "_watch", "address", "awaited", "since", "tag")
 
     def __init__(
         self, address: Address | None, socket: zmq.Socket[bytes] | None = None, identity: bytes | None = None
@@ -84,6 +92,8 @@ class Connection:
         self._socket = socket
         self._identity = identity
         self._watch: Watch | None = None
+        self._several = False
+        self._held: list[bytes] = []
 
     def assign(self, owner: object) -> None:
         """From now on it belongs to `owner`; None: it has no owner."""
@@ -98,15 +108,39 @@ class Connection:
         """Whether a process listens at the other end of a dialed connection; it may not have answered yet."""
         return self._watch is not None and self._watch.connected is not None
 
+    def takes_several(self, does: bool) -> None:
+        """Whether the peer takes several messages that come together: then `hold` holds them."""
+        self._several = does
+
+    def hold(self, data: bytes) -> bool:
+        """Hand over one message, which goes out at the next `flush` or `send`, together with others: each
+        time that libzmq is handed something it may have to wake its own thread, and the peer's. False if the
+        peer is gone or its queue is full."""
+        if not self._several or len(self._held) + 1 >= MOST_TOGETHER:
+            return self.send(data)
+        self._held.append(data)
+        return self._socket is not None
+
+    def flush(self) -> bool:
+        """Hand over what is held; False if the peer is gone or its queue is full."""
+        return not self._held or self._hand_over([])
+
     def send(self, data: bytes) -> bool:
-        """Hand over one message; False if the peer is gone or its queue is full."""
+        """Hand over one message, behind those that are held; False if the peer is gone or its queue is
+        full."""
+        return self._hand_over([data])
+
+    def _hand_over(self, more: list[bytes]) -> bool:
+        frames, self._held = self._held + more, []
         if self._socket is None:
             return False
+        if self._identity is not None:
+            frames.insert(0, self._identity)
         try:
-            if self._identity is None:
-                self._socket.send(data, zmq.DONTWAIT)
+            if len(frames) == 1:
+                self._socket.send(frames[0], zmq.DONTWAIT)
             else:
-                self._socket.send_multipart([self._identity, data], zmq.DONTWAIT)
+                self._socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False
@@ -124,6 +158,44 @@ class ConnectionFailure(NamedTuple):
     """The other side just closed: a port scan, a monitor, or a peer that was first to find that we differ."""
     late: bool = False
     """A dialed peer has not answered in time. It may be busy: dial it again while it is needed."""
+
+
+class _PollFd(ctypes.Structure):
+    """struct pollfd."""
+
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _TimeSpec(ctypes.Structure):
+    """struct timespec."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class ShortWait:
+    """Waits for what a poller waits for, by ppoll(2), whose time has nanoseconds. The poller must have found
+    nothing just before: what libzmq's descriptors report is what has come since (ZMQ_FD)."""
+
+    def __init__(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        self._watched: list[Any] = []
+        self._fds: Any = None
+        self._libc = ctypes.CDLL(None)
+
+    def wait(self, seconds: float) -> None:
+        """For so long at most, less than a second, the interpreter's lock released."""
+        if self._watched != self._poller.sockets:
+            self._watched = list(self._poller.sockets)
+            fds = [each if isinstance(each, int) else each.fileno() for each, _ in self._watched]
+            self._fds = (_PollFd * len(fds))(*(_PollFd(fd, select.POLLIN, 0) for fd in fds))
+        span = _TimeSpec(0, int(seconds * 1e9))
+        self._libc.ppoll(self._fds, len(self._watched), ctypes.byref(span), None)
+
+
+def sleep_precisely() -> None:
+    """Linux ends each wait of the calling thread up to 50 us late (prctl(2), PR_SET_TIMERSLACK), which is as
+    long as the engine's waits: from now on no later than it must."""
+    ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
 
 
 class Endpoint:
@@ -161,6 +233,7 @@ class Endpoint:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
+        self._short_wait = ShortWait(self._poller)
         self._acts: dict[Any, Callable[[], object]] = {}
         """What is done as soon as there is something on one of these sockets."""
         self._watch_for(self._wake, lambda: os.eventfd_read(self._wake))
@@ -255,20 +328,19 @@ class Endpoint:
             yield self._failures.popleft()
 
     def wait(self, seconds: float) -> None:
-        """Sleep until something can be received, `wake` is called, or the time is over.
-
-        Less than a millisecond, which a poller cannot wait, is slept in full.
-        """
-        if 0.0 < seconds < 0.001:
-            time.sleep(seconds)
-            seconds = 0.0
-        self._ready = [each for each, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999)))]
+        """Sleep until something can be received, `wake` is called, or the time is over."""
+        short = 0.0 < seconds < 0.001  # which libzmq's poller cannot wait
+        found = self._poller.poll(0 if short else max(0, int(seconds * 1000 + 0.999)))
+        if short and not found:
+            self._short_wait.wait(seconds)
+            found = self._poller.poll(0)
+        self._ready = [each for each, _ in found]
         for each in self._ready:
             if act := self._acts.get(each):
                 act()
 
     def receive(self) -> Iterator[tuple[Connection, bytes]]:
-        """The messages that have arrived. One of several frames comes as b"", which is no message."""
+        """The messages that have arrived; each frame is one."""
         if self._ready is None:
             self._ready = [each for each, _ in self._poller.poll(0)]
         ready, self._ready = self._ready, None
@@ -283,9 +355,13 @@ class Endpoint:
                 except zmq.Again:
                     break
                 if socket is self._router:
-                    yield self._answer(frames[0]), frames[1] if len(frames) == 2 else b""
-                elif connection := self._dialed.get(socket):
-                    yield connection, frames[0] if len(frames) == 1 else b""
+                    connection = self._answer(frames.pop(0))
+                elif (dialed := self._dialed.get(socket)) is None:
+                    continue
+                else:
+                    connection = dialed
+                for frame in frames or [b""]:
+                    yield connection, frame
 
     def wake(self) -> None:
         """End the owner's `wait`. From any thread, even after `close`."""
@@ -359,6 +435,8 @@ class Endpoint:
     def _shut(self, connection: Connection, linger: int = 0) -> None:
         """Close what a dialed connection has open."""
         socket, connection._socket = connection._socket, None
+        connection._held.clear()
+        connection._several = False
         if socket is None:
             return
         del self._dialed[socket]
@@ -388,11 +466,11 @@ class Endpoint:
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """One message, of which at most three frames are kept. Raises zmq.Again if there is none."""
+    """What has come together, of which at most so many frames are kept. Raises zmq.Again if there is none."""
     frames = [socket.recv(zmq.DONTWAIT)]
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv(zmq.DONTWAIT)
-        if len(frames) < 3:
+        if len(frames) <= MOST_TOGETHER:
             frames.append(frame)
     return frames
 

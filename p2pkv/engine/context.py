@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from msgspec.structs import replace
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from p2pkv.config import Options, Role
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.device import PASSED, Fence
-from p2pkv.engine.effects import Effects, Timers
+from p2pkv.engine.effects import Effects, Peer, Timers
 from p2pkv.engine.liveness import Liveness
 from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
@@ -194,14 +195,28 @@ log.addFilter(Throttle())
 LOOK_SECONDS = 0.25
 """Seconds between two looks at the engine core and at all peers, also those that have nothing to do."""
 
-BURST = 4
-"""Messages copied for one peer before the others, and the control plane, get their turn. Each turn of the
-engine thread may have to wait for the interpreter's lock, so a few copies share one."""
+MOST_SPARE = 64
+"""Copies that may wait to be prepared; of more the oldest are not."""
+
+BURST, MOST_BURST, BURST_BYTES = 4, 32, 4 << 20
+"""Messages copied for one peer before the others, and the control plane, get their turn: as many as hold so
+many bytes, within these bounds; on a device, where a copy is only launched, the most. Each turn of the engine
+thread may have to wait for the interpreter's lock, so a few copies share one."""
+
+LARGE_COPY = 256 << 10
+"""Bytes from which on a copy on a CPU takes longer than handing a message to libzmq."""
 
 
 @dataclass
 class Context:
-    """What one rank works with. `hello.to` is empty until a peer is dialed."""
+    """What one rank works with. `hello.to` is empty until a peer is dialed.
+
+    Attributes:
+        copies_at_once: a copy has been made when its call returns, as on a CPU.
+        outbox: peers that were handed messages which may still be held.
+        spare: what can be done ahead of a copy on a device, while the engine waits for a peer; the oldest may
+            be left out.
+    """
 
     hello: Hello
     options: Options
@@ -210,25 +225,38 @@ class Context:
     endpoint: Endpoint
     steps: Liveness
     effects: Effects = field(default_factory=deque)
+    outbox: deque[Peer] = field(default_factory=deque)
+    spare: deque[Callable[[], None]] = field(default_factory=partial(deque, maxlen=MOST_SPARE))
     timers: Timers = field(default_factory=Timers)
     counters: Counters = field(default_factory=Counters)
     revoked: Revocations = field(default_factory=Revocations)
     copies: Copies = field(init=False)
     terms: Terms = field(init=False)
+    copies_at_once: bool = field(init=False)
 
     def __post_init__(self) -> None:
         limits = self.options
         self.terms = Terms(
             limits.lease_seconds, limits.wait_seconds, limits.stall_seconds, limits.chunk_bytes
         )
-        works_at_once = self.cache.fence() is PASSED
-        self.copies = Copies(None if works_at_once else self.cache.fence)
+        self.copies_at_once = self.cache.fence() is PASSED
+        self.copies = Copies(None if self.copies_at_once else self.cache.fence)
         self.counters.add_gauges(copies=lambda: len(self.copies), links_stuck=lambda: self.links.stuck)
 
     def hello_as(self, role: Role) -> Hello:
         """Our Hello to the other role's ranks. On the wire each connection has one P and one D."""
         hello = self.hello
         return hello if hello.role == role else replace(hello, role=role, ahead=hello.ahead and role == "D")
+
+    def burst(self, nbytes: int) -> int:
+        """How many messages of about this size are copied for one peer in a turn."""
+        if not self.copies_at_once:
+            return MOST_BURST
+        return max(BURST, min(MOST_BURST, BURST_BYTES // max(1, nbytes)))
+
+    def holds_up(self, nbytes: int) -> bool:
+        """Whether a copy of so many bytes takes the engine's thread longer than sending what is held."""
+        return self.copies_at_once and nbytes >= LARGE_COPY
 
     def answer(self, connection: Connection, message: AnyMessage) -> bool:
         """Send this at once; False if the connection is gone or its queue is full."""

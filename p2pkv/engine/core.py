@@ -19,15 +19,19 @@ from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.context import LOOK_SECONDS, Context, Counters, log
 from p2pkv.engine.effects import Emit, SendMessage, Timer
-from p2pkv.engine.from_prefill import PrefillPeer
+from p2pkv.engine.from_prefill import Arrived, PrefillPeer
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role
+from p2pkv.engine.to_decode import Fill
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import RateLimit
 from p2pkv.protocol.handshake import fit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Report, Stranger, decode
+
+COPIES = (Fill, Arrived)
+"""Effects that copy a message."""
 
 TICK = 0.02
 """Seconds between two looks at what is under way."""
@@ -196,15 +200,20 @@ class Core:
         for role in self.roles:
             role.peers.poll(now)
         self._apply(now)
+        self._flush(now)
         for role in self.roles:
             soon = role.after(now) or soon
         context.copies.poll(now)
         self._apply(now)
+        self._flush(now)
         self._soon = soon or len(context.copies) > 0
+        if context.spare:
+            context.spare.popleft()()
         if context.timers.due <= now:
             for timer in context.timers.take_due(now):
                 timer.act(now)
                 self._apply(now)
+            self._flush(now)
         if self._tick.due > now + TICK and any(role.busy for role in self.roles):
             self._tick.at(now + TICK)
 
@@ -212,22 +221,28 @@ class Core:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
         if self.ordered and self._blocked():
             # Each look at a fence is a call to the driver: look as often as at links only while one is busy.
-            seconds = self.context.links.poll_seconds
-            pause = seconds if self._soon else max(seconds, FENCE_SECONDS)
-        elif self.ordered:
+            seconds = self._poll_pause() if self._soon else FENCE_SECONDS
+            pause = max(seconds, self.context.links.poll_seconds)
+        elif self.ordered or self.context.spare:
             pause = 0.0
         elif self._soon:
-            pause = self.context.links.poll_seconds
+            pause = self._poll_pause()
         else:
             pause = max(0.0, self.context.timers.due - (now - self.clock.held))
         self.clock.expect(pause)
         return pause
+
+    def _poll_pause(self) -> float:
+        """Seconds until a link may have done something; D reports a load as soon as its last copy is done."""
+        links = self.context.links
+        return links.poll_seconds if self.decode is not None and self.context.copies else links.pause()
 
     def leave(self, now: float, finish: bool = True) -> None:
         now -= self.clock.held
         for role in self.roles:
             role.leave(now, finish)
         self._apply(now)
+        self._flush(now)
 
     @property
     def over(self) -> bool:
@@ -300,15 +315,32 @@ class Core:
 
     def _apply(self, now: float) -> None:
         """Do what was decided, and what follows from that, until nothing is left to do."""
-        effects, table = self.context.effects, self.table.effects
+        effects, outbox, table = self.context.effects, self.context.outbox, self.table.effects
         while effects:
             effect = effects.popleft()
+            if outbox and isinstance(effect, COPIES) and self.context.holds_up(effect.nbytes):
+                self._let_out(now)  # peers copy meanwhile
             table[type(effect)](effect, now)
 
     def _send(self, effect: SendMessage, now: float) -> None:
         peer = effect.peer
-        if not peer.send(effect.message, now):
+        if peer.send(effect.message, now):
+            self.context.outbox.append(peer)
+        else:
             self.table.disconnected[type(peer)](peer, now)
+
+    def _flush(self, now: float) -> None:
+        """Let out what peers were sent in this turn, and do what follows from that."""
+        while self.context.outbox:
+            self._let_out(now)
+            self._apply(now)
+
+    def _let_out(self, now: float) -> None:
+        outbox = self.context.outbox
+        while outbox:
+            peer = outbox.popleft()
+            if not peer.flush():
+                self.table.disconnected[type(peer)](peer, now)
 
     def _emit(self, effect: Emit, now: float) -> None:
         self._events.append(effect.event)

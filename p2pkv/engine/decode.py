@@ -5,6 +5,7 @@ It calls the ranks of P (`from_prefill`), and is called by none of them: see `ef
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,8 @@ from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
 from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
 from p2pkv.engine.prefetch import ArrivedChunk, PrefetchBuffer, PrefetchBuffers
-from p2pkv.kv.cache import KeptTables
+from p2pkv.kv.cache import KeptTables, Rectangles
+from p2pkv.kv.layouts import Bounds, Tokens
 from p2pkv.pairing import Address
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
@@ -411,6 +413,8 @@ class Decode:
         entry = self.entries.get(effect.key)
         if entry is not None and peer.hello is not None:
             entry.receiver.posted(peer.hello.rank, chunk)
+            if not self._ctx.copies_at_once:
+                self._ctx.spare.append(partial(self._prepare, entry, peer, chunk))
         grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
         # First, and in the order of the receives, which P has to keep: a write may be waiting.
         self._ctx.effects.appendleft(SendMessage(peer, grant))
@@ -480,15 +484,34 @@ class Decode:
             self._ctx.copies.then(key, partial(self._written, entry, receiver, arrived), now)
 
     def _scatter(self, entry: RequestEntry, arrived: ArrivedChunk) -> None:
-        edges = entry.receiver.sources[arrived.rank].assignment.edges
+        buffer, nbytes = arrived.buffer, arrived.chunk.nbytes
         for piece, start, stop in entry.extents(arrived.rank).parts(arrived.chunk.pieces):
-            edge, rows = edges[piece.group], arrived.rows[piece.group]
-            shift = edge.target_layer - edge.layers.start
-            heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)
-            layers = (piece.layer + shift, piece.layer_stop + shift)
-            span = piece.start, piece.stop
-            tokens = span if edge.tokens is None else edge.tokens.on_target(*span)
-            rows.scatter(arrived.buffer[start:stop], layers, tokens, heads, entry.blocks)
+            rows, layers, tokens, heads = self._rectangle(entry, arrived.rank, arrived.rows, piece)
+            part = buffer if stop - start == nbytes else buffer[start:stop]
+            rows.scatter(part, layers, tokens, heads, entry.blocks)
+
+    @staticmethod
+    def _rectangle(
+        entry: RequestEntry, rank: int, rows: tuple[Rectangles, ...], piece: m.Piece
+    ) -> tuple[Rectangles, Bounds, Tokens, Bounds]:
+        """Where a piece of this rank of P lies in our cache, of which `rows` is its form: layers, tokens and
+        heads."""
+        edge = entry.receiver.sources[rank].assignment.edges[piece.group]
+        shift = edge.target_layer - edge.layers.start
+        heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)
+        span = piece.start, piece.stop
+        tokens = span if edge.tokens is None else edge.tokens.on_target(*span)
+        return rows[piece.group], (piece.layer + shift, piece.layer_stop + shift), tokens, heads
+
+    def _prepare(self, entry: RequestEntry, peer: PrefillPeer, chunk: m.Chunk) -> None:
+        """The bytes of this chunk are on their way, if they have not come yet: prepare the scatter."""
+        rank, load = entry.rank_of(peer), entry.receiver.load
+        if rank is None or load.state is not LoadPhase.LOADING or not entry.receiver.awaits(rank, chunk):
+            return
+        with contextlib.suppress(ValueError):  # the scatter raises it, too
+            for piece, _, _ in entry.extents(rank).parts(chunk.pieces):
+                rows, layers, tokens, heads = self._rectangle(entry, rank, peer.rows, piece)
+                rows.prepare(layers, tokens, heads, entry.blocks)
 
     def _written(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
         """The device has written this chunk to the blocks, and computed its checksum."""

@@ -36,7 +36,11 @@ class Peer(Protocol):
         """What it can be found by."""
 
     def send(self, message: AnyMessage, now: float) -> bool:
-        """Hand over one message; False if the connection has ended or its queue is full."""
+        """Hand over one message, which goes out at the next `flush` at the latest; False if the connection
+        has ended or its queue is full."""
+
+    def flush(self) -> bool:
+        """Let everything out that was handed over; False as above."""
 
 
 class SendMessage(Effect, frozen=True, eq=False):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from p2pkv.control.endpoint import Connection
-from p2pkv.engine.context import BURST, Context, log
+from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Effect
 from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, log_connected, surplus
 from p2pkv.kv.cache import Rectangles
@@ -68,6 +68,10 @@ class Arrived(Effect, frozen=True, eq=False):
 
     peer: PrefillPeer
     receiving: Receiving
+
+    @property
+    def nbytes(self) -> int:
+        return self.receiving.chunk.nbytes
 
 
 class AbortPrefillLink(Effect, frozen=True, eq=False):
@@ -312,12 +316,15 @@ class PrefillPeer:
 
     def send(self, message: m.AnyMessage, now: float) -> bool:
         """A healthy P answers Hello and Heartbeat at once."""
-        sent = self.connection.send(m.encode(message))
+        sent = self.connection.hold(m.encode(message))
         if sent and self.unanswered_since is None and isinstance(message, m.Heartbeat | m.Hello):
             self.unanswered_since = now
         if isinstance(message, m.Heartbeat) and message.transfers:
             self.used = now
         return sent
+
+    def flush(self) -> bool:
+        return self.connection.flush()
 
     def complain(self, reason: str) -> None:
         log.log(logging.WARNING if self.needed else logging.DEBUG, "%s", reason)
@@ -326,6 +333,7 @@ class PrefillPeer:
         if self.dialing.due(now):
             self.ctx.endpoint.redial(self.connection)
             self.send(replace(self.ctx.hello_as("D"), to=self.address), now)
+            self.flush()
 
     def welcome(self, message: m.Welcome) -> None:
         """P has accepted our Hello; look at its. Raises Refused."""
@@ -338,11 +346,13 @@ class PrefillPeer:
             )
         self.formats, self.rows = self.ctx.form(hello)
         self.dialing.welcomed()
+        self.connection.takes_several(hello.several is True)
         self.hello, self.plan, self.verify = hello, plan, verified(mine, hello)
 
     def lost(self, now: float) -> None:
         """This incarnation is gone, or does not know us any more: drop its link and send Hello again."""
         self.link.abort()
+        self.connection.takes_several(False)
         self.dialing.lost(now)
         self.unanswered_since = None
         self.hello = self.plan = None
@@ -492,7 +502,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             was_quiet, link = not peer.link.busy, peer.link
             try:
                 link.poll()
-                link.burst = BURST
+                link.burst = self._ctx.burst(link.posted[0].chunk.nbytes if link.posted else 0)
                 self._post(peer)
                 self._arrive(peer)
             except LinkError as error:

@@ -5,6 +5,7 @@ It calls the ranks of D (`to_decode`), and is called by none of them: see `effec
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,8 @@ from p2pkv.engine.data_parallel import Referrals
 from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.engine.to_decode import DecodePeer, DecodePeers, Flight
-from p2pkv.kv.cache import KeptTables
+from p2pkv.kv.cache import KeptTables, Rectangles
+from p2pkv.kv.layouts import Bounds, Tokens
 from p2pkv.links.base import Send
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
@@ -328,20 +330,35 @@ class Prefill:
             self._ctx.copies.then(key, partial(self._ranks.summed, peer, flight), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
-        assert peer.assignment is not None
-        offset = 0
+        buffer, offset = send.buffer, 0
         for piece in order.pieces:
-            edge, ours = peer.assignment.edges[piece.group], peer.rows[piece.group]
-            shift = edge.source_layer - edge.layers.start
-            layers = (piece.layer + shift, piece.layer_stop + shift)
-            count = edge.heads.stop - edge.heads.start
-            heads = (edge.source_head, edge.source_head + count)
-            size = ours.nbytes(layers[1] - layers[0], piece.start, piece.stop, count)
-            part = send.buffer[offset : offset + size]
-            span = piece.start, piece.stop
-            tokens = span if edge.tokens is None else edge.tokens.on_source(*span)
+            ours, layers, tokens, heads = self._rectangle(peer, piece)
+            size = ours.nbytes(layers[1] - layers[0], piece.start, piece.stop, heads[1] - heads[0])
+            part = buffer if size == order.grant.nbytes else buffer[offset : offset + size]
             ours.gather(part, layers, tokens, heads, entry.blocks)
             offset += size
+
+    @staticmethod
+    def _rectangle(peer: DecodePeer, piece: m.Piece) -> tuple[Rectangles, Bounds, Tokens, Bounds]:
+        """Where a piece lies in this rank's cache: layers, tokens and heads."""
+        assert peer.assignment is not None
+        edge = peer.assignment.edges[piece.group]
+        shift = edge.source_layer - edge.layers.start
+        count = edge.heads.stop - edge.heads.start
+        span = piece.start, piece.stop
+        tokens = span if edge.tokens is None else edge.tokens.on_source(*span)
+        layers = piece.layer + shift, piece.layer_stop + shift
+        return peer.rows[piece.group], layers, tokens, (edge.source_head, edge.source_head + count)
+
+    def _prepare(self, entry: PromptEntry, peer: DecodePeer, chunk: m.Chunk) -> None:
+        """The grant for this chunk is on its way, if it has not come yet: prepare the gather."""
+        send = entry.sender.sends.get(peer.hello.rank)
+        if send is None or entry.sender.prompt.ended or not send.awaits_grant(chunk):
+            return
+        with contextlib.suppress(ValueError):  # the gather raises it, too
+            for piece in chunk.pieces:
+                ours, layers, tokens, heads = self._rectangle(peer, piece)
+                ours.prepare(layers, tokens, heads, entry.blocks)
 
     def sent(self, effect: to_decode.SendDue, now: float) -> None:
         """The link launches this send after its `Sent` message: send D what it holds."""
@@ -410,6 +427,8 @@ class Prefill:
                 case machine.SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
                         effects.append(SendMessage(peer, message))
+                        if isinstance(message, m.Chunk) and not self._ctx.copies_at_once:
+                            self._ctx.spare.append(partial(self._prepare, entry, peer, message))
                 case machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
                         self._ranks.order(peer, entry.sender.key, each, now)

@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 
 from p2pkv.config import Options
-from p2pkv.control.endpoint import Endpoint, PortTaken
+from p2pkv.control.endpoint import Endpoint, PortTaken, sleep_precisely
 from p2pkv.control.security import members_of
 from p2pkv.device import own_stream
 from p2pkv.engine.commands import Command, Event
@@ -128,6 +128,7 @@ class Rank:
             self._call()
 
     def _main(self) -> None:
+        sleep_precisely()
         try:
             with own_stream(self.context.cache.device):
                 try:

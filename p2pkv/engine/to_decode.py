@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from p2pkv.control.endpoint import Connection
-from p2pkv.engine.context import BURST, Context, log
+from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Effect
 from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, log_connected, surplus
 from p2pkv.kv.cache import Rectangles
@@ -69,6 +69,10 @@ class Fill(Effect, frozen=True, eq=False):
     key: str
     order: Transmit
     send: Send
+
+    @property
+    def nbytes(self) -> int:
+        return self.order.grant.nbytes
 
 
 class Taken(Effect, frozen=True, eq=False):
@@ -242,6 +246,11 @@ class OutboundLink:
         self.orders.popleft()
         return key, order, send
 
+    @property
+    def next_bytes(self) -> int:
+        """Bytes of the oldest order; 0 if there is none."""
+        return self.orders[0][1].grant.nbytes if self.orders else 0
+
     def commit(self, flight: Flight) -> None:
         """This send is full. Raises LinkError."""
         flight.send.commit()
@@ -249,18 +258,27 @@ class OutboundLink:
         self.pending.append(flight)
 
     def next_due(self) -> Flight | None:
-        """The oldest send that is pending, once, when the link may launch it. Raises LinkError."""
-        if not self.pending or self._outbound is None:
+        """The oldest send that is pending and not due yet, when the link may launch it: then it is due.
+        Raises LinkError."""
+        if self._outbound is None:
             return None
-        first = self.pending[0]
-        if first.due or not first.summed or not self._outbound.due():
-            return None
-        first.due = True
-        return first
+        for before, flight in enumerate(self.pending):
+            if flight.due:
+                continue
+            if not flight.summed or not self._outbound.due(before):
+                return None
+            flight.due = True
+            return flight
+        return None
+
+    @property
+    def announcing(self) -> bool:
+        """Whether a send is due whose `Sent` message has not gone out."""
+        return bool(self.pending) and self.pending[0].due
 
     def launch(self) -> None:
         """The `Sent` message of the oldest send has just gone out: launch that send. Raises LinkError."""
-        if self.pending and self.pending[0].due and self._outbound is not None:
+        if self.announcing and self._outbound is not None:
             self.pending.popleft()
             self._outbound.launch()
 
@@ -294,6 +312,8 @@ class DecodePeer:
     last_alive: float = 0.0
     burst: int = 0
     unconfirmed: dict[tuple[str, int], None] = field(default_factory=dict)
+    _to_launch: list[int] = field(default_factory=list)
+    """The numbers of the links of sends whose `Sent` messages are held."""
 
     def __post_init__(self) -> None:
         self.key: DecodeRank = (self.hello.addresses[0], self.hello.rank)
@@ -320,33 +340,41 @@ class DecodePeer:
                 del self.unconfirmed[next(iter(self.unconfirmed))]
         elif isinstance(message, m.Failed):
             self.confirmed(message.key, message.attempt)
-        sent = self.connection.send(m.encode(message))
+        sent = self.connection.hold(m.encode(message))
         if sent and isinstance(message, m.Sent):
-            self._launch(message)
+            self._to_launch.append(message.link)
         return sent
 
-    def _launch(self, message: m.Sent) -> None:
-        """This message has gone out: launch its send before anything else, since the launch may return only
-        when D has launched its receive (CUDA_LAUNCH_BLOCKING=1)."""
-        if message.link != self.link.number:
-            return
+    def flush(self) -> bool:
+        """Launch sends only when their `Sent` messages have gone out, since a launch may return only when D
+        has launched its receive (CUDA_LAUNCH_BLOCKING=1)."""
+        if not self.connection.flush():
+            return False
+        links, self._to_launch = self._to_launch, []
         with contextlib.suppress(LinkError):  # the next poll raises it
-            self.link.launch()
-            self.go_on()
+            for number in links:
+                if number == self.link.number:
+                    self.link.launch()
+            if links:
+                self.go_on()
+        return True
 
     def confirmed(self, key: str, attempt: int) -> None:
         """D has all of this transfer, or wants nothing more of it."""
         self.unconfirmed.pop((key, attempt), None)
 
     def go_on(self) -> None:
-        """Have D sent the oldest `Sent` message, if the link may launch its send; if not, the next send
-        filled: so D writes one while the next is gathered. Raises LinkError."""
-        effects = self.link.ctx.effects
-        if (due := self.link.next_due()) is not None:
-            effects.append(SendDue(self, due))
-        elif self.burst and (found := self.link.next_send()) is not None:
+        """Have D sent the `Sent` messages of the sends that the link may launch, and the next send filled: if
+        that holds up this thread, only once those have gone out, so that D writes one while the next is
+        gathered. Raises LinkError."""
+        ctx = self.link.ctx
+        while (due := self.link.next_due()) is not None:
+            ctx.effects.append(SendDue(self, due))
+        if self.link.announcing and ctx.holds_up(self.link.next_bytes):
+            return
+        if self.burst and (found := self.link.next_send()) is not None:
             self.burst -= 1
-            effects.append(Fill(self, *found))
+            ctx.effects.append(Fill(self, *found))
 
     def alive(self, wants: bool, now: float) -> None:
         """D has sent something. `wants`: it has named a transfer, so a parked link may be built again."""
@@ -397,6 +425,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             self._ctx.counters.add("messages_refused")
             self._ctx.answer(connection, m.Refuse(hello.incarnation, reason))
             return
+        connection.takes_several(hello.several is True)
         self._ctx.answer(connection, m.Welcome(hello.incarnation, mine, plan.digest))
         old = self.get((hello.addresses[0], hello.rank))
         if old is not None and old.connection is connection and old.fresh and old.hello == hello:
@@ -519,7 +548,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                 for flight in link.taken():
                     if flight.nbytes:
                         effects.append(Taken(flight.key, flight.nbytes))
-                peer.burst = BURST
+                peer.burst = self._ctx.burst(link.next_bytes)
                 peer.go_on()
             except LinkError as error:
                 self._broken(peer, error, now)

@@ -40,6 +40,9 @@ from p2pkv.packings import DENSE, is_paged, packing_of
 
 BlockTables = Sequence[Sequence[int]]
 
+PlacedCut = tuple[Span, Cut, tuple[int, int]]
+"""The layers of a span in a rectangle, and the bytes of the rectangle's buffer that are theirs."""
+
 MOST_KEPT = 64
 """Parts of one request's block tables that are kept as arrays."""
 
@@ -51,6 +54,11 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class KeptTables(tuple[Sequence[int], ...]):
     """Block tables that do not change any more: what was looked up in them is kept."""
+
+    @cached_property
+    def cuts(self) -> dict[tuple[Any, ...], list[PlacedCut]]:
+        """What `prepare` has found out about rectangles that are still to be copied."""
+        return {}
 
     @cached_property
     def kept(self) -> dict[tuple[int, int, int, int], Index]:
@@ -217,10 +225,34 @@ class PagedCache:
             if max(layers[0], span.first) < min(layers[1], span.stop) and units[0] < units[1]:
                 self._table(span, units, blocks)
 
+    def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: KeptTables) -> None:
+        """A gather or a scatter of this rectangle will come: do now what needs no buffer. Raises
+        ValueError as they do."""
+        if isinstance(tokens, tuple):
+            cuts = self._cuts(layers, tokens, heads, blocks)
+            for span, cut, _ in cuts:
+                self.copier.prepare(span, cut)
+            if len(blocks.cuts) >= MOST_KEPT:
+                blocks.cuts.clear()
+            blocks.cuts[id(self), layers, tokens, heads] = cuts
+
     def parts(
         self, buffer: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> list[tuple[Span, Cut, torch.Tensor]]:
         """The rectangle, cut by spans of layers: span, cut, its part of the buffer."""
+        cuts = None
+        if isinstance(blocks, KeptTables) and blocks.cuts and isinstance(tokens, tuple):
+            cuts = blocks.cuts.pop((id(self), layers, tokens, heads), None)
+        if cuts is None:
+            cuts = self._cuts(layers, tokens, heads, blocks)
+        check_buffer(buffer, cuts[-1][2][1] if cuts else 0, self.device)
+        if len(cuts) == 1:
+            span, cut, _ = cuts[0]
+            return [(span, cut, buffer)]
+        return [(span, cut, buffer[start:stop]) for span, cut, (start, stop) in cuts]
+
+    def _cuts(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables) -> list[PlacedCut]:
+        """The spans of a rectangle's layers, one after the other."""
         _check_interval("layers", layers, self.layers)
         _check_interval("heads", heads, self.heads)
         positions = None
@@ -229,13 +261,12 @@ class PagedCache:
         units = self._units(tokens)
         count = units[1] - units[0] if positions is None else len(positions)
         layer_bytes = count * (heads[1] - heads[0]) * self.row_bytes
-        check_buffer(buffer, (layers[1] - layers[0]) * layer_bytes, self.device)
-        if buffer.numel() == 0:
+        if not layer_bytes:
             return []
-        parts: list[tuple[Span, Cut, torch.Tensor]] = []
         if not isinstance(blocks, KeptTables):
             blocks = KeptTables(blocks)  # layers of separate storages mostly share one
         runs = Runs(positions) if positions is not None else None
+        found: list[PlacedCut] = []
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
@@ -243,11 +274,9 @@ class PagedCache:
             cut = Cut(some, units, heads, self.row_bytes, self._table(span, units, blocks))
             if runs is not None:
                 span, cut = runs.of(span, cut)
-            part = buffer
-            if some != layers:
-                part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
-            parts.append((span, cut, part))
-        return parts
+            place = (some[0] - layers[0]) * layer_bytes, (some[1] - layers[0]) * layer_bytes
+            found.append((span, cut, place))
+        return found
 
     def _positions(self, tokens: Index) -> tuple[Index | None, Bounds]:
         """Tokens that may have gaps, and the interval that their blocks cover; None if they have no gaps."""
@@ -440,6 +469,9 @@ class DenseView:
                     raw.view(self._bits).reshape(some, units, beside, -1),
                     wire[layer : layer + some, start - tokens[0] : stop - tokens[0]],
                 )
+
+    def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: KeptTables) -> None:
+        """Nothing can be done before."""
 
 
 Rectangles = PagedCache | DenseView

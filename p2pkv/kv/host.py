@@ -134,6 +134,9 @@ class HostCopier(RowLists):
         each = zip(pages, tensors, strict=True)
         self._flat: dict[int, NDArray[Any]] = {page.storage: flat_bytes(one).numpy() for page, one in each}
 
+    def prepare(self, span: Span, cut: Cut) -> None:
+        """Nothing can be done before."""
+
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
         dense = out.numpy()

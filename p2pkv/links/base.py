@@ -133,8 +133,9 @@ class Outbound(End):
     def reserve(self, nbytes: int, remote_slot: int) -> Send | None:
         """A buffer for the next send in order, or None while this end has no room for it."""
 
-    def due(self) -> bool:
-        """Whether the next committed send may be announced and launched now. Raises LinkError."""
+    def due(self, before: int = 0) -> bool:
+        """Whether the next committed send, after so many that are due already, may be announced and
+        launched now. Raises LinkError."""
         return True
 
     def launch(self) -> None:
@@ -160,6 +161,7 @@ class LinkSettings:
     shared_memory: bool = True
     device: torch.device | None = None
     nccl_channels: int = 8
+    nccl_in_flight: int = 2
     receives: bool = True
     allowed: Networks | None = None
 
@@ -181,6 +183,11 @@ class LinkFactory(ABC):
     """Seconds between two polls while a link has something under way; messages come in between."""
     build_seconds = 0.0
     """Seconds that a link may take to come up once both ends are made, however short the lease is."""
+
+    def pause(self) -> float:
+        """Seconds until the next poll is of use while links have something under way, unless a message
+        comes; `poll_seconds` where nothing better is known."""
+        return self.poll_seconds
 
     def announce_sends(self) -> None:
         """The owner of the ends launches their operations from now on; call it before the first is made."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from math import inf
 
 import torch
 
@@ -17,6 +18,18 @@ from p2pkv.links.staging import Slots
 logger = logging.getLogger(__name__)
 
 _PAUSE = 0.001
+
+LEAST_PACED = 1 << 20
+"""Bytes of an operation from which on its time says how fast the wire is."""
+
+EARLY = 0.8
+"""Part of the time that an operation is thought to take, after which it is looked at."""
+
+MOST_PAUSE = 0.001
+"""Seconds: an operation may have become much faster."""
+
+MOST_TENSORS = 256
+"""Slots of which the tensor is kept."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Makes uint8 [nbytes], or raises MemoryError."""
@@ -32,6 +45,10 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._device, self.number)
+
+    def follow(self, event: CudaEvent) -> None:
+        """What is queued from now on begins when `event` is passed. Raises RuntimeError."""
+        event.hold_up(self.number)
 
     def close(self) -> None:
         """Nothing is on it any more, and nothing will be."""
@@ -70,6 +87,41 @@ class CudaDevice:
         return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
 
 
+class Pace:
+    """When a link's oldest operation may be done, by how long those before it took: to look earlier is of no
+    use, and takes the interpreter's lock from the model."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        """For a byte; 0: none was measured."""
+        self._nbytes = 0
+        """Of the oldest operation under way; 0: none is."""
+        self._began = 0.0
+
+    def begin(self, nbytes: int) -> None:
+        """An operation of so many bytes is the oldest under way from now on."""
+        self._nbytes, self._began = nbytes, time.monotonic()
+
+    def end(self) -> None:
+        """It is done."""
+        if self._nbytes >= LEAST_PACED:
+            took = (time.monotonic() - self._began) / self._nbytes
+            slower = self._seconds and took > self._seconds
+            self._seconds = self._seconds + (took - self._seconds) / 8 if slower else took
+        self._nbytes = 0
+
+    def pause(self) -> float:
+        """Seconds until it may be done; 0 if that is not known, inf if none is under way."""
+        if not self._nbytes:
+            return inf
+        return self._began + EARLY * self._nbytes * self._seconds - time.monotonic()
+
+
+def pause_of(pauses: Iterable[float], least: float) -> float:
+    """The pause until the first of several operations may be done."""
+    return min(max(min(pauses, default=least), least), MOST_PAUSE)
+
+
 class DevicePool(Slots):
     """Slots in one block of device memory, taken once and for all: a full device fails at the start.
     `beside`: uint8 [beside] in the same block, which no slot ever takes."""
@@ -79,10 +131,16 @@ class DevicePool(Slots):
         super().__init__(nbytes)
         self._bytes = allocate(self.capacity + beside)
         self.beside = self._bytes[self.capacity :]
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] over the slot."""
-        return self._bytes[offset : offset + nbytes]
+        """uint8 [nbytes] over the slot. Slots come again, so tensors are kept: torch takes long for one."""
+        place = offset, nbytes
+        if (tensor := self._tensors.get(place)) is None:
+            if len(self._tensors) >= MOST_TENSORS:
+                self._tensors.clear()
+            tensor = self._tensors[place] = self._bytes[offset : offset + nbytes]
+        return tensor
 
 
 class Helpers:

@@ -26,7 +26,7 @@ from p2pkv.links.base import (
     Nonce,
 )
 from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, allocate
-from p2pkv.links.gpu import CudaDevice, DevicePool
+from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
 from p2pkv.links.ipc_socket import dial
 from p2pkv.links.shared_memory import Number, Text
@@ -34,7 +34,7 @@ from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.0001
+POLL_SECONDS = 0.00002
 """P polls its events, and D the socket: this is added to each message."""
 
 BUILD_SECONDS = 30.0
@@ -108,6 +108,12 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
         except CudaError as error:
             raise ValueError(f"the link ipc cannot share memory of {device.name}: {error}") from None
         self.shared = IpcContext(device, driver, self.staging, pool, blocks[0] if blocks else None)
+
+    def pause(self) -> float:
+        return pause_of(
+            (end.pause() for end in self._ends if isinstance(end, IpcInbound | IpcOutbound)),
+            self.poll_seconds,
+        )
 
     @property
     def stuck(self) -> int:

@@ -25,7 +25,7 @@ from p2pkv.links.base import (
     LinkSettings,
     Nonce,
 )
-from p2pkv.links.gpu import CudaDevice, DevicePool
+from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.nccl_bindings import (
     UNIQUE_ID_BYTES,
     Nccl,
@@ -46,7 +46,7 @@ INIT_SECONDS = 120.0
 looks for the ways between two hosts."""
 
 CLOSE_SECONDS = 2.0
-POLL_SECONDS = 0.0001
+POLL_SECONDS = 0.00002
 """No call reports that a message has arrived, so this is added to each."""
 
 BUSY_SHARE = 0.25
@@ -96,8 +96,10 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         device: CudaDevice,
         staging_bytes: int,
         init_seconds: float = INIT_SECONDS,
+        in_flight: int = 1,
     ) -> None:
-        """Raises ValueError if there is no staging, MemoryError if the device has no room for it."""
+        """`in_flight`: see NcclContext. Raises ValueError if there is no staging, MemoryError if the device
+        has no room for it."""
         super().__init__()
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
@@ -106,7 +108,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         self.staging = StagingBudget(staging_bytes)
         # All new communicators send what is beside the slots first, and it is never read.
         pool = DevicePool(device.memory, staging_bytes, FIRST_MESSAGE_BYTES)
-        self.shared = NcclContext(nccl, device, pool, self.staging, init_seconds, owner, busy)
+        self.shared = NcclContext(nccl, device, pool, self.staging, init_seconds, owner, busy, in_flight)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
         logger.info(
@@ -120,6 +122,11 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
     def carry_both_ways(self) -> None:
         super().carry_both_ways()
         self.shared.carry_both_ways()
+
+    def pause(self) -> float:
+        shared = self.shared
+        ends = shared.busy if shared.busy is shared.busy_sends else (*shared.busy, *shared.busy_sends)
+        return pause_of((end.pause() for end in ends), self.poll_seconds)
 
     @property
     def stuck(self) -> int:
@@ -174,6 +181,6 @@ def make_links(settings: LinkSettings) -> NcclLinks:
                 "and NCCL fails where two threads launch at once, as p2pkv's and vLLM's do. Leave the "
                 "variable unset"
             )
-        return NcclLinks(nccl, on, settings.staging_bytes)
+        return NcclLinks(nccl, on, settings.staging_bytes, in_flight=settings.nccl_in_flight)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from p2pkv.device import CudaEvent
 from p2pkv.links.base import Guard, LinkError
 from p2pkv.links.gpu import CudaDevice, CudaStream, DevicePool, Helpers, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, Nccl, NcclError, advice
@@ -47,6 +50,10 @@ class BusyEnds:
         self._waiting[end] = None
         return False
 
+    def __iter__(self) -> Iterator[Any]:
+        """The ends that are inside."""
+        return iter(self._inside)
+
     @property
     def contended(self) -> bool:
         return bool(self._waiting)
@@ -79,6 +86,10 @@ class NcclContext:
     owner: Guard
     busy: BusyEnds
     """Of the ends that receive, and of those that send unless `busy_sends` is another."""
+    in_flight: int = 1
+    """Operations of a link that are launched and unfinished, at most; one more is announced. A second one
+    waits in its stream for the first, at the head of a hardware queue that other streams of the process may
+    share, the model's too (docs/design.md, "The NCCL link")."""
     times: list[tuple[float, ...]] | None = None
     """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
     NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
@@ -166,9 +177,12 @@ class Opening:
             wait_out(self.stream.record())
             self.stream.close()
 
-    def queue(self, comm: Comm, buffer: torch.Tensor) -> None:
-        """Have NCCL send these bytes, or receive them, behind what the stream holds. Raises NcclError."""
+    def queue(self, comm: Comm, buffer: torch.Tensor, after: CudaEvent | None = None) -> None:
+        """Have NCCL send these bytes, or receive them, behind what the stream holds, and this event. Raises
+        NcclError, and RuntimeError if the device has failed."""
         assert self.stream is not None
+        if after is not None:
+            self.stream.follow(after)
         nccl = self._shared.nccl
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
         call(buffer.data_ptr(), buffer.numel(), peer, comm, self.stream.number)

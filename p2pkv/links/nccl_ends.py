@@ -12,22 +12,13 @@ import torch
 
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import Guard, GuardedEnd, GuardedInbound, GuardedOutbound, LinkError
-from p2pkv.links.gpu import wait_out
+from p2pkv.links.gpu import Pace, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
 from p2pkv.links.staging import StagingShare
 
 ABORT_SECONDS = 10.0
 """An abort that takes longer counts as stuck."""
-
-ON_DEVICE = 1
-"""Operations of a link that are launched and unfinished. A second one would wait in its stream for the first,
-at the head of a hardware queue that other streams of the process share: the model's work behind it would
-wait too, for as long as the peer takes (docs/design.md, "The NCCL link")."""
-
-ANNOUNCED = 2
-"""Sends of a link that are announced to D and that D has not taken: D launches the second when the first has
-arrived, without another message. P launches it at the same moment, whatever else it does."""
 
 _SIZE_BITS = 41
 _SEQUENCES = 1 << 21
@@ -71,7 +62,8 @@ class NcclEnd(GuardedEnd):
 
     An operation is launched on the end's own stream, and only when nothing on the device is before it: what
     the owner thread had queued on its *current* stream before `commit`, or `post`, is done, and so are the
-    end's earlier operations. So none of them waits at the head of a hardware queue. A receive is done only
+    end's earlier operations. So none of them waits at the head of a hardware queue. With `in_flight` above 1
+    all of that may be under way, and the device keeps the order. A receive is done only
     when its bytes are there, so what is queued afterwards, on any stream, reads them.
 
     With `announced` an operation is launched only once `launch` was called for it. Only ends with something
@@ -95,6 +87,7 @@ class NcclEnd(GuardedEnd):
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
         self._flying: deque[Operation] = deque()  # launched, and its event is recorded
+        self._pace = Pace()
         self._calling = threading.Lock()  # held while the owner is inside a call to the communicator
         self._ending = threading.Lock()
         self._ended = False
@@ -111,6 +104,8 @@ class NcclEnd(GuardedEnd):
             self._advance(comm)
         except NcclError as error:
             raise self.guard.fail(str(error)) from None
+        except RuntimeError as error:  # of `follow`
+            raise self.guard.fail(f"the device has failed: {error}") from None
         if not (self._on_device or self._told or (self._queue and not self._announced)):
             self._busy.rest(self)
 
@@ -146,6 +141,10 @@ class NcclEnd(GuardedEnd):
         comm = self._opening.give_up()
         if comm is not None and not self._ended:
             self._abort_communicator(comm, [])
+
+    def pause(self) -> float:
+        """Seconds until a poll may find something."""
+        return 0.0 if self._launching is not None else self._pace.pause()
 
     def check(self) -> None:
         self.shared.owner.owned()
@@ -203,6 +202,9 @@ class NcclEnd(GuardedEnd):
             while self._flying and self._reached(self._flying[0].event):
                 operation = self._flying.popleft()
                 operation.finished = True
+                self._pace.end()
+                if self._flying:
+                    self._pace.begin(self._flying[0].buffer.numel())
                 self._time(operation)
                 if self.shared.times is not None:
                     self.shared.times.append(operation.times)
@@ -212,7 +214,11 @@ class NcclEnd(GuardedEnd):
 
     def _launch(self, comm: Comm) -> bool:
         """Launch the next operation, if it may be; whether it was."""
-        if self._on_device >= ON_DEVICE or not self._queue or not self._may_launch(self._queue[0]):
+        if (
+            self._on_device >= self.shared.in_flight
+            or not self._queue
+            or not self._may_launch(self._queue[0])
+        ):
             return False
         operation = self._queue.popleft()
         self._told -= self._announced
@@ -220,7 +226,9 @@ class NcclEnd(GuardedEnd):
         self._time(operation)
         with self._calling:
             self.guard.check()
-            self._opening.queue(comm, operation.buffer)
+            self._opening.queue(
+                comm, operation.buffer, operation.after if self.shared.in_flight > 1 else None
+            )
         self._time(operation)
         if self.shared.nccl.blocking:
             self._record(operation)
@@ -228,17 +236,27 @@ class NcclEnd(GuardedEnd):
         return True
 
     def _may_launch(self, operation: Operation) -> bool:
-        if not self._reached(operation.after):
+        if not self._ordered(operation):
             return False
         if not self._announced:
             return True
         return self._told > 0 and self._busy.turn_of(self) and self._busy.enter(self)
+
+    def _ordered(self, operation: Operation) -> bool:
+        """Whether the operation may be launched as far as this device is concerned: it is wanted, and what it
+        stands behind is done, or is waited for on the device, where only this device's own copies come before
+        it."""
+        if self.shared.in_flight > 1:
+            return operation.after is not None
+        return self._reached(operation.after)
 
     def _record(self, operation: Operation) -> None:
         # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
         assert self._opening.stream is not None
         operation.event = self._opening.stream.record()
         self._time(operation)
+        if not self._flying:
+            self._pace.begin(operation.buffer.numel())
         self._flying.append(operation)
 
     def _time(self, operation: Operation) -> None:
@@ -349,16 +367,17 @@ class NcclOutbound(NcclEnd, GuardedOutbound):
         self.enqueue(send)
         return send
 
-    def due(self) -> bool:
-        """Whether the next send that is not announced may be: its bytes are ready, and not too many are
-        announced. Only an end that is launched already may announce ahead, and none while others wait."""
+    def due(self, before: int = 0) -> bool:
+        """Whether the next send that is not announced may be: it is wanted, and not too many are announced.
+        Only an end that is launched already may announce ahead, and none while others wait."""
         self.check()
-        if self._told == len(self._queue) or not self._reached(self._queue[self._told].after):
+        number = self._told + before
+        if number >= len(self._queue) or not self._ordered(self._queue[number]):
             return False
-        pending = self._on_device + self._told
+        pending = self._on_device + number
         if pending == 0:
             return self._busy.turn_of(self)
-        return pending < ANNOUNCED and not self._busy.contended
+        return pending <= self.shared.in_flight and not self._busy.contended
 
     def launch(self) -> None:
         self.announce()

@@ -134,7 +134,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank. `ahead`: this
     rank of D has room for KV whose request has not come yet. `instance`: where the first engine of its
     data-parallel instance on this host listens, the others behind it with as many ports each; "": it has no
-    other engine.
+    other engine. `several`: this rank takes several messages that come together, a frame each.
     """
 
     version: Small
@@ -152,6 +152,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     verify: bool
     ahead: bool = False
     instance: Annotated[str, Meta(max_length=300)] = ""
+    several: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?several")
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):

@@ -344,6 +344,12 @@ class Receiver:
         if source is not None:
             source.posted(message.chunk)
 
+    def awaits(self, rank: int, message: Chunk) -> bool:
+        """Whether P has announced this chunk, and has not sent it yet."""
+        source = self.sources.get(rank)
+        announced = source.chunks.get(message.chunk) if source is not None else None
+        return announced is not None and message.attempt == self.attempt and not announced.sent
+
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
         """Where the bytes of this chunk belong, after P's Sent for them; () if they are late, or filler."""
         source = self._source(rank, attempt)

@@ -154,6 +154,14 @@ class SendState:
         self._granted.add(message.chunk)
         return announced[1]
 
+    def awaits_grant(self, chunk: Chunk) -> bool:
+        """Whether this chunk has been announced, and no receive for it is known to be posted."""
+        return (
+            self.attempt == chunk.attempt
+            and chunk.chunk in self.announced
+            and chunk.chunk not in self._granted
+        )
+
     def readable(self, computed: Sequence[int], pieces: Sequence[Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
         owed = self._owed(computed, {piece.group for piece in pieces})

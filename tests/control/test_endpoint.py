@@ -84,13 +84,62 @@ def test_a_wait_of_less_than_a_millisecond_is_no_longer(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A poller counts in milliseconds, and would sleep ten times as long."""
-    slept: list[float] = []
+    waited: list[float] = []
     asked: list[int] = []
-    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(module.ShortWait, "wait", lambda short, seconds: waited.append(seconds))
     monkeypatch.setattr(zmq.Poller, "poll", lambda poller, timeout: asked.append(timeout) or [])
     for seconds in (0.0, 0.0001, 0.001, 0.25):
         endpoint.wait(seconds)
-    assert (slept, asked) == ([0.0001], [0, 0, 1, 250])
+    assert (waited, asked) == ([0.0001], [0, 0, 0, 1, 250])
+
+
+def joined(first: Endpoint, second: Endpoint) -> Connection:
+    """A connection from the second to the first, which has taken in one message over it."""
+    connection = second.dial(first._address)
+    reached(second, connection, first)
+    return connection
+
+
+def test_a_message_ends_a_short_wait(endpoint: Endpoint) -> None:
+    with opened() as other:
+        connection = joined(endpoint, other)
+        for number in range(50):
+            assert connection.send(b"%d" % number)
+            end = time.monotonic() + DEADLINE
+            while not (heard := [data for _, data in endpoint.receive()]):
+                assert time.monotonic() < end, "the message did not come"
+                endpoint.wait(0.0009)
+            assert heard == [b"%d" % number]
+
+
+def test_messages_that_are_held_go_out_together_and_in_order(endpoint: Endpoint) -> None:
+    with opened() as other:
+        connection = joined(endpoint, other)
+        assert connection.hold(b"at once")
+        assert heard(endpoint, 1) == [b"at once"]
+        connection.takes_several(True)
+        assert connection.hold(b"1") and connection.hold(b"2")
+        endpoint.wait(0.05)
+        assert list(endpoint.receive()) == []
+        assert connection.send(b"3") and connection.flush()
+        endpoint.wait(DEADLINE)
+        assert [data for _, data in endpoint.receive()] == [b"1", b"2", b"3"], "they came together"
+        many = [b"%d" % number for number in range(3 * module.MOST_TOGETHER)]
+        held = [connection.hold(each) for each in many]
+        assert all(held) and connection.flush()
+        assert heard(endpoint, len(many)) == many
+        assert connection.hold(b"lost")
+        other.hang_up(connection)
+        assert connection.flush() and not connection.hold(b"x") and not connection.send(b"x")
+
+
+def heard(endpoint: Endpoint, count: int) -> list[bytes]:
+    found, end = list[bytes](), time.monotonic() + DEADLINE
+    while len(found) < count:
+        assert time.monotonic() < end, f"only {len(found)} of {count} messages came"
+        endpoint.wait(0.05)
+        found += [data for _, data in endpoint.receive()]
+    return found
 
 
 def test_a_connection_that_breaks_the_protocol_later_can_be_dialed_again(endpoint: Endpoint) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from engine_support import Geometry, prefill
 from transfers import ends, expect, load
+from virtual.network import Line
 from virtual.pair import VirtualEngine, VirtualPair
 
 from p2pkv.engine import commands as do
+from p2pkv.engine import context
 from p2pkv.engine.decode import Decode, RequestEntry
 from p2pkv.engine.from_prefill import InboundLink, PrefillPeer
 from p2pkv.engine.prefill import Prefill, PromptEntry
@@ -146,6 +148,7 @@ def test_links_without_anything_under_way_are_polled_now_and_then(polls: Counter
 def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(context, "LARGE_COPY", 1)
     seen: dict[str, list[str]] = {"P": [], "D": []}
 
     def note(side: str, name: str, kind: type, method: str, message: type = object) -> None:
@@ -160,6 +163,7 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
 
     note("P", "gather", Prefill, "_gather")
     note("P", "send", DecodePeer, "send", m.Sent)
+    note("P", "out", OutboundLink, "launch")
     note("D", "write", Decode, "_scatter")
     note("D", "grant", PrefillPeer, "send", m.Grant)
     chunk = 4096
@@ -169,7 +173,26 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
     load(rig.d, "k", TOKENS, BLOCKS)
     rig.d.wait(do.Loaded("k"))
     assert seen == {
-        "P": 4 * ["gather", "send"],
+        "P": 4 * ["gather", "send", "out"],
         # There is room for two at a time.
         "D": ["grant", "grant", "write", "grant", "write", "grant", "write", "write"],
     }
+
+
+def test_small_messages_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hand one to libzmq takes longer than to gather it."""
+    flushed: list[int] = []
+    real = Line.flush
+
+    def flush(line: Line) -> bool:
+        flushed.append(line.holding)
+        return real(line)
+
+    monkeypatch.setattr(Line, "flush", flush)
+    chunk = 4096
+    rig = VirtualPair(Geometry((8,), blocks=8), chunk_bytes=chunk, staging_bytes=16 * chunk)
+    prefill(rig.p, "k", rig.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    expect(rig.p, rig.d, "k", tokens=TOKENS)
+    load(rig.d, "k", TOKENS, BLOCKS)
+    rig.d.wait(do.Loaded("k"))
+    assert flushed.count(4) == 3, "four chunks, four grants and four sends, each time at once"

@@ -216,7 +216,7 @@ def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again
 def test_a_p_that_leaves_the_checksum_out_is_not_believed(start, monkeypatch):
     pair = start(verify=True)
     assert pair.transfer() == ("", [])
-    real = Connection.send
+    real = Connection.hold
 
     def silent(connection, data):
         message = decode(data)
@@ -224,7 +224,7 @@ def test_a_p_that_leaves_the_checksum_out_is_not_believed(start, monkeypatch):
             data = encode(Sent(message.key, message.attempt, message.chunk, message.link, message.filler))
         return real(connection, data)
 
-    monkeypatch.setattr(Connection, "send", silent)
+    monkeypatch.setattr(Connection, "hold", silent)
     reason, wrong = pair.transfer()
     assert "and none there" in reason and pair.written(wrong) == []
     monkeypatch.undo()

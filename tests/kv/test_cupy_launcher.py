@@ -1,34 +1,35 @@
-"""What CuPy is told, by a pretend CuPy: the real one needs a device for anything worth a test."""
+"""What CuPy and the driver are told, by pretend ones: the real ones need a device."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
+import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from p2pkv.kv.copiers import BLOCKS_PER_PROCESSOR, CupyLauncher, cupy_launcher
+from p2pkv.kv import copiers
+from p2pkv.kv.copiers import BLOCKS_PER_PROCESSOR, CupyLauncher, cupy_launcher, kernel_names
 
 STREAM = 4242
+HANDLES = 9000
 
 
 class PretendCupy(types.ModuleType):
-    """Notes the launches: (device, stream, name, grid, block, arguments)."""
+    """Compiles each kernel to a number."""
 
-    def __init__(self, new: bool) -> None:
+    def __init__(self) -> None:
         super().__init__("cupy")
-        self.launches: list[tuple[Any, ...]] = []
         self.compiled: list[str] = []
-        self.inside: list[Any] = []
+        self.inside: list[int] = []
         self.broken: Exception | None = None
         """What compiling raises."""
-        stream = types.SimpleNamespace()
-        if new:
-            stream.from_external = lambda source: self._enter(source.__cuda_stream__()[1])
-        self.cuda = types.SimpleNamespace(Device=self._enter, Stream=stream, ExternalStream=self._enter)
+        self.cuda = types.SimpleNamespace(Device=self._enter)
 
     def RawModule(self, code: str) -> Any:
         self.compiled.append(code)
@@ -38,49 +39,94 @@ class PretendCupy(types.ModuleType):
         assert self.inside == [1], "compiled for another device"
         if self.broken is not None:
             raise self.broken
-        return lambda *args: self._launch(name, *args)
+        handle = HANDLES + kernel_names().index(name)
+        return types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=handle))
 
-    def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
-        self.launches.append((*self.inside, name, grid, block, args))
+    @contextlib.contextmanager
+    def _enter(self, index: int) -> Iterator[None]:
+        self.inside.append(index)
+        yield
+        self.inside.pop()
 
-    def _enter(self, what: int) -> _Entered:
-        return _Entered(self.inside, what)
 
+class PretendDriver:
+    """Notes the launches: (kernel, grid, block, shared bytes, stream, arguments)."""
 
-class _Entered:
-    """A device or a stream, current while it is entered; a stream is entered at each launch."""
+    result = 0
 
-    def __init__(self, inside: list[Any], what: int) -> None:
-        self._inside, self._what = inside, what
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
 
-    def __enter__(self) -> None:
-        self._inside.append(self._what)
-
-    def __exit__(self, *_: object) -> None:
-        assert self._inside.pop() == self._what
+    def __call__(self, function: int, *rest: Any) -> int:
+        *sizes, shared, stream, params, extra = rest
+        # cuda.h, cuLaunchKernel: 1, the buffer, 2, where its size is, 0.
+        buffer, size = extra[1], ctypes.c_size_t.from_address(extra[3]).value
+        assert (extra[0], extra[2], extra[4], params) == (1, 2, None, None)
+        arguments = list((ctypes.c_longlong * (size // 8)).from_address(buffer))
+        name = kernel_names()[function - HANDLES]
+        self.launches.append((name, tuple(sizes[:3]), tuple(sizes[3:]), shared, stream, arguments))
+        return self.result
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
+def driver(monkeypatch: pytest.MonkeyPatch) -> PretendDriver:
+    pretend = PretendDriver()
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(multi_processor_count=7)
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(copiers, "launch_call", lambda: pretend)
+    return pretend
 
 
-@pytest.mark.parametrize("new", [False, True])
-def test_a_kernel_goes_to_torchs_current_stream(new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = PretendCupy(new)
+def launcher_on(monkeypatch: pytest.MonkeyPatch) -> CupyLauncher:
+    cupy = PretendCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     launcher = cupy_launcher(torch.device("cuda", 1))
-    assert launcher is not None
+    assert launcher is not None and "p2pkv_scatter_##WIDTH" in cupy.compiled[0]
+    return launcher
+
+
+def test_a_kernel_goes_to_torchs_current_stream(
+    driver: PretendDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_on(monkeypatch)
     assert launcher.most_blocks == 7 * BLOCKS_PER_PROCESSOR
-    for _ in range(2):
-        launcher.launch("p2pkv_gather_16", 5, (8, 32), [1 << 46, 2])
-    arguments = (np.int64(1 << 46), np.int64(2))
-    assert cupy.launches == [(1, STREAM, "p2pkv_gather_16", (5,), (8, 32), arguments)] * 2
-    assert all(type(each) is np.int64 for each in cupy.launches[0][-1])
-    assert len(cupy.compiled) == 1 and "p2pkv_scatter_##WIDTH" in cupy.compiled[0]
+    launcher.launch("p2pkv_gather_16", 5, (8, 32), [1 << 46, *range(14)])
+    launcher.launch("p2pkv_digest", 1, (256, 1), [-1, 0, 2])
+    assert driver.launches == [
+        ("p2pkv_gather_16", (5, 1, 1), (8, 32, 1), 0, STREAM, [1 << 46, *range(14)]),
+        ("p2pkv_digest", (1, 1, 1), (256, 1, 1), 0, STREAM, [-1, 0, 2]),
+    ]
+
+
+def test_threads_do_not_share_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = launcher_on(monkeypatch)
+    inside, found = threading.Barrier(2), list[list[int]]()
+
+    def submit(function: int, *rest: Any) -> int:
+        inside.wait(10)  # both have packed theirs
+        found.append(list((ctypes.c_longlong * 3).from_address(rest[-1][1])))
+        return 0
+
+    monkeypatch.setattr(launcher, "_submit", submit)
+    threads = [
+        threading.Thread(target=launcher.launch, args=("p2pkv_digest", 1, (1, 1), [number] * 3))
+        for number in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(found) == [[0] * 3, [1] * 3]
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error(
+    driver: PretendDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.result = 700
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with result 700 for p2pkv_gather_1"):
+        launcher_on(monkeypatch).launch("p2pkv_gather_1", 1, (1, 1), [0] * 15)
 
 
 def test_without_cupy_torch_does_it_and_the_log_says_so(
@@ -99,7 +145,7 @@ def test_without_cupy_torch_does_it_and_the_log_says_so(
 def test_where_cupy_cannot_compile_torch_does_it_and_the_log_says_why(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cupy = PretendCupy(True)
+    cupy = PretendCupy()
     cupy.broken = error
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert cupy_launcher(torch.device("cuda", 1)) is None

@@ -17,12 +17,14 @@ import torch
 from links_support import NCCL_KINDS, connect, nccl_links, noise, simulated
 from nccl_simulated_gpu import Model, SimulatedGpu
 
-from p2pkv.links import nccl_ends
 from p2pkv.links.base import Guard, Inbound, Outbound, Receive, Send
 from p2pkv.links.nccl import NcclLinks
 from p2pkv.links.nccl_communicator import BusyEnds
 from p2pkv.links.nccl_ends import NcclEnd
 from support.waiting import wait_for
+
+ANNOUNCED = 2
+"""Sends of a link that are announced, of which one is on the device."""
 
 WINDOW = 1 << 20
 NBYTES = 1000
@@ -200,7 +202,7 @@ def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> No
         assert model.runs(SECONDS)
         for line in mesh.lines.values():
             line.turn_of_p()
-    assert max(line.said for line in mesh.lines.values()) <= nccl_ends.ANNOUNCED
+    assert max(line.said for line in mesh.lines.values()) <= ANNOUNCED
     mesh.abort()
     wait_for(lambda: mesh.occupied("P") == 0)
 
@@ -380,10 +382,10 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
         while line.decide():
             pass
     first.turn_of_p()
-    assert first.said == nccl_ends.ANNOUNCED
+    assert first.said == ANNOUNCED
     second.turn_of_p()
     assert second.said == 0
-    wait_for(lambda: first.turn_of_p() or first.turn_of_d() or first.arrived == nccl_ends.ANNOUNCED)
-    assert first.said == nccl_ends.ANNOUNCED, "the other's turn"
+    wait_for(lambda: first.turn_of_p() or first.turn_of_d() or first.arrived == ANNOUNCED)
+    assert first.said == ANNOUNCED, "the other's turn"
     wait_for(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
                first.arrived == second.arrived == AHEAD)  # fmt: skip

@@ -40,6 +40,8 @@ class Line:
         self.refuses = 0  # so many messages find the queue full
         self.way: Way | None = None
         self.dialing = False
+        self._several = False
+        self._held: list[bytes] = []
 
     def assign(self, owner: object) -> None:
         """As p2pkv's own."""
@@ -55,7 +57,9 @@ class Line:
         return self.way is None and not self.dialing
 
     def send(self, data: bytes) -> bool:
-        """Hand over one message; False if the peer is gone or its queue is full."""
+        """As p2pkv's own."""
+        if self._held and not self.flush():
+            return False
         if self.way is None:
             return False
         if self.refuses > 0:
@@ -63,6 +67,28 @@ class Line:
             return False
         self.way.send(data)
         return True
+
+    @property
+    def holding(self) -> int:
+        """Messages that are held."""
+        return len(self._held)
+
+    def takes_several(self, does: bool) -> None:
+        """As p2pkv's own."""
+        self._several = does
+
+    def hold(self, data: bytes) -> bool:
+        """As p2pkv's own."""
+        if not self._several:
+            return self.send(data)
+        self._held.append(data)
+        return self.way is not None
+
+    def flush(self) -> bool:
+        """As p2pkv's own."""
+        held, self._held = self._held, []
+        sent = [self.send(data) for data in held]
+        return all(sent)
 
 
 @dataclass(eq=False)
