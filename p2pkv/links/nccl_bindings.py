@@ -173,7 +173,7 @@ def advice(error: NcclError, version: int) -> str:
     else:
         way = (
             "set NCCL_HOSTID to another value for each of the two servers before they start (NCCL then goes "
-            "through the network, which is slow), or install NCCL 2.30 or newer"
+            "through the network, which is slow), or install NCCL 2.30.7 or newer"
         )
     return f"; if P and D share a GPU: {way} (docs/operations.md)"
 
