@@ -136,8 +136,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     most `max_links`, never in place of a used one"""
 
     nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
-    """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
-    memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
+    """channels | yes | the most channels of an NCCL communicator (32 at most with nccl4py); more take more
+    GPU memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
 
     weights_name: Annotated[str, Meta(max_length=256)] = ""
     """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on

@@ -229,6 +229,7 @@ class Nccl4pyNccl(Nccl):
         config = self._nccl.Config()
         config.blocking = 0
         config.max_ctas = self._channels
+        config.nvls_ctas = 1  # for multicasts, which two ranks never do: less memory, see nccl_memory
         name = self._nccl.UniqueId.from_buffer(unique_id)
         init = self._nccl.comm_init_rank_config
         return self._call("comm_init_rank_config", init, ranks, name, rank, config)
