@@ -170,12 +170,12 @@ def test_calls_that_wait_for_each_other_run_in_threads_cpu() -> None:
 
 
 LOG = """
-h:1:2 [0] NCCL INFO channel.cc:44 (initChannel) Cuda CallocAsync Size 64 pointer 0x7f0 memType 2
-h:1:2 [0] NCCL INFO channel.cc:48 (initChannel) Cuda CallocAsync Size 32 pointer 0x7f1 memType 2
-h:1:2 [0] NCCL INFO init.cc:640 (devCommSetup) Cuda Host Alloc Size 1048576 pointer 0x7f2
-h:1:2 [0] NCCL INFO p2p.cc:256 (ncclP2pAllocateShareableBuffer) Allocated shareable buffer 0x7 size 9637888 ipcDesc
-h:1:2 [0] NCCL INFO 8 coll channels, 8 collnet channels, 0 nvls channels, 8 p2p channels, 2 p2p channels per peer
-h:1:2 [0] NCCL INFO Channel 00/1 : 0[0] -> 1[0] via P2P/CUMEM
+0 NCCL INFO channel.cc:44 (initChannel) Cuda CallocAsync Size 64 pointer 0x7f0 memType 2
+0 NCCL INFO channel.cc:48 (initChannel) Cuda CallocAsync Size 32 pointer 0x7f1 memType 2
+0 NCCL INFO init.cc:640 (devCommSetup) Cuda Host Alloc Size 1048576 pointer 0x7f2
+0 NCCL INFO p2p.cc:256 (ncclP2pAllocateShareableBuffer) Allocated shareable buffer 0x7 size 9637888 ipcDesc
+0 NCCL INFO 8 coll channels, 8 collnet channels, 0 nvls channels, 8 p2p channels, 2 p2p channels per peer
+0 NCCL INFO Channel 00/1 : 0[0] -> 1[0] via P2P/CUMEM
 """
 
 
