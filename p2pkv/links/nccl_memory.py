@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from enum import Enum
+from enum import IntEnum
 
 MIB = 1 << 20
 
@@ -37,7 +37,7 @@ BUFFER_VARIABLES = ("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE")
 and NCCL does not compare these of two ranks."""
 
 
-class Way(Enum):
+class Way(IntEnum):
     """What lies between the two ranks; the value: connections of a peer, at most all channels.
     ncclTopoGetNchannels in graph/paths.cc."""
 
@@ -51,11 +51,11 @@ class Way(Enum):
 
 def end_bytes(channels: int, way: Way, receives: bool) -> int:
     """Bytes of one end. `channels`: of the communicator, a power of two; `receives`: D's end, else P's."""
-    total = (OF_A_COMMUNICATOR + OF_A_CHANNEL * channels) * GRANULE
+    total: int = (OF_A_COMMUNICATOR + OF_A_CHANNEL * channels) * GRANULE
     if way is Way.NETWORK:  # one buffer for all connections, of device memory with GPUDirect RDMA
         return total + _granules(channels * NET_BYTES_OF_A_CHANNEL)
     buffers = CONTROL_BYTES + (LL_BYTES + LL128_BYTES + SIMPLE_BYTES if receives else 0)
-    total += min(channels, way.value) * _granules(buffers)
+    total += min(channels, way) * _granules(buffers)
     if way is Way.NVLINK:  # ncclNvlsSetup in transport/nvls.cc, which p2pkv bounds to one channel
         total += 2 * GRANULE
     return total

@@ -162,7 +162,7 @@ def steps(out: Path) -> list[Step]:
             "one-gpu and not graphs and not ipc",
             1,
             "a P and a D of vLLM on one card answer as a single server, and all checksums agree",
-            "D decodes on while prompts arrive, and when P is killed (figures below)",
+            "D decodes on while prompts arrive, and when P is killed (figures below, not in quiet)",
         ),
         pushes(
             "CUDA IPC, one card",
@@ -196,9 +196,7 @@ def steps(out: Path) -> list[Step]:
             1,
             60.0,
             wheels,
-            boxes=(
-                "the memory of a communicator is what NCCL's source says, or its log shows what is missing",
-            ),
+            boxes=("NCCL's own log of what it allocates for a communicator, beside what the card has less",),
         ),
         pushes(
             "two cards",
