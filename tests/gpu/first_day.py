@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -309,6 +309,7 @@ def run(step: Step, seconds: float) -> Result:
     except OSError as error:
         result.outcome, result.why = "not run", f"{step.command[0]} cannot be started: {error}"
         return result
+    RUNNING.add(child.pid)
     try:
         said, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -319,6 +320,8 @@ def run(step: Step, seconds: float) -> Result:
             os.killpg(child.pid, signal.SIGKILL)
         said, _ = child.communicate()
         result.outcome, result.why = "failed", f"it did not end in {seconds:g} s"
+    finally:
+        RUNNING.discard(child.pid)
     result.seconds = time.monotonic() - begin
     result.output = said.splitlines()[-LAST_LINES:]
     if not result.why and child.returncode == 1 and step.one:
@@ -326,6 +329,22 @@ def run(step: Step, seconds: float) -> Result:
     elif not result.why:
         result.outcome, result.why = verdict(child.returncode, said)
     return result
+
+
+RUNNING: set[int] = set()
+"""Process groups of the steps that run."""
+
+
+@contextlib.contextmanager
+def ending_all() -> Iterator[None]:
+    """Ctrl-C ends this process alone, as steps have process groups of their own: pass it on to them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for group in list(RUNNING):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGINT)
+        raise
 
 
 def verdict(status: int, said: str) -> tuple[str, str]:
@@ -366,10 +385,7 @@ def run_all(wanted: Sequence[Step], count: int, seconds: float) -> list[Result]:
 
     results: list[Result] = []
     for quiet, together in groupby(wanted, lambda step: step.quiet):
-        if quiet:
-            results += map(one, together)
-            continue
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(1 if quiet else AT_ONCE) as pool, ending_all():
             results += pool.map(one, together)
     return results
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from gpu import communicator, first_tokens, mps, push_table
+from gpu import communicator, first_day, first_tokens, mps, push_table
 from gpu.first_day import Step, blocks, run_all
 from gpu.page import Table, markdown
 from gpu.tables import mps_phrase, push_blocks, token_blocks
+
+from p2pkv.demo.processes import wait_until
 
 # Steps side by side.
 
@@ -36,6 +39,22 @@ def test_steps_that_need_no_quiet_run_at_the_same_time() -> None:
         ("one", "passed"), ("other", "passed"), ("alone", "passed"),
     ]  # fmt: skip
     assert [each.output for each in results] == [["both"], ["both"], ["alone"]]
+
+
+def test_who_interrupts_it_interrupts_the_steps() -> None:
+    code = "import time; time.sleep(60)"
+    pair = [Step(name, "", (sys.executable, "-c", code), quiet=False) for name in ("one", "other")]
+
+    def interrupt() -> None:
+        wait_until(lambda: len(first_day.RUNNING) == 2, "two steps")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # as Ctrl-C does
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_all(pair, 0, 60.0)
+    thread.join()
+    assert not first_day.RUNNING, "a step goes on by itself"
 
 
 # CUDA MPS.
