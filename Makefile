@@ -9,7 +9,7 @@
 # make pages   write docs/options.md from the code, and weigh code and pages (.ci/budget.py)
 # make pictures  draw docs/pair.svg, and make docs/dashboard.png with a Chromium of this machine's
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
-# make gpu-first-day  all that one or two GPUs can show, what says most first, into one page (ARGS="--minutes 30")
+# make gpu-first-day  all that one or two GPUs can show, what says most first, into one page, under CUDA MPS with ARGS=--mps
 # make gpu-dry-run  those lines of tests/gpu that need no GPU, with vLLM on the CPU: a few minutes
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make dist    the sdist and the wheel, checked: in dist/, the same bytes each time (the date is SOURCE_DATE_EPOCH)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One P on GPU 0, one D on GPU 1 and the proxy on this machine. Ctrl-C stops all three. Not run on GPUs yet.
+# One P on GPU 0, one D on GPU 1 and the proxy on this machine. Ctrl-C stops all three. Two GPUs have not run it yet.
 #
 #     examples/serve_pair_gpus.sh path-or-name-of-a-model [more arguments for vLLM]
 #

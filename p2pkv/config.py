@@ -136,12 +136,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     most `max_links`, never in place of a used one"""
 
     nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
-    """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
-    memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
+    """channels | yes | the most channels of an NCCL communicator (32 at most with nccl4py); more take more
+    GPU memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
 
-    nccl_in_flight: Annotated[int, Meta(ge=1, le=8)] = 2
-    """operations | no | sends, or receives, of an NCCL link that are on the device at a time; with `1` none
-    waits behind another there, where the model's kernels might wait behind it"""
+    nccl_in_flight: Annotated[int, Meta(ge=1, le=8)] = 1
+    """operations | no | sends, or receives, of an NCCL link that are on the device at a time. With `1` none
+    waits behind another there, where the model's kernels might wait behind it; `2` is faster and not
+    verified on a GPU"""
 
     weights_name: Annotated[str, Meta(max_length=256)] = ""
     """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on

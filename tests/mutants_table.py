@@ -1007,4 +1007,17 @@ _parts: a CPU's delta net passes for a GPU's
 ColumnCopier._matrices: columns of a window that begins at another layer are copied as if they followed
 - np.flatnonzero(np.diff(steps) != self._element)
 + np.flatnonzero(np.diff(steps) > 1 << 40)
+== p2pkv/links/shared_card.py
+> tests/links/test_shared_card.py
+turns: a rank warns although it cannot know whether MPS runs
+- or mps is not False
++ or mps
+mps_runs: another process that has the daemon's old number passes for it
+- True if program(pid).startswith(DAEMON[:15]) else None
++ True if program(pid) else None
+== p2pkv/links/nccl.py
+> tests/engine/test_nccl.py::test_other_sizes_of_nccls_buffers_are_refused_at_the_handshake
+NcclLinks.__init__: P and D with other sizes of NCCL's buffers pass for alike
+- f"nccl {version_name(self._version)}", buffer_settings()
++ f"nccl {version_name(self._version)}", ""
 """

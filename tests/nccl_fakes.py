@@ -79,7 +79,7 @@ def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
 
     class Config:
         def __init__(self) -> None:
-            self.blocking = self.min_ctas = self.max_ctas = -(1 << 31)
+            self.blocking = self.min_ctas = self.max_ctas = self.nvls_ctas = -(1 << 31)
 
     class UniqueId:
         def __init__(self, data: bytes = UNIQUE_ID) -> None:
@@ -93,7 +93,7 @@ def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
             return self.data
 
     def comm_init_rank_config(nranks: int, comm_id: UniqueId, rank: int, config: Config) -> object:
-        asked.note("init", nranks, bytes(comm_id), rank, config.blocking, config.max_ctas)
+        asked.note("init", nranks, bytes(comm_id), rank, config.blocking, config.max_ctas, config.nvls_ctas)
         return "a Comm"
 
     module = types.ModuleType("nccl.bindings.nccl")

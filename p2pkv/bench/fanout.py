@@ -40,6 +40,7 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.link_kinds import KINDS
 from p2pkv.links import make_factory
+from p2pkv.links.nccl_memory import Way, end_bytes
 from p2pkv.pairing import Address
 
 FAN_OUTS = (1, 2, 4)
@@ -76,7 +77,7 @@ class FanOut:
         self._decodes: dict[int, Address] = {}
         self._pipes: dict[int, list[Pipe]] = {}
         self._shared = len(devices) == 1 and devices[0] != "cpu"
-        os.environ.update(environment("P", self._shared))
+        os.environ.update(environment(self._shared))
         self.memory = Memory(capacity_for(self._tokens), "P", devices[0])
         try:
             for fan_out in fan_outs:
@@ -147,7 +148,7 @@ class FanOut:
                 "rank": rank,
                 "tp": fan_out,
             }
-            process, pipe = start_decode(settings, environment_of_child("D", self._shared))
+            process, pipe = start_decode(settings, environment_of_child(self._shared))
             self._stack.callback(end_decode, process)
             self._stack.callback(pipe.close)
             pipes.append(pipe)
@@ -196,6 +197,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
 # The memory of communicators.
 
 LINKS = 4
+CHANNELS = 8
+"""Of the option nccl_num_channels by default."""
 
 
 def free_bytes(device: str) -> int:
@@ -225,8 +228,8 @@ def measure_communicators(
         "device": devices[1],
     }
     with contextlib.ExitStack() as stack:
-        os.environ.update(environment("P", shared))
-        process, pipe = start_decode(settings, environment_of_child("D", shared))
+        os.environ.update(environment(shared))
+        process, pipe = start_decode(settings, environment_of_child(shared))
         stack.callback(end_decode, process)
         stack.callback(pipe.close)
         pipe.expect("addresses")
@@ -253,6 +256,9 @@ def communicators_table(costs: dict[str, Any]) -> Iterator[str]:
         f"{'slots':>10} {_mib(costs['slots'])}   apart: taken once for a rank, "
         f"staging_bytes {costs['staging_bytes'] >> 20} MiB, and what loading NCCL took"
     )
+    for way in Way:
+        p, d = (end_bytes(CHANNELS, way, receives) for receives in (False, True))
+        yield f"{way.name:>10} {_mib(p)} {_mib(d)}   P's and D's end, by NCCL's source, {CHANNELS} channels"
 
 
 def _mib(nbytes: int) -> str:

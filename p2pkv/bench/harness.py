@@ -25,6 +25,7 @@ from p2pkv.engine.thread import Rank
 from p2pkv.kv import PagedCache, RankCache
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory, Outbound, Send
+from p2pkv.links.nccl_bindings import SHARED_GPU
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 
@@ -253,27 +254,15 @@ def devices(link: str) -> tuple[str, str]:
     return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
 
 
-def environment(side: str, shared: bool) -> dict[str, str]:
-    """What NCCL's environment needs before its first call in the process of this side.
-
-    NCCL refuses two ranks on one device of one host, so with `shared` each side claims a host of its own,
-    and NCCL goes through sockets: right, but slow, and its rates are no measure of a link.
-    """
-    if not shared:
-        return {}
-    return {
-        "NCCL_HOSTID": f"p2pkv-bench-{side}",
-        "NCCL_NET": "Socket",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_MNNVL_ENABLE": "0",
-        "NCCL_MAX_CTAS": "2",
-    }
+def environment(shared: bool) -> dict[str, str]:
+    """What NCCL's environment needs before its first call in a process, if P and D share a device: before
+    2.30 it refuses two ranks there, whatever is set."""
+    return {SHARED_GPU: "1"} if shared else {}
 
 
-def environment_of_child(side: str, shared: bool) -> dict[str, str]:
-    """The whole environment of a process of this side."""
-    return {**os.environ, **environment(side, shared)}
+def environment_of_child(shared: bool) -> dict[str, str]:
+    """The whole environment of D's process."""
+    return {**os.environ, **environment(shared)}
 
 
 def seconds_of(device: str, once: Callable[[], object]) -> float:

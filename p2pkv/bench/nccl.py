@@ -126,8 +126,8 @@ def _head(about: dict[str, Any], results: dict[str, Any]) -> Iterator[str]:
     yield f"{', '.join(results['cards'])}; torch {about['torch']}, CUDA {torch.version.cuda}"
     if len(set(results["devices"])) == 1 and results["link"] == "nccl":
         yield (
-            "P and D share one device, and NCCL goes through sockets: the rates of NCCL, link and push are "
-            "no measure of a link, only their ratios are"
+            "P and D share one device: the rates of NCCL, link and push are no measure of a wire. Without "
+            "CUDA MPS both processes take turns there (see `p2pkv doctor`)"
         )
     moved = results["total"] >> 20
     compared = "NCCL, link and push" if results["link"] == "nccl" else "link and push"
@@ -233,7 +233,7 @@ class Messages:
         self._stack = contextlib.ExitStack()
         self._keys = 0
         self.times: list[tuple[float, ...]] = []
-        os.environ.update(environment("P", self._shared))
+        os.environ.update(environment(self._shared))
         self.memory = Memory(capacity_for(self._tokens), "P", self.device)
         self._ranks: dict[int, tuple[Address, Rank]] = {}
         self._outbound: Outbound | None = None
@@ -336,7 +336,7 @@ class Messages:
             "staging_bytes": self._staging,
             "lease_seconds": self._lease_seconds,
         }
-        self.decoder, self.pipe = start_decode(settings, environment_of_child("D", self._shared))
+        self.decoder, self.pipe = start_decode(settings, environment_of_child(self._shared))
         self._stack.callback(end_decode, self.decoder)
         self._stack.callback(self.pipe.close)
         self._decode = Address.parse(self.pipe.expect("addresses")["addresses"][LAYOUT.name])

@@ -135,6 +135,7 @@ def examine() -> Iterator[Finding]:
             yield usable()
         except ImportError as error:
             yield Finding(link, f"not usable ({error})")
+    yield _mps()
     yield _cuda_environment()
 
 
@@ -265,6 +266,25 @@ def ipc_sentence(drivers: Sequence[CudaMemory]) -> str:
     ]
     between = f", and between devices {'; '.join(pairs)}" if pairs else ""
     return f"usable between processes of one user on one GPU{between}, within one network namespace"
+
+
+def _mps() -> Finding:
+    """Whether two servers on one card would take turns, and whether some do."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("MPS", f"not looked for ({error})")
+    from p2pkv.links import shared_card
+
+    if not torch.cuda.is_available():
+        return Finding("MPS", "of no concern: torch finds no CUDA device")
+    directory = shared_card.pipe_directory()
+    processes = {
+        index: len(shared_card.compute_processes(shared_card.uuid_of(index)))
+        for index in range(torch.cuda.device_count())
+    }
+    mps = shared_card.mps_runs(directory)
+    return Finding("MPS", shared_card.doctor_sentence(processes, mps, directory))
 
 
 def _cuda_environment() -> Finding:

@@ -41,6 +41,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.liveness import Beat
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
+from p2pkv.links.shared_card import warn_of_turns
 from p2pkv.protocol.handshake import fit
 
 if TYPE_CHECKING:
@@ -357,6 +358,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             f"{options.role} rank {number} listens at {hello.address}; link {links.kind}; here: "
             f"{'; '.join(map(str, cache.groups))}"
         )
+        warn_of_turns(cache.device)
         if number == 0 and options.proxies and options.http_address is not None:
             self._announce(hello)
 

@@ -161,7 +161,7 @@ class LinkSettings:
     shared_memory: bool = True
     device: torch.device | None = None
     nccl_channels: int = 8
-    nccl_in_flight: int = 2
+    nccl_in_flight: int = 1
     receives: bool = True
     allowed: Networks | None = None
 

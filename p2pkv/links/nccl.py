@@ -37,6 +37,7 @@ from p2pkv.links.nccl_bindings import (
 )
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
 from p2pkv.links.nccl_ends import NcclEnd, NcclInbound, NcclOutbound
+from p2pkv.links.nccl_memory import buffer_settings
 from p2pkv.links.staging import StagingBudget, aligned
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,8 @@ def check_versions(mine: int, theirs: int) -> None:
 
 
 class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
-    """Makes NCCL links for one rank. One thread owns all of them. `kind` names NCCL's exact version, so that
-    peers with another one are refused at the handshake."""
+    """Makes NCCL links for one rank. One thread owns all of them. `kind` names NCCL's exact version, and
+    the sizes of buffers that the environment sets, so that peers with others are refused at the handshake."""
 
     blobs = NcclInvitation, NcclAcceptance
     too_many_stuck = (
@@ -110,7 +111,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         pool = DevicePool(device.memory, staging_bytes, FIRST_MESSAGE_BYTES)
         self.shared = NcclContext(nccl, device, pool, self.staging, init_seconds, owner, busy, in_flight)
         self._version = nccl.version()
-        self.kind = f"nccl {version_name(self._version)}"
+        self.kind = " ".join(filter(None, (f"nccl {version_name(self._version)}", buffer_settings())))
         logger.info(
             "%s on %s: %d links may be busy at once, with %d channels each",
             nccl.describe(),

@@ -173,7 +173,7 @@ def advice(error: NcclError, version: int) -> str:
     else:
         way = (
             "set NCCL_HOSTID to another value for each of the two servers before they start (NCCL then goes "
-            "through the network, which is slow), or install NCCL 2.30 or newer"
+            "through the network, which is slow), or install NCCL 2.30.7 or newer"
         )
     return f"; if P and D share a GPU: {way} (docs/operations.md)"
 
@@ -229,6 +229,7 @@ class Nccl4pyNccl(Nccl):
         config = self._nccl.Config()
         config.blocking = 0
         config.max_ctas = self._channels
+        config.nvls_ctas = 1  # for multicasts, which two ranks never do: less memory, see nccl_memory
         name = self._nccl.UniqueId.from_buffer(unique_id)
         init = self._nccl.comm_init_rank_config
         return self._call("comm_init_rank_config", init, ranks, name, rank, config)

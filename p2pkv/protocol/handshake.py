@@ -168,6 +168,7 @@ DRAFTER = " with drafter "
 """In a Hello's weights, before what identifies a drafter that keeps KV."""
 
 SAME_RINGS = "serve the same model with the same num_speculative_tokens, from which vLLM takes a ring's size"
+SAME_LINK = "set the same `link` option, install the same NCCL, and set the same NCCL_*BUFFSIZE, if any"
 SAME_ALLOCATOR = "serve the same model, and set --disable-hybrid-kv-cache-manager on both sides or on neither"
 
 
@@ -222,7 +223,7 @@ def negotiate(mine: Hello, theirs: Hello) -> Plan:
     alike = f"serve the same model (here {mine.model}, there {theirs.model}), configured alike"
     same: list[tuple[str, object, object, str]] = [
         ("weights", mine.weights, theirs.weights, alike + _drafters(mine, theirs)),
-        ("links", mine.link, theirs.link, "set the same `link` option, and install the same NCCL"),
+        ("links", mine.link, theirs.link, SAME_LINK),
         ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),
     ]
     for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=False)):

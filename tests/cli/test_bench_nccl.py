@@ -73,10 +73,10 @@ def test_a_plot_needs_matplotlib_or_draws(tmp_path: Path) -> None:
         assert path.stat().st_size > 1000
 
 
-def test_two_ranks_on_one_device_claim_hosts_of_their_own() -> None:
-    assert environment("P", shared=False) == {}
-    assert environment("P", shared=True)["NCCL_HOSTID"] != environment("D", shared=True)["NCCL_HOSTID"]
-    assert environment_of_child("D", shared=False) == dict(os.environ)
+def test_nccl_is_told_that_two_ranks_share_a_device() -> None:
+    assert environment(shared=False) == {}
+    assert environment(shared=True) == {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert environment_of_child(shared=False) == dict(os.environ)
 
 
 # How it calls NCCL by itself, by a pretend CuPy of each age.
@@ -190,6 +190,7 @@ def test_each_link_costs_what_the_device_has_less_when_it_is_up() -> None:
     assert "P's end" in lines[0]
     assert [line.split()[:2] for line in lines[2:]] == [
         ["1", "50.0"], ["2", "30.0"], ["3", "30.0"], ["4", "30.0"], ["slots", "100.0"],
+        ["NVLINK", "72.0"], ["PCIE", "56.0"], ["NETWORK", "68.0"],
     ]  # fmt: skip
 
 
@@ -211,4 +212,4 @@ def test_the_report_has_all_tables_that_the_link_has(link: str) -> None:
     assert "1024 KiB" in text and "ranks of D" in text and "7.00" in text
     assert ("both ends" in text) == ("5.0" in text) == (link == "nccl")
     assert link == "nccl" or "link and push move 64 MiB" in text
-    assert link == "nccl" or not re.search("communicator|sockets", text)
+    assert link == "nccl" or not re.search("communicator|MPS", text)

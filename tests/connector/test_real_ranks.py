@@ -82,6 +82,13 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
         assert each.warm_up.tokens == 3 * BLOCK + 1 and each.warm_up.model == each.ping.model
 
 
+def test_each_rank_looks_who_else_computes_on_its_card(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(connector, "warn_of_turns", lambda device: looked.append(device.type))
+    engines(1, 2)
+    assert looked == ["cpu"] * 3
+
+
 def test_prompts_with_a_common_beginning_in_one_step(engines: Any) -> None:
     """P's later prompts take as cached what the first one computes in the same step, while D asks."""
     p, d = engines(1, 1, budget=400, chunk_bytes=4096)

@@ -25,6 +25,19 @@ def test_other_versions_of_nccl_are_refused_at_the_handshake(make_nccl: Make) ->
     assert nccl_of(p).live == nccl_of(d).live == 0
 
 
+def test_other_sizes_of_nccls_buffers_are_refused_at_the_handshake(
+    make_nccl: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL does not compare them, and P would write past D's buffers."""
+    monkeypatch.delenv("NCCL_BUFFSIZE", raising=False)
+    p = make_nccl("P")
+    monkeypatch.setenv("NCCL_BUFFSIZE", "1048576")
+    d = make_nccl("D")
+    d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+    assert "NCCL_BUFFSIZE=1048576" in (reason := failure(d, "k")) and "NCCL_*BUFFSIZE" in reason
+    assert nccl_of(p).live == nccl_of(d).live == 0
+
+
 def test_a_link_that_failed_to_come_up_is_built_anew(make_nccl: Make) -> None:
     p, d = make_nccl("P"), make_nccl("D")
     nccl_of(d).fails_with = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.needs import FILES, lacking
+from gpu.needs import FILES, VLLM, lacking, present
 
 HERE = Path(__file__).resolve().parent
 
@@ -80,14 +80,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def has_vllm() -> bool:
-    try:
-        # A module that is certainly vLLM's: a folder of these tests could pass for a package of that name.
-        return importlib.util.find_spec("vllm.entrypoints") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def missing(item: pytest.Item) -> str:
     """Why this test cannot run here; empty if it can."""
     needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
@@ -96,6 +88,6 @@ def missing(item: pytest.Item) -> str:
         return f"needs {needed} CUDA device{'s' * (needed > 1)}, and torch finds {found}"
     if needed and importlib.util.find_spec("cupy") is None:
         return "needs CuPy, which is not installed: cupy-cuda12x or cupy-cuda13x"
-    if item.get_closest_marker("vllm") and not has_vllm():
+    if item.get_closest_marker("vllm") and not present(VLLM):
         return "needs vLLM, which is not installed"
     return ""

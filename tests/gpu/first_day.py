@@ -1,8 +1,9 @@
 """`make gpu-first-day`: all that can be tried on one or two GPUs, what says most first, into one page.
 
 For a machine with torch, CuPy and pytest, without network and with nothing prepared. Each step is a process
-with a deadline; what a machine lacks, or what there is no time for, is a line that says so. Writes
-first_day.html, first_day.md and first_day.json, to be attached to an issue. Exit code 1 if a step failed.
+with a deadline; steps that need no quiet run side by side, then those that measure, one by one. What a
+machine lacks, or what there is no time for, is a line that says so. Writes first_day.html, first_day.md and
+first_day.json, to be attached to an issue. Exit code 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))  # this is a script
 
+from gpu import mps  # noqa: E402
 from gpu.figures import VARIABLE, figures  # noqa: E402
-from gpu.needs import lacking  # noqa: E402
+from gpu.needs import VLLM, lacking  # noqa: E402
 from gpu.page import Block, Boxes, Heading, Output, Table, Text, markdown, page  # noqa: E402
+from gpu.tables import mps_phrase, push_blocks, token_blocks  # noqa: E402
 
 TITLE = "p2pkv on a GPU: the first day"
 
@@ -62,6 +67,7 @@ class Step:
         modules: those of WHEELS that it needs.
         one: what exit status 1 means, if that is not a failure.
         boxes: what is shown on a card if it passes.
+        quiet: whether nothing else may run meanwhile: it measures, or it is alone on two cards.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Step:
     modules: tuple[str, ...] = ()
     one: str = ""
     boxes: tuple[str, ...] = ()
+    quiet: bool = True
 
 
 @dataclass
@@ -95,22 +102,40 @@ def steps(out: Path) -> list[Step]:
 
     def servers(name: str, what: str, setting: str, gpus: int, *boxes: str) -> Step:
         command = (*tests, "tests/gpu/test_servers.py", "-k", setting)
-        return Step(name, what, command, gpus, 600.0, boxes=boxes)
+        return Step(name, what, command, gpus, 240.0 * gpus, boxes=boxes, quiet=gpus > 1)
 
     def pushes(name: str, what: str, chosen: str, gpus: int, *boxes: str, also: Sequence[str] = ()) -> Step:
         command = (*tests, "tests/gpu/test_push.py", *also, "-k", chosen)
-        return Step(name, what, command, gpus, 240.0, wheels, boxes=boxes)
+        return Step(name, what, command, gpus, 240.0, wheels, boxes=boxes, quiet=gpus > 1)
+
+    def table(link: str, *boxes: str) -> Step:
+        command = (python, "tests/gpu/push_table.py", "--link", link, "--json", str(out / PUSHES[link]))
+        what = f"a prompt of 512 MiB over link: {link}, by size of message"
+        return Step(f"push table, {link}", what, command, 1, 90.0, wheels, boxes=boxes)
+
+    def tokens(name: str, p_card: str, d_card: str, gpus: int) -> Step:
+        command = (python, "tests/gpu/first_tokens.py", "--json", str(out / TOKENS[gpus]))
+        return Step(
+            name,
+            "vLLM: time to first token by length, and pauses while prompts arrive, beside one server",
+            (*command, "--cards", p_card, d_card),
+            gpus,
+            200.0,
+            (*wheels, VLLM),
+            boxes=("first tokens and pauses of a model of 3B geometry, and its answers (tables below)",),
+        )
 
     return [
-        Step("environment", "Python, packages and devices", (python, "-c", ENVIRONMENT), seconds=60),
-        Step("driver", "what the driver says", ("nvidia-smi",), seconds=30),
-        Step("topology", "what lies between the cards", ("nvidia-smi", "topo", "-m"), seconds=30),
+        Step("environment", "Python, packages and devices", (python, "-c", ENVIRONMENT), 0, 60, quiet=False),
+        Step("driver", "what the driver says", ("nvidia-smi",), 0, 30, quiet=False),
+        Step("topology", "what lies between the cards", ("nvidia-smi", "topo", "-m"), 0, 30, quiet=False),
         Step(
             "doctor",
             "what p2pkv can use here",
             (python, "-m", "p2pkv.cli", "doctor"),
             seconds=60,
             one="no vLLM server with p2pkv can run here; its lines say why",
+            quiet=False,
         ),
         Step(
             "kernels",
@@ -121,6 +146,7 @@ def steps(out: Path) -> list[Step]:
                 "the kernels move the bytes that torch's index kernels move, and compute torch's checksums",
                 "a gather on the engine's stream does not wait for the forward's stream",
             ),
+            quiet=False,
         ),
         pushes(
             "one card",
@@ -136,7 +162,7 @@ def steps(out: Path) -> list[Step]:
             "one-gpu and not graphs and not ipc",
             1,
             "a P and a D of vLLM on one card answer as a single server, and all checksums agree",
-            "D decodes on while prompts arrive, and when P is killed (figures below)",
+            "D decodes on while prompts arrive, and when P is killed (figures below, not in quiet)",
         ),
         pushes(
             "CUDA IPC, one card",
@@ -152,6 +178,25 @@ def steps(out: Path) -> list[Step]:
             "one-gpu-ipc",
             1,
             "a P and a D of vLLM on one card answer as a single server over link: ipc",
+        ),
+        servers(
+            "graphs, one card",
+            "vLLM with CUDA graphs on one card",
+            "one-gpu-graphs",
+            1,
+            "with CUDA graphs on one card the answers are right",
+        ),
+        table("nccl", "a push over NCCL beside NCCL alone, on one card (table below)"),
+        tokens("first tokens", "0", "0", 1),
+        table("ipc", "a push over link: ipc beside a plain copy, on one card (table below)"),
+        Step(
+            "communicator",
+            "what NCCL allocates for a link, by its own log",
+            (python, "tests/gpu/communicator.py", "--json", str(out / "communicator.json")),
+            1,
+            60.0,
+            wheels,
+            boxes=("NCCL's own log of what it allocates for a communicator, beside what the card has less",),
         ),
         pushes(
             "two cards",
@@ -214,13 +259,7 @@ def steps(out: Path) -> list[Step]:
             2,
             "beside the all-reduce of TP 2 nothing hangs, and the pauses between tokens are those of decode",
         ),
-        servers(
-            "graphs, one card",
-            "vLLM with CUDA graphs on one card",
-            "one-gpu-graphs",
-            1,
-            "with CUDA graphs on one card the answers are right",
-        ),
+        tokens("first tokens, two cards", "0", "1", 2),
         Step(
             "fan-out",
             "several ranks of D on one card, and what a communicator costs",
@@ -235,6 +274,16 @@ def steps(out: Path) -> list[Step]:
 STOP_SECONDS = 90.0
 BENCH = "bench.json"
 BENCH_IPC = "bench_ipc.json"
+PUSHES = {"nccl": "pushes_nccl.json", "ipc": "pushes_ipc.json"}
+TOKENS = {1: "first_tokens.json", 2: "first_tokens_two_cards.json"}
+"""By the number of cards."""
+
+MINUTES = {1: 8.0, 2: 30.0}
+"""What it takes by default, with so many cards or fewer."""
+
+AT_ONCE = max(2, (os.cpu_count() or 2) // 2)
+"""Steps that run side by side at most: each may start three servers, which are busy with Python at first."""
+
 FIGURES = "figures.jsonl"
 
 
@@ -260,6 +309,7 @@ def run(step: Step, seconds: float) -> Result:
     except OSError as error:
         result.outcome, result.why = "not run", f"{step.command[0]} cannot be started: {error}"
         return result
+    RUNNING.add(child.pid)
     try:
         said, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -270,6 +320,8 @@ def run(step: Step, seconds: float) -> Result:
             os.killpg(child.pid, signal.SIGKILL)
         said, _ = child.communicate()
         result.outcome, result.why = "failed", f"it did not end in {seconds:g} s"
+    finally:
+        RUNNING.discard(child.pid)
     result.seconds = time.monotonic() - begin
     result.output = said.splitlines()[-LAST_LINES:]
     if not result.why and child.returncode == 1 and step.one:
@@ -277,6 +329,22 @@ def run(step: Step, seconds: float) -> Result:
     elif not result.why:
         result.outcome, result.why = verdict(child.returncode, said)
     return result
+
+
+RUNNING: set[int] = set()
+"""Process groups of the steps that run."""
+
+
+@contextlib.contextmanager
+def ending_all() -> Iterator[None]:
+    """Ctrl-C ends this process alone, as steps have process groups of their own: pass it on to them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for group in list(RUNNING):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGINT)
+        raise
 
 
 def verdict(status: int, said: str) -> tuple[str, str]:
@@ -297,10 +365,11 @@ def devices() -> int:
 
 
 def run_all(wanted: Sequence[Step], count: int, seconds: float) -> list[Result]:
-    """All of them within so many seconds, on a machine with `count` CUDA devices."""
+    """All of them within so many seconds, on a machine with `count` CUDA devices; those next to each other
+    that need no quiet at the same time, AT_ONCE at most."""
     end = time.monotonic() + seconds
-    results = []
-    for step in wanted:
+
+    def one(step: Step) -> Result:
         left = end - time.monotonic()
         if count < step.gpus:
             why = f"needs {step.gpus} CUDA device{'s' * (step.gpus > 1)}, and torch finds {count}"
@@ -312,7 +381,12 @@ def run_all(wanted: Sequence[Step], count: int, seconds: float) -> list[Result]:
         else:
             result = run(step, min(step.seconds, left))
         print(f"{result.outcome:<8} {step.name} ({result.seconds:.0f} s) {result.why}".rstrip(), flush=True)
-        results.append(result)
+        return result
+
+    results: list[Result] = []
+    for quiet, together in groupby(wanted, lambda step: step.quiet):
+        with ThreadPoolExecutor(1 if quiet else AT_ONCE) as pool, ending_all():
+            results += pool.map(one, together)
     return results
 
 
@@ -393,15 +467,17 @@ def blocks(
     when: str,
     table: Table | None = None,
     limit: dict[str, float] | None = None,
+    under: str = "",
+    more: Sequence[Block] = (),
 ) -> list[Block]:
-    """The page's parts."""
+    """The page's parts. `under`: whether MPS ran; `more`: tables that have a shape of their own."""
     outcomes = {each.step: each.outcome for each in results}
     counts = ", ".join(
         f"{sum(each.outcome == outcome for each in results)} {outcome}"
         for outcome in ("passed", "failed", "not run")
     )
     found: list[Block] = [
-        Text(f"{when}, `make gpu-first-day`: {counts}. Attach this page to an issue."),
+        Text(f"{when}, `make gpu-first-day`{under and ', '}{under}: {counts}. Attach this page to an issue."),
         Heading("What a card has to show"),
         Boxes(
             [
@@ -421,6 +497,7 @@ def blocks(
             or "This machine tells of no NVLink, PCIe or InfiniBand."
         ),
         table if table is not None and table.rows else Text("Nothing was measured."),
+        *more,
     ]
     for each in results:
         if each.output:
@@ -428,9 +505,19 @@ def blocks(
     return found
 
 
+def _written(path: Path) -> Any:
+    """The JSON that a step left there, None without."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="it ends by itself within this time")
+    parser.add_argument(
+        "--minutes", type=float, help="it ends by itself within this time; by default 8, with two cards 30"
+    )
+    parser.add_argument(
+        "--mps", action="store_true", help="start CUDA MPS for this time, which two processes on a card need"
+    )
     parser.add_argument("--only", nargs="+", metavar="STEP", help="only these steps, by name")
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-first-day", help="where the report goes")
     args = parser.parse_args(argv)
@@ -442,22 +529,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"no step {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in wanted)}"
             )
         wanted = [step for step in wanted if step.name in args.only]
-    (args.out / FIGURES).unlink(missing_ok=True)
-    for name in (BENCH, BENCH_IPC):
+    for name in (FIGURES, BENCH, BENCH_IPC, *PUSHES.values(), *TOKENS.values()):
         (args.out / name).unlink(missing_ok=True)
     os.environ[VARIABLE] = str((args.out / FIGURES).absolute())
-    results = run_all(wanted, devices(), args.minutes * 60)
+    count = devices()
+    minutes = args.minutes or MINUTES[min(max(count, 1), 2)]
+    with mps.started(args.mps) as said:
+        under = mps_phrase(mps.runs(), said) if count else ""
+        print(f"{count} CUDA devices, {minutes:g} minutes at most{under and ', '}{under}", flush=True)
+        results = run_all(wanted, count, minutes * 60)
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     limit, kept = limits(), figures(args.out / FIGURES)
-    bench, ipc = (
-        json.loads(path.read_text()) if path.exists() else None
-        for path in (args.out / BENCH, args.out / BENCH_IPC)
-    )
-    table = figures_table(bench, kept, limit, ipc)
-    parts = blocks(wanted, results, when, table, limit)
+    table = figures_table(_written(args.out / BENCH), kept, limit, _written(args.out / BENCH_IPC))
+    more = push_blocks([found for name in PUSHES.values() if (found := _written(args.out / name))])
+    for name in TOKENS.values():
+        more += token_blocks(_written(args.out / name))
+    parts = blocks(wanted, results, when, table, limit, under, more)
     (args.out / "first_day.md").write_text(markdown(TITLE, parts), encoding="utf-8")
     (args.out / "first_day.html").write_text(page(TITLE, parts), encoding="utf-8")
-    data = {"when": when, "steps": [asdict(each) for each in results], "figures": kept, "limits": limit}
+    steps_done = [asdict(each) for each in results]
+    data = {"when": when, "mps": under, "steps": steps_done, "figures": kept, "limits": limit}
     (args.out / "first_day.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(f"the report: first_day.html, first_day.md and first_day.json in {args.out}")
     return 1 if any(each.outcome == "failed" for each in results) else 0

@@ -15,6 +15,9 @@ NEEDED = {"torch": "a CUDA build of torch", "pytest": "pytest", "numpy": "numpy"
 WHEELS = {"msgspec": "msgspec", "zmq": "pyzmq"}
 """By module, the wheels that some files need besides. vLLM is not one of them: it is too large to carry."""
 
+VLLM = "vllm.entrypoints"
+"""A module that is certainly vLLM's: a folder of these tests could pass for a package of that name."""
+
 FILES = {
     "test_needs.py": (),
     "test_kernels.py": (),
@@ -22,18 +25,22 @@ FILES = {
     "test_push.py": ("msgspec", "zmq"),
     "test_bench_gpu.py": ("msgspec", "zmq"),
     "test_servers.py": ("msgspec", "zmq"),
+    "test_first_day_steps.py": ("msgspec", "zmq"),
 }
 """The modules of WHEELS that a file imports, itself or by what it imports."""
 
 
 def present(module: str) -> bool:
     """Whether it is installed; it is not imported."""
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
 
 
 def lacking(modules: tuple[str, ...]) -> str:
-    """Which of these modules of WHEELS are missing, as a reason; empty if none."""
-    missing = [WHEELS[module] for module in modules if not present(module)]
+    """Which of these modules of WHEELS, or VLLM, are missing, as a reason; empty if none."""
+    missing = [WHEELS.get(module, "vLLM") for module in modules if not present(module)]
     return f"needs {' and '.join(missing)}, not installed here: carry the wheels" if missing else ""
 
 

@@ -144,7 +144,7 @@ def test_figures_stand_beside_their_limits() -> None:
         ["longest pause (two-gpus)", "0.04 s", "-", "-"],
     ]
     one_card = figures_table(bench | {"devices": ["cuda:0"] * 2}, [], {"NVLink": 300.0})
-    assert one_card.rows[2][2:] == ["-", "-"], "through sockets: no measure of a link"
+    assert one_card.rows[2][2:] == ["-", "-"], "within a card: no measure of a wire"
     assert figures_table(None, [], {}).rows == []
     ipc = {"rows": [row], "devices": ["cuda:0"] * 2}
     rows = [list(each) for each in figures_table(None, [], {"NVLink": 300.0}, ipc).rows]

@@ -47,7 +47,10 @@ def test_what_will_be_skipped_is_listed(
     said = capsys.readouterr().out
     assert f"torch 2.13.0, CUDA 12.9, devices: {count}" in said and ("H100" in said) == bool(count)
     assert "CuPy is missing" in said and f"{devices}: what needs more will be skipped" in said
-    assert "msgspec and pyzmq missing: test_push.py, test_bench_gpu.py, test_servers.py will be" in said
+    assert (
+        "msgspec and pyzmq missing: test_push.py, test_bench_gpu.py, test_servers.py, test_first_day_steps"
+        in said
+    )
 
 
 def test_needs_is_a_script(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +89,8 @@ def test_a_test_is_skipped_with_what_it_lacks(
             raise ModuleNotFoundError("No module named 'vllm'")
         return None if name == absent else importlib.util
 
-    monkeypatch.setattr(conftest, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=find_spec)))
+    for module in (conftest, needs):
+        monkeypatch.setattr(module, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=find_spec)))
     cuda = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices)
     monkeypatch.setattr(conftest, "torch", SimpleNamespace(cuda=cuda))
     item = SimpleNamespace(get_closest_marker=lambda name: name if name in marks else None)

@@ -70,9 +70,9 @@ class Setting:
         given += ["--tensor-parallel-size", str(self.tp)]
         if self.gpu:
             # Not a share of the card: vLLM would take what another server has there for its own. It checks at
-            # its start that the share is free all the same.
+            # its start that the share is free all the same, so a small one.
             given += ["--kv-cache-memory-bytes", str(512 << 20)]  # needs a GPU
-            given += ["--gpu-memory-utilization", "0.2"]  # needs a GPU
+            given += ["--gpu-memory-utilization", "0.05"]  # needs a GPU
         if self.graphs:
             given += ["--compilation-config", f'{{"cudagraph_mode": "{self.graphs}"}}']  # needs a GPU
         return tuple(given)
@@ -122,7 +122,7 @@ class Servers:
 
 @pytest.fixture(scope="module", params=SETTINGS)
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Started one after the other: vLLM measures the free memory of a card when it starts."""
+    """Started together: with --kv-cache-memory-bytes none takes another's memory for its own."""
     chosen: Setting = request.param
     # FlashAttention takes head sizes from 64 on in all its versions.
     shape = TinyLlama(dtype="bfloat16", head_dim=64) if chosen.gpu else TinyLlama()
@@ -156,9 +156,10 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         p = server("P", chosen.p, role="P", **paired)
         d = server("D", chosen.d, role="D", **paired, **recompute)
         single = server("single", chosen.p)
-        for each in (p, d, single):
-            stack.enter_context(each).wait_ready()
-        stack.enter_context(proxy).wait_ready()
+        for each in (proxy, p, d, single):
+            stack.enter_context(each)
+        for each in (p, d, single, proxy):
+            each.wait_ready()
         yield Servers(chosen, shape.vocab, proxy, p, d, single)
 
 

@@ -79,7 +79,13 @@ def test_the_calls_that_reach_a_binding(patch: pytest.MonkeyPatch, binding: str)
     on = () if cupy else ("a Comm",)
     assert [call for call in asked.calls if call[0] != "get_version"] == [
         ("get_unique_id",),
-        ("init", 2, UNIQUE_ID, 1, *(() if cupy else (0, 32))),  # does not block; NCCL takes no more than 32
+        (
+            "init",
+            2,
+            UNIQUE_ID,
+            1,
+            *(() if cupy else (0, 32, 1)),
+        ),  # does not block; NCCL takes no more than 32
         ("send", 1000, 64, 1, 1, *on, 7),
         ("recv", 2000, 65, 1, 0, *on, 8),
         ("check_async_error" if cupy else "comm_get_async_error", *on),
@@ -315,7 +321,8 @@ def test_nccl4py_is_as_the_fake_says() -> None:
             assert parameters(true, true.__doc__) == parameters(ours, None), name
     config = module.Config()
     config.blocking, config.max_ctas = 0, 8
-    assert (config.blocking, config.max_ctas) == (0, 8)
+    config.nvls_ctas = 1
+    assert (config.blocking, config.max_ctas, config.nvls_ctas) == (0, 8, 1)
     assert int(module.DataType.Uint8) == 1 and int(module.Result.InProgress) == IN_PROGRESS
     name = bytes(module.UniqueId.from_buffer(UNIQUE_ID))
     assert name == UNIQUE_ID

@@ -1,0 +1,78 @@
+"""What a communicator takes by NCCL's source, as docs/decisions/nccl-memory.md says; and equal buffers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from links_support import nccl_links
+
+from p2pkv.links.nccl_memory import (
+    BUFFER_VARIABLES,
+    CONTROL_BYTES,
+    GRANULE,
+    LL128_BYTES,
+    LL_BYTES,
+    MIB,
+    SIMPLE_BYTES,
+    Way,
+    buffer_settings,
+    end_bytes,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "decisions" / "nccl-memory.md").read_text()
+
+
+def rows(title: str) -> list[list[str]]:
+    """The table under this heading of the page."""
+    lines = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert len(table) > 2, title
+    return table[2:]
+
+
+NAMES = {
+    "NVLink (H100, NVSwitch)": Way.NVLINK,
+    "PCIe, or one card": Way.PCIE,
+    "network, GPUDirect RDMA": Way.NETWORK,
+}
+
+
+def test_the_page_has_what_the_formula_gives() -> None:
+    table = rows("One link")
+    assert [row[0] for row in table] == list(NAMES)
+    for name, *cells in table:
+        ends = [[end_bytes(channels, NAMES[name], d) // MIB for d in (False, True)] for channels in (2, 4, 8)]
+        assert cells == [f"{p}, {d}" for p, d in ends], name
+
+
+def test_the_page_has_what_a_d_with_64_ps_needs() -> None:
+    table = rows("A D with 64 P's")
+    assert [int(row[0]) for row in table] == [2, 4, 8]
+    for channels, links, needed in table:
+        one = end_bytes(int(channels), Way.NETWORK, True)
+        assert links == f"{64 * one / (1 << 30):.2f} GiB", channels
+        free = float(needed.split()[0])
+        assert free == pytest.approx(64 * one / (1 << 30) + 0.5, abs=0.06)
+
+
+def test_channels_and_granules_are_what_counts() -> None:
+    assert (LL_BYTES, LL128_BYTES, SIMPLE_BYTES) == (512 << 10, 4_915_200, 4 << 20)
+    assert end_bytes(1, Way.PCIE, False) == (2 + 3 + 1) * GRANULE
+    assert end_bytes(1, Way.PCIE, True) - end_bytes(1, Way.PCIE, False) == 4 * GRANULE
+    assert CONTROL_BYTES + LL_BYTES + LL128_BYTES + SIMPLE_BYTES < 5 * GRANULE
+    both = end_bytes(8, Way.PCIE, False) + end_bytes(8, Way.PCIE, True)
+    assert both == 128 * MIB and str(both // MIB) in PAGE
+
+
+def test_buffers_of_other_sizes_are_another_kind_of_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's sender would write past the receiver's: so the handshake refuses them, which compares kinds."""
+    for name in BUFFER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    plain = nccl_links().kind
+    assert re.fullmatch(r"nccl \d+\.\d+\.\d+", plain)
+    monkeypatch.setenv("NCCL_LL128_BUFFSIZE", "61440")
+    monkeypatch.setenv("NCCL_BUFFSIZE", "1048576")
+    assert nccl_links().kind == f"{plain} NCCL_BUFFSIZE=1048576 NCCL_LL128_BUFFSIZE=61440"
+    assert buffer_settings({"NCCL_BUFFSIZE": ""}) == ""
