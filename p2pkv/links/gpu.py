@@ -22,7 +22,7 @@ _PAUSE = 0.001
 LEAST_PACED = 1 << 20
 """Bytes of an operation from which on its time says how fast the wire is."""
 
-EARLY = 0.8
+EARLY = 0.95
 """Part of the time that an operation is thought to take, after which it is looked at."""
 
 MOST_PAUSE = 0.001
