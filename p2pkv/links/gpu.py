@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
 
@@ -22,7 +23,10 @@ _PAUSE = 0.001
 LEAST_PACED = 1 << 20
 """Bytes of an operation from which on its time says how fast the wire is."""
 
-EARLY = 0.95
+PACED = 32
+"""Operations of a link of which the fastest says how fast the wire is."""
+
+EARLY = 0.9
 """Part of the time that an operation is thought to take, after which it is looked at."""
 
 MOST_PAUSE = 0.001
@@ -92,8 +96,8 @@ class Pace:
     use, and takes the interpreter's lock from the model."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        """For a byte; 0: none was measured."""
+        self._took: deque[float] = deque(maxlen=PACED)
+        """Seconds for a byte. The shortest counts: others have waited for the peer, or were seen late."""
         self._nbytes = 0
         """Of the oldest operation under way; 0: none is."""
         self._began = 0.0
@@ -105,16 +109,14 @@ class Pace:
     def end(self) -> None:
         """It is done."""
         if self._nbytes >= LEAST_PACED:
-            took = (time.monotonic() - self._began) / self._nbytes
-            slower = self._seconds and took > self._seconds
-            self._seconds = self._seconds + (took - self._seconds) / 8 if slower else took
+            self._took.append((time.monotonic() - self._began) / self._nbytes)
         self._nbytes = 0
 
     def pause(self) -> float:
         """Seconds until it may be done; 0 if that is not known, inf if none is under way."""
         if not self._nbytes:
             return inf
-        return self._began + EARLY * self._nbytes * self._seconds - time.monotonic()
+        return self._began + EARLY * self._nbytes * min(self._took, default=0.0) - time.monotonic()
 
 
 def pause_of(pauses: Iterable[float], least: float) -> float:
