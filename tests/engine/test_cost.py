@@ -166,6 +166,14 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
     note("P", "out", OutboundLink, "launch")
     note("D", "write", Decode, "_scatter")
     note("D", "grant", PrefillPeer, "send", m.Grant)
+    plain = PrefillPeer.flush
+
+    def flush(peer: PrefillPeer) -> bool:
+        if peer.connection.holding:  # type: ignore[attr-defined]
+            seen["D"].append("out")
+        return plain(peer)
+
+    monkeypatch.setattr(PrefillPeer, "flush", flush)
     chunk = 4096
     rig = VirtualPair(Geometry((8,), blocks=8), chunk_bytes=chunk, staging_bytes=4 * chunk)
     prefill(rig.p, "k", rig.d.address, TOKENS, BLOCKS, chunk=TOKENS)
@@ -175,7 +183,20 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
     assert seen == {
         "P": 4 * ["gather", "send", "out"],
         # There is room for two at a time.
-        "D": ["grant", "grant", "write", "grant", "write", "grant", "write", "write"],
+        "D": [
+            "out",
+            *2 * ["grant"],
+            "out",
+            "write",
+            "grant",
+            "out",
+            "write",
+            "grant",
+            "out",
+            "write",
+            "write",
+            "out",
+        ],
     }
 
 
