@@ -15,6 +15,7 @@ NAMED_EVENTS = frozenset({"/v1/messages", "/v1/responses"})
 REQUEST_ID = "X-Request-Id"
 # Under which the client's own id reaches the instances, for their logs.
 CLIENT_ID = "X-Client-Request-Id"
+PRIORITY = "X-Vllm-Priority"
 REPLICA = "X-data-parallel-rank"
 
 Headers = CIMultiDict[str]
