@@ -1,8 +1,8 @@
 """Tenants: whose request it is, how much of theirs the proxy takes on, and who of those that wait goes next.
 
-A tenant is an API key or several, or what a gateway in front names in a header. A tenant that has as much as
-it may gets a 429 with Retry-After. Of those that wait for a place, the tenant goes next that has used least of
-its share: each place costs it the tokens of the prompt and of the answer, divided by its weight. Who comes back
+A tenant is an API key or several, or what a gateway in front names in a header. One that has as much as it
+may gets a 429 with Retry-After. Of those that wait for a place, who has used least of its share goes next:
+each place costs a tenant the tokens of the prompt and of the answer, divided by its weight. Who comes back
 after a pause begins with the cost at which places are given out now, so nobody saves up.
 """
 
