@@ -2,9 +2,9 @@
 
 The real proxy command, over HTTP on loopback, in front of one P and one D that only take as long as the costs
 of fleet_engines.py say: P computes one prompt after another, D a token of each stream in each step. One
-tenant, `modest`, keeps --clients requests under way. The other, `greedy`, sends ten times --share prompt tokens
-a second, whatever the answers are. All prompts have --prompt tokens, all answers --answer. In each round, in an
-order that shifts by one:
+tenant, `modest`, has --clients, each with one request after another and pauses of --think seconds, drawn anew
+for each round. The other, `greedy`, sends ten times --share prompt tokens a second, whatever the answers are.
+All prompts have --prompt tokens, all answers --answer. In each round, in an order that shifts by one:
 
 alone: `modest` alone.
 no tenants: both, and the proxy has no --tenants.
@@ -212,8 +212,9 @@ class Load:
             if response.status == 200 and first is not None:
                 noted.first.append(first)
 
-    async def closed(self, key: str, noted: Noted) -> None:
+    async def closed(self, key: str, noted: Noted, dice: random.Random) -> None:
         while True:
+            await asyncio.sleep(dice.expovariate(1 / self.args.think))
             await self.one(key, noted)
 
     async def opened(self, key: str, noted: Noted, rate: float, dice: random.Random) -> None:
@@ -235,7 +236,8 @@ async def measured(url: str, args: argparse.Namespace, *, both: bool, seed: int)
         connector=connector, timeout=aiohttp.ClientTimeout(total=None)
     ) as session:
         load = Load(session, url, args, lambda: begin <= time.perf_counter() <= end)
-        tasks = [asyncio.create_task(load.closed("modest", modest)) for _ in range(args.clients)]
+        dice = [random.Random(f"{seed} {client}") for client in range(args.clients)]
+        tasks = [asyncio.create_task(load.closed("modest", modest, each)) for each in dice]
         if both:
             rate = TIMES * args.share / args.prompt
             tasks.append(asyncio.create_task(load.opened("greedy", greedy, rate, random.Random(seed))))
@@ -312,8 +314,9 @@ def page(about: dict[str, Any], found: list[dict[str, Any]], args: argparse.Name
         "No vLLM runs: P and D are stand-ins with a cost model. Medians (lowest to highest) of "
         f"{len(found)} interleaved rounds of {args.seconds:g} s. What is measured: benchmarks/tenants.py.",
         "",
-        f"`modest` keeps {args.clients} requests under way; `greedy` sends {TIMES * args.share:,} prompt tokens "
-        f"a second. P computes {COSTS.prefill:,.0f} a second. Of `modest`:",
+        f"`modest` has {args.clients} clients with pauses of {args.think:g} s; `greedy` sends "
+        f"{TIMES * args.share:,} prompt tokens a second. P computes {COSTS.prefill:,.0f} a second. "
+        "Of `modest`:",
         "",
         "| | requests a second | first token, median, ms | p90, ms "
         "| requests, of alone | first token, of alone |",
@@ -349,7 +352,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each condition in a round")
-    parser.add_argument("--clients", type=int, default=2, help="of `modest`")
+    parser.add_argument("--clients", type=int, default=4, help="of `modest`")
+    parser.add_argument("--think", type=float, default=0.3, help="mean seconds between two requests of one")
     parser.add_argument("--share", type=int, default=8000, help="prompt tokens a second of each tenant")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens")
     parser.add_argument("--answer", type=int, default=24, help="tokens")

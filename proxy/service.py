@@ -24,7 +24,7 @@ from .bodies import Body, BodyReader, Intake, parse
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
-from .http import REQUEST_ID
+from .http import REQUEST_ID, UNCOMPUTED
 from .limits import Limits, RequestCounters
 from .membership import Membership
 from .membership.instance import Instance
@@ -98,7 +98,7 @@ class Proxy:
                 raise ProxyError(413, f"The request has {many}; {why}")
             session = request.headers.get(self.routing.session_header, "")
             asked = 0
-            if tenant is not None:
+            if tenant is not None and request.path not in UNCOMPUTED:
                 tenant.spend(body.prompt.tokens)
                 asked = body.asked
             wants = RoutingRequest(body.model, body.prompt, session, tenant, asked)

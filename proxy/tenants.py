@@ -38,6 +38,7 @@ _LONGEST_WAIT = 60
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +58,7 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: _Count = 0
     prompt_tokens: _Count = 0
     burst_seconds: _Positive = 2.0
-    priority: int | None = None
+    priority: _Priority | None = None
 
 
 def read_tenants(path: str) -> dict[str, TenantSettings]:

@@ -299,6 +299,7 @@ def test_requests_under_way_are_bounded_and_the_wait_is_that_for_the_next_end() 
         ("[a]\nkeys = ['k']\nweight = 0", "Expected `float` > 0.0 - at `weight`"),
         ("[a]\nkeys = ['k']\nrequests = -1", "Expected `int` >= 0 - at `requests`"),
         ("[a]\nkeys = ['k']\nrequest = 1", "Object contains unknown field `request`"),
+        ("[a]\nkeys = ['k']\npriority = 9999999999", "Expected `int` <= 2147483647"),
         ("['a b']\nkeys = ['k']", "a name is of letters, digits"),
         ("[a]\nweight = 2", "`a` has no keys, and without --tenant-header no request could be its"),
     ],
@@ -413,6 +414,9 @@ async def test_prompt_tokens_a_second_are_bounded_without_harm_to_another() -> N
         assert "as many prompt tokens as it may, 10 a second" in (await error_of(response))["message"]
         await deployment.serves(5, headers=bearer(BOB), prompt=[7] * 300)
         assert len(deployment.d.requests) == 6, "what is refused reaches no instance"
+        for path in ("/tokenize", "/v1/messages/count_tokens"):
+            await deployment.serves(1, None, path, headers=bearer(ALICE))
+        assert await deployment.refusal(429, None, "/v1/embeddings", headers=bearer(ALICE), input="x")
 
 
 async def test_a_gateway_names_the_tenant_and_a_tenant_s_key_goes_first() -> None:
