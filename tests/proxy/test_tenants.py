@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,13 +17,14 @@ from proxy_behaviours import streams
 from proxy_fakes import Deployment, called, deployed, error_of, fleet, join, ping, prompt_of, quiet
 from proxy_process import served
 from test_admission import slow
-from test_metrics import page
+from test_metrics import OPERATIONS, page
 from test_settings import given as options_given
 from test_settings import refused
 
 from p2pkv_proxy import options
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.admission import Admission
+from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
@@ -169,6 +171,21 @@ def test_a_large_bound_of_answers_costs_what_answers_have_and_what_comes_is_paid
     for _ in range(200):
         one.settle(one.pay(100, 0), 700)
     assert 600 < one.pay(100, 32_000) <= 700 and one.pay(100, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        (b'{"max_tokens": 7}', 7),
+        (b'{"max_tokens": 7, "max_completion_tokens": 5}', 5),
+        (b'{"max_output_tokens": 6}', 6),
+        (b'{"max_tokens": "7", "max_completion_tokens": null}', 0),
+        (b'{"max_tokens": -1}', 0),
+        (b"{}", 0),
+    ],
+)
+def test_what_a_body_asks_for(body: bytes, asked: int) -> None:
+    assert parse(body).asked == asked
 
 
 async def test_a_streamed_answer_costs_what_came_of_it_although_its_client_left() -> None:
@@ -393,6 +410,15 @@ async def test_metrics_name_tenants_and_never_keys(one_each: Deployment) -> None
     names = {each.labels["tenant"] for each in found.samples if "tenant" in each.labels}
     assert names == {"alice", "bob", OTHER}
     assert found.value("tenant_time_to_first_token_seconds_count") == 3
+    there = {
+        re.sub("_(bucket|count|sum)$", "", each.name.removeprefix("p2pkv_proxy_")): set(each.labels) - {"le"}
+        for each in found.samples
+        if "tenant" in each.labels and not each.name.endswith("_created")
+    }
+    table = OPERATIONS.split("| in `/metrics`, by tenant | labels | meaning |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    named = [(re.findall(r"`(\w+)`", names), set(re.findall(r"`(\w+)`", labels))) for names, labels in rows]
+    assert there == {name: labels for names, labels in named for name in names}, "as the page has them"
     assert found.value("tenant_prompt_tokens_total", tenant="bob") == 1
 
 
