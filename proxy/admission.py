@@ -1,7 +1,8 @@
 """How much the proxy takes on: which request goes to its instances now, which waits, which is turned away.
 
-Requests that the same instances can serve get their places in the order of arrival. A request that waits for
-one model holds up no request for another.
+Requests that the same instances can serve get their places in the order of arrival; between tenants, who has
+used least of its share goes first (tenants.py). A request that waits for one model holds up no request for
+another.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dataclasses import dataclass, field
 from .errors import ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
+from .metrics import Pace
 from .placement import PlacedRequest
 from .policy import RoutingRequest
 from .routing import AloneFull, Choice, Full, PrefillMode, Router, Unroutable
+from .tenants import Tenant
 
 # Of the budget of retries.
 _WINDOW_SECONDS = 10.0
@@ -83,6 +86,7 @@ class RequestPlace:
         key: by which breakers know it.
         progress: what placement by cost learns from it; None without it.
         expecting: the P that has been chosen and has yet to be asked.
+        paid: tokens of its answer for which its tenant has paid.
     """
 
     request: RoutingRequest
@@ -91,6 +95,17 @@ class RequestPlace:
     key: object = field(default_factory=object)
     progress: PlacedRequest | None = None
     expecting: Instance | None = None
+    paid: float = 0.0
+    _paces: list[Pace] = field(default_factory=list)
+
+    def streams(self, pace: Pace) -> None:
+        """Its answer, or the next part of it, is a stream."""
+        self._paces.append(pace)
+
+    def settle(self) -> None:
+        """Its tenant pays for what came in place of what was expected, if that is known."""
+        if self.request.tenant is not None and self._paces:
+            self.request.tenant.settle(self.paid, sum(each.events for each in self._paces))
 
     def sent(self) -> None:
         """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
@@ -108,6 +123,8 @@ class RequestPlace:
 
 Wants = tuple[str | None, PrefillMode]
 """A model, and what P is to do: who wants the same can be served by the same instances."""
+Line = tuple[str | None, PrefillMode, Tenant | None]
+"""Whose requests go in the order of arrival."""
 
 
 @dataclass(eq=False)
@@ -118,8 +135,12 @@ class _Waiter:
     placed: asyncio.Future[RequestPlace]
 
     @property
-    def wants(self) -> Wants:
-        return self.request.model, self.mode
+    def line(self) -> Line:
+        return self.request.model, self.mode, self.request.tenant
+
+    @property
+    def used(self) -> float:
+        return 0.0 if self.request.tenant is None else self.request.tenant.used
 
 
 @dataclass(eq=False)
@@ -132,7 +153,7 @@ class Admission:
     _counters: RequestCounters
     _clock: Callable[[], float]
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _queues: dict[Wants, dict[_Waiter, None]] = field(default_factory=dict)
+    _queues: dict[Line, dict[_Waiter, None]] = field(default_factory=dict)
     _places: set[RequestPlace] = field(default_factory=set)
     budget: RetryBudget = field(default_factory=RetryBudget)
 
@@ -192,10 +213,14 @@ class Admission:
 
     def advance(self) -> None:
         """Gives out what places there are; call it when there may be new ones."""
-        firsts = [(first.number, first) for queue in self._queues.values() if (first := _first(queue))]
+        queues = self._queues.values()
+        firsts = [(first.used, first.number, first) for queue in queues if (first := _first(queue))]
         heapq.heapify(firsts)
         while firsts and self._router.has_room(self._clock()):
-            _, waiter = heapq.heappop(firsts)
+            used, number, waiter = heapq.heappop(firsts)
+            if used < waiter.used:  # its tenant got a place in another line meanwhile
+                heapq.heappush(firsts, (waiter.used, number, waiter))
+                continue
             try:
                 waiter.placed.set_result(self._new_place(waiter.request, waiter.mode))
             except Unroutable:
@@ -204,8 +229,8 @@ class Admission:
             except Exception as error:  # this request's alone: the caller may serve another one
                 waiter.placed.set_exception(error)
             self._remove(waiter)
-            if following := _first(self._queues.get(waiter.wants, {})):
-                heapq.heappush(firsts, (following.number, following))
+            if following := _first(self._queues.get(waiter.line, {})):
+                heapq.heappush(firsts, (following.used, following.number, following))
 
     def close(self, failure: ProxyError) -> None:
         """Turns away all who wait."""
@@ -220,7 +245,9 @@ class Admission:
                 return self._new_place(request, mode)
         placed = asyncio.get_running_loop().create_future()
         waiter = _Waiter(next(self._numbers), request, mode, placed)
-        self._queues.setdefault(waiter.wants, {})[waiter] = None
+        self._queues.setdefault(waiter.line, {})[waiter] = None
+        if request.tenant is not None:
+            request.tenant.wait(1)
         try:
             self.advance()
             if waiter.placed.done():
@@ -245,15 +272,20 @@ class Admission:
     def _new_place(self, request: RoutingRequest, mode: PrefillMode) -> RequestPlace:
         """Raises as `Router.choose`."""
         place = RequestPlace(request, mode, self._router.choose(request, self._clock(), mode=mode))
+        if request.tenant is not None:
+            place.paid = request.tenant.pay(request.prompt.tokens, request.asked)
         self._take(place)
         self._count(place.choice)
         return place
 
     def _remove(self, waiter: _Waiter) -> None:
-        queue = self._queues.get(waiter.wants, {})
-        queue.pop(waiter, None)
+        queue = self._queues.get(waiter.line, {})
+        if waiter in queue:
+            del queue[waiter]
+            if waiter.request.tenant is not None:
+                waiter.request.tenant.wait(-1)
         if not queue:
-            self._queues.pop(waiter.wants, None)
+            self._queues.pop(waiter.line, None)
 
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
@@ -268,7 +300,7 @@ class Admission:
             ) from None
         except Full:
             pass
-        if self.waiting > self._limits.max_waiting:
+        if self.waiting > self._limits.max_waiting and not self._crowd_out(waiter.request.tenant):
             self._counters.refused_full += 1
             raise ProxyError(
                 503,
@@ -276,12 +308,30 @@ class Admission:
                 "try again in a few seconds.",
             )
 
+    def _crowd_out(self, newcomer: Tenant | None) -> bool:
+        """Turns away the last of the tenant that has most waiting, for its share. False if there are no
+        tenants; raises ProxyError if that is the newcomer."""
+        if newcomer is None:
+            return False
+        crowds = [line[2] for line in self._queues if line[2] is not None]
+        most = max(crowds, key=lambda each: (each.crowd, each is newcomer))
+        if most is newcomer:
+            raise most.crowd_out()
+        lines = [queue for line, queue in self._queues.items() if line[2] is most]
+        waiters = [each for queue in lines for each in queue if not each.placed.done()]
+        if waiters:
+            last = max(waiters, key=lambda each: each.number)
+            last.placed.set_exception(most.crowd_out())
+            self._remove(last)
+        return True
+
     def _count(self, choice: Choice) -> None:
         self._counters.alone += choice.missed
         self._counters.spared += choice.spared
 
     def _leave(self, place: RequestPlace) -> None:
         self._give_up(place)
+        place.settle()
         self.advance()
 
     def _take(self, place: RequestPlace) -> None:

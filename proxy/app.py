@@ -25,6 +25,7 @@ from .membership.registry import Registry, random_turn
 from .metrics import Metrics
 from .policy import Routing
 from .service import PROXY, Proxy, by_proxy, errors_as_json, note_begin, recording, written_in_time
+from .tenants import Tenants
 from .tracing import Spans
 from .upstream import Client
 
@@ -49,6 +50,7 @@ def make_app(
     log_requests: bool = False,
     tracing: Spans | None = None,
     listed: Sequence[ListedInstance] = (),
+    tenants: Tenants | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -62,6 +64,7 @@ def make_app(
         log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
+        tenants: whose requests they are; None if all are alike.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
@@ -85,6 +88,7 @@ def make_app(
                 routing or Routing(),
                 metrics=metrics,
                 guard=guard or Access(),
+                tenants=tenants,
             )
             membership.watch(listed, members)
             membership.listen(discovery, members)

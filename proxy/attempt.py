@@ -30,7 +30,7 @@ from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blam
 from .bodies import Body, Fields
 from .continuation import Continuation
 from .errors import error_response
-from .http import REQUEST_ID
+from .http import PRIORITY, REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
@@ -213,6 +213,9 @@ class Attempt:
         # If P hangs and D has been asked, D's own lease for it ends D's wait.
         may_leave = role == "D" or self._decoding is None
         headers = to_instance(self.request.headers, instance, self.request_id)
+        tenant = self.place.request.tenant
+        if tenant is not None and tenant.settings.priority is not None and "priority" not in self.body.fields:
+            headers[PRIORITY] = str(tenant.settings.priority)
         return Call(
             self.means.session,
             instance,
@@ -373,6 +376,8 @@ class Attempt:
         answered, head = answer
         streamed = answered.content_type == EVENT_STREAM
         pace = self.record.streams(head, again=self.continuation is not None) if streamed else None
+        if pace is not None:
+            self.place.streams(pace)
         progress = self.place.progress
         if progress is not None and streamed:
             progress.first_token(self.means.clock())

@@ -124,6 +124,14 @@ class Body:
             return 0
         return len(_entries.decode(entries))
 
+    @property
+    def asked(self) -> int:
+        """Tokens of its answer at most; 0 if it does not say."""
+        for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+            if isinstance(most := _small(self.fields, name), int) and most > 0:
+                return most
+        return 0
+
     def _computes_no_more_than_its_prompt(self) -> bool:
         fields = self.fields
         if self.path == "/v1/responses":

@@ -117,10 +117,11 @@ def _app(arguments: argparse.Namespace, members: Members | None) -> web.Applicat
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
         routing=settings.made(Routing, arguments),
-        guard=Access(arguments.admin_token, arguments.private, tuple(arguments.api_key)),
+        guard=Access(arguments.admin_token, arguments.private, options.keys(arguments)),
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
         listed=[*arguments.prefill, *arguments.decode],
+        tenants=options.tenants(arguments),
     )
 
 
@@ -175,7 +176,7 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
     """Of what is open to other machines."""
     for host in [arguments.host, *([arguments.admin.host] if arguments.admin else [])]:
-        if not is_loopback(host) and not arguments.api_key:
+        if not is_loopback(host) and not options.keys(arguments):
             logger.warning("%s is reachable from other hosts: clients are not authenticated here", host)
     places = [arguments.discovery] if members is None else []
     for place in [*places, *filter(None, [arguments.plain_discovery])]:

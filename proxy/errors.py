@@ -18,6 +18,7 @@ _KINDS = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    429: "rate_limit_error",
     502: "bad_gateway_error",
     503: "service_unavailable_error",
 }
@@ -37,11 +38,14 @@ class ProxyError(Exception):
     Attributes:
         last: this connection is not used any more.
         ask: for a 401, what the client should show; else "".
+        retry_after: for a 429, seconds; else 0.
     """
 
-    def __init__(self, status: int, message: str, *, last: bool = False, ask: str = "") -> None:
+    def __init__(
+        self, status: int, message: str, *, last: bool = False, ask: str = "", retry_after: int = 0
+    ) -> None:
         super().__init__(message)
-        self.status, self.last, self.ask = status, last, ask
+        self.status, self.last, self.ask, self.retry_after = status, last, ask, retry_after
 
 
 def retry_after() -> dict[str, str]:

@@ -162,6 +162,11 @@ class Metrics:
             "Of --placement auto: how far the predicted time to the first token was from the time that came, "
             "as a share of that; `way` is whole or pair.",
             ["way"], buckets=_ERROR_BUCKETS)
+        self._tenants = counter("tenant_requests_ended", "Requests of each tenant that have ended, by how.",
+            ["tenant", "outcome"])
+        self._tenant_first_token = histogram("tenant_time_to_first_token_seconds",
+            "From a streamed request's arrival to the first token, by tenant.",
+            ["tenant"], buckets=_FIRST_TOKEN_BUCKETS)
         # fmt: on
         self._by_address = (self._first_token, self._duration, self._prefill, self._parts)
         self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
@@ -195,6 +200,8 @@ class Metrics:
     def ended(self, record: RequestRecord, outcome: Ended) -> None:
         self._one(self._requests, record.endpoint, self.model_label(record.model), outcome).inc()
         self.totals[outcome] += 1
+        if record.tenant:
+            self._one(self._tenants, record.tenant, outcome).inc()
         if record.decode:
             self._one(self._duration, record.decode, outcome).observe(record.seconds)
 
@@ -209,8 +216,10 @@ class Metrics:
             self._models.add(model)
         return model
 
-    def first_token(self, instance: str, way: str, seconds: float) -> None:
+    def first_token(self, instance: str, way: str, seconds: float, tenant: str = "") -> None:
         self._one(self._first_token, instance, way).observe(seconds)
+        if tenant:
+            self._one(self._tenant_first_token, tenant).observe(seconds)
         self._latest.append((self.clock(), seconds))
 
     def prefilled(self, instance: Instance, seconds: float) -> None:
@@ -343,6 +352,7 @@ class RequestRecord:
         tries: how often instances were asked.
         first_token_after: seconds; None if no stream has begun.
         trace_id: of the trace that the client names.
+        tenant: the name of whose it is, if there are tenants.
     """
 
     metrics: Metrics
@@ -358,6 +368,7 @@ class RequestRecord:
     first_token_after: float | None = None
     outcome: Ended | None = None
     trace_id: str = ""
+    tenant: str = ""
     span: RequestSpan = field(default_factory=RequestSpan)
     began: float = field(init=False)
 
@@ -385,7 +396,7 @@ class RequestRecord:
         instance."""
         if not again:
             self.first_token_after = self.seconds
-            self.metrics.first_token(self.decode, self.way, self.first_token_after)
+            self.metrics.first_token(self.decode, self.way, self.first_token_after, self.tenant)
         return self.metrics.pace(self.decode, head)
 
     def end(self, outcome: Ended) -> None:
@@ -416,6 +427,7 @@ class RequestRecord:
         return {
             "endpoint": self.endpoint,
             "model": self.metrics.model_label(self.model),
+            **({"tenant": self.tenant} if self.tenant else {}),
             "outcome": self.outcome,
             "status": self.status,
             "seconds": round(self.seconds, 4),

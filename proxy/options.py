@@ -19,6 +19,7 @@ from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
 from .policy import Routing
 from .routing import POLICIES
+from .tenants import OTHER, Tenants, read_tenants
 
 _DESCRIPTION = """\
 One OpenAI endpoint in front of vLLM prefill and decode instances.
@@ -50,7 +51,26 @@ def read(
         parser.error("TLS needs both --ssl-certfile and --ssl-keyfile")
     if arguments.private and not arguments.admin_token:
         parser.error("--private needs an --admin-token, or those pages could not be seen at all")
+    if arguments.tenant_header and not arguments.tenants:
+        parser.error("--tenant-header needs --tenants, a file that has the tenants that the header names")
+    for name, each in (arguments.tenants or {}).items():
+        if not each.keys and not arguments.tenant_header and name != OTHER:
+            parser.error(
+                f"--tenants: `{name}` has no keys, and without --tenant-header no request could be its"
+            )
     return arguments
+
+
+def keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Those of which a client has to show one; without any, all may ask."""
+    of_tenants = (key for each in (arguments.tenants or {}).values() for key in each.keys)
+    return (*arguments.api_key, *of_tenants)
+
+
+def tenants(arguments: argparse.Namespace) -> Tenants | None:
+    if not arguments.tenants:
+        return None
+    return Tenants(arguments.tenants, arguments.tenant_header or "")
 
 
 def limits(arguments: argparse.Namespace) -> Limits:
@@ -108,6 +128,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--api-key", [], _key, "KEY",
         "clients have to show this key, which goes on to the instances; repeat the option for others. Safer "
         "in the environment or the file")
+    add("--tenants", None, read_tenants, "FILE",
+        "a TOML file with tenants: API keys, limits and weights of each; without it all requests are alike")
+    add("--tenant-header", None, settings.header, "NAME",
+        "the HTTP header in which a gateway names the tenant, where no tenant's key is shown: anyone who can "
+        "reach the proxy can write it")
     add("--ssl-certfile", "", str, "FILE", "serve HTTPS, with this certificate chain (PEM)")
     add("--ssl-keyfile", "", str, "FILE", "the certificate's key (PEM)")
     add("--admin-token", "", _token, "TOKEN",

@@ -10,6 +10,7 @@ from .bodies import PIECE_TOKENS, Prompt
 from .membership.instance import Instance
 from .placement import Placement
 from .settings import at_least, header, not_negative, option
+from .tenants import Tenant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,15 @@ class RoutingRequest:
         model: that it names; None if it names none.
         prompt: its length and its beginning.
         session: to which it belongs; "" if it names none.
+        tenant: whose it is, for the queue; None if there are no tenants.
+        asked: tokens of its answer at most, with a tenant; 0 if it does not say.
     """
 
     model: str | None = None
     prompt: Prompt = field(default_factory=lambda: Prompt({}))
     session: str = ""
+    tenant: Tenant | None = None
+    asked: int = 0
 
 
 class Pick(NamedTuple):

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from .bodies import Body, BodyReader, Intake, parse
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
-from .http import REQUEST_ID
+from .http import REQUEST_ID, UNCOMPUTED
 from .limits import Limits, RequestCounters
 from .membership import Membership
 from .membership.instance import Instance
@@ -34,6 +34,7 @@ from .policy import Routing, RoutingRequest
 from .relay import STALL_SECONDS, ClientGone, hang_up
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
+from .tenants import Tenant, Tenants
 from .tracing import Spans
 from .transcript import Transcript, TranscriptMemory
 from .upstream import Client
@@ -52,6 +53,7 @@ class Proxy:
         dispatch: whether P and D get a request at once or one after the other.
         lingering: calls to P that are still open although the client has its answer.
         guard: whose requests are taken.
+        tenants: whose requests they are; None if all are alike.
     """
 
     session: Client
@@ -63,6 +65,7 @@ class Proxy:
     lingering: set[asyncio.Task[Any]] = field(default_factory=set)
     metrics: Metrics = field(default_factory=Metrics)
     counters: RequestCounters = field(default_factory=RequestCounters)
+    tenants: Tenants | None = None
 
     def __post_init__(self) -> None:
         self.registry, self.clock = self.membership.registry, self.membership.clock
@@ -78,19 +81,27 @@ class Proxy:
         self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         self.exposition = Exposition(self.metrics, self)
+        if self.tenants is not None:
+            self.metrics.registry.register(self.tenants)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A POST that one D answers, with a P's help or without."""
         if self.guard.keys:
             self.guard.ask(request)
-        with self.active.enter(request) as active, closing(BodyReader(self.intake)) as reader:
+        tenant = self._tenant_of(request)
+        entered = nullcontext() if tenant is None else tenant.enter()
+        with self.active.enter(request) as active, entered, closing(BodyReader(self.intake)) as reader:
             body = parse(await reader.read(request), request.path, reader.close)
             if body.messages(self.limits.max_messages) > self.limits.max_messages:
                 many = f"more than {self.limits.max_messages} messages or items of its input"
                 why = "this proxy takes no more in one request (--max-messages)."
                 raise ProxyError(413, f"The request has {many}; {why}")
             session = request.headers.get(self.routing.session_header, "")
-            wants = RoutingRequest(body.model, body.prompt, session)
+            asked = 0
+            if tenant is not None and request.path not in UNCOMPUTED:
+                tenant.spend(body.prompt.tokens)
+                asked = body.asked
+            wants = RoutingRequest(body.model, body.prompt, session, tenant, asked)
             request[RECORD].wants(body.model)
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
@@ -103,6 +114,13 @@ class Proxy:
                 body.let_go()
                 if active.transcript is not None:
                     active.transcript.drop()
+
+    def _tenant_of(self, request: web.Request) -> Tenant | None:
+        if self.tenants is None:
+            return None
+        tenant, record = self.tenants.of(request), request[RECORD]
+        record.tenant = tenant.name
+        return tenant
 
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
@@ -423,11 +441,13 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ProxyError as failure:
-        if failure.status == 503 and RECORD in request and not request[RECORD].tries:
+        if failure.status in (429, 503) and RECORD in request and not request[RECORD].tries:
             request[RECORD].end("shed")
         response = error_response(failure.status, str(failure))
         if failure.last:
             response.force_close()
+        if failure.retry_after:
+            response.headers["Retry-After"] = str(failure.retry_after)
         if failure.ask:
             response.headers["WWW-Authenticate"] = failure.ask
         return response

@@ -1,0 +1,522 @@
+"""Tenants: what a full one gets, what the others notice of it, and who of those that wait goes next."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from proxy_behaviours import streams
+from proxy_fakes import Deployment, called, deployed, error_of, fleet, join, ping, prompt_of, quiet
+from proxy_process import served
+from test_admission import slow
+from test_metrics import OPERATIONS, page
+from test_settings import given as options_given
+from test_settings import refused
+
+from p2pkv_proxy import options
+from p2pkv_proxy.access import Access
+from p2pkv_proxy.admission import Admission
+from p2pkv_proxy.bodies import parse
+from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.tenants import OTHER, Tenant, Tenants, TenantSettings, read_tenants
+from support.waiting import eventually
+
+ALICE, BOB = "the-key-of-alice", "the-key-of-bob"
+
+
+def tenant(clock: list[float] | None = None, **limits: Any) -> Tenant:
+    """One alone; `clock` has the time."""
+    now = [0.0] if clock is None else clock
+    return Tenants({"one": TenantSettings(**limits)}, clock=lambda: now[0]).by_name["one"]
+
+
+def some(*weights: float) -> list[Tenant]:
+    every = {f"t{at}": TenantSettings(weight=weight) for at, weight in enumerate(weights)}
+    made = Tenants(every, clock=lambda: 0.0)
+    return [made.by_name[name] for name in every]
+
+
+def request(of: Tenant, tokens: int = 4, asked: int = 0, model: str | None = None) -> RoutingRequest:
+    return RoutingRequest(model, prompt_of({"prompt": [7] * tokens}), "", of, asked)
+
+
+def narrow(**limits: Any) -> Admission:
+    """One D, which takes one request."""
+    return Admission(fleet("D", room=1)[0], Limits(**limits), RequestCounters(), lambda: 0.0)
+
+
+async def order(admission: Admission, asked: list[RoutingRequest]) -> list[RoutingRequest]:
+    """In which they get the one place, having come in the order of `asked` while it was taken."""
+    got = list[RoutingRequest]()
+
+    async def enter(each: RoutingRequest) -> None:
+        async with admission.place(each, paired=False):
+            got.append(each)
+
+    async with admission.place(RoutingRequest(), paired=False):
+        tasks = [asyncio.create_task(enter(each)) for each in asked]
+        await eventually(lambda: admission.waiting == len(asked))
+    await asyncio.gather(*tasks)
+    return got
+
+
+def cost(of: RoutingRequest) -> float:
+    """Of a place whose answer is no stream and has a bound below any average."""
+    return 1 + of.prompt.tokens + of.asked
+
+
+# The queue.
+
+
+@settings(max_examples=40)
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1, 2, 3, 10]), min_size=2, max_size=4),
+    sizes=st.lists(st.tuples(st.integers(1, 500), st.integers(1, 60)), min_size=40, max_size=40),
+    data=st.data(),
+)
+def test_shares_follow_weights_within_two_requests(
+    weights: list[float], sizes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """While two have requests waiting, neither gets more for its weight than the other but for one request of
+    each, whatever they ask for and in whatever order they came."""
+    tenants = some(*weights)
+    whose = data.draw(st.lists(st.sampled_from(tenants), min_size=len(sizes), max_size=len(sizes)))
+    asked = [request(who, tokens, answer) for who, (tokens, answer) in zip(whose, sizes, strict=True)]
+    got = asyncio.run(order(narrow(), asked))
+    assert sorted(map(id, got)) == sorted(map(id, asked)), "each is served, once"
+    largest = {who: max((cost(each) for each in asked if each.tenant is who), default=0) for who in tenants}
+    left, used = Counter(whose), dict.fromkeys(tenants, 0.0)
+    for each in got:
+        who = each.tenant
+        assert who is not None
+        used[who] += cost(each) / who.settings.weight
+        waiting = [other for other in tenants if left[other]]
+        bound = {other: largest[other] / other.settings.weight for other in waiting}
+        for one in waiting:
+            for other in waiting:
+                assert used[one] - used[other] <= bound[one] + bound[other] + 1e-6
+        left[who] -= 1
+    for who in tenants:
+        assert [each for each in got if each.tenant is who] == [each for each in asked if each.tenant is who]
+
+
+async def test_who_comes_behind_a_crowd_of_another_goes_next() -> None:
+    greedy, modest = some(1, 1)
+    crowd = [request(greedy) for _ in range(100)]
+    got = await order(narrow(), [*crowd, request(modest), request(modest)])
+    assert [at for at, each in enumerate(got) if each.tenant is modest] in ([0, 2], [1, 3])
+
+
+async def test_who_pauses_saves_nothing_up_and_a_crowd_of_one_s_own_costs_nothing_later() -> None:
+    busy, idle = some(1, 1)
+    admission = narrow()
+    await order(admission, [request(busy) for _ in range(50)])
+    got = await order(admission, [request(who) for _ in range(10) for who in (busy, idle)])
+    ahead = [sum(1 if each.tenant is idle else -1 for each in got[: at + 1]) for at in range(len(got))]
+    assert max(map(abs, ahead)) <= 2
+
+
+async def test_a_crowd_for_one_model_does_not_wait_at_the_cost_of_another_tenant_s_model() -> None:
+    router, _ = fleet(("D", {"model": "a"}), ("D", {"model": "b"}), room=1)
+    admission, (one, other) = Admission(router, Limits(), RequestCounters(), lambda: 0.0), some(1, 1)
+    async with admission.place(request(one, model="a"), paired=False):
+        place = admission.place(request(one, model="a"), paired=False)
+        waiter = asyncio.ensure_future(place.__aenter__())
+        await eventually(lambda: one.waiting == 1)
+        async with admission.place(request(other, model="b"), paired=False):
+            assert admission.waiting == 1
+    await waiter
+    await place.__aexit__(None, None, None)
+    assert (one.waiting, other.waiting, admission.under_way) == (0, 0, 0)
+
+
+async def test_many_places_at_once_are_shared_too_if_one_asks_for_several_models() -> None:
+    registry = Registry()
+    router, _ = fleet("D", registry=registry, room=9)
+    admission, (greedy, modest) = Admission(router, Limits(), RequestCounters(), lambda: 0.0), some(1, 1)
+    async with AsyncExitStack() as leave:
+        for _ in range(9):
+            await leave.enter_async_context(admission.place(RoutingRequest(), paired=False))
+        wanted = [(greedy, f"m{at % 6}") for at in range(18)] + [(modest, "m")] * 18
+        places = [admission.place(request(who, model=model), paired=False) for who, model in wanted]
+        asked = [asyncio.create_task(leave.enter_async_context(each)) for each in places]
+        await eventually(lambda: admission.waiting == 36)
+        join(registry, ping("D", 99))
+        admission.advance()
+        await eventually(lambda: sum(each.done() for each in asked) == 9)
+        got = [each.result().request.tenant for each in asked if each.done()]
+        assert got.count(modest) in (4, 5)
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+def test_a_large_bound_of_answers_costs_what_answers_have_and_what_comes_is_paid() -> None:
+    (one,) = some(1)
+    paid = one.pay(100, 32_000)
+    assert paid < 1000 and one.used == 1 + 100 + paid
+    one.settle(paid, 700)
+    assert one.used == 1 + 100 + 700
+    for _ in range(200):
+        one.settle(one.pay(100, 0), 700)
+    assert 600 < one.pay(100, 32_000) <= 700 and one.pay(100, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        (b'{"max_tokens": 7}', 7),
+        (b'{"max_tokens": 7, "max_completion_tokens": 5}', 5),
+        (b'{"max_output_tokens": 6}', 6),
+        (b'{"max_tokens": "7", "max_completion_tokens": null}', 0),
+        (b'{"max_tokens": -1}', 0),
+        (b"{}", 0),
+    ],
+)
+def test_what_a_body_asks_for(body: bytes, asked: int) -> None:
+    assert parse(body).asked == asked
+
+
+async def test_a_streamed_answer_costs_what_came_of_it_although_its_client_left() -> None:
+    async with deployed("concurrent", 1, 1, **house(TenantSettings())) as deployment:
+        deployment.d.behaviour = streams(asyncio.Event())
+        response = await deployment.begin(headers=bearer(ALICE), prompt=[7] * 100, max_tokens=32_000)
+        assert deployment.proxy.tenants is not None
+        alice = deployment.proxy.tenants.by_name["alice"]
+        before = alice.used
+        response.close()
+        await quiet(deployment)
+        assert 101 < alice.used <= 101 + 2 < before
+
+
+async def test_a_full_queue_turns_away_those_who_fill_it() -> None:
+    greedy, modest = some(1, 1)
+    admission = narrow(max_waiting=10)
+    ended = list[tuple[Tenant, int]]()
+
+    async def enter(who: Tenant) -> None:
+        try:
+            async with admission.place(request(who), paired=False):
+                ended.append((who, 200))
+        except ProxyError as error:
+            assert error.retry_after >= 1
+            ended.append((who, error.status))
+
+    async with admission.place(RoutingRequest(), paired=False):
+        tasks = [asyncio.create_task(enter(greedy)) for _ in range(30)]
+        await eventually(lambda: len(ended) == 20 and admission.waiting == 10)
+        tasks += [asyncio.create_task(enter(modest)) for _ in range(4)]
+        await eventually(lambda: modest.waiting == 4)
+        assert (greedy.waiting, admission.waiting) == (6, 10)
+        tasks += [asyncio.create_task(enter(modest)) for _ in range(4)]
+        await eventually(lambda: len(ended) == 28)
+        assert (greedy.waiting, modest.waiting) == (5, 5)
+    await asyncio.gather(*tasks)
+    assert Counter(ended) == {(greedy, 429): 25, (greedy, 200): 5, (modest, 429): 3, (modest, 200): 5}
+    assert (greedy.refused["queue"], modest.refused["queue"]) == (25, 3)
+    assert (greedy.waiting, modest.waiting, admission.waiting) == (0, 0, 0)
+
+
+async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
+    one, other = some(1, 1)
+    admission = narrow(max_wait=0.05)
+    async with admission.place(RoutingRequest(), paired=False):
+        late = [asyncio.ensure_future(order_of_one(admission, who)) for who in (one, other, one)]
+        await eventually(lambda: (one.waiting, other.waiting) == (2, 1))
+        late[0].cancel()
+        ended = await asyncio.gather(*late, return_exceptions=True)
+    assert [type(each) for each in ended] == [asyncio.CancelledError, ProxyError, ProxyError]
+    assert (one.waiting, other.waiting) == (0, 0)
+
+
+async def order_of_one(admission: Admission, who: Tenant) -> None:
+    async with admission.place(request(who), paired=False):
+        pass
+
+
+# Limits.
+
+
+@given(
+    rate=st.integers(1, 1000),
+    burst=st.sampled_from([0.5, 1.0, 4.0]),
+    sent=st.lists(st.tuples(st.floats(0, 5), st.integers(0, 3000)), min_size=1, max_size=60),
+)
+def test_prompt_tokens_stay_within_the_rate_the_burst_and_one_prompt(
+    rate: int, burst: float, sent: list[tuple[float, int]]
+) -> None:
+    """And who comes again when told gets in, but not a second sooner."""
+    clock = [0.0]
+    one = tenant(clock, prompt_tokens=rate, burst_seconds=burst)
+    let_in = list[tuple[float, int]]()
+    for pause, tokens in sent:
+        clock[0] += pause
+        try:
+            one.spend(tokens)
+        except ProxyError as error:
+            assert (error.status, error.retry_after >= 1) == (429, True)
+            before = clock[0]
+            if error.retry_after > 1:
+                clock[0] = before + error.retry_after - 1.001
+                with pytest.raises(ProxyError):
+                    one.spend(tokens)
+            clock[0] = before + error.retry_after + 1e-6
+            one.spend(tokens)
+        let_in.append((clock[0], tokens))
+    for at, (begun, _) in enumerate(let_in):
+        for ended, (end, last) in list(enumerate(let_in))[at:]:
+            within = sum(tokens for _, tokens in let_in[at:ended])
+            assert (
+                within <= rate * (end - begun + burst) + max((t for _, t in let_in[at:ended]), default=0) + 1
+            )
+            assert last >= 0
+    assert one.prompt_tokens == sum(tokens for _, tokens in let_in)
+
+
+def test_requests_under_way_are_bounded_and_the_wait_is_that_for_the_next_end() -> None:
+    clock = [0.0]
+    one = tenant(clock, requests=2)
+    for _ in range(200):  # each takes twelve seconds
+        with one.enter():
+            clock[0] += 12.0
+    with one.enter(), one.enter():
+        with pytest.raises(ProxyError, match="`one` has 2 requests under way, as many as it may") as full:
+            one.enter().__enter__()
+        assert (full.value.status, full.value.retry_after) == (429, 6)
+        assert (one.under_way, one.refused["requests"]) == (2, 1)
+    with one.enter():
+        assert one.under_way == 1
+    assert one.under_way == 0
+
+
+# The file.
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has 0 tenants: expected at least one"),
+        ("x", "is not TOML"),
+        ("a = 1", "tenant `a` in {file}: Expected `object`, got `int`"),
+        ("[a]\nkeys = 'k'", "tenant `a` in {file}: Expected `array`, got `str` - at `keys`"),
+        ("[a]\nkeys = ['']", "a key is printable ASCII characters without a space"),
+        ("[a]\nkeys = ['a b']", "a key is printable ASCII characters without a space"),
+        ("[a]\nkeys = ['k']\n[b]\nkeys = ['k']", "tenants `a` and `b` in {file} have one key in common"),
+        ("[a]\nkeys = ['k']\nweight = 0", "Expected `float` > 0.0 - at `weight`"),
+        ("[a]\nkeys = ['k']\nrequests = -1", "Expected `int` >= 0 - at `requests`"),
+        ("[a]\nkeys = ['k']\nrequest = 1", "Object contains unknown field `request`"),
+        ("[a]\nkeys = ['k']\npriority = 9999999999", "Expected `int` <= 2147483647"),
+        ("['a b']\nkeys = ['k']", "a name is of letters, digits"),
+        ("[a]\nweight = 2", "`a` has no keys, and without --tenant-header no request could be its"),
+    ],
+)
+def test_a_mistake_in_the_file_is_said_at_the_start(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(text)
+    assert told.format(file=file) in " ".join(refused(capsys, "--tenants", str(file)).split())
+
+
+def test_the_header_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--tenant-header needs --tenants" in refused(capsys, "--tenant-header", "X-Tenant")
+    assert "cannot be read: No such file" in refused(capsys, "--tenants", "/nowhere/tenants.toml")
+
+
+def test_the_file_s_keys_are_keys_of_the_proxy_and_it_may_be_named_anywhere(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(f"[alice]\nkeys = ['{ALICE}', 'second']\nrequests = 3\n[other]\nweight = 0.5\n")
+    read = options_given("--api-key", "plain", TENANTS=str(file))
+    assert options.keys(read) == ("plain", ALICE, "second")
+    made = options.tenants(read)
+    assert made is not None and set(made.by_name) == {"alice", OTHER}
+    assert made.by_name["alice"].settings.requests == 3 and made.by_name[OTHER].settings.weight == 0.5
+    without = options_given()
+    assert options.tenants(without) is None and options.keys(without) == ()
+    assert list(read_tenants(str(file))) == ["alice", "other"]
+
+
+# Behind a proxy.
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def house(alice: TenantSettings, header: str = "", **others: TenantSettings) -> dict[str, Any]:
+    """Alice has these limits and Bob none, each by a key; `others`: by header, if at all."""
+    keys = {"alice": ALICE, "bob": BOB}
+    every = {"alice": alice, "bob": TenantSettings(), **others}
+    made = {
+        name: TenantSettings(**{at: getattr(each, at) for at in each.__struct_fields__ if at != "keys"},
+                             keys=(keys[name],) if name in keys else ())
+        for name, each in every.items()
+    }  # fmt: skip
+    guard = Access() if header else Access(keys=(ALICE, BOB, "of nobody"))
+    return {"tenants": Tenants(made, header), "guard": guard}
+
+
+@pytest.fixture
+async def one_each() -> AsyncIterator[Deployment]:
+    """Alice may have one request under way."""
+    async with deployed("concurrent", 1, 1, **house(TenantSettings(requests=1))) as deployment:
+        yield deployment
+
+
+async def test_a_full_tenant_gets_429_and_another_is_served(one_each: Deployment) -> None:
+    with slow(one_each.d):
+        first = asyncio.create_task(one_each.post(headers=bearer(ALICE)))
+        await eventually(lambda: called(one_each.d))
+        response = await one_each.post(headers=bearer(ALICE))
+        assert (response.status, int(response.headers["Retry-After"]) >= 1) == (429, True)
+        error = await error_of(response)
+        assert error["type"] == "rate_limit_error" and "`alice` has 1 requests under way" in error["message"]
+        others = [asyncio.create_task(one_each.post(headers=bearer(BOB))) for _ in range(3)]
+        await eventually(lambda: len(one_each.d.requests) == 4)
+        found = await page(one_each)
+        assert found.value("tenant_requests", tenant="alice") == 1
+        assert found.value("tenant_requests", tenant="bob") == 3
+    assert [(await each).status for each in (first, *others)] == [200] * 4
+    await one_each.serves(1, headers=bearer(ALICE))
+    found = await page(one_each)
+    assert found.value("tenant_refused_total", tenant="alice", reason="requests") == 1
+    assert found.value("tenant_requests_ended_total", tenant="alice", outcome="shed") == 1
+    assert found.value("tenant_requests_ended_total", tenant="bob", outcome="answered") == 3
+    assert found.value("requests_total", outcome="shed") == 1
+    assert found.value("shed_total") == 0, "that is for 503"
+
+
+async def test_metrics_name_tenants_and_never_keys(one_each: Deployment) -> None:
+    release = asyncio.Event()
+    release.set()
+    one_each.d.behaviour = streams(release)
+    for key in (ALICE, BOB, "of nobody"):
+        async with await one_each.post(stream=True, headers=bearer(key)) as response:
+            await response.read()
+    text = await one_each.text("/metrics")
+    assert not any(key in text for key in (ALICE, BOB, "of nobody"))
+    found = await page(one_each)
+    names = {each.labels["tenant"] for each in found.samples if "tenant" in each.labels}
+    assert names == {"alice", "bob", OTHER}
+    assert found.value("tenant_time_to_first_token_seconds_count") == 3
+    there = {
+        re.sub("_(bucket|count|sum)$", "", each.name.removeprefix("p2pkv_proxy_")): set(each.labels) - {"le"}
+        for each in found.samples
+        if "tenant" in each.labels and not each.name.endswith("_created")
+    }
+    table = OPERATIONS.split("| in `/metrics`, by tenant | labels | meaning |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    named = [(re.findall(r"`(\w+)`", names), set(re.findall(r"`(\w+)`", labels))) for names, labels in rows]
+    assert there == {name: labels for names, labels in named for name in names}, "as the page has them"
+    assert found.value("tenant_prompt_tokens_total", tenant="bob") == 1
+
+
+async def test_a_key_that_is_no_tenant_s_is_one_of_the_others_and_no_key_is_401(one_each: Deployment) -> None:
+    await one_each.serves(1, headers=bearer("of nobody"))
+    await one_each.serves(1, headers={"X-Api-Key": BOB})
+    assert (await one_each.post(headers=bearer("wrong"))).status == 401
+    found = await page(one_each)
+    ended = {name: found.value("tenant_requests_ended_total", tenant=name) for name in ("bob", OTHER)}
+    assert ended == {"bob": 1, OTHER: 1}
+
+
+async def test_prompt_tokens_a_second_are_bounded_without_harm_to_another() -> None:
+    limits = TenantSettings(prompt_tokens=10, burst_seconds=1)
+    async with deployed("concurrent", 1, 1, **house(limits)) as deployment:
+        await deployment.serves(1, headers=bearer(ALICE), prompt=[7] * 300)
+        response = await deployment.post(headers=bearer(ALICE), prompt="x")
+        assert response.status == 429 and 25 <= int(response.headers["Retry-After"]) <= 29
+        assert "as many prompt tokens as it may, 10 a second" in (await error_of(response))["message"]
+        await deployment.serves(5, headers=bearer(BOB), prompt=[7] * 300)
+        assert len(deployment.d.requests) == 6, "what is refused reaches no instance"
+        for path in ("/tokenize", "/v1/messages/count_tokens"):
+            await deployment.serves(1, None, path, headers=bearer(ALICE))
+        assert await deployment.refusal(429, None, "/v1/embeddings", headers=bearer(ALICE), input="x")
+
+
+async def test_a_gateway_names_the_tenant_and_a_tenant_s_key_goes_first() -> None:
+    known = house(TenantSettings(), "X-Tenant", carol=TenantSettings())
+    async with deployed("concurrent", 1, 1, **known) as deployment:
+        for headers in (
+            {"X-Tenant": "carol"},
+            {"X-Tenant": "carol", **bearer(ALICE)},
+            {"X-Tenant": "nobody that the file has"},
+            {},
+        ):
+            await deployment.serves(1, headers=headers)
+        found = await page(deployment)
+        ended = {
+            name: found.value("tenant_requests_ended_total", tenant=name)
+            for name in ("alice", "carol", OTHER)
+        }
+        assert ended == {"alice": 1, "carol": 1, OTHER: 2}
+        assert "nobody" not in await deployment.text("/metrics")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_the_body_s_priority_goes_to_both_and_a_tenant_s_where_there_is_none(path: str) -> None:
+    async with deployed("concurrent", 1, 1, **house(TenantSettings(priority=-3))) as deployment:
+        asked = {"model": "tiny", "prompt": "a", "messages": [], "input": "a", "max_tokens": 3}
+        await deployment.serves(1, {**asked, "priority": 7}, path, headers=bearer(ALICE))
+        await deployment.serves(1, asked, path, headers=bearer(ALICE))
+        await deployment.serves(1, asked, path, headers=bearer(BOB))
+        for instance in (deployment.p, deployment.d):
+            got = [(e.body.get("priority"), e.headers.get("X-Vllm-Priority")) for e in instance.requests]
+            assert got == [(7, None), (None, "-3"), (None, None)]
+
+
+async def test_a_crowd_of_one_waits_and_the_other_goes_next_with_every_place_taken() -> None:
+    limits = Limits(max_requests=1, max_waiting=50)
+    async with deployed("concurrent", 1, 1, limits=limits, **house(TenantSettings())) as deployment:
+        with slow(deployment.d):
+            asked = [asyncio.create_task(deployment.post(headers=bearer(ALICE))) for _ in range(20)]
+            await eventually(lambda: deployment.proxy.admission.waiting == 19)
+            asked.append(asyncio.create_task(deployment.post(headers=bearer(BOB))))
+            await eventually(lambda: deployment.proxy.admission.waiting == 20)
+        assert [(await each).status for each in asked] == [200] * 21
+        keys = [each.headers["Authorization"].rpartition(" ")[2] for each in deployment.d.requests]
+        assert keys.index(BOB) in (1, 2)
+
+
+async def test_an_instance_that_dies_leaves_no_tenant_with_a_request_under_way(one_each: Deployment) -> None:
+    one_each.d.behaviour = streams(asyncio.Event())
+    response = await one_each.begin(headers=bearer(ALICE))
+    one_each.d.kill()
+    await response.read()
+    await quiet(one_each)
+    assert one_each.proxy.tenants is not None
+    assert one_each.proxy.tenants.by_name["alice"].under_way == 0
+    again = await one_each.newcomer("D")
+    await one_each.serves(1, headers=bearer(ALICE))
+    assert called(again)
+
+
+async def test_a_proxy_that_starts_again_has_the_same_limits_and_nothing_under_way(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(f"[alice]\nkeys = ['{ALICE}']\nprompt_tokens = 1\nburst_seconds = 1\n")
+    for _ in range(2):
+        async with served("--tenants", str(file)) as proxy:
+            await proxy.serves(1, headers=bearer(ALICE), prompt=[7] * 3000)
+            assert "as many prompt tokens as it may" in await proxy.refusal(429, headers=bearer(ALICE))
+            assert "needs an API key" in await proxy.refusal(401)
+            assert 'tenant_requests{tenant="alice"} 0.0' in await proxy.text("/metrics")
+            proxy.terminate()
+            await proxy.ended()
+
+
+async def test_without_tenants_there_is_nothing_of_them(concurrent: Deployment) -> None:
+    await concurrent.serves(2, headers=bearer(ALICE))
+    assert concurrent.proxy.tenants is None
+    assert "tenant_requests{" not in await concurrent.text("/metrics")
+    assert {each.headers.get("X-Vllm-Priority") for each in concurrent.d.requests} == {None}
