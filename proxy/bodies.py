@@ -40,6 +40,9 @@ _XARGS = "vllm_xargs"
 _NOT_FOR_PREFILL = frozenset(
     {"stream_options", "best_of", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids"}
 )
+# vLLM demands more tokens of an answer than this budget. Of who only prefills, which it knows by these, it does
+# not; and the prompt stays as it is.
+_THINKING, _ONLY_PREFILLS = "thinking", {"do_remote_decode": True}
 # The same at /v1/responses: nor is P's answer kept there.
 _NOT_FOR_PREFILL_OF_RESPONSES = frozenset({"include", "top_logprobs", "background", "stream_options"})
 
@@ -50,7 +53,8 @@ _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
 
 _WITH_TOKEN_IDS = b',"return_token_ids":true}'
-_OFF = (None, False, 0)
+# As vLLM's request classes read a text in place of true or false.
+_TRUE, _FALSE = frozenset({"1", "on", "t", "true", "y", "yes"}), frozenset({"0", "off", "f", "false", "n", "no"})
 _ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
@@ -111,7 +115,7 @@ class Body:
         self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
-        self.streams = bytes(memoryview(fields.get("stream", b""))[:4]) == b"true"
+        self.streams = _switch(_small(fields, "stream")) is True
         self._released = released
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
@@ -129,21 +133,21 @@ class Body:
         if self.path == "/v1/responses":
             tools = _decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
             return all(tool.type == "function" for tool in tools or ())  # vLLM itself calls no function
-        local = _small(fields, "use_beam_search") in _OFF and _small(fields, "echo") in _OFF
-        return local and _small(fields, "prompt_logprobs") is None
+        off = all(_switch(_small(fields, name)) is False for name in ("use_beam_search", "echo"))
+        return off and _small(fields, "prompt_logprobs") is None
 
     def for_prefill(self, request_id: str) -> Content:
         """P's body: the same prompt, and one token that is thrown away."""
         if self.path == "/v1/messages":
-            return self._changed({"max_tokens": 1, "stream": False})
+            more = {"kv_transfer_params": _ONLY_PREFILLS} if _THINKING in self.fields else {}
+            return self._changed({"max_tokens": 1, "stream": False} | more)
         if self.path == "/v1/responses":
             one = {"max_output_tokens": 1, "stream": False, "store": False}
             return self._changed(one | self._id(request_id), _NOT_FOR_PREFILL_OF_RESPONSES)
         changes: Fields = {"max_tokens": 1, "n": 1, "stream": False}
         if "max_completion_tokens" in self.fields:
             changes["max_completion_tokens"] = 1
-        minimum = _small(self.fields, "min_tokens")
-        if isinstance(minimum, int | float) and minimum > 1:
+        if _number(_small(self.fields, "min_tokens")) > 1:
             changes["min_tokens"] = 1
         return self._changed(changes, _NOT_FOR_PREFILL)
 
@@ -238,6 +242,35 @@ def _small(fields: Views, name: str) -> Any:
     """A field's value: None if it is absent, and its bytes if it can be none that matters here."""
     raw = fields.get(name)
     return raw if raw is None or len(raw) > _SMALL else _decoded(_any, raw, raw)
+
+
+def _number(value: Any) -> float:
+    """As vLLM reads it, which takes a text for a number; 0 for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else 0.0
+    except (OverflowError, ValueError):
+        return 0.0
+
+
+def _switch(value: Any) -> bool | None:
+    """As vLLM reads it, which takes texts and numbers for true and false; absent and null are false. None for
+    what is neither."""
+    text = str(value).lower() if isinstance(value, str | bool) else None
+    if value is None or text in _FALSE or (text is None and value == 0):
+        return False
+    return True if text in _TRUE or (text is None and value == 1) else None
+
+
+def plain(fields: Views, switches: Iterable[str], numbers: Iterable[str]) -> Views:
+    """Of these fields, those that are spelled otherwise than as true, false or a whole number although vLLM
+    takes them for that; spelled so."""
+    found: Fields = {name: _switch(_small(fields, name)) for name in switches if name in fields}
+    for name in numbers:
+        if isinstance(value := _small(fields, name), str | float) and (number := _number(value)).is_integer():
+            found[name] = int(number)
+    found = {name: value for name, value in found.items() if value is not None}
+    made = {name: Raw(msgspec.json.encode(value)) for name, value in found.items()}
+    return {name: view for name, view in made.items() if view != fields[name] and fields[name] != _ABSENT}
 
 
 def _model(fields: Views) -> str | None:

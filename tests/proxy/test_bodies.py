@@ -63,9 +63,28 @@ def test_p_makes_one_token_that_nobody_reads(more: dict[str, Any], sent: dict[st
     assert for_prefill(**KEPT, **client) == KEPT | one | sent
 
 
-@pytest.mark.parametrize(("given", "sent"), [(0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")])
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        *((0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")),
+        *(("0", "0"), ("1", "1"), ("100", 1), (" 1_000 ", 1), ("2.0", 1)),
+    ],
+)
 def test_min_tokens_is_at_most_one_and_nonsense_stays(given: Any, sent: Any) -> None:
     assert for_prefill(min_tokens=given)["min_tokens"] == sent
+
+
+def test_a_budget_for_thinking_does_not_count_on_p() -> None:
+    """vLLM wants `max_tokens` to be more than it, but of who only prefills."""
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    client = {"model": "m", "messages": [], "max_tokens": 4096, "stream": True}
+    with_it, without = (
+        json.loads(bytes(parse(json.dumps(fields).encode(), "/v1/messages").for_prefill("id")))
+        for fields in (client | {"thinking": thinking}, client)
+    )
+    p = client | {"max_tokens": 1, "stream": False}
+    assert with_it == p | {"thinking": thinking, "kv_transfer_params": {"do_remote_decode": True}}
+    assert without == p
 
 
 def test_d_gets_the_clients_own_bytes() -> None:
@@ -77,6 +96,7 @@ def test_d_gets_the_clients_own_bytes() -> None:
     ("name", "value", "paired"),
     [
         *(("use_beam_search", True, False), ("echo", True, False), ("echo", "true", False)),
+        *(("echo", "No", True), ("echo", 0.0, True), ("use_beam_search", "off", True), ("echo", "2", False)),
         *(("prompt_logprobs", 0, False), ("prompt_logprobs", 3, False), ("model", "m", True)),
         *(("use_beam_search", False, True), ("echo", None, True), ("prompt_logprobs", None, True)),
     ],
@@ -99,6 +119,13 @@ def test_how_many_prompts(prompt: Any, one: bool) -> None:
 def test_what_is_no_object_is_refused_with_a_sentence(raw: bytes) -> None:
     with pytest.raises(ProxyError, match="not a JSON object"):
         parse(raw)
+
+
+@pytest.mark.parametrize("stream", [True, "true", "Yes", 1, 1.0])
+def test_a_stream_may_be_asked_for_in_each_of_vllms_spellings(stream: Any) -> None:
+    assert body(stream=stream).streams
+    for other in (False, "no", 0, None, "x", 2):
+        assert not body(stream=other).streams
 
 
 @given(st.dictionaries(NAMES, JSON, max_size=8))
