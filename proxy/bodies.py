@@ -40,8 +40,8 @@ _XARGS = "vllm_xargs"
 _NOT_FOR_PREFILL = frozenset(
     {"stream_options", "best_of", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids"}
 )
-# vLLM demands more tokens of an answer than this budget. Of who only prefills, which it knows by these, it does
-# not; and the prompt stays as it is.
+# vLLM demands more tokens of an answer than this budget, but not of who only prefills, which it knows by
+# these; and the prompt stays as it is.
 _THINKING, _ONLY_PREFILLS = "thinking", {"do_remote_decode": True}
 # The same at /v1/responses: nor is P's answer kept there.
 _NOT_FOR_PREFILL_OF_RESPONSES = frozenset({"include", "top_logprobs", "background", "stream_options"})
@@ -54,7 +54,8 @@ _LONGEST_NAME = 1024
 
 _WITH_TOKEN_IDS = b',"return_token_ids":true}'
 # As vLLM's request classes read a text in place of true or false.
-_TRUE, _FALSE = frozenset({"1", "on", "t", "true", "y", "yes"}), frozenset({"0", "off", "f", "false", "n", "no"})
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
