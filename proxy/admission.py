@@ -106,8 +106,8 @@ class RequestPlace:
         return PrefillMode.NEEDED if culprit is self.choice.prefill else self.mode
 
 
-Wants = tuple[str | None, PrefillMode]
-"""A model, and what P is to do: who wants the same can be served by the same instances."""
+Wants = tuple[str | None, PrefillMode, Instance | None]
+"""A model, what P is to do, and the only D: who wants the same can be served by the same instances."""
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class _Waiter:
 
     @property
     def wants(self) -> Wants:
-        return self.request.model, self.mode
+        return self.request.model, self.mode, self.request.only
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ class Admission:
     ) -> bool:
         """Whether there are other instances with room, also when `besides` other requests like it come."""
         try:
-            _, able = self._router.able(place.request.model, self._clock(), mode=mode, avoid=avoid)
+            _, able = self._router.able(place.request, self._clock(), mode=mode, avoid=avoid)
         except Unroutable:
             return False
         return not besides or sum(each.room - each.places for each in able) > besides
@@ -258,7 +258,7 @@ class Admission:
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
-            self._router.able(waiter.request.model, self._clock(), mode=waiter.mode)
+            self._router.able(waiter.request, self._clock(), mode=waiter.mode)
         except AloneFull:
             self._counters.refused_alone += 1
             raise ProxyError(

@@ -135,7 +135,8 @@ class Attempt:
         # Its engine takes an id that names it twice for a plain request.
         if prefill := decode if self.choice.whole else self.choice.prefill:
             self.request_id = mint(prefill.zmq_address, decode.zmq_address, self.unique)
-        self._scrubber = Scrubber(self.choice, self.request_id, self.unique)
+        previous = self.body.previous_name, self.body.previous
+        self._scrubber = Scrubber(self.choice, self.request_id, self.unique, previous)
         self._began = asyncio.get_running_loop().time()
         self.record.begins(self.choice, self.unique)
 

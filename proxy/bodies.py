@@ -102,6 +102,9 @@ class Body:
             that vLLM itself calls, since what they return becomes part of a longer prompt, nor where the
             answer is about the prompt's own tokens, whose logits only the prefill itself yields.
         one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
+        previous: the response that one of /v1/responses goes on with, as the client knows it; "" if none.
+        previous_name: the same, as D knows it.
+        stored: whether D may be asked to go on with this response, too.
         fields: all that it has; none once its bytes are let go.
     """
 
@@ -113,6 +116,10 @@ class Body:
         self.fields = _without_the_forbidden(fields)
         self._raw: bytes | bytearray | None = raw if self.fields is fields else None
         self.model = _model(fields)
+        responds = path == "/v1/responses"
+        self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
+        self.previous_name = self.previous
+        self.stored = responds and _switch(_small(fields, "store") if "store" in fields else True) is True
         self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
@@ -132,6 +139,8 @@ class Body:
     def _computes_no_more_than_its_prompt(self) -> bool:
         fields = self.fields
         if self.path == "/v1/responses":
+            if self.previous:
+                return False  # which is at D only
             tools = _decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
             return all(tool.type == "function" for tool in tools or ())  # vLLM itself calls no function
         off = all(_switch(_small(fields, name)) is False for name in ("use_beam_search", "echo"))
@@ -158,6 +167,8 @@ class Body:
         """D's body: the client's own bytes, or its fields and what P has returned for D; `token_ids`: D shall
         return the tokens' ids, too."""
         more = self._id(request_id)
+        if self.previous != self.previous_name:
+            more["previous_response_id"] = self.previous_name
         if kv_transfer_params is not None:
             more["kv_transfer_params"] = kv_transfer_params
         if token_ids:
@@ -180,7 +191,7 @@ class Body:
 
     def _id(self, request_id: str) -> Fields:
         """For /v1/responses, which reads the id here and not in a header."""
-        return {"request_id": f"resp_{request_id}"} if self.path == "/v1/responses" else {}
+        return {"request_id": response_id(request_id)} if self.path == "/v1/responses" else {}
 
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
         """The client's fields, without some, and with others or other values."""
@@ -279,7 +290,18 @@ def _model(fields: Views) -> str | None:
     if len(raw) > _LONGEST_NAME:
         why = f"`model` in the request body is longer than {_LONGEST_NAME} bytes, so it names none."
         raise ProxyError(400, why)
-    return _decoded(_name, raw, "") or None
+    return _text_of(raw) or None
+
+
+def _text_of(raw: Raw) -> str:
+    """A field's value if it is a text, and not too long for a name."""
+    text: str = _decoded(_name, raw, "") if len(raw) <= _LONGEST_NAME else ""
+    return text
+
+
+def response_id(request_id: str) -> str:
+    """Of the response of /v1/responses to this request."""
+    return f"resp_{request_id}"
 
 
 def _one_prompt(prompt: Raw | None) -> bool:

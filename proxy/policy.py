@@ -47,11 +47,13 @@ class RoutingRequest:
         model: that it names; None if it names none.
         prompt: its length and its beginning.
         session: to which it belongs; "" if it names none.
+        only: the D that has what it goes on with; None if any may serve it.
     """
 
     model: str | None = None
     prompt: Prompt = field(default_factory=lambda: Prompt({}))
     session: str = ""
+    only: Instance | None = None
 
 
 class Pick(NamedTuple):

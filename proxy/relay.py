@@ -277,11 +277,13 @@ def to_client(instance: CIMultiDictProxy[str]) -> Headers:
 
 @dataclass(frozen=True)
 class Scrubber:
-    """Takes out of an answer what names instances; the client sees `unique` in place of `request_id`."""
+    """Takes out of an answer what names instances; the client sees `unique` in place of `request_id`, and the
+    second of `previous`, the ids of an earlier response, in place of the first."""
 
     choice: Choice
     request_id: str
     unique: str
+    previous: tuple[str, str] = "", ""
 
     def text(self, text: str) -> str:
         """For headers and errors: the id and the addresses are replaced."""
@@ -290,8 +292,13 @@ class Scrubber:
         return text
 
     @cached_property
+    def ids(self) -> list[tuple[str, str]]:
+        """Those to be replaced, and by what."""
+        return [(self.request_id, self.unique), *([self.previous] if self.previous[0] else [])]
+
+    @cached_property
     def _names(self) -> list[tuple[str, str]]:
-        names = [(self.request_id, self.unique)]
+        names = list(self.ids)
         for each in self.choice.instances:
             role = f"({ROLE_NAMES[each.role]} instance)"
             names += [(address, role) for address in each.written_addresses]
@@ -331,7 +338,8 @@ class AnswerFilter:
         self.given_up = False
         self._streamed = streamed
         self._sign = SIGNS.get(path)
-        self._old, self._new = scrubber.request_id.encode(), scrubber.unique.encode()
+        self._ids = [(old.encode(), new.encode()) for old, new in scrubber.ids]
+        self._longest = max(len(ABORTED), *(len(old) for old, _ in self._ids))
         self._rest = b""
 
     def feed(self, chunk: bytes) -> bytes:
@@ -341,8 +349,8 @@ class AnswerFilter:
         text = self._rest + chunk
         end = _end_of_events(text) if self._streamed else 0
         if not self._streamed or len(text) - end > _LONGEST_EVENT:
-            *_, tail = text.split(self._old)
-            end = len(text) - min(len(tail), max(len(self._old), len(ABORTED)) - 1)
+            whole = max(text.rfind(old) + len(old) if old in text else 0 for old, _ in self._ids)
+            end = len(text) - min(len(text) - whole, self._longest - 1)
         if self._sign is not None and self._sign in text:
             part = text[:end] if self._streamed else text
             at = first_given_up(part, self._sign, streamed=self._streamed)
@@ -359,4 +367,6 @@ class AnswerFilter:
 
     def rewritten(self, data: bytes) -> bytes:
         """Nothing but the id is replaced in a success, whose body is the model's."""
-        return data.replace(self._old, self._new)
+        for old, new in self._ids:
+            data = data.replace(old, new)
+        return data

@@ -285,7 +285,7 @@ class Router:
         avoid: frozenset[Instance] = frozenset(),
     ) -> Choice:
         """A D for a request, and a P as `mode` says; none of those to `avoid`. Raises Unroutable."""
-        fleet = self._kept(now).fleet(request.model, avoid)
+        fleet = self._fleet(request, now, avoid)
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SPARED and not prefillers:
             if near := self._with_little_left(decoders, request):
@@ -376,10 +376,22 @@ class Router:
         return pick
 
     def able(
-        self, model: str | None, now: float, *, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()
+        self,
+        request: RoutingRequest,
+        now: float,
+        *,
+        mode: PrefillMode,
+        avoid: frozenset[Instance] = frozenset(),
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's that `choose` would choose from. Raises as it does."""
-        return self._able(self._kept(now).fleet(model, avoid), mode)
+        return self._able(self._fleet(request, now, avoid), mode)
+
+    def _fleet(self, request: RoutingRequest, now: float, avoid: frozenset[Instance]) -> _Fleet:
+        """Raises NoInstance or UnknownModel."""
+        kept = self._kept(now)
+        if request.only is not None:
+            avoid = avoid.union(each for each in kept.decoders if each is not request.only)
+        return kept.fleet(request.model, avoid)
 
     def _able(self, fleet: _Fleet, mode: PrefillMode) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's to choose from: at least one D, and a P for each or none at all. Raises as

@@ -20,7 +20,7 @@ from .access import Access
 from .admission import Admission, RequestPlace, Wants
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Again, Blame, CallEnd, Charge
-from .bodies import Body, BodyReader, Intake, parse
+from .bodies import Body, BodyReader, Intake, parse, response_id
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
@@ -32,6 +32,7 @@ from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace
 from .models import ModelLists
 from .policy import Routing, RoutingRequest
 from .relay import STALL_SECONDS, ClientGone, hang_up
+from .responses import StoredResponses
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .tracing import Spans
@@ -75,6 +76,7 @@ class Proxy:
         self.active = ActiveRequests(self.counters)
         self.membership.on_change(self.admission.advance)
         self.model_lists = ModelLists(self.session)
+        self.responses = StoredResponses(self.registry)
         self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         self.exposition = Exposition(self.metrics, self)
@@ -90,7 +92,10 @@ class Proxy:
                 why = "this proxy takes no more in one request (--max-messages)."
                 raise ProxyError(413, f"The request has {many}; {why}")
             session = request.headers.get(self.routing.session_header, "")
-            wants = RoutingRequest(body.model, body.prompt, session)
+            only = None
+            if body.previous:
+                only, body.previous_name = self.responses.find(body.previous, self.clock())
+            wants = RoutingRequest(body.model, body.prompt, session, only)
             request[RECORD].wants(body.model)
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
@@ -117,6 +122,9 @@ class Proxy:
             active.attempt = attempt = Attempt(
                 self, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
+            if body.stored:
+                name = response_id(attempt.request_id)
+                self.responses.note(response_id(attempt.unique), place.choice.decode, name)
             outcome = await attempt.run()
             if attempt.relay is not None and attempt.relay.resumable:
                 return await self._resume(attempt, outcome, active)
@@ -236,7 +244,7 @@ class Proxy:
                 continue
             place = attempt.place
             mode, avoid = place.mode_after(place.choice.decode), self._unable(active)
-            wants = place.request.model, mode
+            wants = place.request.model, mode, place.request.only
             if self.admission.can_move(place, mode, avoid, moved[wants]):
                 moved[wants] += attempt.move()
 
