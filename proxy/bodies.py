@@ -117,6 +117,12 @@ class Body:
         self._raw: bytes | bytearray | None = raw if self.fields is fields else None
         self.model = _model(fields)
         responds = path == "/v1/responses"
+        if responds and _switch(_small(fields, "background")):
+            raise ProxyError(
+                400,
+                "`background` is not supported here: this proxy does not pass `GET /v1/responses/{id}` on, so "
+                "the answer could not be fetched. Leave it out, and stream the answer if it takes long.",
+            )
         self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
         self.previous_name = self.previous
         self.stored = responds and _switch(_small(fields, "store") if "store" in fields else True) is True
@@ -210,8 +216,8 @@ class Body:
 def parse(
     raw: bytes | bytearray, path: str = "/v1/completions", released: Callable[[], None] = lambda: None
 ) -> Body:
-    """The client's request. `raw` must not change any more. Raises ProxyError if it is none, or if its
-    model's name is too long to be one."""
+    """The client's request. `raw` must not change any more. Raises ProxyError if it is none, if its model's
+    name is too long to be one, or if it asks for an answer in the background."""
     try:
         return Body(raw, _views.decode(raw), path, released)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:

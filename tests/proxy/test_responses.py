@@ -109,6 +109,17 @@ async def test_what_was_not_stored_is_not_looked_for(dispatch: Dispatch) -> None
         assert "not found" in await deployment.refusal(400, body, PATH)
 
 
+@pytest.mark.parametrize("background", [True, "true", 1])
+async def test_nothing_is_answered_in_the_background(dispatch: Dispatch, background: Any) -> None:
+    """It could not be fetched."""
+    async with stores(dispatch, decode=1) as deployment:
+        body = {"model": "tiny", "input": "b"}
+        why = await deployment.refusal(400, {**body, "background": background}, PATH)
+        assert "`background` is not supported" in why
+        assert not deployment.p.requests and not deployment.d.requests
+        await deployment.serves(1, {**body, "background": False}, PATH)
+
+
 async def test_a_vllm_that_stores_nothing_says_so_by_the_clients_id(dispatch: Dispatch) -> None:
     async with stores(dispatch, decode=1) as deployment:
         first = (await respond(deployment, "a"))["id"]
