@@ -120,8 +120,8 @@ class Body:
         if responds and _switch(_small(fields, "background")):
             raise ProxyError(
                 400,
-                "`background` is not supported here: this proxy does not pass `GET /v1/responses/{id}` on, so "
-                "the answer could not be fetched. Leave it out, and stream the answer if it takes long.",
+                "`background` is not supported: this proxy passes no `GET /v1/responses/{id}` on, so the "
+                "answer could not be fetched. Leave it out, and stream the answer if it takes long.",
             )
         self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
         self.previous_name = self.previous
@@ -458,6 +458,9 @@ class Prompt:
 
 # Its arrival.
 
+_LARGE_HEAD = 1 << 16
+"""Bytes of a request's headers from which on they count as its body does."""
+
 
 @dataclass
 class Intake:
@@ -480,6 +483,8 @@ class BodyReader:
         limits, content = self._intake.limits, request.content
         body = bytearray()
         _check_size(request, request.content_length or 0)
+        if (head := sum(len(name) + len(value) for name, value in request.raw_headers)) > _LARGE_HEAD:
+            self._hold(head)
         try:
             if content.is_eof():  # it came with its head: no need for a timer
                 self._add(request, body, content.read_nowait())
@@ -505,14 +510,18 @@ class BodyReader:
         self._size = 0
 
     def _add(self, request: web.Request, body: bytearray, chunk: bytes) -> None:
-        intake, size = self._intake, len(chunk)
-        _check_size(request, len(body) + size)
+        _check_size(request, len(body) + len(chunk))
+        self._hold(len(chunk))
+        body += chunk
+
+    def _hold(self, size: int) -> None:
+        """So many bytes more. Raises ProxyError if there is no room."""
+        intake = self._intake
         if intake.held + size > intake.limits.max_held:
             intake.counters.refused_full += 1
             raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
         intake.held += size
         self._size += size
-        body += chunk
 
 
 def _check_size(request: web.Request, size: int) -> None:

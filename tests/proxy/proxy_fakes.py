@@ -218,7 +218,9 @@ class FakeInstance:
                 *(web.post(path, self._generate) for path in sorted(PAIRED | SINGLE)),
             ]
         )
-        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self.runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1, max_field_size=4 << 20
+        )
         await self.runner.setup()
         port = int(self.http_address.rpartition(":")[2] or free_ports())
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
