@@ -17,6 +17,7 @@ from . import admin
 from .access import Access
 from .attempt import Dispatch
 from .connections import BoundedRunner
+from .cors import Cors
 from .http import PAIRED, SINGLE
 from .limits import Limits
 from .membership import Membership
@@ -49,6 +50,7 @@ def make_app(
     log_requests: bool = False,
     tracing: Spans | None = None,
     listed: Sequence[ListedInstance] = (),
+    cors: Cors | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -62,6 +64,7 @@ def make_app(
         log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
+        cors: what browsers may do from pages of other origins.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
@@ -100,10 +103,12 @@ def make_app(
     recorded = recording(metrics, API, tracing, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    app = web.Application(client_max_size=largest, middlewares=[written_in_time, recorded, errors_as_json])
+    cors = cors or Cors()
+    middlewares = [written_in_time, cors.middleware(), recorded, errors_as_json]
+    app = web.Application(client_max_size=largest, middlewares=middlewares)
     app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
-    app.on_response_prepare.extend((note_begin,))
+    app.on_response_prepare.extend((note_begin, cors.prepare))
     app.add_routes(_ROUTES)
     return app
 
