@@ -94,7 +94,8 @@ class Proxy:
             session = request.headers.get(self.routing.session_header, "")
             only = None
             if body.previous:
-                only, body.previous_name = self.responses.find(body.previous, self.clock())
+                only, name = self.responses.find(body.previous, self.clock())
+                body.go_on_from(name)
             wants = RoutingRequest(body.model, body.prompt, session, only)
             request[RECORD].wants(body.model)
             try:
