@@ -76,7 +76,7 @@ def plain(fields: Views, switches: Iterable[str], numbers: Iterable[str]) -> Vie
 
 def read_by_python(raw: bytes | bytearray, error: Exception, texts: Collection[str]) -> Views:
     """The fields, in ASCII, of a body that is no strict JSON, but that Python's decoder takes, as vLLM does:
-    with a byte order mark, in UTF-16, with NaN or half of a surrogate pair. Raises ProxyError, with the cause.
+    with a byte order mark, in UTF-16, with NaN or half of a surrogate pair. Raises ProxyError with the cause.
 
     Args:
         error: another decoder's, of the same body.
