@@ -34,6 +34,7 @@ from .http import REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
+from .prompt_usage import PromptUsage
 from .relay import Relay, Scrubber, refusal, to_instance
 from .retries import Retries
 from .transcript import Transcript
@@ -125,6 +126,7 @@ class Attempt:
     former: Relay | None = None
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
+    _prompt_usage: PromptUsage | None = field(init=False, default=None)
     _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
@@ -138,6 +140,8 @@ class Attempt:
         previous = self.body.previous_name, self.body.previous
         self._scrubber = Scrubber(self.choice, self.request_id, self.unique, previous)
         self._began = asyncio.get_running_loop().time()
+        if self.choice.prefill is not None and self.continuation is None:
+            self._prompt_usage = PromptUsage(self.body.path)
         self.record.begins(self.choice, self.unique)
 
     async def run(self) -> Outcome:
@@ -240,6 +244,8 @@ class Attempt:
         asked = means.clock()
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id))
+            if self._prompt_usage is not None:
+                self._prompt_usage.know(reply.body)
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
             self.record.metrics.prefilled(instance, means.clock() - asked)
@@ -251,6 +257,8 @@ class Attempt:
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
         finally:
             call.close(call.why)
+            if self._prompt_usage is not None:
+                self._prompt_usage.know(None)
         if failed.end in REFUSALS and self._decoding is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
@@ -386,6 +394,7 @@ class Attempt:
             (streamed and self.means.limits.event_seconds) or math.inf,
             self.transcript if streamed else None,
             self.continuation,
+            self._prompt_usage,
             self.former,
         )
         if prefilling is not None and not self.body.one_prompt:
