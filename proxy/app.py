@@ -103,12 +103,15 @@ def make_app(
     recorded = recording(metrics, API, tracing, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    cors = cors or Cors()
-    middlewares = [written_in_time, cors.middleware(), recorded, errors_as_json]
+    middlewares = [written_in_time, recorded, errors_as_json]
+    if cors is not None and cors.origins:
+        middlewares.insert(1, cors.middleware())
     app = web.Application(client_max_size=largest, middlewares=middlewares)
     app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
-    app.on_response_prepare.extend((note_begin, cors.prepare))
+    app.on_response_prepare.append(note_begin)
+    if cors is not None and cors.origins:
+        app.on_response_prepare.append(cors.prepare)
     app.add_routes(_ROUTES)
     return app
 

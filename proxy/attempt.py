@@ -34,7 +34,6 @@ from .http import REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
-from .prompt_usage import PromptUsage
 from .relay import Relay, Scrubber, refusal, to_instance
 from .retries import Retries
 from .transcript import Transcript
@@ -126,7 +125,8 @@ class Attempt:
     former: Relay | None = None
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
-    _prompt_usage: PromptUsage | None = field(init=False, default=None)
+    _prefilled: asyncio.Future[bytes | None] | None = field(init=False, default=None)
+    """P's answer to the client's prompt; None if P has failed."""
     _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
@@ -141,7 +141,7 @@ class Attempt:
         self._scrubber = Scrubber(self.choice, self.request_id, self.unique, previous)
         self._began = asyncio.get_running_loop().time()
         if self.choice.prefill is not None and self.continuation is None:
-            self._prompt_usage = PromptUsage(self.body.path)
+            self._prefilled = asyncio.get_running_loop().create_future()
         self.record.begins(self.choice, self.unique)
 
     async def run(self) -> Outcome:
@@ -244,8 +244,8 @@ class Attempt:
         asked = means.clock()
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id))
-            if self._prompt_usage is not None:
-                self._prompt_usage.know(reply.body)
+            if self._prefilled is not None:
+                self._prefilled.set_result(reply.body)
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
             self.record.metrics.prefilled(instance, means.clock() - asked)
@@ -257,8 +257,8 @@ class Attempt:
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
         finally:
             call.close(call.why)
-            if self._prompt_usage is not None:
-                self._prompt_usage.know(None)
+            if self._prefilled is not None and not self._prefilled.done():
+                self._prefilled.set_result(None)
         if failed.end in REFUSALS and self._decoding is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
@@ -394,7 +394,7 @@ class Attempt:
             (streamed and self.means.limits.event_seconds) or math.inf,
             self.transcript if streamed else None,
             self.continuation,
-            self._prompt_usage,
+            self._prefilled,
             self.former,
         )
         if prefilling is not None and not self.body.one_prompt:

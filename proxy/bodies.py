@@ -16,7 +16,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -26,9 +26,11 @@ from .body_limits import WITH_TOKEN_IDS, check_values
 from .errors import ProxyError
 from .http import PAIRED
 from .limits import Limits, RequestCounters
-from .spellings import ABSENT, Views, decoded, number, read_by_python, small, switch
-from .spellings import Fields as Fields
+from .python_json import read_by_python
 
+Fields = dict[str, Any]
+Views = dict[str, Raw]
+"""The fields of a JSON object, each a view of its bytes."""
 Piece = bytes | bytearray | memoryview | Raw
 
 # They carry addresses, or ids in the proxy's place, so a client may not set them.
@@ -45,13 +47,20 @@ _THINKING, _ONLY_PREFILLS = "thinking", {"do_remote_decode": True}
 # The same at /v1/responses: nor is P's answer kept there.
 _NOT_FOR_PREFILL_OF_RESPONSES = frozenset({"include", "top_logprobs", "background", "stream_options"})
 
+_SMALL = 64
+"""Bytes of the longest value that is decoded: numbers, true, false and null are shorter."""
 _SMALL_BODY = 1 << 16
 _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
 
 _WITH_TOKEN_IDS = b',"return_token_ids":true}'
+# As vLLM's request classes read a text in place of true or false.
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+_ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
+_any = msgspec.json.Decoder(Any)
 _name = msgspec.json.Decoder(str)
 _entries = msgspec.json.Decoder(list[Raw])
 
@@ -109,19 +118,19 @@ class Body:
         self._raw: bytes | bytearray | None = raw if self.fields is fields else None
         self.model = _model(fields)
         responds = path == "/v1/responses"
-        if responds and switch(small(fields, "background")):
+        if responds and _switch(_small(fields, "background")):
             raise ProxyError(
                 400,
                 "`background` is not supported: this proxy passes no `GET /v1/responses/{id}` on, so the "
                 "answer could not be fetched. Leave it out, and stream the answer if it takes long.",
             )
-        self.previous = _text_of(fields.get("previous_response_id", ABSENT)) if responds else ""
+        self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
         self.previous_name = self.previous
-        self.stored = responds and switch(small(fields, "store") if "store" in fields else True) is True
+        self.stored = responds and _switch(_small(fields, "store") if "store" in fields else True) is True
         self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
-        self.streams = switch(small(fields, "stream")) is True
+        self.streams = _switch(_small(fields, "stream")) is True
         self._released = released
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
@@ -139,10 +148,10 @@ class Body:
         if self.path == "/v1/responses":
             if self.previous:
                 return False  # which is at D only
-            tools = decoded(_tools, fields.get("tools", ABSENT), [_Tool("unknown")])
+            tools = _decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
             return all(tool.type == "function" for tool in tools or ())  # vLLM itself calls no function
-        off = all(switch(small(fields, name)) is False for name in ("use_beam_search", "echo"))
-        return off and small(fields, "prompt_logprobs") is None
+        off = all(_switch(_small(fields, name)) is False for name in ("use_beam_search", "echo"))
+        return off and _small(fields, "prompt_logprobs") is None
 
     def for_prefill(self, request_id: str) -> Content:
         """P's body: the same prompt, and one token that is thrown away."""
@@ -155,7 +164,7 @@ class Body:
         changes: Fields = {"max_tokens": 1, "n": 1, "stream": False}
         if "max_completion_tokens" in self.fields:
             changes["max_completion_tokens"] = 1
-        if number(small(self.fields, "min_tokens")) > 1:
+        if _number(_small(self.fields, "min_tokens")) > 1:
             changes["min_tokens"] = 1
         return self._changed(changes, _NOT_FOR_PREFILL)
 
@@ -245,8 +254,51 @@ def _allowed(fields: Views) -> Views:
     return {name: value for name, value in fields.items() if name not in _NOT_THE_CLIENTS}
 
 
+def _decoded(decoder: msgspec.json.Decoder[Any], raw: Raw, otherwise: Any) -> Any:
+    """`otherwise` if it is nothing that the decoder takes."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return otherwise
+
+
+def _small(fields: Views, name: str) -> Any:
+    """A field's value: None if it is absent, and its bytes if it can be none that matters here."""
+    raw = fields.get(name)
+    return raw if raw is None or len(raw) > _SMALL else _decoded(_any, raw, raw)
+
+
+def _number(value: Any) -> float:
+    """As vLLM reads it, which takes a text for a number; 0 for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else 0.0
+    except (OverflowError, ValueError):
+        return 0.0
+
+
+def _switch(value: Any) -> bool | None:
+    """As vLLM reads it, which takes texts and numbers for true and false; absent and null are false. None for
+    what is neither."""
+    text = str(value).lower() if isinstance(value, str | bool) else None
+    if value is None or text in _FALSE or (text is None and value == 0):
+        return False
+    return True if text in _TRUE or (text is None and value == 1) else None
+
+
+def plain(fields: Views, switches: Iterable[str], numbers: Iterable[str]) -> Views:
+    """Of these fields, those that are spelled otherwise than as true, false or a whole number although vLLM
+    takes them for that; spelled so."""
+    found: Fields = {name: _switch(_small(fields, name)) for name in switches if name in fields}
+    for name in numbers:
+        if isinstance(value := _small(fields, name), str | float) and (read := _number(value)).is_integer():
+            found[name] = int(read)
+    found = {name: value for name, value in found.items() if value is not None}
+    made = {name: Raw(msgspec.json.encode(value)) for name, value in found.items()}
+    return {name: view for name, view in made.items() if view != fields[name] and fields[name] != _ABSENT}
+
+
 def _model(fields: Views) -> str | None:
-    raw = fields.get("model", ABSENT)
+    raw = fields.get("model", _ABSENT)
     if len(raw) > _LONGEST_NAME:
         why = f"`model` in the request body is longer than {_LONGEST_NAME} bytes, so it names none."
         raise ProxyError(400, why)
@@ -255,7 +307,7 @@ def _model(fields: Views) -> str | None:
 
 def _text_of(raw: Raw) -> str:
     """A field's value if it is a text, and not too long for a name."""
-    text: str = decoded(_name, raw, "") if len(raw) <= _LONGEST_NAME else ""
+    text: str = _decoded(_name, raw, "") if len(raw) <= _LONGEST_NAME else ""
     return text
 
 

@@ -24,7 +24,7 @@ class Cors:
     """Answers to browsers.
 
     Attributes:
-        origins: such as https://chat.example.com; "*" are all. Without any a browser gets no such header.
+        origins: such as https://chat.example.com; "*" are all.
         credentials: whether requests may have cookies.
         methods, headers: that requests may have; "*" are all.
     """
@@ -46,7 +46,7 @@ class Cors:
     def _answer(self, request: web.Request) -> web.Response | None:
         wanted = request.headers.get("Access-Control-Request-Method")
         origin = request.headers.get("Origin")
-        if not self.origins or request.method != "OPTIONS" or wanted is None or origin is None:
+        if request.method != "OPTIONS" or wanted is None or origin is None:
             return None
         methods = _METHODS if "*" in self.methods else self.methods
         asked = request.headers.get("Access-Control-Request-Headers")
@@ -65,8 +65,6 @@ class Cors:
 
     async def prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """To be called when an answer's head is about to be sent."""
-        if not self.origins:
-            return
         for name in ("Origin", "Credentials"):
             response.headers.popall(f"{_ALLOW}{name}", None)  # the instance's own
         if (origin := request.headers.get("Origin")) is not None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 import msgspec
 from msgspec import Raw
 
+from .http import PAIRED
 from .upstream import EVENT_END
 
 _WAIT_SECONDS = 0.5
@@ -38,52 +38,49 @@ _DETAILS: Mapping[str, str] = {
     "/v1/responses": "input_tokens_details",
 }
 # At /v1/messages they stand in the usage itself, and what was cached is not counted among the others.
+_NULL = b"null"
 _READ, _OF_THE_PROMPT = "cache_read_input_tokens", ("input_tokens", "cache_creation_input_tokens")
 
 
-class PromptUsage:
-    """Of one request. `path`: of its endpoint; it is `known` once P has answered, or failed."""
+COUNTS = {path: f'"{_DETAILS.get(path, _READ)}":'.encode() for path in PAIRED}
+"""In each part of an answer that counts what was cached."""
 
-    def __init__(self, path: str) -> None:
-        self._details = _DETAILS.get(path)
-        name = self._details or "usage"
-        self._sign = f'"{self._details or _READ}":'.encode()
-        self._object = re.compile(f'"{name}":'.encode() + _OBJECT)
-        self._ps: Counts = {}
-        self._known = asyncio.Event()
 
-    def know(self, answer: bytes | None) -> None:
-        """P has answered with this, or failed. Idempotent."""
-        with suppress(msgspec.MsgspecError, RecursionError, ValueError):  # then D's counts stay
-            self._ps = self._ps or (_answer.decode(answer).usage if answer else {})
-        self._known.set()
+async def with_ps_counts(
+    data: bytes, path: str, prefilled: asyncio.Future[bytes | None], *, streamed: bool
+) -> bytes:
+    """D's whole answer, or whole events of it, with the counts of P's, which is `prefilled`; None if P has
+    failed."""
+    try:
+        async with asyncio.timeout(_WAIT_SECONDS):
+            ps = _usage_in(await asyncio.shield(prefilled))
+    except TimeoutError:
+        return data
+    found = re.compile(f'"{_DETAILS.get(path, "usage")}":'.encode() + _OBJECT)
+    parts = data.split(EVENT_END) if streamed else [data]
+    return EVENT_END.join(_last_replaced(part, found, lambda ds: _counts_of(path, ps, ds)) for part in parts)
 
-    def concerns(self, data: bytes) -> bool:
-        """Whether this part of D's answer counts what was cached."""
-        return self._sign in data
 
-    async def in_place_of_ds(self, data: bytes, *, streamed: bool) -> bytes:
-        """D's whole answer, or whole events of it, that it `concerns`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_WAIT_SECONDS):
-                await self._known.wait()
-        if not self._ps:
-            return data
-        parts = data.split(EVENT_END) if streamed else [data]
-        return EVENT_END.join(self._last(part, self._ps_counts) for part in parts)
+def _usage_in(answer: bytes | None) -> Counts:
+    try:
+        return _answer.decode(answer).usage if answer else {}
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return {}
 
-    def _last(self, data: bytes, made: Callable[[bytes], bytes]) -> bytes:
-        """The last such object is D's: before it the answer may repeat what a client has sent."""
-        *_, last = [None, *self._object.finditer(data)]
-        return data if last is None else data[: last.start(1)] + made(last[1]) + data[last.end(1) :]
 
-    def _ps_counts(self, ds: bytes) -> bytes:
-        if self._details is not None:
-            details = self._ps.get(self._details)
-            return bytes(details) if details is not None and bytes(details) != b"null" else ds
-        counts = _counts.decode(ds)
-        if _READ not in counts or _READ not in self._ps:
-            return ds
-        kept = {name: count for name, count in counts.items() if name not in (_READ, *_OF_THE_PROMPT)}
-        mine = {name: self._ps[name] for name in (_READ, *_OF_THE_PROMPT) if name in self._ps}
-        return msgspec.json.encode(kept | mine)
+def _last_replaced(data: bytes, found: re.Pattern[bytes], made: Callable[[bytes], bytes]) -> bytes:
+    """The last such object is D's: before it the answer may repeat what a client has sent."""
+    *_, last = [None, *found.finditer(data)]
+    return data if last is None else data[: last.start(1)] + made(last[1]) + data[last.end(1) :]
+
+
+def _counts_of(path: str, ps: Counts, ds: bytes) -> bytes:
+    if path in _DETAILS:
+        details = bytes(ps.get(_DETAILS[path], _NULL))
+        return ds if details == _NULL else details
+    counts = _counts.decode(ds)
+    if _READ not in counts or _READ not in ps:
+        return ds
+    names = _READ, *_OF_THE_PROMPT
+    kept = {name: count for name, count in counts.items() if name not in names}
+    return msgspec.json.encode(kept | {name: ps[name] for name in names if name in ps})

@@ -20,7 +20,7 @@ from .errors import error_event
 from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers
 from .membership.instance import ROLE_NAMES, Instance
 from .metrics import RECORD, Pace
-from .prompt_usage import PromptUsage
+from .prompt_usage import COUNTS, with_ps_counts
 from .routing import Choice
 from .transcript import Transcript
 from .upstream import ABORTED, EVENT_END, EVENT_STREAM, SIGNS, STOPPED, Reply, first_given_up
@@ -55,7 +55,7 @@ class Relay:
         most_silence: seconds from one piece of the answer to the next, at most.
         transcript: what the client has of a stream that others could go on with; None if none could.
         continuation: how this instance goes on with it; None if it is the first.
-        prompt_usage: what P says of the prompt's tokens, for the answer's usage; None if no P has helped.
+        prefilled: what P says, of which the answer's usage has a part; None if no P has helped.
         former: what relayed what was sent before that.
         response: to the client.
         complete: the client has got all of it.
@@ -72,7 +72,7 @@ class Relay:
     most_silence: float = math.inf
     transcript: Transcript | None = None
     continuation: Continuation | None = None
-    prompt_usage: PromptUsage | None = None
+    prefilled: asyncio.Future[bytes | None] | None = None
     former: InitVar[Relay | None] = None
     complete: bool = field(init=False, default=False)
     resumable: bool = field(init=False, default=False)
@@ -81,8 +81,9 @@ class Relay:
     def __post_init__(self, former: Relay | None) -> None:
         self._filter = AnswerFilter(self.request.path, self.scrubber, streamed=self.pace is not None)
         self._stream = self.continuation or self.transcript
+        self._counts = COUNTS.get(self.request.path, b"\0")
         if former is not None:  # whose P computed the client's prompt
-            self.prompt_usage = former.prompt_usage
+            self.prefilled = former.prefilled
         self._sent: bytes = b"" if former is None else former._sent
         """The last bytes that the client has got."""
         if former is None:
@@ -124,8 +125,8 @@ class Relay:
         try:
             if self.pace is None and self.answer.content.at_eof():
                 body = self._filter.rewritten(self.head)
-                if self.prompt_usage is not None and self.prompt_usage.concerns(body):
-                    body = await self.prompt_usage.in_place_of_ds(body, streamed=False)
+                if self.prefilled is not None and self._counts in body:
+                    body = await with_ps_counts(body, self.request.path, self.prefilled, streamed=False)
                 headers = self.response.headers
                 self.response = web.Response(status=self.answer.status, headers=headers, body=body)
                 await self.finish(b"")
@@ -162,12 +163,13 @@ class Relay:
     async def _relay_stream(self) -> bool:
         """Whether D's answer came to its end. Raises ClientGone."""
         chunk, pace, stream, transcript = self.head, self.pace, self._stream, self.transcript
-        passed_on, content, usage = self._filter, self.answer.content, self.prompt_usage
+        passed_on, content = self._filter, self.answer.content
+        prefilled, counts = self.prefilled, self._counts
         try:
             while chunk:
                 data = passed_on.feed(chunk)
-                if usage is not None and usage.concerns(data):
-                    data = await usage.in_place_of_ds(data, streamed=pace is not None)
+                if prefilled is not None and counts in data:
+                    data = await with_ps_counts(data, self.request.path, prefilled, streamed=pace is not None)
                 await self._send(data if stream is None else stream.feed(data))
                 if passed_on.given_up:
                     self._end, self._why = CallEnd.ABORTED, f"The decode instance {STOPPED}."

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from .bodies import Body, Fields
-from .spellings import plain
+from .bodies import Body, Fields, plain
 from .upstream import EVENT_END, is_servers_error
 
 _decoder = msgspec.json.Decoder(Fields)

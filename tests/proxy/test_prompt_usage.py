@@ -14,7 +14,7 @@ from proxy_fakes import Deployment
 from test_endpoints import body_of
 
 from p2pkv_proxy.http import PAIRED
-from p2pkv_proxy.prompt_usage import PromptUsage
+from p2pkv_proxy.prompt_usage import with_ps_counts
 
 PROMPT, ANSWER = 200, 7
 each_path = pytest.mark.parametrize("path", sorted(PAIRED))
@@ -24,11 +24,8 @@ def usage(path: str, cached: int | None) -> dict[str, Any]:
     """As vLLM writes it; None: without --enable-prompt-tokens-details."""
     if path == "/v1/messages":
         read = {} if cached is None else {"cache_creation_input_tokens": 3, "cache_read_input_tokens": cached}
-        return {
-            "input_tokens": PROMPT - 3 - (cached or 0) if read else PROMPT,
-            "output_tokens": ANSWER,
-            **read,
-        }
+        rest = PROMPT if cached is None else PROMPT - 3 - cached
+        return {"input_tokens": rest, "output_tokens": ANSWER, **read}
     if path == "/v1/responses":
         details = {"cached_tokens": cached or 0, "cache_write_tokens": 3, "cached_tokens_per_turn": []}
         return {"input_tokens": PROMPT, "input_tokens_details": details, "output_tokens": ANSWER}
@@ -47,10 +44,9 @@ def answers_with(counts: dict[str, Any]) -> Behaviour:
         if not seen.body.get("stream"):
             return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
         response = await event_stream(request)
-        last = (
-            {"type": "response.completed", "response": answer} if request.path == "/v1/responses" else answer
-        )
-        for each in ({"choices": [{"text": text}]}, last):
+        if request.path == "/v1/responses":
+            answer = {"type": "response.completed", "response": answer}
+        for each in ({"choices": [{"text": text}]}, answer):
             await response.write(b"data: " + msgspec.json.encode(each) + b"\n\n")
         return response
 
@@ -97,21 +93,20 @@ async def test_what_d_has_done_alone_d_counts(concurrent: Deployment, path: str)
 async def test_a_p_that_has_not_answered_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """D has all of the prompt in its own cache: then its counts are right."""
     path = "/v1/completions"
-    counts = PromptUsage(path)
-    data = json.dumps({"usage": usage(path, 128)}).encode().replace(b": ", b":")
-    assert counts.concerns(data) and not counts.concerns(b'{"usage":null}')
+    prefilled: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+    data = msgspec.json.encode({"usage": usage(path, 128)})
     monkeypatch.setattr("p2pkv_proxy.prompt_usage._WAIT_SECONDS", 0.01)
-    assert await counts.in_place_of_ds(data, streamed=False) == data
+    assert await with_ps_counts(data, path, prefilled, streamed=False) == data
     monkeypatch.setattr("p2pkv_proxy.prompt_usage._WAIT_SECONDS", 1000.0)
-    made = asyncio.create_task(counts.in_place_of_ds(data, streamed=False))
+    made = asyncio.create_task(with_ps_counts(data, path, prefilled, streamed=False))
     await asyncio.sleep(0)
-    counts.know(b'{"usage":{"prompt_tokens_details":{"cached_tokens":8}}}')
+    prefilled.set_result(b'{"usage":{"prompt_tokens_details":{"cached_tokens":8}}}')
     assert json.loads(await made)["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"x", b"[]", b'{"usage":null}', b'{"usage":{}}'])
 async def test_a_p_that_says_nothing_of_it_changes_nothing(answer: bytes | None) -> None:
-    counts = PromptUsage("/v1/messages")
-    counts.know(answer)
+    prefilled: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+    prefilled.set_result(answer)
     data = b'{"usage":{"cache_read_input_tokens":5}}'
-    assert await counts.in_place_of_ds(data, streamed=False) == data
+    assert await with_ps_counts(data, "/v1/messages", prefilled, streamed=False) == data
