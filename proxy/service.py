@@ -51,7 +51,7 @@ class Proxy:
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
-        lingering: calls to P that are still open although the client has its answer.
+        lingering: what goes on although the client has its answer: calls to P, looks at lists of models.
         guard: whose requests are taken.
     """
 
@@ -98,9 +98,14 @@ class Proxy:
                 body.go_on_from(name)
             wants = RoutingRequest(body.model, body.prompt, session, only)
             request[RECORD].wants(body.model)
+            if not self.router.knows(body.model, self.clock()):
+                await asyncio.shield(self._look_at_models(request))
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
-                    return await self._serve(request, body, place, active)
+                    response = await self._serve(request, body, place, active)
+                    if response.status == 404:  # perhaps an adapter that was unloaded there
+                        self._look_at_models(request)
+                    return response
             except NoInstance as error:
                 raise ProxyError(503, f"{error} Try again in a few seconds.") from None
             except UnknownModel as error:
@@ -109,6 +114,12 @@ class Proxy:
                 body.let_go()
                 if active.transcript is not None:
                     active.transcript.drop()
+
+    def _look_at_models(self, request: web.Request) -> asyncio.Task[None]:
+        look = self.model_lists.look(request, self.registry.candidates, uuid.uuid4().hex)
+        self.lingering.add(look)
+        look.add_done_callback(self.lingering.discard)
+        return look
 
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
