@@ -16,7 +16,7 @@ from p2pkv.control.security import Members
 from . import admin
 from .access import Access
 from .attempt import Dispatch
-from .connections import BoundedRunner
+from .connections import BoundedRunner, on_expect
 from .cors import Cors
 from .http import PAIRED, SINGLE
 from .limits import Limits
@@ -133,7 +133,7 @@ def make_runner(
 
 
 _ROUTES = [
-    *(web.post(path, by_proxy(Proxy.generate)) for path in sorted(PAIRED | SINGLE)),
+    *(web.post(path, by_proxy(Proxy.generate), expect_handler=on_expect) for path in sorted(PAIRED | SINGLE)),
     web.get("/v1/models", by_proxy(Proxy.models)),
     web.get("/health", by_proxy(admin.health_page)),
     web.get("/ready", by_proxy(admin.ready_page)),

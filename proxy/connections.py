@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
@@ -192,6 +192,17 @@ class _Connection(RequestHandler):
         response = error_response(status, why)
         response.force_close()
         return response
+
+
+async def on_expect(request: web.Request) -> web.StreamResponse | None:
+    """Answers a client that waits with its body; an error if it expects what no server here does."""
+    if request.version != HttpVersion11:
+        return None
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return error_response(417, "Of expectations only `Expect: 100-continue` is met here.")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # nothing of the answer itself has been sent
+    return None
 
 
 class _Newcomer(asyncio.Protocol):
