@@ -11,7 +11,7 @@ from functools import cached_property
 from time import monotonic
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from .blame import CallEnd
@@ -89,6 +89,8 @@ class Relay:
         if former is None:
             headers = self.scrubber.headers(to_client(self.answer.headers))
             self.response = web.StreamResponse(status=self.answer.status, headers=headers)
+            if self.request.version < HttpVersion11:
+                self.response.force_close()  # nothing else shows the end; aiohttp would keep it open
         else:
             self.response = former.response
         self._writing = False

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import openai
@@ -124,7 +124,9 @@ def kept(value: BaseModel) -> Any:
 
 
 class Place(BaseModel):
-    city: str
+    """Of bounded length: this model says anything."""
+
+    city: Literal["Lima", "Oslo"]
     visited: bool
 
 
@@ -139,36 +141,22 @@ WEATHER = {
 def structured_chat(url: str, seed: str) -> Any:
     """What the client makes an object of."""
     made = openai_at(url).chat.completions.parse(
-        model=MODEL_NAME, messages=said(seed), max_tokens=200, temperature=0.0, response_format=PLACE
+        model=MODEL_NAME,
+        messages=said(seed),  # type: ignore[arg-type]
+        max_tokens=200,
+        temperature=0.0,
+        response_format=Place,
     )
-    return json.loads(made.choices[0].message.content or "")
-
-
-# Of bounded length: this model says anything.
-PLACE: Any = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "place",
-        "schema": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Lima", "Oslo"]}, "visited": {"type": "boolean"}},
-            "required": ["city", "visited"],
-            "additionalProperties": False,
-        },
-    },
-}
+    assert isinstance(made.choices[0].message.parsed, Place)
+    return made.choices[0].message.content
 
 
 def structured_response(url: str, seed: str) -> Any:
-    form = {"type": "json_schema", "name": "place", "schema": PLACE["json_schema"]["schema"]}
-    made = openai_at(url).responses.create(
-        model=MODEL_NAME,
-        input=story(seed),
-        max_output_tokens=200,
-        temperature=0.0,
-        text={"format": form},  # type: ignore[arg-type]
+    made = openai_at(url).responses.parse(
+        model=MODEL_NAME, input=story(seed), max_output_tokens=200, temperature=0.0, text_format=Place
     )
-    return Place.model_validate_json(made.output_text).model_dump()
+    assert isinstance(made.output_parsed, Place)
+    return made.output_text
 
 
 def logprobs(url: str, seed: str) -> Any:

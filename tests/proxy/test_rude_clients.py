@@ -17,12 +17,14 @@ import pytest
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from proxy_behaviours import (
+    DONE,
     Behaviour,
     after,
     answer_json,
     answers,
     flood,
     never,
+    stream_of,
     streams,
 )
 from proxy_fakes import Deployment, connect, deployed, quiet
@@ -134,6 +136,18 @@ async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
     assert (await short.post()).status == 200
     unforeseen = [line for line in caplog.records if line.levelno >= logging.ERROR and not parse_error(line)]
     assert unforeseen == []
+
+
+@pytest.mark.parametrize("kept", [(), (b"Connection: keep-alive",)])
+async def test_a_stream_for_http_1_0_ends_with_the_connection(
+    short: Deployment, kept: tuple[bytes, ...]
+) -> None:
+    """Nothing else shows its end there."""
+    short.d.behaviour = stream_of("first", "second", DONE)
+    async with Client(short) as client, asyncio.timeout(10):
+        client.writer.write(sized(BODY, *kept).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        answer = await client.reader.read()
+        assert b"second" in answer and answer.endswith(DONE)
 
 
 TOKEN = b"sk-" + b"secret" * 1400
