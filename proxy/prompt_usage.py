@@ -23,11 +23,11 @@ _WAIT_SECONDS = 0.5
 Counts = dict[str, Raw]
 
 
-class _Answer(msgspec.Struct):
+class _Counted(msgspec.Struct):
     usage: Counts = {}
 
 
-_answer = msgspec.json.Decoder(_Answer)
+_answer = msgspec.json.Decoder(_Counted)
 _counts = msgspec.json.Decoder(Counts)
 
 # An object without strings that hold braces. Within a JSON string quotes are escaped, so none is in a text.
