@@ -121,9 +121,9 @@ class RequestPlace:
         return PrefillMode.NEEDED if culprit is self.choice.prefill else self.mode
 
 
-Wants = tuple[str | None, PrefillMode]
-"""A model, and what P is to do: who wants the same can be served by the same instances."""
-Line = tuple[str | None, PrefillMode, Tenant | None]
+Wants = tuple[str | None, PrefillMode, Instance | None]
+"""A model, what P is to do, and the only D: who wants the same can be served by the same instances."""
+Line = tuple[Wants, Tenant | None]
 """Whose requests go in the order of arrival."""
 
 
@@ -136,7 +136,7 @@ class _Waiter:
 
     @property
     def line(self) -> Line:
-        return self.request.model, self.mode, self.request.tenant
+        return (self.request.model, self.mode, self.request.only), self.request.tenant
 
     @property
     def used(self) -> float:
@@ -187,7 +187,7 @@ class Admission:
     ) -> bool:
         """Whether there are other instances with room, also when `besides` other requests like it come."""
         try:
-            _, able = self._router.able(place.request.model, self._clock(), mode=mode, avoid=avoid)
+            _, able = self._router.able(place.request, self._clock(), mode=mode, avoid=avoid)
         except Unroutable:
             return False
         return not besides or sum(each.room - each.places for each in able) > besides
@@ -290,7 +290,7 @@ class Admission:
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
-            self._router.able(waiter.request.model, self._clock(), mode=waiter.mode)
+            self._router.able(waiter.request, self._clock(), mode=waiter.mode)
         except AloneFull:
             self._counters.refused_alone += 1
             raise ProxyError(
@@ -313,11 +313,11 @@ class Admission:
         tenants; raises ProxyError if that is the newcomer."""
         if newcomer is None:
             return False
-        crowds = [line[2] for line in self._queues if line[2] is not None]
+        crowds = [line[1] for line in self._queues if line[1] is not None]
         most = max(crowds, key=lambda each: (each.crowd, each is newcomer))
         if most is newcomer:
             raise most.crowd_out()
-        lines = [queue for line, queue in self._queues.items() if line[2] is most]
+        lines = [queue for line, queue in self._queues.items() if line[1] is most]
         waiters = [each for queue in lines for each in queue if not each.placed.done()]
         if waiters:
             last = max(waiters, key=lambda each: each.number)

@@ -16,7 +16,8 @@ from p2pkv.control.security import Members
 from . import admin
 from .access import Access
 from .attempt import Dispatch
-from .connections import BoundedRunner
+from .connections import BoundedRunner, on_expect
+from .cors import Cors
 from .http import PAIRED, SINGLE
 from .limits import Limits
 from .membership import Membership
@@ -51,6 +52,7 @@ def make_app(
     tracing: Spans | None = None,
     listed: Sequence[ListedInstance] = (),
     tenants: Tenants | None = None,
+    cors: Cors | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -65,6 +67,7 @@ def make_app(
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
         tenants: whose requests they are; None if all are alike.
+        cors: what browsers may do from pages of other origins.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
@@ -104,10 +107,15 @@ def make_app(
     recorded = recording(metrics, API, tracing, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    app = web.Application(client_max_size=largest, middlewares=[written_in_time, recorded, errors_as_json])
+    middlewares = [written_in_time, recorded, errors_as_json]
+    if cors is not None and cors.origins:
+        middlewares.insert(1, cors.middleware())
+    app = web.Application(client_max_size=largest, middlewares=middlewares)
     app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
-    app.on_response_prepare.extend((note_begin,))
+    app.on_response_prepare.append(note_begin)
+    if cors is not None and cors.origins:
+        app.on_response_prepare.append(cors.prepare)
     app.add_routes(_ROUTES)
     return app
 
@@ -129,7 +137,7 @@ def make_runner(
 
 
 _ROUTES = [
-    *(web.post(path, by_proxy(Proxy.generate)) for path in sorted(PAIRED | SINGLE)),
+    *(web.post(path, by_proxy(Proxy.generate), expect_handler=on_expect) for path in sorted(PAIRED | SINGLE)),
     web.get("/v1/models", by_proxy(Proxy.models)),
     web.get("/health", by_proxy(admin.health_page)),
     web.get("/ready", by_proxy(admin.ready_page)),

@@ -125,6 +125,8 @@ class Attempt:
     former: Relay | None = None
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
+    _prefilled: asyncio.Future[bytes | None] | None = field(init=False, default=None)
+    """P's answer to the client's prompt; None if P has failed."""
     _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
@@ -135,8 +137,11 @@ class Attempt:
         # Its engine takes an id that names it twice for a plain request.
         if prefill := decode if self.choice.whole else self.choice.prefill:
             self.request_id = mint(prefill.zmq_address, decode.zmq_address, self.unique)
-        self._scrubber = Scrubber(self.choice, self.request_id, self.unique)
+        previous = self.body.previous_name, self.body.previous
+        self._scrubber = Scrubber(self.choice, self.request_id, self.unique, previous)
         self._began = asyncio.get_running_loop().time()
+        if self.choice.prefill is not None and self.continuation is None:
+            self._prefilled = asyncio.get_running_loop().create_future()
         self.record.begins(self.choice, self.unique)
 
     async def run(self) -> Outcome:
@@ -242,6 +247,8 @@ class Attempt:
         asked = means.clock()
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id))
+            if self._prefilled is not None:
+                self._prefilled.set_result(reply.body)
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
             self.record.metrics.prefilled(instance, means.clock() - asked)
@@ -253,6 +260,8 @@ class Attempt:
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
         finally:
             call.close(call.why)
+            if self._prefilled is not None and not self._prefilled.done():
+                self._prefilled.set_result(None)
         if failed.end in REFUSALS and self._decoding is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
@@ -390,6 +399,7 @@ class Attempt:
             (streamed and self.means.limits.event_seconds) or math.inf,
             self.transcript if streamed else None,
             self.continuation,
+            self._prefilled,
             self.former,
         )
         if prefilling is not None and not self.body.one_prompt:

@@ -26,6 +26,7 @@ from .body_limits import WITH_TOKEN_IDS, check_values
 from .errors import ProxyError
 from .http import PAIRED
 from .limits import Limits, RequestCounters
+from .python_json import read_by_python
 
 Fields = dict[str, Any]
 Views = dict[str, Raw]
@@ -40,6 +41,9 @@ _XARGS = "vllm_xargs"
 _NOT_FOR_PREFILL = frozenset(
     {"stream_options", "best_of", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids"}
 )
+# vLLM demands more tokens of an answer than this budget, but not of who only prefills, which it knows by
+# these; and the prompt stays as it is.
+_THINKING, _ONLY_PREFILLS = "thinking", {"do_remote_decode": True}
 # The same at /v1/responses: nor is P's answer kept there.
 _NOT_FOR_PREFILL_OF_RESPONSES = frozenset({"include", "top_logprobs", "background", "stream_options"})
 
@@ -50,7 +54,9 @@ _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
 
 _WITH_TOKEN_IDS = b',"return_token_ids":true}'
-_OFF = (None, False, 0)
+# As vLLM's request classes read a text in place of true or false.
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
@@ -97,6 +103,9 @@ class Body:
             that vLLM itself calls, since what they return becomes part of a longer prompt, nor where the
             answer is about the prompt's own tokens, whose logits only the prefill itself yields.
         one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
+        previous: the response that one of /v1/responses goes on with, as the client knows it; "" if none.
+        previous_name: the same, as D knows it.
+        stored: whether D may be asked to go on with this response, too.
         fields: all that it has; none once its bytes are let go.
     """
 
@@ -108,10 +117,20 @@ class Body:
         self.fields = _without_the_forbidden(fields)
         self._raw: bytes | bytearray | None = raw if self.fields is fields else None
         self.model = _model(fields)
+        responds = path == "/v1/responses"
+        if responds and _switch(_small(fields, "background")):
+            raise ProxyError(
+                400,
+                "`background` is not supported: this proxy passes no `GET /v1/responses/{id}` on, so the "
+                "answer could not be fetched. Leave it out, and stream the answer if it takes long.",
+            )
+        self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
+        self.previous_name = self.previous
+        self.stored = responds and _switch(_small(fields, "store") if "store" in fields else True) is True
         self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
-        self.streams = bytes(memoryview(fields.get("stream", b""))[:4]) == b"true"
+        self.streams = _switch(_small(fields, "stream")) is True
         self._released = released
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
@@ -135,23 +154,25 @@ class Body:
     def _computes_no_more_than_its_prompt(self) -> bool:
         fields = self.fields
         if self.path == "/v1/responses":
+            if self.previous:
+                return False  # which is at D only
             tools = _decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
             return all(tool.type == "function" for tool in tools or ())  # vLLM itself calls no function
-        local = _small(fields, "use_beam_search") in _OFF and _small(fields, "echo") in _OFF
-        return local and _small(fields, "prompt_logprobs") is None
+        off = all(_switch(_small(fields, name)) is False for name in ("use_beam_search", "echo"))
+        return off and _small(fields, "prompt_logprobs") is None
 
     def for_prefill(self, request_id: str) -> Content:
         """P's body: the same prompt, and one token that is thrown away."""
         if self.path == "/v1/messages":
-            return self._changed({"max_tokens": 1, "stream": False})
+            more = {"kv_transfer_params": _ONLY_PREFILLS} if _THINKING in self.fields else {}
+            return self._changed({"max_tokens": 1, "stream": False} | more)
         if self.path == "/v1/responses":
             one = {"max_output_tokens": 1, "stream": False, "store": False}
             return self._changed(one | self._id(request_id), _NOT_FOR_PREFILL_OF_RESPONSES)
         changes: Fields = {"max_tokens": 1, "n": 1, "stream": False}
         if "max_completion_tokens" in self.fields:
             changes["max_completion_tokens"] = 1
-        minimum = _small(self.fields, "min_tokens")
-        if isinstance(minimum, int | float) and minimum > 1:
+        if _number(_small(self.fields, "min_tokens")) > 1:
             changes["min_tokens"] = 1
         return self._changed(changes, _NOT_FOR_PREFILL)
 
@@ -161,6 +182,8 @@ class Body:
         """D's body: the client's own bytes, or its fields and what P has returned for D; `token_ids`: D shall
         return the tokens' ids, too."""
         more = self._id(request_id)
+        if self.previous != self.previous_name:
+            more["previous_response_id"] = self.previous_name
         if kv_transfer_params is not None:
             more["kv_transfer_params"] = kv_transfer_params
         if token_ids:
@@ -170,6 +193,10 @@ class Body:
         if more or self._raw is None:
             return self._changed(more)
         return self._kept(self._raw)
+
+    def go_on_from(self, name: str) -> None:
+        """D knows the response that this one goes on with by this id."""
+        self.previous_name = name
 
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
@@ -183,7 +210,7 @@ class Body:
 
     def _id(self, request_id: str) -> Fields:
         """For /v1/responses, which reads the id here and not in a header."""
-        return {"request_id": f"resp_{request_id}"} if self.path == "/v1/responses" else {}
+        return {"request_id": response_id(request_id)} if self.path == "/v1/responses" else {}
 
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
         """The client's fields, without some, and with others or other values."""
@@ -202,12 +229,13 @@ class Body:
 def parse(
     raw: bytes | bytearray, path: str = "/v1/completions", released: Callable[[], None] = lambda: None
 ) -> Body:
-    """The client's request. `raw` must not change any more. Raises ProxyError if it is none, or if its
-    model's name is too long to be one."""
+    """The client's request. `raw` must not change any more. Raises ProxyError if it is none, if its model's
+    name is too long to be one, or if it asks for an answer in the background."""
     try:
         return Body(raw, _views.decode(raw), path, released)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ProxyError(400, f"The request body is not a JSON object: {error}.") from None
+        fields = read_by_python(raw, error, texts=_LEADING)
+        return Body(b"".join(_object(fields)), fields, path, released)
 
 
 def _object(fields: Mapping[str, bytes | Raw]) -> list[Piece]:
@@ -248,19 +276,59 @@ def _small(fields: Views, name: str) -> Any:
     return raw if raw is None or len(raw) > _SMALL else _decoded(_any, raw, raw)
 
 
+def _number(value: Any) -> float:
+    """As vLLM reads it, which takes a text for a number; 0 for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else 0.0
+    except (OverflowError, ValueError):
+        return 0.0
+
+
+def _switch(value: Any) -> bool | None:
+    """As vLLM reads it, which takes texts and numbers for true and false; absent and null are false. None for
+    what is neither."""
+    text = str(value).lower() if isinstance(value, str | bool) else None
+    if value is None or text in _FALSE or (text is None and value == 0):
+        return False
+    return True if text in _TRUE or (text is None and value == 1) else None
+
+
+def plain(fields: Views, switches: Iterable[str], numbers: Iterable[str]) -> Views:
+    """Of these fields, those that are spelled otherwise than as true, false or a whole number although vLLM
+    takes them for that; spelled so."""
+    found: Fields = {name: _switch(_small(fields, name)) for name in switches if name in fields}
+    for name in numbers:
+        if isinstance(value := _small(fields, name), str | float) and (read := _number(value)).is_integer():
+            found[name] = int(read)
+    found = {name: value for name, value in found.items() if value is not None}
+    made = {name: Raw(msgspec.json.encode(value)) for name, value in found.items()}
+    return {name: view for name, view in made.items() if view != fields[name] and fields[name] != _ABSENT}
+
+
 def _model(fields: Views) -> str | None:
     raw = fields.get("model", _ABSENT)
     if len(raw) > _LONGEST_NAME:
         why = f"`model` in the request body is longer than {_LONGEST_NAME} bytes, so it names none."
         raise ProxyError(400, why)
-    return _decoded(_name, raw, "") or None
+    return _text_of(raw) or None
+
+
+def _text_of(raw: Raw) -> str:
+    """A field's value if it is a text, and not too long for a name."""
+    text: str = _decoded(_name, raw, "") if len(raw) <= _LONGEST_NAME else ""
+    return text
+
+
+def response_id(request_id: str) -> str:
+    """Of the response of /v1/responses to this request."""
+    return f"resp_{request_id}"
 
 
 def _one_prompt(prompt: Raw | None) -> bool:
     """A text, or token ids, or a list with at most one of these."""
     if prompt is None:
         return True
-    beginning = bytes(memoryview(prompt)[:_SMALL]).translate(None, b" \t\r\n")
+    beginning = bytes(memoryview(prompt)[:_LOOK_BYTES]).translate(None, b" \t\r\n")
     if not beginning.startswith(b"[") or beginning[1:2].isdigit():
         return True
     return len(_first_two.decode(prompt).second) == 0
@@ -404,6 +472,9 @@ class Prompt:
 
 # Its arrival.
 
+_LARGE_HEAD = 1 << 16
+"""Bytes of a request's headers from which on they count as its body does."""
+
 
 @dataclass
 class Intake:
@@ -426,6 +497,8 @@ class BodyReader:
         limits, content = self._intake.limits, request.content
         body = bytearray()
         _check_size(request, request.content_length or 0)
+        if (head := sum(len(name) + len(value) for name, value in request.raw_headers)) > _LARGE_HEAD:
+            self._hold(head)
         try:
             if content.is_eof():  # it came with its head: no need for a timer
                 self._add(request, body, content.read_nowait())
@@ -451,14 +524,18 @@ class BodyReader:
         self._size = 0
 
     def _add(self, request: web.Request, body: bytearray, chunk: bytes) -> None:
-        intake, size = self._intake, len(chunk)
-        _check_size(request, len(body) + size)
+        _check_size(request, len(body) + len(chunk))
+        self._hold(len(chunk))
+        body += chunk
+
+    def _hold(self, size: int) -> None:
+        """So many bytes more. Raises ProxyError if there is no room."""
+        intake = self._intake
         if intake.held + size > intake.limits.max_held:
             intake.counters.refused_full += 1
             raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
         intake.held += size
         self._size += size
-        body += chunk
 
 
 def _check_size(request: web.Request, size: int) -> None:

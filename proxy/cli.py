@@ -23,6 +23,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 from . import options, settings
 from .access import Access
 from .app import make_app, make_runner
+from .cors import Cors, joined
 from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
 from .policy import Routing
@@ -122,6 +123,12 @@ def _app(arguments: argparse.Namespace, members: Members | None) -> web.Applicat
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
         listed=[*arguments.prefill, *arguments.decode],
         tenants=options.tenants(arguments),
+        cors=Cors(
+            joined(arguments.allowed_origins),
+            arguments.allow_credentials,
+            joined(arguments.allowed_methods) or Cors.methods,
+            joined(arguments.allowed_headers) or Cors.headers,
+        ),
     )
 
 

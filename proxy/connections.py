@@ -8,10 +8,13 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.web_protocol import RequestHandler
 
 from p2pkv.log import RateLimit
 
@@ -29,6 +32,11 @@ _HANDSHAKES_BESIDE = 64
 _CLOSING_SECONDS = 5.0
 # For a client that is refused, to take that in.
 _REFUSED_SECONDS = 1.0
+MOST_HEAD = 4 << 20
+"""Bytes of a request's head, and of each of its headers, as vLLM's servers take."""
+# Of all heads that have not come whole, beyond which one may not be larger than the usual limit of servers.
+_MOST_HEADS, _USUAL_HEAD = 256 << 20, 1 << 16
+_LONG_HEAD = f"The head of a request may have {MOST_HEAD} bytes."
 
 
 class BoundedRunner(web.AppRunner):
@@ -45,7 +53,8 @@ class BoundedRunner(web.AppRunner):
     def __init__(
         self, app: web.Application, most: int, tls: ssl.SSLContext | None = None, **options: Any
     ) -> None:
-        super().__init__(app, **options)
+        super().__init__(app, max_line_size=MOST_HEAD, max_field_size=MOST_HEAD, **options)
+        self._heads = _Heads()
         self._most = most
         self._tls = tls
         self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
@@ -65,7 +74,10 @@ class BoundedRunner(web.AppRunner):
     def _taken(self) -> asyncio.Protocol:
         """What serves one more connection, or refuses it."""
         assert self._server is not None
-        return self._server() if self._has_room() else _Refusal()
+        if not self._has_room():
+            return _Refusal()
+        # As the server itself would make one; aiohttp has no public name for its options.
+        return _Connection(self._heads, self._server, loop=asyncio.get_running_loop(), **self._server._kwargs)
 
     def _begin_handshake(self, accepted: asyncio.Transport) -> None:
         shared: socket.socket = accepted.get_extra_info("socket")
@@ -123,6 +135,76 @@ class BoundedRunner(web.AppRunner):
         return False
 
 
+@dataclass
+class _Heads:
+    """Bytes of the heads that have not come whole, of all connections."""
+
+    held: int = 0
+
+
+class _Connection(RequestHandler):
+    """One whose errors are JSON, and of whose requests' heads nothing comes into a log: they hold keys."""
+
+    __slots__ = ("_head", "_heads")
+
+    def __init__(self, heads: _Heads, server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._heads, self._head = heads, 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # aiohttp bounds each header, and their number. It waits for the rest of a head then, and for no body.
+        head = 0 if self._waiter is None or self._messages else self._head + len(data)
+        self._count_head(head)
+        crowded = head > _USUAL_HEAD and self._heads.held > _MOST_HEADS
+        if (head > MOST_HEAD or crowded) and self.transport is not None:
+            self._count_head(0)
+            self.transport.write(_whole_answer(*((503, _FULL) if crowded else (431, _LONG_HEAD))))
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._count_head(0)
+        super().connection_lost(exc)
+
+    def _count_head(self, size: int) -> None:
+        self._heads.held += size - self._head
+        self._head = size
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no request, or whose handler failed."""
+        if isinstance(exc, HttpProcessingError):
+            what = type(exc).__name__  # its message has what came
+            error = HttpProcessingError(code=status, message=what)
+            self.log_exception("Error handling request from %s", request.remote, exc_info=error)
+            why = f"This is not a request of HTTP/1.1 that can be read ({what})."
+            status, why = (431, _LONG_HEAD) if isinstance(exc, LineTooLong) else (status, why)
+        else:
+            self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
+            why = "The proxy itself failed; see its log."
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun already, so there cannot be another one")
+        response = error_response(status, why)
+        response.force_close()
+        return response
+
+
+async def on_expect(request: web.Request) -> web.StreamResponse | None:
+    """Answers a client that waits with its body; an error if it expects what no server here does."""
+    if request.version != HttpVersion11:
+        return None
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return error_response(417, "Of expectations only `Expect: 100-continue` is met here.")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # nothing of the answer itself has been sent
+    return None
+
+
 class _Newcomer(asyncio.Protocol):
     """A connection for whoever is to `take` it."""
 
@@ -134,15 +216,21 @@ class _Newcomer(asyncio.Protocol):
         self._take(cast("asyncio.Transport", transport))
 
 
+def _whole_answer(status: int, message: str) -> bytes:
+    """An error, as it goes over a connection that ends then."""
+    answer = error_response(status, message)
+    assert isinstance(answer.body, bytes)
+    headers = {**answer.headers, "Content-Length": len(answer.body), "Connection": "close"}
+    lines = [f"HTTP/1.1 {status} {answer.reason}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join((*lines, "", "")).encode() + answer.body
+
+
 class _Refusal(asyncio.Protocol):
     """Answers whatever a client will ask."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        connection, answer = cast("asyncio.Transport", transport), error_response(503, _FULL)
-        assert isinstance(answer.body, bytes)
-        headers = {**answer.headers, "Content-Length": len(answer.body), "Connection": "close"}
-        lines = [f"HTTP/1.1 503 {answer.reason}", *(f"{name}: {value}" for name, value in headers.items())]
-        connection.write("\r\n".join((*lines, "", "")).encode() + answer.body)
+        connection = cast("asyncio.Transport", transport)
+        connection.write(_whole_answer(503, _FULL))
         connection.close()
         # Over TLS, a close waits for the client's.
         asyncio.get_running_loop().call_later(_REFUSED_SECONDS, connection.abort)

@@ -18,7 +18,9 @@ _KINDS = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    417: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     502: "bad_gateway_error",
     503: "service_unavailable_error",
 }

@@ -1,10 +1,12 @@
-"""GET /v1/models: what all decode instances list, as one list."""
+"""What instances list as their models: GET /v1/models is one list of what all decode instances list, and what
+they list now decides who gets a request for a model that was not there before."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # For any instance to answer; and, once one has listed its models or refused to, for the others.
 _LIST_SECONDS, _OTHERS_SECONDS = 5.0, 0.5
+# From one look at all lists for the sake of routing to the next.
+_LOOK_SECONDS = 1.0
 
 Models = list[dict[str, Any]]
 
@@ -36,18 +40,14 @@ class ModelLists:
     def __init__(self, session: Client) -> None:
         self._session = session
         self._latest: WeakKeyDictionary[Instance, Models] = WeakKeyDictionary()
+        self._next: asyncio.Task[None] | None = None
+        """A look at all lists that has not begun."""
+        self._looked = -math.inf
 
     async def merged(self, request: web.Request, decoders: Sequence[Instance], unique: str) -> web.Response:
         """Every model once, asked for with the client's own headers. If no instance lists any, the first
         instance's own error, such as 401 without its key."""
-        asking = {
-            instance: asyncio.create_task(self._ask(request, instance, unique)) for instance in decoders
-        }
-        try:
-            replies = await _replies(asking)
-        finally:
-            for task in asking.values():
-                task.cancel()
+        replies = await self._replies_of(request, decoders, unique)
         read = {instance: _models_in(reply) for instance, reply in replies.items()}
         if found := {instance: models for instance, models in read.items() if models is not None}:
             # So this client may see them.
@@ -60,6 +60,45 @@ class ModelLists:
             if instance in replies and replies[instance].status >= 400:
                 return refusal(replies[instance], Scrubber(Choice(None, instance), unique, unique))
         return error_response(502, "No decode instance listed its models.")
+
+    def look(
+        self, request: web.Request, instances: Callable[[], Sequence[Instance]], unique: str
+    ) -> asyncio.Task[None]:
+        """Ends when the instances that list their models now have been asked, with this client's headers:
+        adapters come and go while they serve."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._look(request, instances, unique))
+        return self._next
+
+    async def _look(
+        self, request: web.Request, instances: Callable[[], Sequence[Instance]], unique: str
+    ) -> None:
+        now = asyncio.get_running_loop().time
+        try:
+            await asyncio.sleep(max(0.0, self._looked + _LOOK_SECONDS - now()))
+        finally:
+            self._next = None  # who asks from here on may know of later changes
+        self._looked, everyone = now(), instances()
+        servers = {each.url: each for each in everyone}
+        for asked, reply in (await self._replies_of(request, list(servers.values()), unique)).items():
+            if (models := _models_in(reply)) is None:
+                continue
+            names = frozenset(str(model.get("id")) for model in models)
+            lengths = [length for model in models if isinstance(length := model.get("max_model_len"), int)]
+            for each in everyone:
+                if each.url == asked.url and each.names != names.union(filter(None, [each.ping.model])):
+                    logger.info("%s now serves %s", each, ", ".join(sorted(names)))
+                    each.learn(names, max(lengths, default=0))
+
+    async def _replies_of(
+        self, request: web.Request, instances: Sequence[Instance], unique: str
+    ) -> dict[Instance, Reply]:
+        asking = {each: asyncio.create_task(self._ask(request, each, unique)) for each in instances}
+        try:
+            return await _replies(asking)
+        finally:
+            for task in asking.values():
+                task.cancel()
 
     async def _ask(self, request: web.Request, instance: Instance, unique: str) -> Reply | None:
         headers = to_instance(request.headers, instance, unique)

@@ -14,6 +14,7 @@ from p2pkv import __version__
 from p2pkv.pairing import Address
 
 from . import settings
+from .cors import read_list
 from .limits import Limits
 from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
@@ -133,6 +134,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tenant-header", None, settings.header, "NAME",
         "the HTTP header in which a gateway names the tenant, where no tenant's key is shown: anyone who can "
         "reach the proxy can write it")
+    add("--allowed-origins", [], read_list, "ORIGIN",
+        "browsers may use this proxy from pages of this origin, such as https://chat.example.com; * is any. "
+        "Repeat the option for others, or give a list in JSON as to vLLM; without it they may not")
+    add("--allow-credentials", False, what="and with cookies")
+    add("--allowed-methods", [], read_list, "METHOD", "and with these methods only")
+    add("--allowed-headers", [], read_list, "NAME", "and with these headers only")
     add("--ssl-certfile", "", str, "FILE", "serve HTTPS, with this certificate chain (PEM)")
     add("--ssl-keyfile", "", str, "FILE", "the certificate's key (PEM)")
     add("--admin-token", "", _token, "TOKEN",

@@ -50,6 +50,7 @@ class RoutingRequest:
         session: to which it belongs; "" if it names none.
         tenant: whose it is, for the queue; None if there are no tenants.
         asked: tokens of its answer at most, with a tenant; 0 if it does not say.
+        only: the D that has what it goes on with; None if any may serve it.
     """
 
     model: str | None = None
@@ -57,6 +58,7 @@ class RoutingRequest:
     session: str = ""
     tenant: Tenant | None = None
     asked: int = 0
+    only: Instance | None = None
 
 
 class Pick(NamedTuple):

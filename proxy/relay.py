@@ -11,7 +11,7 @@ from functools import cached_property
 from time import monotonic
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from .blame import CallEnd
@@ -20,6 +20,7 @@ from .errors import error_event
 from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers
 from .membership.instance import ROLE_NAMES, Instance
 from .metrics import RECORD, Pace
+from .prompt_usage import COUNTS, with_ps_counts
 from .routing import Choice
 from .transcript import Transcript
 from .upstream import ABORTED, EVENT_END, EVENT_STREAM, SIGNS, STOPPED, Reply, first_given_up
@@ -54,6 +55,7 @@ class Relay:
         most_silence: seconds from one piece of the answer to the next, at most.
         transcript: what the client has of a stream that others could go on with; None if none could.
         continuation: how this instance goes on with it; None if it is the first.
+        prefilled: what P says, of which the answer's usage has a part; None if no P has helped.
         former: what relayed what was sent before that.
         response: to the client.
         complete: the client has got all of it.
@@ -70,6 +72,7 @@ class Relay:
     most_silence: float = math.inf
     transcript: Transcript | None = None
     continuation: Continuation | None = None
+    prefilled: asyncio.Future[bytes | None] | None = None
     former: InitVar[Relay | None] = None
     complete: bool = field(init=False, default=False)
     resumable: bool = field(init=False, default=False)
@@ -78,11 +81,16 @@ class Relay:
     def __post_init__(self, former: Relay | None) -> None:
         self._filter = AnswerFilter(self.request.path, self.scrubber, streamed=self.pace is not None)
         self._stream = self.continuation or self.transcript
+        self._counts = COUNTS.get(self.request.path, b"\0")
+        if former is not None:  # whose P computed the client's prompt
+            self.prefilled = former.prefilled
         self._sent: bytes = b"" if former is None else former._sent
         """The last bytes that the client has got."""
         if former is None:
             headers = self.scrubber.headers(to_client(self.answer.headers))
             self.response = web.StreamResponse(status=self.answer.status, headers=headers)
+            if self.request.version < HttpVersion11:
+                self.response.force_close()  # nothing else shows the end; aiohttp would keep it open
         else:
             self.response = former.response
         self._writing = False
@@ -119,6 +127,8 @@ class Relay:
         try:
             if self.pace is None and self.answer.content.at_eof():
                 body = self._filter.rewritten(self.head)
+                if self.prefilled is not None and self._counts in body:
+                    body = await with_ps_counts(body, self.request.path, self.prefilled, streamed=False)
                 headers = self.response.headers
                 self.response = web.Response(status=self.answer.status, headers=headers, body=body)
                 await self.finish(b"")
@@ -156,9 +166,12 @@ class Relay:
         """Whether D's answer came to its end. Raises ClientGone."""
         chunk, pace, stream, transcript = self.head, self.pace, self._stream, self.transcript
         passed_on, content = self._filter, self.answer.content
+        prefilled, counts = self.prefilled, self._counts
         try:
             while chunk:
                 data = passed_on.feed(chunk)
+                if prefilled is not None and counts in data:
+                    data = await with_ps_counts(data, self.request.path, prefilled, streamed=pace is not None)
                 await self._send(data if stream is None else stream.feed(data))
                 if passed_on.given_up:
                     self._end, self._why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
@@ -277,11 +290,13 @@ def to_client(instance: CIMultiDictProxy[str]) -> Headers:
 
 @dataclass(frozen=True)
 class Scrubber:
-    """Takes out of an answer what names instances; the client sees `unique` in place of `request_id`."""
+    """Takes out of an answer what names instances; the client sees `unique` in place of `request_id`, and the
+    second of `previous`, the ids of an earlier response, in place of the first."""
 
     choice: Choice
     request_id: str
     unique: str
+    previous: tuple[str, str] = "", ""
 
     def text(self, text: str) -> str:
         """For headers and errors: the id and the addresses are replaced."""
@@ -290,8 +305,13 @@ class Scrubber:
         return text
 
     @cached_property
+    def ids(self) -> list[tuple[str, str]]:
+        """Those to be replaced, and by what."""
+        return [(self.request_id, self.unique), *([self.previous] if self.previous[0] else [])]
+
+    @cached_property
     def _names(self) -> list[tuple[str, str]]:
-        names = [(self.request_id, self.unique)]
+        names = list(self.ids)
         for each in self.choice.instances:
             role = f"({ROLE_NAMES[each.role]} instance)"
             names += [(address, role) for address in each.written_addresses]
@@ -331,7 +351,8 @@ class AnswerFilter:
         self.given_up = False
         self._streamed = streamed
         self._sign = SIGNS.get(path)
-        self._old, self._new = scrubber.request_id.encode(), scrubber.unique.encode()
+        self._ids = [(old.encode(), new.encode()) for old, new in scrubber.ids]
+        self._longest = max(len(ABORTED), *(len(old) for old, _ in self._ids))
         self._rest = b""
 
     def feed(self, chunk: bytes) -> bytes:
@@ -341,8 +362,8 @@ class AnswerFilter:
         text = self._rest + chunk
         end = _end_of_events(text) if self._streamed else 0
         if not self._streamed or len(text) - end > _LONGEST_EVENT:
-            *_, tail = text.split(self._old)
-            end = len(text) - min(len(tail), max(len(self._old), len(ABORTED)) - 1)
+            whole = max(text.rfind(old) + len(old) if old in text else 0 for old, _ in self._ids)
+            end = len(text) - min(len(text) - whole, self._longest - 1)
         if self._sign is not None and self._sign in text:
             part = text[:end] if self._streamed else text
             at = first_given_up(part, self._sign, streamed=self._streamed)
@@ -359,4 +380,6 @@ class AnswerFilter:
 
     def rewritten(self, data: bytes) -> bytes:
         """Nothing but the id is replaced in a success, whose body is the model's."""
-        return data.replace(self._old, self._new)
+        for old, new in self._ids:
+            data = data.replace(old, new)
+        return data

@@ -200,7 +200,7 @@ class _Kept:
         self._until = min(well, default=float("inf"))
         self.prefillers = registry.routable("P", now)
         self.decoders = registry.routable("D", now)
-        self._names = frozenset().union(*(each.names for each in candidates))
+        self.names = frozenset().union(*(each.names for each in candidates))
         sides = self.prefillers, self.decoders
         self._alike = all(len({each.names for each in side}) <= 1 for side in sides)
         self._fleets: dict[str | None, _Fleet] = {}
@@ -220,12 +220,12 @@ class _Kept:
         """For this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
         if not self.decoders:
             raise NoInstance(_why_none(self.registry, "D"))
-        if self._alike and model not in self._names:
+        if self._alike and model not in self.names:
             model = None  # see `_serving`: as for a request that names none
         known = None if avoid else self._fleets.get(model)
         if known is None:
             known = _Fleet(self, model, avoid)
-            if not avoid and (model is None or model in self._names):  # so that clients cannot make entries
+            if not avoid and (model is None or model in self.names):  # so that clients cannot make entries
                 self._fleets[model] = known
         return known
 
@@ -285,7 +285,7 @@ class Router:
         avoid: frozenset[Instance] = frozenset(),
     ) -> Choice:
         """A D for a request, and a P as `mode` says; none of those to `avoid`. Raises Unroutable."""
-        fleet = self._kept(now).fleet(request.model, avoid)
+        fleet = self._fleet(request, now, avoid)
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SPARED and not prefillers:
             if near := self._with_little_left(decoders, request):
@@ -376,10 +376,22 @@ class Router:
         return pick
 
     def able(
-        self, model: str | None, now: float, *, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()
+        self,
+        request: RoutingRequest,
+        now: float,
+        *,
+        mode: PrefillMode,
+        avoid: frozenset[Instance] = frozenset(),
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's that `choose` would choose from. Raises as it does."""
-        return self._able(self._kept(now).fleet(model, avoid), mode)
+        return self._able(self._fleet(request, now, avoid), mode)
+
+    def _fleet(self, request: RoutingRequest, now: float, avoid: frozenset[Instance]) -> _Fleet:
+        """Raises NoInstance or UnknownModel."""
+        kept = self._kept(now)
+        if request.only is not None:
+            avoid = avoid.union(each for each in kept.decoders if each is not request.only)
+        return kept.fleet(request.model, avoid)
 
     def _able(self, fleet: _Fleet, mode: PrefillMode) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's to choose from: at least one D, and a P for each or none at all. Raises as
@@ -409,6 +421,11 @@ class Router:
         if not (able := [each for each in self._with_room(fleet.decoders) if each.alone < self._alone]):
             raise AloneFull
         return able
+
+    def knows(self, model: str | None, now: float) -> bool:
+        """Whether an instance has listed this model, as far as any is known to list models."""
+        names = self._kept(now).names
+        return model is None or not names or model in names
 
     def has_room(self, now: float) -> bool:
         """Whether any D takes one request more."""

@@ -20,7 +20,7 @@ from .access import Access
 from .admission import Admission, RequestPlace, Wants
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Again, Blame, CallEnd, Charge
-from .bodies import Body, BodyReader, Intake, parse
+from .bodies import Body, BodyReader, Intake, parse, response_id
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
@@ -32,6 +32,7 @@ from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace
 from .models import ModelLists
 from .policy import Routing, RoutingRequest
 from .relay import STALL_SECONDS, ClientGone, hang_up
+from .responses import StoredResponses
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .tenants import Tenant, Tenants
@@ -51,7 +52,7 @@ class Proxy:
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
-        lingering: calls to P that are still open although the client has its answer.
+        lingering: what goes on although the client has its answer: calls to P, looks at lists of models.
         guard: whose requests are taken.
         tenants: whose requests they are; None if all are alike.
     """
@@ -78,6 +79,7 @@ class Proxy:
         self.active = ActiveRequests(self.counters)
         self.membership.on_change(self.admission.advance)
         self.model_lists = ModelLists(self.session)
+        self.responses = StoredResponses(self.registry)
         self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         self.exposition = Exposition(self.metrics, self)
@@ -97,15 +99,23 @@ class Proxy:
                 why = "this proxy takes no more in one request (--max-messages)."
                 raise ProxyError(413, f"The request has {many}; {why}")
             session = request.headers.get(self.routing.session_header, "")
-            asked = 0
+            only, asked = None, 0
+            if body.previous:
+                only, name = self.responses.find(body.previous, self.clock())
+                body.go_on_from(name)
             if tenant is not None and request.path not in UNCOMPUTED:
                 tenant.spend(body.prompt.tokens)
                 asked = body.asked
-            wants = RoutingRequest(body.model, body.prompt, session, tenant, asked)
+            wants = RoutingRequest(body.model, body.prompt, session, tenant, asked, only)
             request[RECORD].wants(body.model)
+            if not self.router.knows(body.model, self.clock()):
+                await asyncio.shield(self._look_at_models(request))
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
-                    return await self._serve(request, body, place, active)
+                    response = await self._serve(request, body, place, active)
+                    if response.status == 404:  # perhaps an adapter that was unloaded there
+                        self._look_at_models(request)
+                    return response
             except NoInstance as error:
                 raise ProxyError(503, f"{error} Try again in a few seconds.") from None
             except UnknownModel as error:
@@ -122,6 +132,12 @@ class Proxy:
         record.tenant = tenant.name
         return tenant
 
+    def _look_at_models(self, request: web.Request) -> asyncio.Task[None]:
+        look = self.model_lists.look(request, self.registry.candidates, uuid.uuid4().hex)
+        self.lingering.add(look)
+        look.add_done_callback(self.lingering.discard)
+        return look
+
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
     ) -> web.StreamResponse:
@@ -135,6 +151,9 @@ class Proxy:
             active.attempt = attempt = Attempt(
                 self, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
+            if body.stored:
+                name = response_id(attempt.request_id)
+                self.responses.note(response_id(attempt.unique), place.choice.decode, name)
             outcome = await attempt.run()
             if attempt.relay is not None and attempt.relay.resumable:
                 return await self._resume(attempt, outcome, active)
@@ -254,7 +273,7 @@ class Proxy:
                 continue
             place = attempt.place
             mode, avoid = place.mode_after(place.choice.decode), self._unable(active)
-            wants = place.request.model, mode
+            wants = place.request.model, mode, place.request.only
             if self.admission.can_move(place, mode, avoid, moved[wants]):
                 moved[wants] += attempt.move()
 

@@ -93,7 +93,8 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
             name = names[variable]
             value: str | list[str] = text
             if isinstance(options[name], argparse._AppendAction):
-                value = [each.strip() for each in text.split(",") if each.strip()]
+                several = [text] if text.startswith("[") else text.split(",")
+                value = [each.strip() for each in several if each.strip()]
                 if not value and name == "api-key":
                     value = [""]  # so that it is refused: who sets one wants authentication
             found[name] = variable, value

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from .bodies import Body, Fields
+from .bodies import Body, Fields, plain
 from .upstream import EVENT_END, is_servers_error
 
 _decoder = msgspec.json.Decoder(Fields)
@@ -62,6 +62,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "use_beam_search": (None, False),
 }
+# Those that are read here, which vLLM takes in several spellings.
+_SWITCHES = ("echo", "include_stop_str_in_output", "return_token_ids", "stream", "use_beam_search")
+_NUMBERS = ("max_completion_tokens", "max_tokens", "min_tokens", "n")
 _KNOWN = SAME | _TRANSLATED | _OF_THE_PROMPT | _ONLY.keys()
 _MOST_FIELD_BYTES = 16384
 """Of all fields that are kept, besides the prompt."""
@@ -106,6 +109,8 @@ class Wanted:
         views = body.fields
         if body.path not in (CHAT, COMPLETIONS) or not body.one_prompt or not _KNOWN.issuperset(views):
             return None
+        switches = (*_SWITCHES, "logprobs") if body.path == CHAT else _SWITCHES
+        views = views | plain(views, switches, _NUMBERS)
         raw = {name: bytes(value) for name, value in views.items() if name not in _OF_THE_PROMPT}
         if raw.get("stream") != b"true" or sum(map(len, raw.values())) > _MOST_FIELD_BYTES:
             return None

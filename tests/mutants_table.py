@@ -359,9 +359,9 @@ Router.choose: a pool of instances of both roles never pushes under load
 Router.choose: with placement by cost a D computes what a P has failed
 - self._alone if mode is PrefillMode.WANTED else 0
 + self._alone
-Router.choose: with placement by cost a request comes back to what has failed it
-- self._kept(now).fleet(request.model, avoid)
-+ self._kept(now).fleet(request.model, frozenset())
+Router._fleet: with placement by cost a request comes back to what has failed it
+- kept.fleet(request.model, avoid)
++ kept.fleet(request.model, frozenset())
 > tests/proxy/test_kept.py
 _Kept.holds: the router goes on with instances that have changed since
 - self._version == self.registry.version

@@ -80,6 +80,8 @@ ALLOWED = (
     Allowed("tests/proxy/test_deployments.py", "pip", "validators, from a package index"),
     Allowed("tests/vllm/test_routers.py", "pip", "vllm-router, from a package index"),
     Allowed("tests/vllm/test_ray.py", "pip", "Ray, from a package index"),
+    Allowed("tests/vllm/test_other_clients.py", "pip", "LiteLLM, from a package index"),
+    Allowed("tests/vllm/test_clients.py", "there is no curl", "a program of the system"),
     Allowed(
         "tests/vllm/test_combined.py",
         "torchvision",

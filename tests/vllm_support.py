@@ -48,6 +48,9 @@ SETTINGS = (
     "--enable-prefix-caching",
 )
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+COUNTS = ("--enable-prompt-tokens-details",)
+STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+"""Responses of /v1/responses are kept, for `previous_response_id`."""
 
 
 class PingRelay:
@@ -184,7 +187,7 @@ def forked(model: Path, logs: Path, name: str, **options: Any) -> VllmServer:
     return VllmServer(
         model,
         name=name,
-        env=plugin_environment(*FORKED),
+        env={**plugin_environment(*FORKED), **options.pop("env", {})},
         log_path=logs / f"{name}.log",
         **{"extra_args": SETTINGS, **options},
     )
@@ -213,12 +216,17 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     discovery = (LOOPBACK, relay.port)
     probes = logs / "probes"
     probes.mkdir(exist_ok=True)
-    settings = (*SETTINGS, *TOOLS)
-    options = {"plugins": FORKED, "extra_args": settings, "extra_config": {"lease_seconds": LEASE}}
+    settings = (*SETTINGS, *TOOLS, *COUNTS)
+    options = {
+        "plugins": FORKED,
+        "extra_args": settings,
+        "extra_config": {"lease_seconds": LEASE},
+        "env": STORE,
+    }
     fleet = Fleet(
         probing_server(model, "P", probes, proxy=discovery, **options),
         probing_server(model, "D", probes, proxy=discovery, **options),
-        forked(model, logs, "single", extra_args=settings),
+        forked(model, logs, "single", extra_args=settings, env=STORE),
         concurrent,
         sequential,
         relay,

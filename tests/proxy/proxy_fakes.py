@@ -177,7 +177,7 @@ class FakeInstance:
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
         frozen: /health and /v1/models are never answered any more.
-        healths: how often it was asked for /health.
+        healths, lists: how often it was asked for /health, and for /v1/models.
         requests: what has arrived, in order.
     """
 
@@ -191,6 +191,7 @@ class FakeInstance:
     fit: str = ""
     frozen: bool = False
     healths: int = 0
+    lists: int = 0
     incarnation: str = "first"
     requests: list[Seen] = field(default_factory=list)
     http_address: str = ""
@@ -211,6 +212,7 @@ class FakeInstance:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 26)
+        app[FAKE] = self
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -218,7 +220,9 @@ class FakeInstance:
                 *(web.post(path, self._generate) for path in sorted(PAIRED | SINGLE)),
             ]
         )
-        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self.runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1, max_field_size=4 << 20
+        )
         await self.runner.setup()
         port = int(self.http_address.rpartition(":")[2] or free_ports())
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
@@ -251,6 +255,7 @@ class FakeInstance:
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
+        self.lists += 1
         if self.frozen:
             await asyncio.Event().wait()
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -270,6 +275,9 @@ class FakeInstance:
             raise
         seen.answered = True
         return response
+
+
+FAKE = web.AppKey("fake", FakeInstance)
 
 
 class RawInstance(FakeInstance):

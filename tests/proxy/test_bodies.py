@@ -63,9 +63,28 @@ def test_p_makes_one_token_that_nobody_reads(more: dict[str, Any], sent: dict[st
     assert for_prefill(**KEPT, **client) == KEPT | one | sent
 
 
-@pytest.mark.parametrize(("given", "sent"), [(0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")])
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        *((0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")),
+        *(("0", "0"), ("1", "1"), ("100", 1), (" 1_000 ", 1), ("2.0", 1)),
+    ],
+)
 def test_min_tokens_is_at_most_one_and_nonsense_stays(given: Any, sent: Any) -> None:
     assert for_prefill(min_tokens=given)["min_tokens"] == sent
+
+
+def test_a_budget_for_thinking_does_not_count_on_p() -> None:
+    """vLLM wants `max_tokens` to be more than it, but of who only prefills."""
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    client = {"model": "m", "messages": [], "max_tokens": 4096, "stream": True}
+    with_it, without = (
+        json.loads(bytes(parse(json.dumps(fields).encode(), "/v1/messages").for_prefill("id")))
+        for fields in (client | {"thinking": thinking}, client)
+    )
+    p = client | {"max_tokens": 1, "stream": False}
+    assert with_it == p | {"thinking": thinking, "kv_transfer_params": {"do_remote_decode": True}}
+    assert without == p
 
 
 def test_d_gets_the_clients_own_bytes() -> None:
@@ -77,6 +96,7 @@ def test_d_gets_the_clients_own_bytes() -> None:
     ("name", "value", "paired"),
     [
         *(("use_beam_search", True, False), ("echo", True, False), ("echo", "true", False)),
+        *(("echo", "No", True), ("echo", 0.0, True), ("use_beam_search", "off", True), ("echo", "2", False)),
         *(("prompt_logprobs", 0, False), ("prompt_logprobs", 3, False), ("model", "m", True)),
         *(("use_beam_search", False, True), ("echo", None, True), ("prompt_logprobs", None, True)),
     ],
@@ -94,11 +114,67 @@ def test_how_many_prompts(prompt: Any, one: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"3", b'"x"', b"null", b"{}x", b"\xff", b'{"a":NaN}', b"[" * 9999]
+    "raw", [b"", b"{", b"[]", b"3", b'"x"', b"null", b"{}x", b"\xff", b'{"a":nan}', b"[" * 9999]
 )
 def test_what_is_no_object_is_refused_with_a_sentence(raw: bytes) -> None:
     with pytest.raises(ProxyError, match="not a JSON object"):
         parse(raw)
+
+
+@pytest.mark.parametrize("stream", [True, "true", "Yes", 1, 1.0])
+def test_a_stream_may_be_asked_for_in_each_of_vllms_spellings(stream: Any) -> None:
+    assert body(stream=stream).streams
+    for other in (False, "no", 0, None, "x", 2):
+        assert not body(stream=other).streams
+
+
+TAKEN = b'{"prompt": "\xc3\xa4 \\ud83d\\ude00", "stream": true, "n": 1}'
+ODD = {
+    "a byte order mark": b"\xef\xbb\xbf" + TAKEN,
+    "UTF-16": TAKEN.decode().encode("utf-16"),
+    "UTF-32": TAKEN.decode().encode("utf-32-le"),
+    "no number": TAKEN.replace(b"1", b"NaN"),
+    "no finite number": TAKEN.replace(b"1", b'{"5": -Infinity}'),
+    "half a pair where it is no text": TAKEN.replace(b"1", b'["\\ud83d"]'),
+    "half a pair in bytes": TAKEN.replace(b"1", b'"\xed\xa0\xbd"'),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_json_that_python_reads_and_others_do_not(kind: str) -> None:
+    """vLLM's servers read it with Python's decoder."""
+    raw = ODD[kind]
+    made = parse(raw)
+    assert made.streams and repr(json.loads(bytes(made.for_decode("id")))) == repr(json.loads(raw))
+    prefill = json.loads(bytes(made.for_prefill("id")))
+    assert prefill["prompt"] == "\u00e4 \U0001f600" and prefill["max_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b'{"prompt": "a\\ud83d"}', "`prompt` .* half of a surrogate pair, '.ud83d'"),
+        (
+            b'{"messages": [{"content": "\\udc00\\ud83d"}]}',
+            "`messages` .* half of a surrogate pair, '.udc00'",
+        ),
+        (b'{"\\ud83d": 1}', "name, '.ud83d', .* half of a surrogate pair"),
+        (b"\xff", "not a JSON object: invalid start byte in utf-8, byte 0"),
+        (b"\xef\xbb\xbf[]", "not a JSON object"),
+    ],
+)
+def test_the_cause_is_named(raw: bytes, why: str) -> None:
+    with pytest.raises(ProxyError, match=why) as refused:
+        parse(raw)
+    assert refused.value.status == 400
+
+
+def test_of_a_large_body_only_the_byte_order_mark_is_taken() -> None:
+    """The rest would keep the proxy from other requests."""
+    large = b'{"prompt": "%s"}' % (b"x" * (5 << 20))
+    assert bytes(parse(b"\xef\xbb\xbf" + large).for_decode("id")) == large.replace(b": ", b":")
+    with pytest.raises(ProxyError, match="not a JSON object"):
+        parse(large.decode().encode("utf-16"))
 
 
 @given(st.dictionaries(NAMES, JSON, max_size=8))

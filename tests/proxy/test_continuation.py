@@ -26,6 +26,17 @@ def transcript_of(path: str, body: dict[str, Any], held: TranscriptMemory | None
     return Transcript.of(parse(json.dumps(body).encode(), path), held or TranscriptMemory(1 << 20, 1 << 16))
 
 
+def test_fields_may_have_each_of_vllms_spellings() -> None:
+    """What the client asked for is not lost because it is spelled otherwise."""
+    spelled = {"stream": "yes", "return_token_ids": 1, "max_tokens": "16", "min_tokens": "3", "echo": "off"}
+    transcript = transcript_of(COMPLETIONS, {"prompt": "x", "n": 1.0, **spelled})
+    assert transcript is not None and transcript.wanted.shows_ids
+    assert transcript.wanted.most_tokens(0) == 16 and transcript.wanted.fields["min_tokens"] == 3
+    chat = {"messages": [{"role": "user", "content": "x"}], "stream": True, "logprobs": "false"}
+    transcript = transcript_of(CHAT, chat)
+    assert transcript is not None and not transcript.wanted.shows_tokens
+
+
 def asked_of_d(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"return_token_ids": True}
 

@@ -81,7 +81,7 @@ class TwoRouters:
 
     def able(self, router: Router, model: str | None, mode: PrefillMode) -> Any:
         try:
-            prefillers, decoders = router.able(model, self.now, mode=mode)
+            prefillers, decoders = router.able(RoutingRequest(model), self.now, mode=mode)
         except (NoInstance, UnknownModel, Full) as error:
             return type(error), str(error)
         return {each.name for each in prefillers}, {each.name for each in decoders}
@@ -123,9 +123,9 @@ def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest
 def test_names_that_are_unknown_make_no_entries(more: dict[str, str]) -> None:
     """One may be that of an adapter that was loaded since."""
     router, _ = fleet(("P", more), ("D", more))
-    router.able(None, 0.0, mode=PrefillMode.WANTED)
+    router.able(RoutingRequest(), 0.0, mode=PrefillMode.WANTED)
     assert router._last is not None
     known = dict(router._last._fleets)
     for number in range(100):
-        router.able(f"unknown {number}", 0.0, mode=PrefillMode.WANTED)
+        router.able(RoutingRequest(f"unknown {number}"), 0.0, mode=PrefillMode.WANTED)
     assert router._last._fleets == known

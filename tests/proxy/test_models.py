@@ -1,11 +1,18 @@
-"""GET /v1/models while instances do not answer."""
+"""GET /v1/models while instances do not answer, and models that are loaded and unloaded while they serve."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from proxy_fakes import Deployment
+from aiohttp import web
+from proxy_behaviours import Seen, answer_error, answer_json
+from proxy_fakes import FAKE, Deployment, FakeInstance, deployed, quiet
+
+from p2pkv_proxy.attempt import Dispatch
+from support.waiting import eventually
 
 
 async def listed(deployment: Deployment, key: str = "") -> tuple[int, Any]:
@@ -56,3 +63,87 @@ async def test_if_none_answers_it_is_a_502(lonely: Deployment, monkeypatch: pyte
         each.frozen = True
     status, page = await listed(lonely)
     assert (status, page["error"]["message"]) == (502, "No decode instance listed its models.")
+
+
+async def loads(deployment: Deployment, name: str, *instances: FakeInstance) -> None:
+    """An adapter, at run time; a server that does not have it answers 404, as vLLM does."""
+    for each in deployment.instances:
+        each.behaviour = with_adapters
+    for each in instances:
+        each.models += (name,)
+
+
+async def with_adapters(request: web.Request, seen: Seen) -> web.StreamResponse:
+    serves = request.app[FAKE].models
+    known = seen.body["model"] in serves
+    return await (answer_json if known else answer_error(404, "no such model"))(request, seen)
+
+
+@pytest.fixture
+async def unlike(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
+    """Two P's and two D's; one of each has an adapter from the start."""
+    monkeypatch.setattr("p2pkv_proxy.models._LOOK_SECONDS", 0.05)
+    async with deployed(dispatch) as deployment:
+        for role in ("P", "D", "P", "D"):
+            more = ("early",) if len(deployment.instances) > 1 else ()
+            await deployment.add(role, models=("tiny", *more))
+        await deployment.ready(2, 2)
+        yield deployment
+
+
+async def test_what_the_list_shows_is_served(unlike: Deployment) -> None:
+    """An adapter that is loaded at run time, where instances list different names."""
+    await loads(unlike, "late", unlike.prefills[0], unlike.decodes[0])
+    assert "late" in (await listed(unlike))[1]
+    await unlike.serves(4, model="late")
+    assert len(unlike.prefills[0].requests) == len(unlike.decodes[0].requests) == 4
+    assert not unlike.prefills[1].requests and not unlike.decodes[1].requests
+    await unlike.serves(2, model="early")
+    assert len(unlike.decodes[1].requests) == 2
+
+
+async def test_an_adapter_of_one_of_two_that_were_alike(
+    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv_proxy.models._LOOK_SECONDS", 0.05)
+    async with deployed(dispatch, prefill=1, decode=3) as deployment:
+        await loads(deployment, "late", deployment.p, deployment.decodes[1])
+        await deployment.serves(4, model="late")
+        assert [len(each.requests) for each in deployment.decodes] == [0, 4, 0]
+
+
+async def test_an_adapter_that_is_unloaded_at_one_is_served_by_the_other(unlike: Deployment) -> None:
+    await loads(unlike, "late", *unlike.instances)
+    await unlike.serves(4, model="late")
+    for each in (unlike.prefills[0], unlike.decodes[0]):
+        each.models = ("tiny",)
+    gone = unlike.known(unlike.decodes[0])
+    while "late" in gone.names:
+        async with await unlike.post(model="late") as answer:
+            assert answer.status in (200, 404)
+        await quiet(unlike)
+    await unlike.serves(4, model="late")
+
+
+async def test_a_name_that_nobody_has_is_looked_for_once_for_all_who_ask(unlike: Deployment) -> None:
+    await loads(unlike, "late")
+    for _ in range(2):
+        before = sum(each.lists for each in unlike.instances)
+        whys = await asyncio.gather(*(unlike.refusal(404, model="nobody") for _ in range(20)))
+        assert set(whys) == {"The model `nobody` does not exist; served here: early, tiny."}
+        asked = sum(each.lists for each in unlike.instances) - before
+        assert 4 <= asked <= 8, "four instances, at most twice"
+
+
+async def test_who_asks_leaves_while_the_lists_come(
+    unlike: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv_proxy.models._LIST_SECONDS", 0.2)
+    for each in unlike.instances:
+        each.frozen = True
+    asking = asyncio.create_task(unlike.post(model="late"))
+    await eventually(lambda: len(unlike.proxy.active) == 1)
+    asking.cancel()
+    await eventually(lambda: len(unlike.proxy.active) == 0)
+    for each in unlike.instances:
+        each.frozen = False

@@ -223,9 +223,9 @@ def test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt() -> N
     """It has been tried without one, or that is decided elsewhere."""
     router, (p, d) = fleet("P", "D", alone=1)
     fail(p)
-    assert router.able(None, 0.1, mode=PrefillMode.WANTED) == ([], [d])
+    assert router.able(RoutingRequest(), 0.1, mode=PrefillMode.WANTED) == ([], [d])
     with pytest.raises(NoInstance):
-        router.able(None, 0.1, mode=PrefillMode.NEEDED)
+        router.able(RoutingRequest(), 0.1, mode=PrefillMode.NEEDED)
 
 
 def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import json
 import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -16,17 +17,20 @@ import pytest
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from proxy_behaviours import (
+    DONE,
     Behaviour,
     after,
     answer_json,
     answers,
     flood,
     never,
+    stream_of,
     streams,
 )
 from proxy_fakes import Deployment, connect, deployed, quiet
 
 from p2pkv_proxy.app import make_runner
+from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.logs import Garbage
 from support.waiting import eventually
@@ -102,7 +106,11 @@ RUDE = {
     "two lengths": (post(BODY, b"Content-Length: 4", b"Content-Length: 5"), {400}),
     "length and chunks": (post(BODY, b"Content-Length: 4", b"Transfer-Encoding: chunked"), {400}),
     "a negative length": (post(BODY, b"Content-Length: -1"), {400}),
-    "a huge header": (post(b"", b"X: " + b"x" * 100_000), {400}),
+    "a huge header": (post(b"", b"X: " + b"x" * (5 << 20)), {431}),
+    "a huge header without an end": (post(b"", b"X: " + b"x" * (5 << 20))[:-4], {431}),
+    "huge headers": (post(b"", *([b"X: " + b"x" * (1 << 20)] * 5)), {431}),
+    "a huge address": (WHOLE.replace(b" HTTP", b"x" * (5 << 20) + b" HTTP"), {431}),
+    "a header without a name": (post(b"", b": Bearer sk-secret"), {400}),
     "a bare line feed in a header": (post(b"", b"X: a\nb"), {400}),
     "nothing of HTTP": (b"\x16\x03\x01" + bytes(200) + b"\r\n\r\n", {400}),
     "HTTP 9": (b"POST /v1/completions HTTP/9.9\r\n\r\n", {400, 505}),
@@ -121,11 +129,74 @@ async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
     sent, statuses = RUDE[kind]
     async with Client(short) as client, asyncio.timeout(10):
         client.writer.write(sent)
-        assert await client.status() in statuses
+        status, head = await client.status(), await client.reader.readuntil(b"\r\n\r\n")
+        assert status in statuses
+        assert status == 200 or b"application/json" in head
     await quiet(short)
     assert (await short.post()).status == 200
     unforeseen = [line for line in caplog.records if line.levelno >= logging.ERROR and not parse_error(line)]
     assert unforeseen == []
+
+
+@pytest.mark.parametrize("kept", [(), (b"Connection: keep-alive",)])
+async def test_a_stream_for_http_1_0_ends_with_the_connection(
+    short: Deployment, kept: tuple[bytes, ...]
+) -> None:
+    """Nothing else shows its end there."""
+    short.d.behaviour = stream_of("first", "second", DONE)
+    async with Client(short) as client, asyncio.timeout(10):
+        client.writer.write(sized(BODY, *kept).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        answer = await client.reader.read()
+        assert b"second" in answer and answer.endswith(DONE)
+
+
+TOKEN = b"sk-" + b"secret" * 1400
+
+
+async def test_a_large_token_reaches_the_instances(dispatch: Dispatch) -> None:
+    """Some companies' tokens are longer than 8 KiB, and vLLM takes them."""
+    async with deployed(dispatch, 1, 1) as deployment:
+        bearer = {"Authorization": f"Bearer {TOKEN.decode() * 100}"}
+        await deployment.serves(1, headers=bearer)
+        for each in (deployment.p, deployment.d):
+            assert each.requests[0].headers["Authorization"] == bearer["Authorization"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[b"Authorization: Bearer " + TOKEN * 800], [b"Authorization: Bearer " + TOKEN, b": x"]],
+    ids=["too long", "not HTTP"],
+)
+async def test_nothing_of_a_header_comes_into_the_log(
+    short: Deployment, headers: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with Client(short) as client, asyncio.timeout(10):
+        client.writer.write(sized(BODY, *headers))
+        head = (await client.reader.readuntil(b"\r\n\r\n")).decode()
+        body = await client.reader.readexactly(int(head.split("Content-Length: ")[1].split("\r\n")[0]))
+        assert "application/json" in head
+        assert json.loads(body)["error"]["code"] == int(head.split()[1]) in (400, 431)
+    assert "sk-" not in caplog.text + body.decode()
+
+
+async def test_large_heads_count_among_the_bytes_that_are_held() -> None:
+    async with deployed("concurrent", 1, 1, limits=Limits(max_held=1 << 20, max_body=1 << 20)) as deployment:
+        large = {"X": "x" * (1 << 20)}
+        assert "as many requests as it can" in await deployment.refusal(503, headers=large)
+        await deployment.serves(1, headers={"X": "x" * (1 << 19)})
+
+
+async def test_of_many_heads_that_never_end_the_large_ones_go(
+    short: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv_proxy.connections._MOST_HEADS", 1 << 20)
+    async with contextlib.AsyncExitStack() as cleanup, asyncio.timeout(20):
+        for _ in range(3):
+            client = await cleanup.enter_async_context(Client(short))
+            client.writer.write(post(b"", b"X: " + b"x" * 500_000)[:-4])
+        assert await client.status() == 503
+        await short.serves(1, headers={"X": "x" * 1000})
 
 
 def parse_error(line: logging.LogRecord) -> bool:

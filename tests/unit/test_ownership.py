@@ -104,6 +104,7 @@ AIOHTTP_S = {
     "app.on_response_prepare",
     "watch.on_connection_reuseconn",
     "context.trace_request_ctx",
+    "request.writer.output_size",
 }
 COMMON = re.compile(r"(.*\b_?counters|record)\.\w+")
 

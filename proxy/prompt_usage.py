@@ -1,0 +1,86 @@
+"""How many of a prompt's tokens were in a cache: what P says of it, in D's answer.
+
+For D all that P has sent counts as cached, in vLLM all but one token of each prompt. P, which computed the
+prompt, knows what its prefix cache really had. Both say it at /v1/responses, elsewhere with vLLM's option
+--enable-prompt-tokens-details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+
+import msgspec
+from msgspec import Raw
+
+from .http import PAIRED
+from .upstream import EVENT_END
+
+_WAIT_SECONDS = 0.5
+"""At the end of D's answer, for P's: D got P's KV before P's own answer was written."""
+
+Counts = dict[str, Raw]
+
+
+class _Counted(msgspec.Struct):
+    usage: Counts = {}
+
+
+_answer = msgspec.json.Decoder(_Counted)
+_counts = msgspec.json.Decoder(Counts)
+
+# An object without strings that hold braces. Within a JSON string quotes are escaped, so none is in a text.
+_OBJECT = rb'(\{[^{}"]*(?:"[a-z_]*"[^{}"]*(?:\{[^{}]*\}[^{}"]*)?)*\})'
+_DETAILS: Mapping[str, str] = {
+    "/v1/completions": "prompt_tokens_details",
+    "/v1/chat/completions": "prompt_tokens_details",
+    "/v1/responses": "input_tokens_details",
+}
+# At /v1/messages they stand in the usage itself, and what was cached is not counted among the others.
+_NULL = b"null"
+_READ, _OF_THE_PROMPT = "cache_read_input_tokens", ("input_tokens", "cache_creation_input_tokens")
+
+
+COUNTS = {path: f'"{_DETAILS.get(path, _READ)}":'.encode() for path in PAIRED}
+"""In each part of an answer that counts what was cached."""
+
+
+async def with_ps_counts(
+    data: bytes, path: str, prefilled: asyncio.Future[bytes | None], *, streamed: bool
+) -> bytes:
+    """D's whole answer, or whole events of it, with the counts of P's, which is `prefilled`; None if P has
+    failed."""
+    try:
+        async with asyncio.timeout(_WAIT_SECONDS):
+            ps = _usage_in(await asyncio.shield(prefilled))
+    except TimeoutError:
+        return data
+    found = re.compile(f'"{_DETAILS.get(path, "usage")}":'.encode() + _OBJECT)
+    parts = data.split(EVENT_END) if streamed else [data]
+    return EVENT_END.join(_last_replaced(part, found, lambda ds: _counts_of(path, ps, ds)) for part in parts)
+
+
+def _usage_in(answer: bytes | None) -> Counts:
+    try:
+        return _answer.decode(answer).usage if answer else {}
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return {}
+
+
+def _last_replaced(data: bytes, found: re.Pattern[bytes], made: Callable[[bytes], bytes]) -> bytes:
+    """The last such object is D's: before it the answer may repeat what a client has sent."""
+    *_, last = [None, *found.finditer(data)]
+    return data if last is None else data[: last.start(1)] + made(last[1]) + data[last.end(1) :]
+
+
+def _counts_of(path: str, ps: Counts, ds: bytes) -> bytes:
+    if path in _DETAILS:
+        details = bytes(ps.get(_DETAILS[path], _NULL))
+        return ds if details == _NULL else details
+    counts = _counts.decode(ds)
+    if _READ not in counts or _READ not in ps:
+        return ds
+    names = _READ, *_OF_THE_PROMPT
+    kept = {name: count for name, count in counts.items() if name not in names}
+    return msgspec.json.encode(kept | {name: ps[name] for name in names if name in ps})

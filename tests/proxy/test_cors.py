@@ -1,0 +1,132 @@
+"""Browsers, on pages of other origins. What is right here is what vLLM's own middleware answers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from aiohttp import web
+from proxy_behaviours import answers, stream_of
+from proxy_fakes import Deployment, deployed
+from proxy_process import served
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from p2pkv_proxy.cors import Cors, joined, read_list
+
+PAGE, OTHER = "https://chat.example.com", "https://evil.example.com"
+PATH = "/v1/completions"
+POLICIES = [
+    Cors((PAGE,)),
+    Cors((PAGE, "https://b.example.com"), credentials=True),
+    Cors(("*",)),
+    Cors(("*",), credentials=True, methods=("POST",), headers=("Authorization", "X-Mine")),
+]
+
+
+def vllms(policy: Cors) -> TestClient:
+    """A server with what vLLM puts around its own."""
+    app = Starlette(routes=[Route(PATH, lambda _: PlainTextResponse("{}"), methods=["POST"])])
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(policy.origins),
+        allow_credentials=policy.credentials,
+        allow_methods=list(policy.methods),
+        allow_headers=list(policy.headers),
+    )
+    return TestClient(app)
+
+
+def shown(headers: Any) -> dict[str, Any]:
+    """What browsers look at; lists in any order."""
+    seen = {name.lower(): value for name, value in headers.items()}
+    return {
+        # Newer versions of Starlette have QUERY, too.
+        name: sorted({each.strip().lower() for each in value.split(",")} - {"query"})
+        for name, value in seen.items()
+        if name.startswith("access-control-")
+    }
+
+
+def questions() -> list[dict[str, str]]:
+    """The heads of preflights."""
+    wanted = itertools.product(
+        (PAGE, OTHER), ("POST", "GET", "TRACE"), (None, "authorization,x-mine", "x-other")
+    )
+    return [
+        {"Origin": origin, "Access-Control-Request-Method": method}
+        | ({} if names is None else {"Access-Control-Request-Headers": names})
+        for origin, method, names in wanted
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_preflight_gets_the_answer_of_vllm(policy: Cors) -> None:
+    async with deployed("concurrent", 1, 1, cors=policy) as deployment:
+        theirs = vllms(policy)
+        for asked in questions():
+            async with deployment.client.options(deployment.url + PATH, headers=asked) as answer:
+                expected = theirs.options(PATH, headers=asked)
+                assert (answer.status, shown(answer.headers)) == (
+                    expected.status_code,
+                    shown(expected.headers),
+                ), asked
+        assert not deployment.p.requests and not deployment.d.requests
+        assert 'endpoint="other"' not in await deployment.text("/metrics"), "which are no requests of the API"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("origin", [PAGE, OTHER, None])
+@pytest.mark.parametrize("cookie", [{}, {"Cookie": "a=b"}])
+async def test_answers_and_errors_have_the_headers_of_vllm(
+    policy: Cors, origin: str | None, cookie: dict[str, str]
+) -> None:
+    headers = cookie | ({} if origin is None else {"Origin": origin})
+    expected = vllms(policy).post(PATH, headers=headers)
+    async with deployed("concurrent", 1, 1, cors=policy) as deployment:
+        deployment.d.behaviour = stream_of("hi", headers={"Access-Control-Allow-Origin": "null"})
+        for body in (
+            {"model": "tiny", "prompt": "hi"},
+            {"model": "tiny", "prompt": "hi", "stream": True},
+            [1],
+        ):
+            answer = await deployment.post(body, PATH, headers)
+            await answer.read()
+            assert answer.status == (400 if body == [1] else 200)
+            assert shown(answer.headers) == shown(expected.headers)
+            assert answer.headers["Vary"] == expected.headers["Vary"]
+
+
+async def test_without_the_options_it_is_as_before(concurrent: Deployment) -> None:
+    async with concurrent.client.options(concurrent.url + PATH, headers=questions()[0]) as answer:
+        assert answer.status == 405 and not shown(answer.headers)
+    concurrent.d.behaviour = answers(
+        lambda _: web.json_response({}, headers={"Access-Control-Allow-Origin": PAGE})
+    )
+    answer = await concurrent.post(headers={"Origin": PAGE})
+    assert shown(answer.headers) == {"access-control-allow-origin": [PAGE]}, "an instance's own"
+
+
+@pytest.mark.parametrize(
+    "options", [("--allowed-origins", PAGE), ("--allowed-origins", f'["{OTHER}", "{PAGE}"]')]
+)
+async def test_the_options_of_the_command(options: tuple[str, ...]) -> None:
+    async with served(*options, "--allow-credentials", "--allowed-methods", '["POST"]') as proxy:
+        asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        async with proxy.client.options(proxy.url + PATH, headers=asked) as answer:
+            assert answer.status == 200
+            assert answer.headers["Access-Control-Allow-Origin"] == PAGE
+            assert answer.headers["Access-Control-Allow-Methods"] == "POST"
+        async with proxy.client.options(proxy.url + PATH, headers=asked | {"Origin": "https://c"}) as answer:
+            assert answer.status == 400
+
+
+def test_what_a_list_is() -> None:
+    assert joined([read_list("a"), read_list('["b", "c"]')]) == ("a", "b", "c")
+    for text in ("[a", "[1]"):
+        with pytest.raises(ValueError, match="no list"):
+            read_list(text)
