@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ from p2pkv.bench.harness import (
 from p2pkv.bench.memory import CONTENT, DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.bench.paced_card import SOURCES, Card, PacedLauncher, PacedRank
 from p2pkv.config import Options, default_chunk
-from p2pkv.control import endpoint
+from p2pkv.control.endpoint import Connection
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.engine.commands import Event
@@ -71,8 +72,9 @@ class Meter:
         core, line = rank.core, rank.context.endpoint
         core.turn = self._in_turns(core.turn)  # type: ignore[method-assign, assignment]
         line.wait = self._timed(line.wait, "naps")  # type: ignore[method-assign]
-        for owner, name in ((endpoint.Connection, "send"), (endpoint, "_frames")):
-            setattr(owner, name, self._timed(getattr(owner, name), "messages"))
+        line.receive = self._timed_items(line.receive, "messages")  # type: ignore[method-assign]
+        Connection.send = self._timed(Connection.send, "messages")  # type: ignore[method-assign]
+        Connection.flush = self._timed(Connection.flush, "messages")  # type: ignore[method-assign]
 
     def read(self) -> dict[str, float]:
         """Seconds so far, by station; `cpu`: the thread's processor time, `turns`: in the engine's turns."""
@@ -90,6 +92,14 @@ class Meter:
                 return call(*args, **options)
             finally:
                 self._spans[what] += time.perf_counter() - begin
+
+        return timed
+
+    def _timed_items(self, call: Callable[[], Iterator[Any]], what: str) -> Callable[[], Iterator[Any]]:
+        def timed() -> Iterator[Any]:
+            taken = self._timed(partial(next, call(), None), what)
+            while (item := taken()) is not None:
+                yield item
 
         return timed
 
