@@ -4,7 +4,9 @@ An attempt calls its instances, passes D's answer on to the client, and returns 
 who is to blame, and whether the request may be sent again. Who is to blame blame.py decides. Here it is made
 sure that:
 
-- Before D's first token nothing goes to the client, so any failure becomes a whole error response.
+- Before D's first token nothing goes to the client, so any failure becomes a whole error response; but for
+  P's token, where it is the answer's first (first_token.py): D is then asked for the rest, and its failure is
+  that of a stream that has begun.
 - The end of the attempt closes the call to D, and P's, which may go on for a moment if D's answer is
   complete. So does the client when it leaves, which cancels the handler.
 """
@@ -21,23 +23,25 @@ from functools import partial
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
-from aiohttp import web
+from aiohttp import ClientResponse, web
 
+from p2pkv.first_token import FirstToken, params
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
 from .bodies import Body, Fields
-from .continuation import Continuation
+from .continuation import Continuation, ending
 from .errors import error_response
+from .first_token import FirstTokens, HandOver
 from .http import REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
-from .relay import Relay, Scrubber, refusal, to_instance
+from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .retries import Retries
 from .transcript import Transcript
-from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply
+from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +96,12 @@ class Means(Protocol):
     counters: RequestCounters
     dispatch: Dispatch
     retries: Retries
+    first_tokens: FirstTokens
     lingering: set[asyncio.Task[Any]]
 
 
-_Prefilled = tuple[Verdict, Reply | CallFailed]
-"""P's part, ended: its answer, or how it failed."""
+_Prefilled = tuple[Verdict, Reply | Begun | CallFailed]
+"""P's part, ended: its answer, the beginning of one whose token may be the client's, or how it failed."""
 
 
 @dataclass(eq=False)
@@ -125,6 +130,9 @@ class Attempt:
     former: Relay | None = None
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
+    _plan: HandOver | None = field(init=False, default=None)
+    _handed_on: Relay | None = field(init=False, default=None)
+    """What has sent P's token to the client."""
     _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
@@ -143,6 +151,10 @@ class Attempt:
         """Serves the request, as far as this attempt can."""
         if self.choice.prefill is None:
             return await self._by_decode()
+        if self.continuation is None:
+            self._plan = self.means.first_tokens.plan(self.body, self.transcript, self.choice)
+        if self._plan is not None:
+            return await self._by_prefill(self._plan)
         return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
 
     def going_on(self, continuation: Continuation) -> Attempt:
@@ -160,7 +172,7 @@ class Attempt:
     def move(self) -> bool:
         """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
         there. False if it stays."""
-        if self.relay is not None:
+        if self.relay is not None and self.relay is not self._handed_on:
             return self.relay.move()
         if self._decoding is not None:
             self._decoding.lose("moved")
@@ -169,13 +181,14 @@ class Attempt:
     def needs(self, prefill: Instance) -> bool:
         """Whether D may still wait for KV of this P: until its first token, or to the end where one token
         does not prove that all is there."""
-        return self.choice.prefill is prefill and (self.relay is None or not self.body.one_prompt)
+        begun = self.relay is not None and self.relay is not self._handed_on
+        return self.choice.prefill is prefill and not (begun and self.body.one_prompt)
 
-    async def _by_decode(self, kv_transfer_params: Fields | None = None) -> Outcome:
+    async def _by_decode(self, kv_transfer_params: Fields | None = None, seed: int | None = None) -> Outcome:
         """D's part where P has none, or has done it."""
         with self._decode_call() as call:
             try:
-                answer = await self._decode(call, kv_transfer_params)
+                answer = await self._decode(call, kv_transfer_params, seed)
             except CallFailed as error:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
@@ -185,7 +198,56 @@ class Attempt:
         verdict, ended = await self._prefill()
         if isinstance(ended, CallFailed):
             return self._prefill_failed(verdict, ended)
-        return await self._by_decode(ended.kv_transfer_params)
+        return await self._by_decode(ended.kv_transfer_params if isinstance(ended, Reply) else None)
+
+    async def _by_prefill(self, plan: HandOver) -> Outcome:
+        """P, whose token the client gets as the first one if it may; then D for the rest."""
+        assert self.transcript is not None
+        verdict, ended = await self._prefill()
+        if isinstance(ended, CallFailed):
+            self.means.first_tokens.missed("failed")
+            return self._prefill_failed(verdict, ended)
+        assert not isinstance(ended, Reply)
+        answered, head = ended
+        rest = asyncio.create_task(self._rest_of_prefill(answered))
+        self._outlive(rest)
+        context = self.choice.decode.context
+        token = self.means.first_tokens.of(head, plan, self.body, self.transcript, context)
+        if token is None:
+            return await self._by_decode(seed=plan.seed)
+        pace = self.record.begun_by_prefill(head)
+        if self.place.progress is not None:
+            self.place.progress.first_token(self.means.clock())
+        relay = self.relay = self._handed_on = Relay(
+            self.request, answered, head, self._scrubber, pace, transcript=self.transcript
+        )
+        self.body.let_go()
+        try:
+            if plan.ends_with(token, context):
+                await relay.begin(head + await rest)
+                await relay.finish(b"" if self.transcript.done else ending(self.transcript))
+                return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
+            await relay.begin(token.going_on)
+        except ClientGone:
+            return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
+        self.transcript.settle()
+        goes_on = Continuation(self.transcript, context, None)
+        self.body, self.continuation, self.former = goes_on.body, goes_on, relay
+        return await self._by_decode(params(FirstToken.IN_PROMPT))
+
+    async def _rest_of_prefill(self, answered: ClientResponse) -> bytes:
+        """What P's answer has behind its token, read so that the connection can be used again."""
+        call = self._prefilling
+        assert call is not None
+        try:
+            return (await read_whole(answered)).body
+        except CallFailed as error:
+            logger.info(
+                "request %s: the end is missing of what %s says: %s", self.unique, call.instance, error
+            )
+            return b""
+        finally:
+            call.close()
 
     async def _concurrent(self) -> Outcome:
         """P and D at once; D waits for P's KV by itself."""
@@ -224,6 +286,12 @@ class Attempt:
             may_leave=lambda: may_leave and self.may_leave(instance),
         )
 
+    @property
+    def _deadline(self) -> float | None:
+        """Of a stream's first token, by the loop's clock."""
+        seconds = self.means.limits.first_token_seconds
+        return self._began + seconds if seconds else None
+
     def _may_repeat(self) -> bool:
         again = self.means.retries.spend()
         self._sent_twice |= again
@@ -237,8 +305,13 @@ class Attempt:
         self._prefilling = call = self._call("P", instance, self.choice.prefill_tokens)
         self.place.sent()
         asked = means.clock()
+        reply: Reply | Begun
         try:
-            reply = await call.whole(self.body.for_prefill(self.request_id))
+            if self._plan is None:
+                reply = await call.whole(self.body.for_prefill(self.request_id))
+            else:
+                body = self.body.for_first_token(params(self._plan.what), self._plan.seed)
+                reply = await call.begin(body, self._deadline)
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
             self.record.metrics.prefilled(instance, means.clock() - asked)
@@ -249,7 +322,8 @@ class Attempt:
             failed = error
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
         finally:
-            call.close(call.why)
+            if self._plan is None or call.end is not CallEnd.ANSWERED:
+                call.close(call.why)
         if failed.end in REFUSALS and self._decoding is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
@@ -272,11 +346,15 @@ class Attempt:
         if self.relay is None or not self.relay.complete:
             prefilling.cancel()
         elif not prefilling.done():
-            self.means.lingering.add(prefilling)
-            prefilling.add_done_callback(self.means.lingering.discard)
-            deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
-            # A timer that stays would hold P's answer and all of this request until it fires.
-            prefilling.add_done_callback(lambda _: deadline.cancel())
+            self._outlive(prefilling)
+
+    def _outlive(self, task: asyncio.Task[Any]) -> None:
+        """It may go on when this attempt has ended, within a deadline."""
+        self.means.lingering.add(task)
+        task.add_done_callback(self.means.lingering.discard)
+        deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, task.cancel)
+        # A timer that stays would hold P's answer and all of this request until it fires.
+        task.add_done_callback(lambda _: deadline.cancel())
 
     # D's part.
 
@@ -299,12 +377,13 @@ class Attempt:
             complete = self.relay is not None and self.relay.complete
             call.close("" if complete else "the answer is not complete")
 
-    async def _decode(self, call: Call, kv_transfer_params: Fields | None = None) -> Begun:
+    async def _decode(
+        self, call: Call, kv_transfer_params: Fields | None = None, seed: int | None = None
+    ) -> Begun:
         """D's answer from its first token on. Raises CallFailed."""
         token_ids = self.transcript is not None
-        body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids)
-        seconds = self.means.limits.first_token_seconds
-        answer = await call.begin(body, self._began + seconds if seconds else None)
+        body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids, seed=seed)
+        answer = await call.begin(body, self._deadline)
         self._count(call.instance, success=True)
         self._charge_doubted(Charge.IF_D_ACCEPTS)
         return answer
@@ -324,7 +403,8 @@ class Attempt:
         call = self._prefilling
         if call is None:
             return CallEnd.NOT_MADE
-        if call.end is CallEnd.PENDING:
+        # Where P has handed its token on D is asked later, and needs P although that has answered.
+        if call.end is CallEnd.PENDING or (self._handed_on is not None and call.end is CallEnd.ANSWERED):
             if call.instance.left is not None:
                 return CallEnd.STOPPED
             if call.instance.silent(self.means.clock()):

@@ -145,8 +145,9 @@ class Metrics:
         self._requests = counter("requests", "Requests that have ended, by how they ended.",
             ["endpoint", "model", "outcome"])
         self._first_token = histogram("time_to_first_token_seconds",
-            "From a streamed request's arrival to the first token of the decode instance's answer; `way` is "
-            "pair, alone (no prefill instance could help) or unpaired (none was wanted).",
+            "From a streamed request's arrival to the first token of its answer; `way` is pair, prefill (the "
+            "same, and the token came from the prefill instance, whose address this is), alone (no prefill "
+            "instance could help) or unpaired (none was wanted).",
             ["address", "way"], buckets=_FIRST_TOKEN_BUCKETS)
         self._duration = histogram("request_seconds",
             "From a request's arrival to its end, by the decode instance that had it last.",
@@ -387,6 +388,12 @@ class RequestRecord:
             self.first_token_after = self.seconds
             self.metrics.first_token(self.decode, self.way, self.first_token_after)
         return self.metrics.pace(self.decode, head)
+
+    def begun_by_prefill(self, head: bytes) -> Pace:
+        """The same of a stream whose first token is P's."""
+        self.first_token_after = self.seconds
+        self.metrics.first_token(self.prefill, "prefill", self.first_token_after)
+        return self.metrics.pace(self.prefill, head)
 
     def end(self, outcome: Ended) -> None:
         """What became of it; the first call counts."""

@@ -24,6 +24,7 @@ from .bodies import Body, BodyReader, Intake, parse
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
+from .first_token import FirstTokens
 from .http import REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership import Membership
@@ -77,6 +78,8 @@ class Proxy:
         self.model_lists = ModelLists(self.session)
         self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
+        handed_on = self.limits.first_token == "prefill" and self.limits.resumes > 0
+        self.first_tokens = FirstTokens(handed_on, self.counters)
         self.exposition = Exposition(self.metrics, self)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -117,7 +120,16 @@ class Proxy:
             active.attempt = attempt = Attempt(
                 self, request, body, place, may_leave, may_resend, doubted, active.transcript
             )
-            outcome = await attempt.run()
+            try:
+                outcome = await attempt.run()
+            except asyncio.CancelledError:
+                # The proxy's end may find a client that has P's token and none of D's.
+                if not active.cut or attempt.relay is None:
+                    raise
+                active.task.uncancel()
+                with suppress(ClientGone):
+                    await attempt.relay.give_up(_CUT_OFF, 503)
+                return attempt.relay.response
             if attempt.relay is not None and attempt.relay.resumable:
                 return await self._resume(attempt, outcome, active)
             if outcome.verdict.blame is Blame.PROXY:

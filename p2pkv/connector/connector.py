@@ -378,6 +378,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             protocol=hello.version,
             fit=fit(hello),
             partners=options.max_links if options.decodes and options.preconnect else 0,
+            first_token=describe.first_token_level(config, self._kv_cache_config, options),
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(

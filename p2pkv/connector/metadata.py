@@ -61,6 +61,8 @@ class StepMetadata(KVConnectorMetadata):
     stale: list[tuple[str, str]] = field(default_factory=list)
     """Keys of prompts that were computed with former weights, and why they are not sent any more."""
     sent: list[Ended] = field(default_factory=list)
+    released: list[tuple[str, str]] = field(default_factory=list)
+    """Keys of prompts for which no D will ask, and why."""
 
     # D
     invalidate: Invalidate | None = None

@@ -256,6 +256,8 @@ class Worker:
             if ended.reason:
                 self.rank.do(do.Abort(ended.key, ended.reason))
             self._ended[ended.key] = ended.request_id
+        for key, reason in meta.released:
+            self.rank.do(do.Release(key, reason))
         # The blocks may have been another request's until now, and the step before may still run.
         fence = self.record() if meta.loads else None
         self.loads.begin(meta, None if fence is None or fence.ready() else fence)

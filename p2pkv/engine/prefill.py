@@ -125,6 +125,10 @@ class Prefill:
         for entry in self.live(command.key):
             self._decided(entry, entry.sender.abort(command.reason), now)
 
+    def release(self, command: do.Release, now: float) -> None:
+        for entry in self.live(command.key):
+            self._decided(entry, entry.sender.release(command.reason), now)
+
     def forget(self, command: do.Forget, now: float) -> None:
         if command.role == "D":
             return

@@ -176,6 +176,7 @@ class FakeInstance:
         context: tokens of their context there; None if they have none.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
+        first_token: what its ping says of it.
         frozen: /health and /v1/models are never answered any more.
         healths: how often it was asked for /health.
         requests: what has arrived, in order.
@@ -189,6 +190,7 @@ class FakeInstance:
     context: int | None = None
     key: str = ""
     fit: str = ""
+    first_token: int = 0
     frozen: bool = False
     healths: int = 0
     incarnation: str = "first"
@@ -207,6 +209,7 @@ class FakeInstance:
             incarnation=self.incarnation,
             model=self.model,
             fit=self.fit,
+            first_token=self.first_token,
         )
 
     async def start(self) -> None:
