@@ -38,12 +38,13 @@ BELOW = {
     "kv": {"device", "packings"},
     "control": {"protocol.messages", "pairing", "trust", "log"},
     "first_token": set(),
+    "stamps": set(),
     "engine": CORE | SEAMS,
-    "connector": CORE | SEAMS | {"engine", "plugin", "first_token"},
-    "plugin": set(),
+    "connector": CORE | SEAMS | {"engine", "plugin", "first_token", "stamps"},
+    "plugin": {"stamps"},
     "demo": set(),
     "bench": CORE | SEAMS | {"engine", "demo"},
-    "cli": CORE | SEAMS | {"engine", "plugin", "demo", "bench"},
+    "cli": CORE | SEAMS | {"engine", "plugin", "demo", "bench", "stamps"},
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}
