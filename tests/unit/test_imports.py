@@ -213,6 +213,7 @@ def test_the_proxy_imports_only_what_is_light_of_p2pkv() -> None:
         "__version__",
         "pairing",
         "first_token",
+        "stamps",
         "trust",
         "log",
         *(f"control.{name}" for name in control),
