@@ -30,7 +30,7 @@ from p2pkv.pairing import mint
 
 from .admission import RequestPlace
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
-from .bodies import Body, Fields
+from .bodies import Body, Fields, json_content
 from .continuation import Continuation, ending
 from .errors import error_response
 from .first_token import FirstTokens, HandOver
@@ -40,7 +40,7 @@ from .membership.instance import Instance, Role
 from .metrics import RECORD
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .retries import Retries
-from .transcript import Transcript
+from .transcript import COMPLETIONS, Transcript
 from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
@@ -222,18 +222,36 @@ class Attempt:
             self.request, answered, head, self._scrubber, pace, transcript=self.transcript
         )
         self.body.let_go()
+        kept = plan.keeps(token)
         try:
             if plan.ends_with(token, context):
                 await relay.begin(head + await rest)
                 await relay.finish(b"" if self.transcript.done else ending(self.transcript))
                 return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
             await relay.begin(token.going_on)
+            kept = False  # D asks, or is gone
         except ClientGone:
             return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
+        finally:
+            if kept:
+                self._outlive(asyncio.create_task(self._release()))
         self.transcript.settle()
         goes_on = Continuation(self.transcript, context, None)
         self.body, self.continuation, self.former = goes_on.body, goes_on, relay
         return await self._by_decode(params(FirstToken.IN_PROMPT))
+
+    async def _release(self) -> None:
+        """P keeps its blocks for a D that will not ask."""
+        prefill = self.choice.prefill
+        assert prefill is not None
+        call = self._call("P", prefill, path=COMPLETIONS)
+        fields = {"model": self.body.model, "prompt": [0], "max_tokens": 1}
+        try:
+            await call.whole(json_content(fields | {"kv_transfer_params": params(FirstToken.RELEASED)}))
+        except CallFailed as error:
+            logger.info("request %s: %s keeps its blocks for a lease: it %s", self.unique, prefill, error)
+        finally:
+            call.close(call.why)
 
     async def _rest_of_prefill(self, answered: ClientResponse) -> bytes:
         """What P's answer has behind its token, read so that the connection can be used again."""
@@ -271,14 +289,14 @@ class Attempt:
                 return self._decode_failed(error)
             return await self._pass_on(answer, prefilling)
 
-    def _call(self, role: Role, instance: Instance, tokens: int = 0) -> Call:
+    def _call(self, role: Role, instance: Instance, tokens: int = 0, path: str = "") -> Call:
         # If P hangs and D has been asked, D's own lease for it ends D's wait.
         may_leave = role == "D" or self._decoding is None
         headers = to_instance(self.request.headers, instance, self.request_id)
         return Call(
             self.means.session,
             instance,
-            self.body.path,
+            path or self.body.path,
             headers,
             self.record.span.call(instance, role, headers),
             tokens,

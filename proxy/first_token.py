@@ -131,6 +131,11 @@ class HandOver:
     most: int
     seed: int | None
 
+    def keeps(self, token: PrefillToken) -> bool:
+        """Whether P keeps blocks for a D although this token may be all there is: its engine core ends with
+        one token in any case, and learns of no stop string."""
+        return self.what is FirstToken.HANDED_ON and (token.stop or not token.ends)
+
     def ends_with(self, token: PrefillToken, context: int) -> bool:
         """Whether the answer has come to its end with this token; `context`: of the model."""
         return token.ends or self.most == 1 or token.prompt_tokens + 1 == context

@@ -218,6 +218,19 @@ async def test_an_answer_that_ends_with_its_first_token_never_reaches_d(path: st
         assert seen.body[PARAMS] == {"first_token": "handed_on" if why == "end of text" else "whole"}
 
 
+async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:
+    """Its engine core does not learn that its token has a stop string."""
+    body = body_of(COMPLETIONS, max_tokens=9, **USAGE)
+    engine = salt_where(None, body)
+    body["stop"] = answer(engine, body | {"max_tokens": 1}).text[-1]
+    async with pair_of(engine) as deployment:
+        assert same(await ask(deployment, body), answer(engine, body))
+        await eventually(lambda: len(deployment.p.requests) == 2)
+        first, release = deployment.p.requests
+        assert release.request_id == first.request_id and not deployment.d.requests
+        assert release.body[PARAMS] == {"first_token": "released"} and len(release.body["prompt"]) == 1
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("why", ["half a character", "may begin a stop string"])
 async def test_d_draws_the_token_that_is_not_handed_on(why: str, sampled: bool) -> None:
