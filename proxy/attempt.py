@@ -154,7 +154,10 @@ class Attempt:
         if self.continuation is None:
             self._plan = self.means.first_tokens.plan(self.body, self.transcript, self.choice)
         if self._plan is not None:
-            return await self._by_prefill(self._plan)
+            try:
+                return await self._by_prefill(self._plan)
+            finally:
+                self._plan.leave()
         return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
 
     def going_on(self, continuation: Continuation) -> Attempt:
@@ -468,6 +471,8 @@ class Attempt:
 
     async def _pass_on(self, answer: Begun, prefilling: asyncio.Task[_Prefilled] | None = None) -> Outcome:
         self.body.let_go()  # from here on nothing is tried again
+        if self._plan is not None:
+            self._plan.leave()
         answered, head = answer
         streamed = answered.content_type == EVENT_STREAM
         pace = self.record.streams(head, again=self.continuation is not None) if streamed else None

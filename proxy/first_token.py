@@ -30,12 +30,13 @@ from .routing import Choice
 from .transcript import DATA_SPACE, PROMPT_IDS, Transcript
 from .upstream import EVENT_END
 
-Why = Literal["request", "parser", "instances", "context", "memory", "token", "failed"]
+Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed"]
 REASONS: dict[Why, str] = {
     "request": "it is no stream that could go on elsewhere, has a seed, or bounds its answer in a way that "
     "only D can judge",
     "parser": "P's answers have reasoning, or calls of tools, in place of text",
     "instances": "P or D cannot do it",
+    "room": "D has no room for KV before it is asked (prefetch_bytes)",
     "context": "the model's context is not known, or too short for all that the request asks for",
     "memory": "--resume-mib is used up",
     "token": "it is a part of a character, or may begin a stop string",
@@ -44,6 +45,8 @@ REASONS: dict[Why, str] = {
 """Why the first token of a request came from D, although a P took part in it."""
 
 _LARGEST_SEED = (1 << 63) - 1
+_WHOLE_BLOCKS = 128
+"""Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
 
 
 class _FirstDelta(msgspec.Struct):
@@ -125,11 +128,20 @@ class HandOver:
         what: P is told.
         most: tokens of the answer; 0 if only the model's context bounds it.
         seed: for P, and for D if it has to draw the same token; None: of a request that is not sampled.
+        decode, room: D, and tokens of its room for KV ahead that are taken until `leave`.
     """
 
     what: FirstToken
     most: int
     seed: int | None
+    decode: Instance | None = None
+    room: int = 0
+
+    def leave(self) -> None:
+        """D has taken the KV to its blocks, or will not. Idempotent."""
+        if self.decode is not None:
+            self.decode.ahead -= self.room
+            self.decode = None
 
     def keeps(self, token: PrefillToken) -> bool:
         """Whether P keeps blocks for a D although this token may be all there is: its engine core ends with
@@ -166,7 +178,11 @@ class FirstTokens:
         most = wanted.most_tokens(0)
         greedy = wanted.fields.get("temperature") == 0
         seed = None if greedy else random.getrandbits(63) & _LARGEST_SEED
-        return HandOver(FirstToken.WHOLE if most == 1 else FirstToken.HANDED_ON, most, seed)
+        if most == 1:
+            return HandOver(FirstToken.WHOLE, most, seed)
+        room = body.prompt.tokens + _WHOLE_BLOCKS
+        choice.decode.ahead += room
+        return HandOver(FirstToken.HANDED_ON, most, seed, choice.decode, room)
 
     def against(
         self, body: Body, transcript: Transcript | None, prefill: Instance, decode: Instance
@@ -189,6 +205,9 @@ class FirstTokens:
         levels = prefill.ping.first_token, decode.ping.first_token
         if not all(levels) or (unbounded and decode.ping.first_token < 2):
             return "instances"
+        room = decode.ahead + body.prompt.tokens + _WHOLE_BLOCKS
+        if most != 1 and room > decode.ping.ahead_tokens:
+            return "room"
         return None if decode.context else "context"
 
     def missed(self, why: Why) -> None:

@@ -88,6 +88,7 @@ class RequestCounters:
     first_token_request: int = 0
     first_token_parser: int = 0
     first_token_instances: int = 0
+    first_token_room: int = 0
     first_token_context: int = 0
     first_token_memory: int = 0
     first_token_token: int = 0

@@ -365,6 +365,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         http, number = describe.http_address(config, options), describe.replica(config)
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
+        level = describe.first_token_level(config, self._kv_cache_config, options)
         ping = Ping(
             type=options.role,
             http_address=str(http),
@@ -378,7 +379,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             protocol=hello.version,
             fit=fit(hello),
             partners=options.max_links if options.decodes and options.preconnect else 0,
-            first_token=describe.first_token_level(config, self._kv_cache_config, options),
+            first_token=level,
+            ahead_tokens=describe.ahead_tokens(self._kv_cache_config, options) if level else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(

@@ -184,11 +184,16 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
     penalties = defaults.get("presence_penalty") or defaults.get("frequency_penalty")
     if not computes_last_token(kv_config) or prompt_tail(config) > 1 or penalties:
         return 0
-    if not options.decodes:
-        return 2
-    if not options.prefetch_bytes or options.data_parallel:
+    return 1 if options.decodes and defaults.get("max_tokens") else 2
+
+
+def ahead_tokens(kv_config: KVCacheConfig, options: Options) -> int:
+    """How many tokens of prompts fit into `prefetch_bytes`, where all layers keep the same tokens."""
+    if not options.decodes or options.data_parallel:
         return 0
-    return 1 if defaults.get("max_tokens") else 2
+    specs = [_spec_of(group, name) for group in kv_config.kv_cache_groups for name in group.layer_names]
+    token = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    return int(options.prefetch_bytes / token) if token else 0
 
 
 def replayed_window(spec: KVCacheSpec) -> int:

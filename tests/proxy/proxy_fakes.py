@@ -74,6 +74,7 @@ def held(deployment: Deployment) -> dict[str, int]:
     }
     return gauges | {
         "seats": sum(instance.places for instance in deployment.everyone()),
+        "ahead": sum(instance.ahead for instance in deployment.everyone()),
         "coming": sum(instance.coming for instance in deployment.everyone()),
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
@@ -176,7 +177,7 @@ class FakeInstance:
         context: tokens of their context there; None if they have none.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
-        first_token: what its ping says of it.
+        first_token, ahead_tokens: what its ping says of them.
         frozen: /health and /v1/models are never answered any more.
         healths: how often it was asked for /health.
         requests: what has arrived, in order.
@@ -191,6 +192,7 @@ class FakeInstance:
     key: str = ""
     fit: str = ""
     first_token: int = 0
+    ahead_tokens: int = 1 << 20
     frozen: bool = False
     healths: int = 0
     incarnation: str = "first"
@@ -210,6 +212,7 @@ class FakeInstance:
             model=self.model,
             fit=self.fit,
             first_token=self.first_token,
+            ahead_tokens=self.ahead_tokens,
         )
 
     async def start(self) -> None:

@@ -132,12 +132,20 @@ def engine_of(engine: Engine) -> Behaviour:
 
 
 @asynccontextmanager
-async def pair_of(engine: Engine, decode: int = 1, **more: Any) -> AsyncIterator[Deployment]:
+async def pair_of(
+    engine: Engine, decode: int = 1, ahead_tokens: int = 1 << 16, **more: Any
+) -> AsyncIterator[Deployment]:
     """A P and so many D's that can do it."""
     async with deployed("concurrent", **more) as deployment:
         await deployment.add("P", first_token=2, behaviour=engine_of(engine))
         for _ in range(decode):
-            await deployment.add("D", first_token=2, context=CONTEXT, behaviour=engine_of(engine))
+            await deployment.add(
+                "D",
+                first_token=2,
+                ahead_tokens=ahead_tokens,
+                context=CONTEXT,
+                behaviour=engine_of(engine),
+            )
         await deployment.ready(1, decode)
         await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
         yield deployment
@@ -312,6 +320,22 @@ async def test_instances_say_whether_they_can(levels: tuple[int, int], bounded: 
         assert same(await ask(deployment, body, CHAT), answer(engine, body, CHAT))
         assert deployment.proxy.counters.first_tokens == done
         assert reasons(deployment) == ({} if done else {"instances": 1})
+
+
+async def test_a_d_whose_room_is_taken_is_asked_at_once() -> None:
+    body = body_of(COMPLETIONS, max_tokens=9)
+    engine, release = salt_where(None, body), asyncio.Event()
+    async with pair_of(engine, ahead_tokens=200) as deployment:
+        deployment.d.behaviour = chosen(
+            lambda seen: stream_of(release, *engine.events(seen.path, seen.body, seen.request_id))
+        )
+        asking = [asyncio.create_task(ask(deployment, body)) for _ in range(3)]
+        await eventually(lambda: len(deployment.d.requests) == 3)
+        assert reasons(deployment) == {"room": 2} and deployment.proxy.counters.first_tokens == 1
+        release.set()
+        assert all(same(got, answer(engine, body)) for got in await asyncio.gather(*asking))
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert deployment.proxy.counters.first_tokens == 2, "there is room again"
 
 
 async def test_chats_with_a_parser_are_left_to_d() -> None:

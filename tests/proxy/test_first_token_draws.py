@@ -52,7 +52,10 @@ def event(text: str) -> bytes:
 def by_the_proxy(tokens: FirstTokens, *, one_seed: bool = True) -> Draw:
     """P draws; D draws the second token behind P's, or both by itself, with P's seed."""
     registry = Registry()
-    p, d = join(registry, ping("P", 1, first_token=2)), join(registry, ping("D", 2, first_token=2))
+    p, d = (
+        join(registry, ping("P", 1, first_token=2)),
+        join(registry, ping("D", 2, first_token=2, ahead_tokens=1000)),
+    )
     d.context = CONTEXT
     body = parse(json.dumps(BODY).encode(), COMPLETIONS)
 
@@ -62,6 +65,7 @@ def by_the_proxy(tokens: FirstTokens, *, one_seed: bool = True) -> Draw:
         plan = tokens.plan(body, transcript, Choice(p, d))
         assert plan is not None and plan.seed is not None
         first = drawn(FIRST, random.Random(plan.seed))
+        plan.leave()
         token = tokens.of(event(first), plan, body, transcript, CONTEXT)
         if isinstance(token, PrefillToken):
             return first, drawn(SECOND[first], dice)
