@@ -175,7 +175,7 @@ class Metrics:
         """By outcome; the dashboard's view of `requests`."""
         self.pairs: Tally[tuple[str, str]] = Tally()
         """How often each P and D have been given a request together."""
-        self._latest: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._latest: deque[tuple[float, float, bool]] = deque(maxlen=_RECENT)
         self.history: deque[Sample] = deque(maxlen=_SAMPLES)
         self._held: Held | None = None
         self._forgot = self.began
@@ -212,7 +212,7 @@ class Metrics:
 
     def first_token(self, instance: str, way: str, seconds: float) -> None:
         self._one(self._first_token, instance, way).observe(seconds)
-        self._latest.append((self.clock(), seconds))
+        self._latest.append((self.clock(), seconds, way == "prefill"))
 
     def prefilled(self, instance: Instance, seconds: float) -> None:
         """P has done its part of a request."""
@@ -246,10 +246,11 @@ class Metrics:
         """Events of streamed answers so far: a token each, or nearly so."""
         return sum(gaps.events for gaps in self.gaps.values())
 
-    def recent(self) -> list[float]:
-        """The latest times to the first token, within a minute."""
-        now = self.clock()
-        return [seconds for at, seconds in self._latest if now - at <= _RECENT_SECONDS]
+    def recent(self, *, by_prefill: bool | None = None) -> list[float]:
+        """The latest times to the first token, within a minute; only of tokens that came from P's, or that did
+        not, if `by_prefill` says."""
+        now, wanted = self.clock(), (True, False) if by_prefill is None else (by_prefill,)
+        return [seconds for at, seconds, by in self._latest if now - at <= _RECENT_SECONDS and by in wanted]
 
     def sample(self) -> None:
         """One point of the history; to be called every SAMPLE_SECONDS."""

@@ -187,6 +187,8 @@ async def test_d_is_asked_for_the_rest(path: str, greedy: bool) -> None:
         assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
         page = await deployment.text("/metrics")
         assert "p2pkv_proxy_first_tokens_from_prefill_total 1.0" in page
+        latest = (await deployment.get("/status"))[1]["first_token_seconds"]
+        assert latest["p50_from_prefill"] == latest["p50"] > 0 and latest["p50_from_decode"] is None
         assert f'seconds_count{{address="{deployment.p.http_address}",way="prefill"}} 1.0' in page
 
 
