@@ -155,7 +155,8 @@ class Attempt:
             self._plan = self.means.first_tokens.plan(self.body, self.transcript, self.choice)
         if self._plan is not None:
             try:
-                return await self._by_prefill(self._plan)
+                whole = self._by_prefill_alone if self._plan.relayed else self._by_prefill
+                return await whole(self._plan)
             finally:
                 self._plan.leave()
         return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
@@ -202,6 +203,26 @@ class Attempt:
         if isinstance(ended, CallFailed):
             return self._prefill_failed(verdict, ended)
         return await self._by_decode(ended.kv_transfer_params if isinstance(ended, Reply) else None)
+
+    async def _by_prefill_alone(self, plan: HandOver) -> Outcome:
+        """P, whose one token is the answer."""
+        verdict, ended = await self._prefill()
+        if isinstance(ended, CallFailed):
+            return self._prefill_failed(verdict, ended)
+        assert not isinstance(ended, Reply) and self._prefilling is not None
+        answered, head = ended
+        self.body.let_go()
+        pace = self.record.begun_by_prefill(head) if answered.content_type == EVENT_STREAM else None
+        relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace)
+        try:
+            response = await relay.run()
+        finally:
+            self._prefilling.close("" if relay.complete else "the answer is not complete")
+        if relay.broken is None:
+            return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
+        verdict = Verdict(Blame.P, Again.NO, Charge.NOW)
+        self._charge(self._prefilling.instance, verdict)
+        return Outcome(response, verdict, relay.broken, self._prefilling.instance)
 
     async def _by_prefill(self, plan: HandOver) -> Outcome:
         """P, whose token the client gets as the first one if it may; then D for the rest."""
@@ -331,7 +352,12 @@ class Attempt:
             if self._plan is None:
                 reply = await call.whole(self.body.for_prefill(self.request_id))
             else:
-                body = self.body.for_first_token(params(self._plan.what), self._plan.seed)
+                said = params(self._plan.what)
+                body = (
+                    self.body.for_decode(self.request_id, said)
+                    if self._plan.relayed
+                    else self.body.for_first_token(said, self._plan.seed)
+                )
                 reply = await call.begin(body, self._deadline)
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())

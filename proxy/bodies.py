@@ -120,6 +120,15 @@ class Body:
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
 
+    @property
+    def one_token(self) -> bool:
+        """Whether a completion or a chat asks for one token alone."""
+        if self.path not in ("/v1/completions", "/v1/chat/completions"):
+            return False
+        names = ("max_completion_tokens", "max_tokens") if "chat" in self.path else ("max_tokens",)
+        given = (value for name in names if (value := _small(self.fields, name)) is not None)
+        return next(given, None) == 1
+
     def messages(self, most: int) -> int:
         """How many messages it has, or items of its input; they are not counted if there cannot be more than
         `most`."""

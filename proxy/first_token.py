@@ -27,7 +27,7 @@ from .bodies import Body
 from .limits import RequestCounters
 from .membership.instance import Instance
 from .routing import Choice
-from .transcript import DATA_SPACE, PROMPT_IDS, Transcript
+from .transcript import CHAT, DATA_SPACE, PROMPT_IDS, Transcript
 from .upstream import EVENT_END
 
 Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed"]
@@ -128,6 +128,7 @@ class HandOver:
         what: P is told.
         most: tokens of the answer; 0 if only the model's context bounds it.
         seed: for P, and for D if it has to draw the same token; None: of a request that is not sampled.
+        relayed: P's answer is relayed as it is, as D's would be.
         decode, room: D, and tokens of its room for KV ahead that are taken until `leave`.
     """
 
@@ -136,6 +137,7 @@ class HandOver:
     seed: int | None
     decode: Instance | None = None
     room: int = 0
+    relayed: bool = False
 
     def leave(self) -> None:
         """D has taken the KV to its blocks, or will not. Idempotent."""
@@ -171,6 +173,9 @@ class FirstTokens:
         if not self.on or choice.prefill is None:
             return None
         why = self.against(body, transcript, choice.prefill, choice.decode)
+        if why is not None and self._is_ps(body, choice.prefill, choice.decode):
+            self.counters.first_tokens += 1
+            return HandOver(FirstToken.WHOLE, 1, None, relayed=True)
         if why is not None or transcript is None:
             self.missed(why or "request")
             return None
@@ -183,6 +188,12 @@ class FirstTokens:
         room = body.prompt.tokens + _WHOLE_BLOCKS
         choice.decode.ahead += room
         return HandOver(FirstToken.HANDED_ON, most, seed, choice.decode, room)
+
+    def _is_ps(self, body: Body, prefill: Instance, decode: Instance) -> bool:
+        """Whether the answer is one token, whatever its form, and P gives the same as D."""
+        chat = body.path == CHAT
+        parses = chat and (prefill.ping.parses or decode.ping.parses or "tools" in body.fields)
+        return bool(prefill.ping.first_token) and body.one_token and not parses
 
     def against(
         self, body: Body, transcript: Transcript | None, prefill: Instance, decode: Instance
@@ -200,7 +211,7 @@ class FirstTokens:
         spaces = fields.get("spaces_between_special_tokens") is False
         if drawn or spaces or (unbounded and not wanted.chat) or not (unbounded or most >= max(1, least)):
             return "request"
-        if wanted.chat and body.model in self._parsed:
+        if wanted.chat and (prefill.ping.parses or decode.ping.parses or body.model in self._parsed):
             return "parser"
         levels = prefill.ping.first_token, decode.ping.first_token
         if not all(levels) or (unbounded and decode.ping.first_token < 2):

@@ -247,8 +247,8 @@ class Metrics:
         return sum(gaps.events for gaps in self.gaps.values())
 
     def recent(self, *, by_prefill: bool | None = None) -> list[float]:
-        """The latest times to the first token, within a minute; only of tokens that came from P's, or that did
-        not, if `by_prefill` says."""
+        """The latest times to the first token, within a minute; `by_prefill`: only of tokens that came from
+        P's, or that did not."""
         now, wanted = self.clock(), (True, False) if by_prefill is None else (by_prefill,)
         return [seconds for at, seconds, by in self._latest if now - at <= _RECENT_SECONDS and by in wanted]
 

@@ -25,7 +25,7 @@ from proxy_behaviours import (
     never_a_token,
     stream_of,
 )
-from proxy_fakes import Deployment, asked, deployed, filter_of, take_turns
+from proxy_fakes import Deployment, asked, deployed, filter_of, outcomes, take_turns
 from streaming_engine import DEFAULT_TOKENS, END_OF_TEXT, FIRST_HALF, Answer, Engine, Model
 from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transcript_of
 from test_resume import same
@@ -356,6 +356,59 @@ async def test_chats_with_a_parser_are_left_to_d() -> None:
         assert reasons(deployment) == {"parser": 3}
         assert [seen.body["stream"] for seen in deployment.p.requests] == [True, False, False]
         assert all(seen.path == CHAT for seen in deployment.d.requests)
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+async def test_chats_of_an_instance_with_a_parser_are_left_to_d(who: str) -> None:
+    body = body_of(CHAT, max_tokens=9)
+    engine = salt_where(None, body, CHAT)
+    async with pair_of(engine) as deployment:
+        parsing = next(each for each in deployment.instances if each.role == who)
+        deployment.pingers[parsing.http_address].stop()
+        parsing.parses, parsing.incarnation = True, "with a parser"
+        deployment.begin_ping(parsing)
+        await eventually(lambda: any(each.ping.parses and each.healthy for each in deployment.everyone()))
+        await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
+        assert same(await ask(deployment, body, CHAT), answer(engine, body, CHAT))
+        assert reasons(deployment) == {"parser": 1}
+
+
+ONE_TOKEN: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "whole": (COMPLETIONS, {"stream": False, "max_tokens": 1}, True),
+    "whole chat": (CHAT, {"stream": False, "max_completion_tokens": 1, "max_tokens": 9}, True),
+    "seed": (COMPLETIONS, {"max_tokens": 1, "seed": 3}, True),
+    "grammar": (COMPLETIONS, {"stream": False, "max_tokens": 1, "response_format": {"type": "x"}}, True),
+    "several": (COMPLETIONS, {"stream": False, "max_tokens": 1, "prompt": ["a", "b"], "n": 2}, True),
+    "two": (COMPLETIONS, {"stream": False, "max_tokens": 2}, False),
+    "tools": (CHAT, {"stream": False, "max_tokens": 1, "tools": [{"type": "function"}]}, False),
+}
+
+
+@pytest.mark.parametrize("case", ONE_TOKEN)
+async def test_any_answer_of_one_token_is_ps(case: str) -> None:
+    path, fields, done = ONE_TOKEN[case]
+    body = body_of(path) | fields
+    async with pair_of(Engine(Model(1))) as deployment:
+        async with await deployment.post(body, path) as response:
+            assert response.status == 200
+            await response.read()
+        (seen,) = deployment.p.requests
+        if done:
+            assert seen.body == body | {PARAMS: {"first_token": "whole"}} and not deployment.d.requests
+        else:
+            assert PARAMS not in seen.body and len(deployment.d.requests) == 1
+        assert deployment.proxy.counters.first_tokens == done
+
+
+async def test_a_p_that_fails_an_answer_of_one_token() -> None:
+    body = body_of(COMPLETIONS) | {"stream": False, "max_tokens": 1}
+    async with pair_of(Engine(Model(1))) as deployment:
+        deployment.p.behaviour = answer_error(500)
+        async with await deployment.post(body) as response:
+            assert response.status == 200
+        (seen,) = deployment.d.requests
+        assert seen.body == body
+        assert [outcomes(each) for each in deployment.everyone() if each.role == "P"] == [[False]]
 
 
 @pytest.mark.parametrize("limits", [Limits(first_token="decode"), Limits(resumes=0)])
