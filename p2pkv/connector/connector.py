@@ -29,7 +29,7 @@ from p2pkv.connector.block_room import HeldBlocks, Room
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import Layers
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
-from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
+from p2pkv.connector.idle_steps import FIRST_WAIT, HERE_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.weights import Generation, forget_prefixes
@@ -262,6 +262,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             meta.bell = "" if meta.work else bell
         else:
             meta.idle_wait = pause
+        if meta.here and self._pace.still:
+            meta.idle_wait = HERE_WAIT
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

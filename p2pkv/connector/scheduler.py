@@ -390,6 +390,8 @@ class LoadState(Enum):
 class Asking:
     request: Request
     paired: Paired
+    handed_on: bool = False
+    """The prompt ends with P's token, so P has begun it, whatever the ranks have heard."""
     state: LoadState = LoadState.WAITING
     local: int = 0
     """Tokens in D's own prefix cache when vLLM last asked."""
@@ -447,8 +449,9 @@ class ConsumerScheduler(Half):
             self._children.setdefault(paired.key, set()).add(request.request_id)
             return
         self._owners[paired.key] = request.request_id
-        self.asking[request.request_id] = Asking(request, paired)
-        more = int(found(request.kv_transfer_params) is FirstToken.IN_PROMPT)
+        handed_on = found(request.kv_transfer_params) is FirstToken.IN_PROMPT
+        self.asking[request.request_id] = Asking(request, paired, handed_on)
+        more = int(handed_on)
         tokens = request.num_prompt_tokens - more
         tokens -= self._tables.left_out if tokens > self._tables.left_out else 0
         expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request, without=more))
@@ -475,7 +478,7 @@ class ConsumerScheduler(Half):
         if self._failure(asking):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
             return (0, False) if self._recompute else (external, True)
-        begun = len(asking.begun) >= self._world
+        begun = asking.handed_on or len(asking.begun) >= self._world
         if begun and self._room.admits(request.request_id, request.num_prompt_tokens):
             return external, True
         return None, False
@@ -526,6 +529,7 @@ class ConsumerScheduler(Half):
         stop = asking.local + external
         load = Load(key, asking.local, stop, self._tables.of(blocks.get_block_ids(), stop))
         self._next.loads.append((request.request_id, load))
+        self._next.here |= asking.handed_on
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         meta = self._orders(output)

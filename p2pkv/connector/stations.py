@@ -28,6 +28,7 @@ def install(stamps: Stamps) -> None:
 
     from p2pkv.connector.connector import P2pKvConnector
     from p2pkv.connector.worker import Loads, Worker
+    from p2pkv.engine import commands as do
     from p2pkv.engine.decode import Decode
 
     def one(_: Any, request: Any, *__: Any, **___: Any) -> Iterable[str]:
@@ -59,4 +60,10 @@ def install(stamps: Stamps) -> None:
     stamps.wrap(
         Decode, "_written", "engine: KV is in blocks", lambda _, entry, *__: [entry.expect.key], again=True
     )
-    stamps.wrap(Loads, "note", "worker: news of the load", lambda _, event: [event.key], again=True)
+    stamps.wrap(Decode, "expect", "engine: request", lambda _, command, __: [command.key])
+
+    def note(kind: type[Any]) -> Any:
+        return lambda _, event: [str(event.key)] if isinstance(event, kind) else []
+
+    stamps.wrap(Loads, "note", "worker: P has begun", note(do.Begun))
+    stamps.wrap(Loads, "note", "worker: loaded", note(do.Loaded))

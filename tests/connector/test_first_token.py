@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 from p2pkv.connector.identity import prompt_digest
 from p2pkv.engine import commands as do
 from p2pkv.first_token import FIRST_TOKEN, FirstToken, found, params
+from p2pkv.pairing import transfer_key
 
 pytestmark = pytest.mark.vllm
 
@@ -25,18 +26,25 @@ def ask(instance: Instance, what: FirstToken | None, prompt: list[int], *, stops
     return instance.add(request)
 
 
-def test_d_takes_what_p_has_of_a_prompt_that_ends_with_ps_token() -> None:
+@pytest.mark.parametrize("idle", [True, False])
+def test_d_takes_what_p_has_of_a_prompt_that_ends_with_ps_token(idle: bool) -> None:
     p, d = Instance("P"), Instance("D")
+    others = [] if idle else [d.ask(inner_id("alone"), tokens(20, "alone"), max_tokens=8)]
+    d.step()
     ask(p, FirstToken.HANDED_ON, PROMPT)
     p.step()
+    d.rank.handed_on.add(transfer_key(pair_id()))
     paired = ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED])
-    d.rank.load(d.start_load(paired))
+    d.step()
+    assert d.metas[-1].expects and d.metas[-1].loads, "nothing is waited for before D has blocks"
+    assert bool(d.metas[-1].idle_wait) == idle, "no other request waits for this load"
+    d.rank.load(d.key(paired))
     (offer,), (expect,), (load,) = p.rank.said(do.OfferPrompt), d.rank.said(do.Expect), d.rank.said(do.Load)
     assert (expect.tokens, expect.digest) == (offer.tokens, offer.digest)
     assert (load.start, load.stop) == (0, len(PROMPT)), "all that P has"
     d.run_until(lambda: paired.request_id in d.scheduled.num_scheduled_tokens)
     assert d.scheduled.num_scheduled_tokens[paired.request_id] == 1, "P's token alone is computed here"
-    d.finish(paired)
+    d.finish(paired, *others)
     d.assert_at_rest()
 
 
