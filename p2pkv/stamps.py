@@ -74,7 +74,11 @@ class Stamps:
                     self.stamp(station, each, again=again)
             return made
 
-        setattr(owner, method, stamped)
+        self.put(owner, method, stamped)
+
+    def put(self, owner: Any, method: str, instead: Callable[..., Any]) -> None:
+        """In place of a method, one that makes stamps by itself."""
+        setattr(owner, method, instead)
 
 
 def wanted() -> Stamps | None:

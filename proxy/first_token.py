@@ -142,7 +142,7 @@ class HandOver:
     def leave(self) -> None:
         """D has taken the KV to its blocks, or will not. Idempotent."""
         if self.decode is not None:
-            self.decode.ahead -= self.room
+            self.decode.expect_ahead(-self.room)
             self.decode = None
 
     def keeps(self, token: PrefillToken) -> bool:
@@ -186,7 +186,7 @@ class FirstTokens:
         if most == 1:
             return HandOver(FirstToken.WHOLE, most, seed)
         room = body.prompt.tokens + _WHOLE_BLOCKS
-        choice.decode.ahead += room
+        choice.decode.expect_ahead(room)
         return HandOver(FirstToken.HANDED_ON, most, seed, choice.decode, room)
 
     def _is_ps(self, body: Body, prefill: Instance, decode: Instance) -> bool:

@@ -37,7 +37,7 @@ def install(stamps: Stamps) -> None:
             first = relay.continuation is None
             stamps.stamp("first token out" if first else "second token out", relay.scrubber.unique)
 
-    RequestRecord.begins = begun  # type: ignore
-    Call.begin = called(begin, "has a token")  # type: ignore[method-assign]
-    Call.whole = called(whole, "has answered")  # type: ignore[method-assign]
-    Relay._send = sent  # type: ignore
+    stamps.put(RequestRecord, "begins", begun)
+    stamps.put(Call, "begin", called(begin, "has a token"))
+    stamps.put(Call, "whole", called(whole, "has answered"))
+    stamps.put(Relay, "_send", sent)

@@ -382,6 +382,11 @@ class Instance:
             self._weigh(-tokens)
             self._ends.discard(end)
 
+    def expect_ahead(self, tokens: int) -> None:
+        """So many more tokens of KV come to this D before it is asked for them; less than 0: they have been
+        taken, or will not come."""
+        self.ahead += tokens
+
     def take_turn(self, turn: int) -> None:
         self.turn = turn
         self._weigh()
