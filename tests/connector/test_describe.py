@@ -654,7 +654,7 @@ def test_staging_is_sized_by_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPat
     assert options_of(vllm_config("P", staging_bytes=32 << 20)).staging_bytes == 32 << 20
 
 
-WINDOW = SlidingWindowSpec(
+OF_64 = SlidingWindowSpec(
     block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
 )
 
@@ -664,8 +664,8 @@ WINDOW = SlidingWindowSpec(
     [
         ("P", FULL, {}, 2),
         ("D", FULL, {}, 2),
-        ("P", WINDOW, {}, 0),
-        ("D", WINDOW, {}, 0),
+        ("P", OF_64, {}, 0),
+        ("D", OF_64, {}, 0),
         ("P", FULL, {"max_new_tokens": 9}, 2),
         ("D", FULL, {"max_new_tokens": 9}, 1),
         ("P", FULL, {"presence_penalty": 0.5}, 0),
