@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
+
+from p2pkv.stamps import wanted
 
 NAME = "P2pKvConnector"
 FORMER_NAME = "P2pNcclConnector"
@@ -43,6 +46,14 @@ def register() -> None:
         return
     _offer(KVConnectorFactory, NAME)
     _offer(KVConnectorFactory, FORMER_NAME)
+    _stamp()
+
+
+@cache
+def _stamp() -> None:
+    """For `p2pkv waterfall`, if this process is to make stamps."""
+    if (stamps := wanted()) is not None:
+        import_module(f"{MODULE}.stations").install(stamps)
 
 
 def vllm_version() -> str | None:

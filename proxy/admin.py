@@ -181,7 +181,11 @@ def status_of(proxy: Proxy) -> dict[str, Any]:
         "outcomes": {name: metrics.totals[name] for name in OUTCOMES},
         "placement": {"by": proxy.routing.placement, **proxy.router.costs.status()},
         "stream_events": metrics.events,
-        "first_token_seconds": dict(zip(("p50", "p95"), quantiles(metrics.recent(), 0.5, 0.95), strict=True)),
+        "first_token_seconds": {
+            **dict(zip(("p50", "p95"), quantiles(metrics.recent(), 0.5, 0.95), strict=True)),
+            "p50_from_prefill": quantiles(metrics.recent(by_prefill=True), 0.5)[0],
+            "p50_from_decode": quantiles(metrics.recent(by_prefill=False), 0.5)[0],
+        },
         "instances": [described(proxy, each) for each in instances[:_MOST_INSTANCES]],
         "more_instances": max(0, len(instances) - _MOST_INSTANCES),
         "pairs": [

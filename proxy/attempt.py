@@ -4,7 +4,9 @@ An attempt calls its instances, passes D's answer on to the client, and returns 
 who is to blame, and whether the request may be sent again. Who is to blame blame.py decides. Here it is made
 sure that:
 
-- Before D's first token nothing goes to the client, so any failure becomes a whole error response.
+- Before D's first token nothing goes to the client, so any failure becomes a whole error response; but for
+  P's token, where it is the answer's first (first_token.py): D is then asked for the rest, and its failure is
+  that of a stream that has begun.
 - The end of the attempt closes the call to D, and P's, which may go on for a moment if D's answer is
   complete. So does the client when it leaves, which cancels the handler.
 """
@@ -21,23 +23,26 @@ from functools import partial
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
-from aiohttp import web
+from aiohttp import ClientResponse, web
 
+from p2pkv.first_token import FirstToken, params
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
-from .bodies import Body, Fields
-from .continuation import Continuation
+from .bodies import Body, Fields, json_content
+from .continuation import Continuation, ending
 from .errors import error_response
+from .first_token import FirstTokens, HandOver
 from .http import PRIORITY, REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
-from .relay import Relay, Scrubber, refusal, to_instance
+from .prompt_usage import last_usage
+from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .retries import Retries
-from .transcript import Transcript
-from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply
+from .transcript import COMPLETIONS, Transcript
+from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +97,12 @@ class Means(Protocol):
     counters: RequestCounters
     dispatch: Dispatch
     retries: Retries
+    first_tokens: FirstTokens
     lingering: set[asyncio.Task[Any]]
 
 
-_Prefilled = tuple[Verdict, Reply | CallFailed]
-"""P's part, ended: its answer, or how it failed."""
+_Prefilled = tuple[Verdict, Reply | Begun | CallFailed]
+"""P's part, ended: its answer, the beginning of one whose token may be the client's, or how it failed."""
 
 
 @dataclass(eq=False)
@@ -127,6 +133,9 @@ class Attempt:
     relay: Relay | None = field(init=False, default=None)
     _prefilled: asyncio.Future[bytes | None] | None = field(init=False, default=None)
     """P's answer to the client's prompt; None if P has failed."""
+    _plan: HandOver | None = field(init=False, default=None)
+    _handed_on: Relay | None = field(init=False, default=None)
+    """What has sent P's token to the client."""
     _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
@@ -148,6 +157,14 @@ class Attempt:
         """Serves the request, as far as this attempt can."""
         if self.choice.prefill is None:
             return await self._by_decode()
+        if self.continuation is None:
+            self._plan = self.means.first_tokens.plan(self.body, self.transcript, self.choice)
+        if self._plan is not None:
+            try:
+                whole = self._by_prefill_alone if self._plan.relayed else self._by_prefill
+                return await whole(self._plan)
+            finally:
+                self._plan.leave()
         return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
 
     def going_on(self, continuation: Continuation) -> Attempt:
@@ -165,7 +182,7 @@ class Attempt:
     def move(self) -> bool:
         """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
         there. False if it stays."""
-        if self.relay is not None:
+        if self.relay is not None and self.relay is not self._handed_on:
             return self.relay.move()
         if self._decoding is not None:
             self._decoding.lose("moved")
@@ -174,13 +191,14 @@ class Attempt:
     def needs(self, prefill: Instance) -> bool:
         """Whether D may still wait for KV of this P: until its first token, or to the end where one token
         does not prove that all is there."""
-        return self.choice.prefill is prefill and (self.relay is None or not self.body.one_prompt)
+        begun = self.relay is not None and self.relay is not self._handed_on
+        return self.choice.prefill is prefill and not (begun and self.body.one_prompt)
 
-    async def _by_decode(self, kv_transfer_params: Fields | None = None) -> Outcome:
+    async def _by_decode(self, kv_transfer_params: Fields | None = None, seed: int | None = None) -> Outcome:
         """D's part where P has none, or has done it."""
         with self._decode_call() as call:
             try:
-                answer = await self._decode(call, kv_transfer_params)
+                answer = await self._decode(call, kv_transfer_params, seed)
             except CallFailed as error:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
@@ -190,7 +208,103 @@ class Attempt:
         verdict, ended = await self._prefill()
         if isinstance(ended, CallFailed):
             return self._prefill_failed(verdict, ended)
-        return await self._by_decode(ended.kv_transfer_params)
+        return await self._by_decode(ended.kv_transfer_params if isinstance(ended, Reply) else None)
+
+    async def _by_prefill_alone(self, plan: HandOver) -> Outcome:
+        """P, whose one token is the answer."""
+        verdict, ended = await self._prefill()
+        if isinstance(ended, CallFailed):
+            return self._prefill_failed(verdict, ended)
+        assert not isinstance(ended, Reply) and self._prefilling is not None
+        answered, head = ended
+        self.body.let_go()
+        pace = self.record.begun_by_prefill(head) if answered.content_type == EVENT_STREAM else None
+        relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace)
+        try:
+            response = await relay.run()
+        finally:
+            self._prefilling.close("" if relay.complete else "the answer is not complete")
+        if relay.broken is None:
+            return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
+        verdict = Verdict(Blame.P, Again.NO, Charge.NOW)
+        self._charge(self._prefilling.instance, verdict)
+        return Outcome(response, verdict, relay.broken, self._prefilling.instance)
+
+    async def _by_prefill(self, plan: HandOver) -> Outcome:
+        """P, whose token the client gets as the first one if it may; then D for the rest."""
+        assert self.transcript is not None
+        verdict, ended = await self._prefill()
+        if isinstance(ended, CallFailed):
+            self.means.first_tokens.missed("failed")
+            return self._prefill_failed(verdict, ended)
+        assert not isinstance(ended, Reply)
+        answered, head = ended
+        rest = asyncio.create_task(self._rest_of_prefill(answered))
+        self._outlive(rest)
+        context = self.choice.decode.context
+        token = self.means.first_tokens.of(head, plan, self.body, self.transcript, context)
+        if token is None:
+            return await self._by_decode(seed=plan.seed)
+        pace = self.record.begun_by_prefill(head)
+        if self.place.progress is not None:
+            self.place.progress.first_token(self.means.clock())
+        relay = self.relay = self._handed_on = Relay(
+            self.request,
+            answered,
+            head,
+            self._scrubber,
+            pace,
+            transcript=self.transcript,
+            prefilled=self._prefilled,
+        )
+        self.body.let_go()
+        kept = plan.keeps(token)
+        try:
+            if plan.ends_with(token, context):
+                await relay.begin(head + await rest)
+                await relay.finish(b"" if self.transcript.done else ending(self.transcript))
+                return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
+            await relay.begin(token.going_on)
+            kept = False  # D asks, or is gone
+        except ClientGone:
+            return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
+        finally:
+            if kept:
+                self._outlive(asyncio.create_task(self._release()))
+        self.transcript.settle()
+        goes_on = Continuation(self.transcript, context, None)
+        self.body, self.continuation, self.former = goes_on.body, goes_on, relay
+        return await self._by_decode(params(FirstToken.IN_PROMPT))
+
+    async def _release(self) -> None:
+        """P keeps its blocks for a D that will not ask."""
+        prefill = self.choice.prefill
+        assert prefill is not None
+        call = self._call("P", prefill, path=COMPLETIONS)
+        fields = {"model": self.body.model, "prompt": [0], "max_tokens": 1}
+        try:
+            await call.whole(json_content(fields | {"kv_transfer_params": params(FirstToken.RELEASED)}))
+        except CallFailed as error:
+            logger.info("request %s: %s keeps its blocks for a lease: it %s", self.unique, prefill, error)
+        finally:
+            call.close(call.why)
+
+    async def _rest_of_prefill(self, answered: ClientResponse) -> bytes:
+        """What P's answer has behind its token, read so that the connection can be used again."""
+        call = self._prefilling
+        assert call is not None
+        try:
+            rest = (await read_whole(answered)).body
+        except CallFailed as error:
+            logger.info(
+                "request %s: the end is missing of what %s says: %s", self.unique, call.instance, error
+            )
+            rest = b""
+        finally:
+            call.close()
+        if self._prefilled is not None and not self._prefilled.done():
+            self._prefilled.set_result(last_usage(rest))
+        return rest
 
     async def _concurrent(self) -> Outcome:
         """P and D at once; D waits for P's KV by itself."""
@@ -214,7 +328,7 @@ class Attempt:
                 return self._decode_failed(error)
             return await self._pass_on(answer, prefilling)
 
-    def _call(self, role: Role, instance: Instance, tokens: int = 0) -> Call:
+    def _call(self, role: Role, instance: Instance, tokens: int = 0, path: str = "") -> Call:
         # If P hangs and D has been asked, D's own lease for it ends D's wait.
         may_leave = role == "D" or self._decoding is None
         headers = to_instance(self.request.headers, instance, self.request_id)
@@ -224,13 +338,19 @@ class Attempt:
         return Call(
             self.means.session,
             instance,
-            self.body.path,
+            path or self.body.path,
             headers,
             self.record.span.call(instance, role, headers),
             tokens,
             may_repeat=self._may_repeat,
             may_leave=lambda: may_leave and self.may_leave(instance),
         )
+
+    @property
+    def _deadline(self) -> float | None:
+        """Of a stream's first token, by the loop's clock."""
+        seconds = self.means.limits.first_token_seconds
+        return self._began + seconds if seconds else None
 
     def _may_repeat(self) -> bool:
         again = self.means.retries.spend()
@@ -245,10 +365,20 @@ class Attempt:
         self._prefilling = call = self._call("P", instance, self.choice.prefill_tokens)
         self.place.sent()
         asked = means.clock()
+        reply: Reply | Begun
         try:
-            reply = await call.whole(self.body.for_prefill(self.request_id))
-            if self._prefilled is not None:
-                self._prefilled.set_result(reply.body)
+            if self._plan is None:
+                reply = await call.whole(self.body.for_prefill(self.request_id))
+                if self._prefilled is not None:
+                    self._prefilled.set_result(reply.body)
+            else:
+                said = params(self._plan.what)
+                body = (
+                    self.body.for_decode(self.request_id, said)
+                    if self._plan.relayed
+                    else self.body.for_first_token(said, self._plan.seed)
+                )
+                reply = await call.begin(body, self._deadline)
             if self.place.progress is not None:
                 self.place.progress.computed(means.clock())
             self.record.metrics.prefilled(instance, means.clock() - asked)
@@ -259,9 +389,10 @@ class Attempt:
             failed = error
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
         finally:
-            call.close(call.why)
-            if self._prefilled is not None and not self._prefilled.done():
-                self._prefilled.set_result(None)
+            if self._plan is None or call.end is not CallEnd.ANSWERED:
+                call.close(call.why)
+                if self._prefilled is not None and not self._prefilled.done():
+                    self._prefilled.set_result(None)
         if failed.end in REFUSALS and self._decoding is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
@@ -284,11 +415,15 @@ class Attempt:
         if self.relay is None or not self.relay.complete:
             prefilling.cancel()
         elif not prefilling.done():
-            self.means.lingering.add(prefilling)
-            prefilling.add_done_callback(self.means.lingering.discard)
-            deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
-            # A timer that stays would hold P's answer and all of this request until it fires.
-            prefilling.add_done_callback(lambda _: deadline.cancel())
+            self._outlive(prefilling)
+
+    def _outlive(self, task: asyncio.Task[Any]) -> None:
+        """It may go on when this attempt has ended, within a deadline."""
+        self.means.lingering.add(task)
+        task.add_done_callback(self.means.lingering.discard)
+        deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, task.cancel)
+        # A timer that stays would hold P's answer and all of this request until it fires.
+        task.add_done_callback(lambda _: deadline.cancel())
 
     # D's part.
 
@@ -311,12 +446,13 @@ class Attempt:
             complete = self.relay is not None and self.relay.complete
             call.close("" if complete else "the answer is not complete")
 
-    async def _decode(self, call: Call, kv_transfer_params: Fields | None = None) -> Begun:
+    async def _decode(
+        self, call: Call, kv_transfer_params: Fields | None = None, seed: int | None = None
+    ) -> Begun:
         """D's answer from its first token on. Raises CallFailed."""
         token_ids = self.transcript is not None
-        body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids)
-        seconds = self.means.limits.first_token_seconds
-        answer = await call.begin(body, self._began + seconds if seconds else None)
+        body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids, seed=seed)
+        answer = await call.begin(body, self._deadline)
         self._count(call.instance, success=True)
         self._charge_doubted(Charge.IF_D_ACCEPTS)
         return answer
@@ -336,7 +472,8 @@ class Attempt:
         call = self._prefilling
         if call is None:
             return CallEnd.NOT_MADE
-        if call.end is CallEnd.PENDING:
+        # Where P has handed its token on D is asked later, and needs P although that has answered.
+        if call.end is CallEnd.PENDING or (self._handed_on is not None and call.end is CallEnd.ANSWERED):
             if call.instance.left is not None:
                 return CallEnd.STOPPED
             if call.instance.silent(self.means.clock()):
@@ -382,6 +519,8 @@ class Attempt:
 
     async def _pass_on(self, answer: Begun, prefilling: asyncio.Task[_Prefilled] | None = None) -> Outcome:
         self.body.let_go()  # from here on nothing is tried again
+        if self._plan is not None:
+            self._plan.leave()
         answered, head = answer
         streamed = answered.content_type == EVENT_STREAM
         pace = self.record.streams(head, again=self.continuation is not None) if streamed else None

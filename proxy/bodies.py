@@ -90,6 +90,10 @@ class Content:
         return b"".join(self.pieces)
 
 
+def json_content(fields: Fields) -> Content:
+    return Content((msgspec.json.encode(fields),))
+
+
 class Body:
     """A client's request, without what it may not choose.
 
@@ -135,6 +139,15 @@ class Body:
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
 
+    @property
+    def one_token(self) -> bool:
+        """Whether a completion or a chat asks for one token alone."""
+        if self.path not in ("/v1/completions", "/v1/chat/completions"):
+            return False
+        names = ("max_completion_tokens", "max_tokens") if "chat" in self.path else ("max_tokens",)
+        given = (value for name in names if (value := _small(self.fields, name)) is not None)
+        return next(given, None) == 1
+
     def messages(self, most: int) -> int:
         """How many messages it has, or items of its input; they are not counted if there cannot be more than
         `most`."""
@@ -170,20 +183,42 @@ class Body:
             one = {"max_output_tokens": 1, "stream": False, "store": False}
             return self._changed(one | self._id(request_id), _NOT_FOR_PREFILL_OF_RESPONSES)
         changes: Fields = {"max_tokens": 1, "n": 1, "stream": False}
+        return self._changed(changes | self._of_one_token(), _NOT_FOR_PREFILL)
+
+    def for_first_token(self, kv_transfer_params: Fields, seed: int | None) -> Content:
+        """P's body where its token is the answer's first one, and these are for P."""
+        changes: Fields = {
+            "max_tokens": 1,
+            "return_token_ids": True,
+            "kv_transfer_params": kv_transfer_params,
+        }
+        if seed is not None:
+            changes["seed"] = seed
+        return self._changed(changes | self._of_one_token())
+
+    def _of_one_token(self) -> Fields:
+        changes: Fields = {}
         if "max_completion_tokens" in self.fields:
             changes["max_completion_tokens"] = 1
         if _number(_small(self.fields, "min_tokens")) > 1:
             changes["min_tokens"] = 1
-        return self._changed(changes, _NOT_FOR_PREFILL)
+        return changes
 
     def for_decode(
-        self, request_id: str, kv_transfer_params: Fields | None = None, *, token_ids: bool = False
+        self,
+        request_id: str,
+        kv_transfer_params: Fields | None = None,
+        *,
+        token_ids: bool = False,
+        seed: int | None = None,
     ) -> Content:
         """D's body: the client's own bytes, or its fields and what P has returned for D; `token_ids`: D shall
-        return the tokens' ids, too."""
+        return the tokens' ids, too; `seed`: one that the client has not chosen."""
         more = self._id(request_id)
         if self.previous != self.previous_name:
             more["previous_response_id"] = self.previous_name
+        if seed is not None:
+            more["seed"] = seed
         if kv_transfer_params is not None:
             more["kv_transfer_params"] = kv_transfer_params
         if token_ids:

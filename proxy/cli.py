@@ -18,9 +18,10 @@ from aiohttp import web
 
 from p2pkv.control.security import Members, NoCurve, members_of
 from p2pkv.pairing import Address
+from p2pkv.stamps import wanted
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
-from . import options, settings
+from . import options, settings, stations
 from .access import Access
 from .app import make_app, make_runner
 from .cors import Cors, joined
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Modules and options live as long as the process: the garbage collector need not look at them again.
     gc.collect()
     gc.freeze()
+    if (stamps := wanted()) is not None:
+        stations.install(stamps)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve(arguments, members))

@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
 
+from .first_token import REASONS
 from .limits import RequestCounters
 from .membership.instance import STATES, Instance
 from .metrics import Held, Metrics
@@ -51,6 +52,14 @@ class Exposition:
         for reason in ("full", "late", "alone"):
             shed.add_metric([reason], counted[f"refused_{reason}"])
         yield shed
+        others = CounterMetricFamily(
+            "p2pkv_proxy_first_tokens_from_decode",
+            f"Answers of a pair whose first token did not: {'; '.join(map(': '.join, REASONS.items()))}.",
+            labels=["reason"],
+        )
+        for reason in REASONS:
+            others.add_metric([reason], counted[f"first_token_{reason}"])
+        yield others
         for name, key, what in _COUNTERS:
             yield CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
         for name, key, what in _GAUGES:

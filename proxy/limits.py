@@ -54,6 +54,10 @@ class Limits:
         "event; 0: no deadline")
     drain_seconds: float = option("--drain-seconds", 25.0, seconds, "SECONDS",
         "after SIGTERM, how long requests under way may go on")
+    first_token: str = option("--first-token", "prefill", str, None,
+        "prefill: the client gets the token that the prefill instance computes as soon as it is there, where "
+        "the answer is the same (docs: operations.md); decode: always the decode instance's. Needs "
+        "--resume-limit of at least 1", choices=("prefill", "decode"))
     # fmt: on
 
     @property
@@ -78,6 +82,17 @@ class RequestCounters:
     refused_full: int = 0
     refused_late: int = 0
     refused_alone: int = 0
+    first_tokens: int = _count(
+        "first_tokens_from_prefill", "Answers whose first token came from the prefill instance.")
+    # Why others did not, see first_token.REASONS. /metrics has them as the reasons of one counter.
+    first_token_request: int = 0
+    first_token_parser: int = 0
+    first_token_instances: int = 0
+    first_token_room: int = 0
+    first_token_context: int = 0
+    first_token_memory: int = 0
+    first_token_token: int = 0
+    first_token_failed: int = 0
     alone: int = _count(
         "decode_alone", "Requests given to a decode instance because no prefill instance could help.")
     spared: int = _count(

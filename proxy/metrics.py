@@ -145,8 +145,9 @@ class Metrics:
         self._requests = counter("requests", "Requests that have ended, by how they ended.",
             ["endpoint", "model", "outcome"])
         self._first_token = histogram("time_to_first_token_seconds",
-            "From a streamed request's arrival to the first token of the decode instance's answer; `way` is "
-            "pair, alone (no prefill instance could help) or unpaired (none was wanted).",
+            "From a streamed request's arrival to the first token of its answer; `way` is pair, prefill (the "
+            "same, and the token came from the prefill instance, whose address this is), alone (no prefill "
+            "instance could help) or unpaired (none was wanted).",
             ["address", "way"], buckets=_FIRST_TOKEN_BUCKETS)
         self._duration = histogram("request_seconds",
             "From a request's arrival to its end, by the decode instance that had it last.",
@@ -179,7 +180,7 @@ class Metrics:
         """By outcome; the dashboard's view of `requests`."""
         self.pairs: Tally[tuple[str, str]] = Tally()
         """How often each P and D have been given a request together."""
-        self._latest: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._latest: deque[tuple[float, float, bool]] = deque(maxlen=_RECENT)
         self.history: deque[Sample] = deque(maxlen=_SAMPLES)
         self._held: Held | None = None
         self._forgot = self.began
@@ -220,7 +221,7 @@ class Metrics:
         self._one(self._first_token, instance, way).observe(seconds)
         if tenant:
             self._one(self._tenant_first_token, tenant).observe(seconds)
-        self._latest.append((self.clock(), seconds))
+        self._latest.append((self.clock(), seconds, way == "prefill"))
 
     def prefilled(self, instance: Instance, seconds: float) -> None:
         """P has done its part of a request."""
@@ -254,10 +255,11 @@ class Metrics:
         """Events of streamed answers so far: a token each, or nearly so."""
         return sum(gaps.events for gaps in self.gaps.values())
 
-    def recent(self) -> list[float]:
-        """The latest times to the first token, within a minute."""
-        now = self.clock()
-        return [seconds for at, seconds in self._latest if now - at <= _RECENT_SECONDS]
+    def recent(self, *, by_prefill: bool | None = None) -> list[float]:
+        """The latest times to the first token, within a minute; `by_prefill`: only of tokens that came from
+        P's, or that did not."""
+        now, wanted = self.clock(), (True, False) if by_prefill is None else (by_prefill,)
+        return [seconds for at, seconds, by in self._latest if now - at <= _RECENT_SECONDS and by in wanted]
 
     def sample(self) -> None:
         """One point of the history; to be called every SAMPLE_SECONDS."""
@@ -398,6 +400,12 @@ class RequestRecord:
             self.first_token_after = self.seconds
             self.metrics.first_token(self.decode, self.way, self.first_token_after, self.tenant)
         return self.metrics.pace(self.decode, head)
+
+    def begun_by_prefill(self, head: bytes) -> Pace:
+        """The same of a stream whose first token is P's."""
+        self.first_token_after = self.seconds
+        self.metrics.first_token(self.prefill, "prefill", self.first_token_after, self.tenant)
+        return self.metrics.pace(self.prefill, head)
 
     def end(self, outcome: Ended) -> None:
         """What became of it; the first call counts."""

@@ -61,6 +61,14 @@ async def with_ps_counts(
     return EVENT_END.join(_last_replaced(part, found, lambda ds: _counts_of(path, ps, ds)) for part in parts)
 
 
+def last_usage(events: bytes) -> bytes | None:
+    """The last event of a stream that has a usage; None if none has."""
+    for event in reversed(events.split(EVENT_END)):
+        if b'"usage":{' in event:
+            return event[event.index(b"{") :]
+    return None
+
+
 def _usage_in(answer: bytes | None) -> Counts:
     try:
         return _answer.decode(answer).usage if answer else {}

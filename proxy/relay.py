@@ -194,10 +194,17 @@ class Relay:
         self.broken = self._end
         return False
 
+    async def begin(self, events: bytes) -> None:
+        """Sends the first events of a stream, in place of `run`: another instance goes on with it, unless
+        `finish` follows. Raises ClientGone."""
+        assert self.transcript is not None
+        await self._send(self.transcript.feed(self._filter.rewritten(events)))
+        self.resumable = True
+
     async def finish(self, data: bytes) -> None:
         """Ends the answer with what is missing of it. Raises ClientGone."""
         await self._send(data, last=True)
-        self.complete = True
+        self.complete, self.resumable = True, False
 
     async def _send(self, data: bytes, *, last: bool = False) -> None:
         """The next bytes; with the `last` ones the answer ends here, where a client that does not read is

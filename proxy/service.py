@@ -24,6 +24,7 @@ from .bodies import Body, BodyReader, Intake, parse, response_id
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
+from .first_token import FirstTokens
 from .http import REQUEST_ID, UNCOMPUTED
 from .limits import Limits, RequestCounters
 from .membership import Membership
@@ -82,6 +83,8 @@ class Proxy:
         self.responses = StoredResponses(self.registry)
         self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
+        handed_on = self.limits.first_token == "prefill" and self.limits.resumes > 0
+        self.first_tokens = FirstTokens(handed_on, self.counters)
         self.exposition = Exposition(self.metrics, self)
         if self.tenants is not None:
             self.metrics.registry.register(self.tenants)
@@ -154,7 +157,16 @@ class Proxy:
             if body.stored:
                 name = response_id(attempt.request_id)
                 self.responses.note(response_id(attempt.unique), place.choice.decode, name)
-            outcome = await attempt.run()
+            try:
+                outcome = await attempt.run()
+            except asyncio.CancelledError:
+                # The proxy's end may find a client that has P's token and none of D's.
+                if not active.cut or attempt.relay is None:
+                    raise
+                active.task.uncancel()
+                with suppress(ClientGone):
+                    await attempt.relay.give_up(_CUT_OFF, 503)
+                return attempt.relay.response
             if attempt.relay is not None and attempt.relay.resumable:
                 return await self._resume(attempt, outcome, active)
             if outcome.verdict.blame is Blame.PROXY:

@@ -141,6 +141,15 @@ class Wanted:
         """Whether only the model's context bounds the answer."""
         return self.chat and self.most_tokens(0) == 0
 
+    def may_begin_stop(self, text: str) -> bool:
+        """Whether a stop string may begin in this text that is not complete in it."""
+        stops = self.fields.get("stop") or []
+        return any(
+            text.endswith(stop[:length])
+            for stop in ([stops] if isinstance(stops, str) else stops)
+            for length in range(1, len(stop))
+        )
+
     def most_tokens(self, context: int) -> int:
         """Tokens of the whole answer, at most; `context`: those of the model that the prompt leaves."""
         names = ("max_completion_tokens", "max_tokens") if self.chat else ("max_tokens",)
@@ -158,7 +167,7 @@ def _is_text(messages: Raw) -> bool:
     return all(isinstance(part, str) or part.type == "text" for parts in contents for part in parts)
 
 
-_IDS, _PROMPT_IDS = b'"token_ids":[', b'"prompt_token_ids":['
+_IDS, PROMPT_IDS = b'"token_ids":[', b'"prompt_token_ids":['
 _NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
 """Neither can begin within a JSON string, where quotes are escaped."""
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
@@ -369,7 +378,7 @@ class Transcript:
             if self.possible and is_servers_error(fields_of(event)):
                 self.failed = event
                 return b""
-        elif not self.head and _PROMPT_IDS in event:
+        elif not self.head and PROMPT_IDS in event:
             self._begin(event)
             return event if self.wanted.shows_ids else _without_prompt(event)
         elif not self.finished and event.startswith(_DATA):
@@ -382,11 +391,11 @@ class Transcript:
     def _begin(self, event: bytes) -> None:
         """The first event, with the prompt's tokens."""
         self.head = _without_prompt(event)
-        at = event.find(_PROMPT_IDS)
+        at = event.find(PROMPT_IDS)
         if at < 0:
             self.drop()
             return
-        self._prompt = event[at + len(_PROMPT_IDS) : event.find(b"]", at)]
+        self._prompt = event[at + len(PROMPT_IDS) : event.find(b"]", at)]
         self.prompt_tokens = self._prompt.count(b",") + 1
         self.memory.held += len(self._prompt)
         self._count()
@@ -398,6 +407,17 @@ class Transcript:
         self._counted += step
         if self.bytes_held > self.memory.most_each or self.memory.held > self.memory.most:
             self.drop()
+
+    def has_room(self, prompt: int) -> bool:
+        """Whether a prompt of so many bytes of ids may be held beside what is held."""
+        memory, nbytes = self.memory, prompt + _MEMORY_STEP
+        return nbytes <= memory.most_each and memory.held + nbytes <= memory.most
+
+    def settle(self) -> None:
+        """Another instance goes on from here: the caller knows that the text is whole."""
+        self._safe, self._safe_chars = len(self._ids), self._chars
+        self._safe_offset = self._coming[-1].offset if self._coming else self._safe_offset
+        self._coming.clear()
 
     def rewind(self) -> tuple[int, int, list[int], int]:
         """Goes back to the resume point, where another instance goes on; all its events are decoded.
@@ -423,7 +443,7 @@ def fields_of(event: bytes) -> Fields:
 
 
 def _without_prompt(event: bytes) -> bytes:
-    at = event.find(_PROMPT_IDS)
+    at = event.find(PROMPT_IDS)
     return event if at < 0 else event[:at] + _NO_PROMPT_IDS + event[event.find(b"]", at) + 1 :]
 
 

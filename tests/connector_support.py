@@ -217,6 +217,8 @@ class FakeRank:
     log: list[do.Command] = field(default_factory=list)
     facts: dict[str, Fact] = field(default_factory=dict)
     revoked: list[str] = field(default_factory=list)
+    handed_on: set[str] = field(default_factory=set)
+    """Keys of requests of which D's scheduler knows without an engine that P has begun them."""
 
     def __post_init__(self) -> None:
         self.counters, self.steps = Counters(), Liveness(1e9)
@@ -245,7 +247,7 @@ class FakeRank:
                 self._load(key, stop > start)
             case do.Drop(key, reason):
                 self._last_word(do.LoadFailed(key, reason))
-            case do.Abort(key):
+            case do.Abort(key) | do.Release(key):
                 self._last_word(do.BlocksFree(key))
             case do.Forget(key, _):
                 assert self.facts.pop(key).over, f"{key} is forgotten before the engine's last word"
@@ -260,7 +262,8 @@ class FakeRank:
         if not anything:
             self._last_word(do.Loaded(key))
         else:
-            assert fact.offered or fact.over, f"{key} is asked for before P has begun"
+            begun = fact.offered or fact.over or key in self.handed_on
+            assert begun, f"{key} is asked for before P has begun"
 
     def _last_word(self, event: do.Loaded | do.LoadFailed | do.BlocksFree) -> None:
         fact = self.facts[event.key]

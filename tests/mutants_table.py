@@ -741,7 +741,7 @@ Endpoint._socket: the kernel probes control sockets only after its own two hours
 -         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
 == proxy/attempt.py
 > tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
-Attempt._see_off: the timer for a P that ends late is not cancelled
+Attempt._outlive: the timer for a P that ends late is not cancelled
 - deadline.cancel()
 + None
 > tests/proxy/test_large_bodies.py::test_streams_that_have_begun_take_no_room_for_bodies
@@ -760,8 +760,8 @@ _interrupt: a P that stops breaks a stream of several prompts
 +         relay
 > tests/proxy/test_blame.py::test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts
 Attempt.needs: the P of several prompts counts as not needed after the first token
--  and (self.relay is None or not self.body.one_prompt)
-+  and self.relay is None
+-  and not (begun and self.body.one_prompt)
++  and not begun
 > tests/proxy/test_blame.py::test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps
 Attempt._concurrent: D's error does not wait for the news of P's failure
 -                     await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)

@@ -16,6 +16,10 @@ _COMMANDS = {
     ),
     "bench": ("p2pkv.bench.bench", "measure the layer hook, the push and the link, without vLLM"),
     "doctor": ("p2pkv.cli.doctor", "show what is installed here and what p2pkv can use of it"),
+    "waterfall": (
+        "p2pkv.cli.waterfall",
+        "show where requests spend their time on their way to the first token",
+    ),
 }
 """Of each command: its module, which has `add_arguments(parser)` and `run(args) -> int`, and a summary."""
 

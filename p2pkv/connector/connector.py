@@ -29,7 +29,7 @@ from p2pkv.connector.block_room import HeldBlocks, Room
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import Layers
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
-from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
+from p2pkv.connector.idle_steps import FIRST_WAIT, HERE_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.weights import Generation, forget_prefixes
@@ -263,6 +263,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             meta.bell = "" if meta.work else bell
         else:
             meta.idle_wait = pause
+        if meta.here and self._pace.still:
+            meta.idle_wait = HERE_WAIT
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -368,6 +370,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         http, number = describe.http_address(config, options), describe.replica(config)
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
+        level = describe.first_token_level(config, self._kv_cache_config, options)
         ping = Ping(
             type=options.role,
             http_address=str(http),
@@ -381,6 +384,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             protocol=hello.version,
             fit=fit(hello),
             partners=options.max_links if options.decodes and options.preconnect else 0,
+            first_token=level,
+            parses=bool(config.structured_outputs_config.reasoning_parser),
+            ahead_tokens=describe.ahead_tokens(self._kv_cache_config, options) if level else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(

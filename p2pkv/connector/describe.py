@@ -176,6 +176,26 @@ def prompt_tail(config: VllmConfig) -> int:
     return max(1, int(config.num_prefill_lookahead_tokens))
 
 
+def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Options) -> int:
+    """What the ping says of it. Where layers see a window or keep a state, or a drafter reads ahead, the
+    token that P computes is not the one behind the whole prompt, or D needs more than that. Penalties that
+    the model's own configuration sets count tokens of the answer."""
+    defaults = config.model_config.get_diff_sampling_param()
+    penalties = defaults.get("presence_penalty") or defaults.get("frequency_penalty")
+    if not computes_last_token(kv_config) or prompt_tail(config) > 1 or penalties:
+        return 0
+    return 1 if options.decodes and defaults.get("max_tokens") else 2
+
+
+def ahead_tokens(kv_config: KVCacheConfig, options: Options) -> int:
+    """How many tokens of prompts fit into `prefetch_bytes`, where all layers keep the same tokens."""
+    if not options.decodes or options.data_parallel:
+        return 0
+    specs = [_spec_of(group, name) for group in kv_config.kv_cache_groups for name in group.layer_names]
+    token = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    return int(options.prefetch_bytes / token) if token else 0
+
+
 def replayed_window(spec: KVCacheSpec) -> int:
     """Tokens before a cached prefix's end of which vLLM computes this layer's KV again, as its prefix cache
     has none (--swa-bounded-replay of vLLM 0.33); 0: its KV is cached."""

@@ -343,8 +343,9 @@ class Pairs:
             log.warning("%s", text)
 
 
-def prompt_digest(request: Request) -> bytes:
-    """16 bytes over everything that the KV of a prompt depends on, weights apart.
+def prompt_digest(request: Request, without: int = 0) -> bytes:
+    """16 bytes over everything that the KV of a prompt depends on, weights apart; of a prompt of token ids
+    `without` so many of its last ones.
 
     These are the things that vLLM's own block hashes cover: token ids, multimodal inputs and their
     positions, adapter, cache salt, prompt embeddings. Multimodal inputs count by what the model is given of
@@ -357,7 +358,8 @@ def prompt_digest(request: Request) -> bytes:
         digest.update(data)
 
     if request.prompt_token_ids is not None:
-        add("tokens", np.asarray(request.prompt_token_ids, dtype="<i8").tobytes())
+        ids = request.prompt_token_ids[:-without] if without else request.prompt_token_ids
+        add("tokens", np.asarray(ids, dtype="<i8").tobytes())
     for feature in request.mm_features or ():
         position = feature.mm_position
         add("media", f"{feature.modality}@{position.offset}+{position.length}".encode())

@@ -14,6 +14,10 @@ FIRST_WAIT = 0.001
 REST = 0.03
 """Seconds after which a resting engine core steps all the same. Requests and news end the rest before."""
 
+HERE_WAIT = 0.002
+"""Seconds that a step may wait that computes nothing and loads KV that is on D already: another step would
+take about as long."""
+
 LONGEST_NAP_MS = 4
 """Milliseconds after which a napping process looks by itself, since vLLM's wake-ups can be lost."""
 
@@ -30,6 +34,11 @@ class IdlePace:
         self._batches = batches
         self._empty = 0
         self._last = 0.0
+
+    @property
+    def still(self) -> bool:
+        """Whether no step with tokens is out, the latest included."""
+        return self._empty >= self._batches
 
     def step(
         self, first: float, longest: float, *, tokens: bool, awaited: bool, changed: bool, rung: bool = False

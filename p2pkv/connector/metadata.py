@@ -61,6 +61,8 @@ class StepMetadata(KVConnectorMetadata):
     stale: list[tuple[str, str]] = field(default_factory=list)
     """Keys of prompts that were computed with former weights, and why they are not sent any more."""
     sent: list[Ended] = field(default_factory=list)
+    released: list[tuple[str, str]] = field(default_factory=list)
+    """Keys of prompts for which no D will ask, and why."""
 
     # D
     invalidate: Invalidate | None = None
@@ -68,11 +70,13 @@ class StepMetadata(KVConnectorMetadata):
     """Loads that the workers have reported, which the workers must report again, as failed."""
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
+    here: bool = False
+    """Whether one of these should load what has come ahead of its request."""
     drops: list[Ended] = field(default_factory=list)
 
     def with_loads(self, other: StepMetadata) -> StepMetadata:
         """These orders to P, and those of `other` to D, which are of the same step."""
-        to_d = ("invalidate", "withheld", "expects", "loads", "drops")
+        to_d = ("invalidate", "withheld", "expects", "loads", "here", "drops")
         return replace(self, **{name: getattr(other, name) for name in to_d})
 
     @property

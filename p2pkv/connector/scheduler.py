@@ -23,6 +23,7 @@ from p2pkv.connector.metadata import Ended, PrefillStep, StepMetadata, WorkerNew
 from p2pkv.connector.recurrent import state_entry
 from p2pkv.connector.weights import other_weights
 from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
+from p2pkv.first_token import FirstToken, found
 from p2pkv.log import RateLimit
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ TOO_LONG_SECONDS = 60.0
 
 CHANGED_ON_P = "P's weights have changed, or its caches were reset, since it began to compute this prompt"
 
+ENDED_WITH_ITS_FIRST = "the answer has ended with its first token, which P has computed"
+UNASKED = "the router says that no D will ask for it"
+
 COMPLETED = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -99,12 +103,17 @@ COMPLETED = (
 )
 """How a request ends of which vLLM has taken the results."""
 
+STOPPED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION)
+"""How one ends whose answer has come to its end, and not to the bound that a router has set."""
+
 
 @dataclass
 class _Prompt:
     request: Request
     paired: Paired
     digest: bytes
+    handed_on: bool = False
+    """Its token goes to the client."""
     offered: bool = False
     announced: int = 0
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
@@ -151,7 +160,14 @@ class ProducerScheduler(Half):
         paired = self._pairs.of(request)
         if paired is None or paired.side != "P":
             return
-        prompt = _Prompt(request, paired, prompt_digest(request))
+        said = found(request.kv_transfer_params)
+        if said is FirstToken.WHOLE:
+            return
+        if said is FirstToken.RELEASED:
+            if paired.key in self._ended.values():
+                self._next.released.append((paired.key, UNASKED))
+            return
+        prompt = _Prompt(request, paired, prompt_digest(request), handed_on=said is FirstToken.HANDED_ON)
         if self._tables.left_out:
             leave_out_last(request, self._tables.left_out)
         # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
@@ -324,6 +340,8 @@ class ProducerScheduler(Half):
         self._ended[request.request_id] = key
         self._held.hold(request.request_id, prompt.paired.decode, blocks)
         self._next.sent.append(Ended(request.request_id, key, reason))
+        if prompt.handed_on and request.status in STOPPED:
+            self._next.released.append((key, ENDED_WITH_ITS_FIRST))
         return True
 
     def _next_duplicate(self, prompt: _Prompt) -> _Prompt | None:
@@ -372,6 +390,8 @@ class LoadState(Enum):
 class Asking:
     request: Request
     paired: Paired
+    handed_on: bool = False
+    """The prompt ends with P's token, so P has begun it, whatever the ranks have heard."""
     state: LoadState = LoadState.WAITING
     local: int = 0
     """Tokens in D's own prefix cache when vLLM last asked."""
@@ -429,10 +449,12 @@ class ConsumerScheduler(Half):
             self._children.setdefault(paired.key, set()).add(request.request_id)
             return
         self._owners[paired.key] = request.request_id
-        self.asking[request.request_id] = Asking(request, paired)
-        tokens = request.num_prompt_tokens
+        handed_on = found(request.kv_transfer_params) is FirstToken.IN_PROMPT
+        self.asking[request.request_id] = Asking(request, paired, handed_on)
+        more = int(handed_on)
+        tokens = request.num_prompt_tokens - more
         tokens -= self._tables.left_out if tokens > self._tables.left_out else 0
-        expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request))
+        expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request, without=more))
         self._next.expects.append((request.request_id, expect))
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
@@ -456,7 +478,7 @@ class ConsumerScheduler(Half):
         if self._failure(asking):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
             return (0, False) if self._recompute else (external, True)
-        begun = len(asking.begun) >= self._world
+        begun = asking.handed_on or len(asking.begun) >= self._world
         if begun and self._room.admits(request.request_id, request.num_prompt_tokens):
             return external, True
         return None, False
@@ -507,6 +529,7 @@ class ConsumerScheduler(Half):
         stop = asking.local + external
         load = Load(key, asking.local, stop, self._tables.of(blocks.get_block_ids(), stop))
         self._next.loads.append((request.request_id, load))
+        self._next.here |= asking.handed_on
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         meta = self._orders(output)

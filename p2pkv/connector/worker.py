@@ -153,6 +153,11 @@ class Loads:
         """Whether `results` or `news` would have anything."""
         return bool(self._results.finished_recving or self._news.begun or self._news.failed)
 
+    @property
+    def any_ended(self) -> bool:
+        """Whether `results` would have a load."""
+        return bool(self._results.finished_recving)
+
     def results(self) -> KVConnectorTransferResults:
         """Loads that have ended since the last call."""
         results, self._results = self._results, KVConnectorTransferResults()
@@ -212,7 +217,7 @@ class Worker:
         self._held: set[str] = set()
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
-        self._idle_wait = 0.0
+        self._idle_wait, self._here = 0.0, False
         self._bell = Bell()
         rank.call_on_event(self._bell.ring)
         self.loads = Loads(rank)
@@ -230,7 +235,7 @@ class Worker:
         """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends."""
         if self.rank.failure:
             raise RuntimeError(self.rank.failure)
-        self._idle_wait = meta.idle_wait
+        self._idle_wait, self._here = meta.idle_wait, meta.here
         self._bell.address = meta.bell
         SPIN_WAIT.idle = meta.idle
         if meta.work:
@@ -257,6 +262,8 @@ class Worker:
             if ended.reason:
                 self.rank.do(do.Abort(ended.key, ended.reason))
             self._ended[ended.key] = ended.request_id
+        for key, reason in meta.released:
+            self.rank.do(do.Release(key, reason))
         # The blocks may have been another request's until now, and the step before may still run.
         fence = self.record() if meta.loads else None
         self.loads.begin(meta, None if fence is None or fence.ready() else fence)
@@ -284,6 +291,10 @@ class Worker:
         self.rank.steps.end()
         self._take_events()
         if self._idle_wait and not self.loads.anything_new and self._free.isdisjoint(self._ended):
+            self.rank.wait_for_event(self._idle_wait)
+            self._take_events()
+        if self._idle_wait and self._here and not self.loads.any_ended:
+            # That P has begun is no news of a load of what is here already.
             self.rank.wait_for_event(self._idle_wait)
             self._take_events()
         results = self.loads.results()

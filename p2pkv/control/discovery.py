@@ -4,7 +4,8 @@ A ping is one msgpack map in one frame. Its first three fields are the classic o
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
-`paused`, version 5 `replica`, version 6 `workload`. Since
+`paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`,
+`ahead_tokens` and `parses`. Since
 version 4 a ping also means that the engine gets on: none comes while it does not.
 
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
@@ -29,7 +30,7 @@ from msgspec import Meta, Struct
 
 from p2pkv.pairing import Address
 
-DISCOVERY_VERSION = 6
+DISCOVERY_VERSION = 7
 PING_INTERVAL = 3.0
 MAX_PING_BYTES = 4096
 MAX_PARTNERS = 512
@@ -91,6 +92,11 @@ class Ping(Struct, frozen=True, kw_only=True):
             above 1.
         workload: None if it is not known: of an older version, and where the worker is not on the host of its
             engine core (Ray).
+        first_token: whether P's token may go to the client as the answer's first one. Of a P: 2 if it is the
+            one behind the whole prompt, else 0. Of a D: 2 if it takes a prompt that ends with that token; 1:
+            only for requests that bound their answer, since the model's own configuration does; else 0.
+        ahead_tokens: of prompts whose KV this D has room for before their requests come.
+        parses: it has a --reasoning-parser, so that its chats may be other than plain text.
     """
 
     type: Literal["P", "D", "both"]
@@ -110,6 +116,9 @@ class Ping(Struct, frozen=True, kw_only=True):
     paused: bool = False
     replica: Annotated[int, Meta(ge=0, lt=1 << 16)] | None = None
     workload: Workload | None = None
+    first_token: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    ahead_tokens: _Count = 0
+    parses: bool = False
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):

@@ -81,6 +81,13 @@ class Abort(Command, frozen=True):
     reason: str
 
 
+class Release(Command, frozen=True):
+    """No D will ask for this prompt any more: its blocks may go."""
+
+    key: str
+    reason: str
+
+
 # To D's engine.
 
 

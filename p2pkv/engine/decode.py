@@ -49,6 +49,7 @@ class RequestEntry:
         blocks, wanted, fence: those of `commands.Load`.
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
+        unasked: it has blocks, and P's offer has yet to come: D's router says that P has begun.
         buffer: the memory of KV that came before the request; None: there is none.
         release_only: the request has ended; this only sends P's engine that nothing is wanted.
         release_at: the engine of P that has the request, and is to be released once the forward thread has
@@ -63,6 +64,7 @@ class RequestEntry:
     wanted: tuple[int, int] = (0, 0)
     tries: int = 0
     lost: float | None = None
+    unasked: bool = False
     buffer: PrefetchBuffer | None = None
     release_only: bool = False
     release_at: Address | None = None
@@ -156,15 +158,22 @@ class Decode:
             start, stop = command.start, command.stop
             entry.blocks, entry.wanted = KeptTables(command.blocks), (start, stop)
             entry.fence = command.fence
-            try:
-                self._decided(entry, entry.receiver.want(start, stop, now), now)
-            except RemoteProtocolError as error:
-                self._breach(entry, error, now)
-            self._look_by(entry)  # a load may stall sooner
-            if entry.buffer is not None:
-                for peer in entry.peers.values():
-                    peer.link.admitted(command.key)
-                self._kept.append(entry)
+            entry.unasked = stop > start and entry.receiver.load.state is LoadPhase.WAITING
+            if not entry.unasked:
+                self._want(entry, now)
+
+    def _want(self, entry: RequestEntry, now: float) -> None:
+        """P has begun this request, which has its blocks: ask for what it wants."""
+        entry.unasked = False
+        try:
+            self._decided(entry, entry.receiver.want(*entry.wanted, now), now)
+        except RemoteProtocolError as error:
+            self._breach(entry, error, now)
+        self._look_by(entry)  # a load may stall sooner
+        if entry.buffer is not None:
+            for peer in entry.peers.values():
+                peer.link.admitted(entry.expect.key)
+            self._kept.append(entry)
 
     def drop(self, command: do.Drop, now: float) -> None:
         if entry := self.entries.get(command.key):
@@ -597,6 +606,11 @@ class Decode:
                         self._ranks.announced(peer, from_prefill.Announced(key, chunk, reserve))
                 case machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
+                    if entry.unasked and generation in (None, self._generation):
+                        self._want(entry, now)
+                    elif entry.unasked:
+                        reason = "P has computed it with other weights than D has"
+                        self._decided(entry, entry.receiver.cancel(reason), now)
                 case machine.Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 

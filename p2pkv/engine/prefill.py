@@ -41,12 +41,14 @@ class PromptEntry:
         decode: the D that it is for, by the address of its rank 0: the one in the request's id, or the engine
             of the same instance that has claimed it, with those of its ranks that have (`peers`).
         free: nothing reads its blocks any more.
+        unoffered: ranks of D that would take it before its request comes have yet to be asked.
     """
 
     sender: Sender
     decode: str
     blocks: KeptTables = field(default_factory=KeptTables)
     free: bool = False
+    unoffered: bool = False
     peers: dict[int, DecodePeer] = field(default_factory=dict)
 
 
@@ -93,10 +95,22 @@ class Prefill:
         if not entry.sender.prompt.ended:
             effects = entry.sender.offer(command.tokens, command.digest, command.generation)
             self._decided(entry, effects, now)
-            self._offer_unasked(entry)
+            entry.unoffered = True
+            if not self._fits_one_message(command.tokens):
+                self._offer_unasked(entry)
+
+    def _fits_one_message(self, tokens: int) -> bool:
+        """Whether nothing of such a prompt is sent before its last layer: then what is said of it meanwhile
+        only takes the forward thread's time."""
+        cache = self._ctx.cache
+        layers = sum(len(numbers) for numbers in cache.layers)
+        return layers * cache.layer_bytes(tokens) <= self._ctx.options.chunk_bytes
 
     def _offer_unasked(self, entry: PromptEntry) -> None:
         """Offer this prompt to ranks of D that take it before its request comes (`prefetch_bytes`)."""
+        if not entry.unoffered:
+            return
+        entry.unoffered = False
         sender = entry.sender
         message = m.Ahead(sender.key, sender.tokens, sender.digest)
         for peer in self._ranks:
@@ -113,10 +127,13 @@ class Prefill:
             for entry in self.live(key):
                 effects = entry.sender.computed(command.layer, command.layer_stop, stop, now)
                 self._decided(entry, effects, now)
+                if entry.sender.prompt.state is PromptPhase.COMPUTED:
+                    self._offer_unasked(entry)
 
     def flush(self, command: do.Flush, now: float) -> None:
         for entry in self.live(*command.keys):
             self._decided(entry, entry.sender.flush(), now)
+            self._offer_unasked(entry)
 
     def revoke(self, command: do.Revoked, now: float) -> None:
         for entry in self.live(command.key):
@@ -126,6 +143,10 @@ class Prefill:
     def abort(self, command: do.Abort, now: float) -> None:
         for entry in self.live(command.key):
             self._decided(entry, entry.sender.abort(command.reason), now)
+
+    def release(self, command: do.Release, now: float) -> None:
+        for entry in self.live(command.key):
+            self._decided(entry, entry.sender.release(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
         if command.role == "D":

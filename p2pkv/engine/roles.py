@@ -92,6 +92,7 @@ class PrefillRole(Role):
             do.Flush: transfers.flush,
             do.Revoked: transfers.revoke,
             do.Abort: transfers.abort,
+            do.Release: transfers.release,
             do.Forget: transfers.forget,
         }
         self.messages = {

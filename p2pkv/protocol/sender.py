@@ -258,6 +258,19 @@ class Sender:
             out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
         return [*out, Released(), Finished(False, reason)]
 
+    def release(self, reason: str) -> list[Decision]:
+        """No D will ask for it: the blocks are free, and nothing has failed. What a D has taken ahead it
+        discards by itself. A prompt that is not computed is aborted."""
+        if self.prompt.state is not PromptPhase.COMPUTED:
+            return self.abort(reason)
+        self.prompt.local(PromptEvent.RELEASE)
+        self.reason = reason
+        out: list[Decision] = []
+        for rank, send in self._open():
+            send.machine.local(SendEvent.END)
+            out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
+        return [*out, Released(), Finished(True)]
+
     # What a D rank says.
 
     def claim(

@@ -221,6 +221,7 @@ class Instance:
         coming: requests that this P has been chosen for, and that are not in flight yet.
         tokens: of prompts, estimated: those that this P has to compute, coming and in flight; or those of
             the requests that have a place at this D.
+        ahead: tokens of prompts whose KV this D takes before it is asked for them.
         turn: the number of the latest choice that fell on it.
         order: the smaller, the less busy: work in tokens, requests, turn.
         full: the D's whose `room` for places is taken; it is in there, too, while it is one of them.
@@ -241,6 +242,7 @@ class Instance:
     alone: int = 0
     coming: int = 0
     tokens: int = 0
+    ahead: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     order: tuple[float, int, int] = (0.0, 0, 0)
@@ -379,6 +381,11 @@ class Instance:
             self.in_flight -= 1
             self._weigh(-tokens)
             self._ends.discard(end)
+
+    def expect_ahead(self, tokens: int) -> None:
+        """So many more tokens of KV come to this D before it is asked for them; less than 0: they have been
+        taken, or will not come."""
+        self.ahead += tokens
 
     def take_turn(self, turn: int) -> None:
         self.turn = turn

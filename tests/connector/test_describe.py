@@ -45,10 +45,12 @@ from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector, P2pNcclConnector, describe
 from p2pkv.connector.describe import (
     Layers,
+    ahead_tokens,
     block_tables,
     cache_of,
     codec_of,
     computes_last_token,
+    first_token_level,
     http_address,
     options_of,
     refuse_what_cannot_move,
@@ -650,3 +652,38 @@ def test_staging_is_sized_by_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: 80 << 30)
     assert options_of(vllm_config("P")).staging_bytes == 640 << 20
     assert options_of(vllm_config("P", staging_bytes=32 << 20)).staging_bytes == 32 << 20
+
+
+OF_64 = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "spec", "defaults", "level"),
+    [
+        ("P", FULL, {}, 2),
+        ("D", FULL, {}, 2),
+        ("P", OF_64, {}, 0),
+        ("D", OF_64, {}, 0),
+        ("P", FULL, {"max_new_tokens": 9}, 2),
+        ("D", FULL, {"max_new_tokens": 9}, 1),
+        ("P", FULL, {"presence_penalty": 0.5}, 0),
+        ("D", FULL, {"frequency_penalty": 0.5}, 0),
+        ("D", FULL, {"temperature": 0.7}, 2),
+    ],
+)
+def test_the_ping_says_whether_ps_token_is_the_first(
+    role: str, spec: Any, defaults: dict[str, Any], level: int
+) -> None:
+    config = vllm_config(role)
+    config.model_config.override_generation_config = defaults
+    assert first_token_level(config, kv_cache_config(spec=spec), options_of(config)) == level
+
+
+def test_the_ping_says_how_many_tokens_have_room_ahead() -> None:
+    token = len(LAYERS) * FULL.page_size_bytes // BLOCK
+    cache = kv_cache_config()
+    for role, room, tokens in (("D", 100 * token, 100), ("D", 0, 0), ("P", 100 * token, 0)):
+        config = vllm_config(role, **({"prefetch_bytes": room} if role == "D" else {}))
+        assert ahead_tokens(cache, options_of(config)) == tokens

@@ -360,3 +360,21 @@ def test_a_prompt_of_other_weights_is_not_taken_ahead(links):
             finish(p, key)
         assert value(d, "bytes_prefetched") == 16 * TOKEN
         quiet(p, d)
+
+
+@pytest.mark.parametrize("generation", ["", "another"])
+def test_a_load_may_be_ordered_before_ps_offer_has_come(links, generation):
+    """D's router says that P has begun. With other weights than D's P's KV is of no use."""
+    with engines(ONE, ONE, links) as (p, d):
+        d.do(do.Expect("k", p.address, 40, b"digest"))
+        d.do(do.Load("k", 0, 40, (BLOCKS,)))
+        p.do(do.OfferPrompt("k", d.address, 40, b"digest", generation))
+        step(p, "k", BLOCKS, 0, 40)
+        if generation:
+            assert "other weights" in failure(d, "k")
+        else:
+            d.wait(do.Loaded("k"))
+            assert wrong_cells(d.ranks[0], BLOCKS, 0, 40) == []
+        d.do(do.Forget("k"))
+        finish(p, "k")
+        quiet(p, d)

@@ -74,6 +74,7 @@ def held(deployment: Deployment) -> dict[str, int]:
     }
     return gauges | {
         "seats": sum(instance.places for instance in deployment.everyone()),
+        "ahead": sum(instance.ahead for instance in deployment.everyone()),
         "coming": sum(instance.coming for instance in deployment.everyone()),
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
@@ -176,6 +177,7 @@ class FakeInstance:
         context: tokens of their context there; None if they have none.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
+        first_token, ahead_tokens, parses: what its ping says of them.
         frozen: /health and /v1/models are never answered any more.
         healths, lists: how often it was asked for /health, and for /v1/models.
         requests: what has arrived, in order.
@@ -189,6 +191,9 @@ class FakeInstance:
     context: int | None = None
     key: str = ""
     fit: str = ""
+    first_token: int = 0
+    ahead_tokens: int = 1 << 20
+    parses: bool = False
     frozen: bool = False
     healths: int = 0
     lists: int = 0
@@ -208,6 +213,9 @@ class FakeInstance:
             incarnation=self.incarnation,
             model=self.model,
             fit=self.fit,
+            first_token=self.first_token,
+            ahead_tokens=self.ahead_tokens,
+            parses=self.parses,
         )
 
     async def start(self) -> None:

@@ -23,6 +23,7 @@ from p2pkv.engine.context import Counters
 from p2pkv_proxy import exposition
 from p2pkv_proxy import metrics as metrics_module
 from p2pkv_proxy.exposition import Exposition
+from p2pkv_proxy.first_token import REASONS
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import STATES, Instance
 from p2pkv_proxy.metrics import OUTCOMES, Metrics, quantiles
@@ -151,6 +152,7 @@ async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
 def test_every_counter_of_the_proxy_is_shown() -> None:
     shown = {key for _, key, _ in exposition._COUNTERS}
     reasons = {f"refused_{reason}" for reason in ("full", "late", "alone")}
+    reasons |= {f"first_token_{reason}" for reason in REASONS}
     counted = {each.name for each in fields(RequestCounters)} | {"reconnected", "claims_refused"}
     assert shown | reasons == counted
 
@@ -184,7 +186,11 @@ async def test_openmetrics_is_spoken_to_those_who_ask(concurrent: Deployment) ->
 
 def exposed(metrics: Metrics, here: list[Instance]) -> Exposition:
     """The page of instances that come and go as a test wants."""
-    counters = [*(key for _, key, _ in exposition._COUNTERS), "refused_full", "refused_late", "refused_alone"]
+    reasons = [
+        *(f"refused_{each}" for each in ("full", "late", "alone")),
+        *(f"first_token_{each}" for each in REASONS),
+    ]
+    counters = [*(key for _, key, _ in exposition._COUNTERS), *reasons]
     proxy = SimpleNamespace(
         counted=lambda: dict.fromkeys(counters, 0),
         gauges=lambda: dict.fromkeys([key for _, key, _ in exposition._GAUGES], 0),

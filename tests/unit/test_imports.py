@@ -37,12 +37,14 @@ BELOW = {
     "links": {"trust", "device", "link_kinds"},
     "kv": {"device", "packings"},
     "control": {"protocol.messages", "pairing", "trust", "log"},
+    "first_token": set(),
+    "stamps": set(),
     "engine": CORE | SEAMS,
-    "connector": CORE | SEAMS | {"engine", "plugin"},
-    "plugin": set(),
+    "connector": CORE | SEAMS | {"engine", "plugin", "first_token", "stamps"},
+    "plugin": {"stamps"},
     "demo": set(),
     "bench": CORE | SEAMS | {"engine", "demo"},
-    "cli": CORE | SEAMS | {"engine", "plugin", "demo", "bench"},
+    "cli": CORE | SEAMS | {"engine", "plugin", "demo", "bench", "stamps"},
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}
@@ -204,10 +206,18 @@ def test_nothing_is_pickled() -> None:
     assert importing(OURS | PROXY, PICKLES) == []
 
 
-def test_the_proxy_imports_only_pairing_trust_log_and_control_of_p2pkv() -> None:
+def test_the_proxy_imports_only_what_is_light_of_p2pkv() -> None:
     # The endpoint for `inspect`, which asks a running rank what it is.
     control = ("discovery", "endpoint", "security")
-    allowed = ("__version__", "pairing", "trust", "log", *(f"control.{name}" for name in control))
+    allowed = (
+        "__version__",
+        "pairing",
+        "first_token",
+        "stamps",
+        "trust",
+        "log",
+        *(f"control.{name}" for name in control),
+    )
     found = importing(PROXY, {"p2pkv"})
     assert [
         each for each in found if not f"{each.name}.".startswith(tuple(f"p2pkv.{a}." for a in allowed))

@@ -1,0 +1,34 @@
+"""What a router that hands P's token on to the client says of it to P and to D: kv_transfer_params with one
+field of this name, and one of these values."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+FIRST_TOKEN = "first_token"
+
+
+class FirstToken(StrEnum):
+    """To P the first three, to D the last."""
+
+    HANDED_ON = "handed_on"
+    """The client gets it, and D will have it behind the prompt. If the answer ends with it, no D will ask."""
+    WHOLE = "whole"
+    """It is all of the answer: no D will ask."""
+    RELEASED = "released"
+    """No D will ask for what P has computed under this id. This request's own prompt is of no use."""
+    IN_PROMPT = "in_prompt"
+    """It is the last token of this prompt. P has computed the prompt without it."""
+
+
+def params(what: FirstToken) -> dict[str, str]:
+    """For kv_transfer_params."""
+    return {FIRST_TOKEN: str(what)}
+
+
+def found(kv_transfer_params: Any) -> FirstToken | None:
+    """What these say; None if they say nothing of it that this version knows."""
+    value = kv_transfer_params.get(FIRST_TOKEN) if isinstance(kv_transfer_params, dict) else None
+    known = {str(each): each for each in FirstToken}
+    return known.get(value) if isinstance(value, str) else None

@@ -1,0 +1,257 @@
+"""Whether the first token of an answer comes from P, and what P has to say of it.
+
+P computes the first token in any case. Where this is exact the client gets it at once, and D is asked for the
+prompt and that token, as an instance is that goes on with a stream (continuation.py). `FirstTokens.against`
+is the one place that decides where it is exact, beside the rule of such streams (transcript.py):
+
+- Nothing may depend on which tokens are the answer's: no penalties, no grammar, no seed.
+- D's text must be what follows the token's. vLLM cannot go on behind a part of a character, and it looks for
+  a stop string only in what it has generated itself. Such a token is not handed on.
+
+Whether a token is handed on depends on it then, and if D drew another in its place, the others would be drawn
+too often. So where the request is sampled, P and D get the same seed, made here, and D draws the same token.
+Behind a token that is handed on D draws without it: with it, it would draw P's number once more.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from p2pkv.first_token import FirstToken
+
+from .bodies import Body
+from .limits import RequestCounters
+from .membership.instance import Instance
+from .routing import Choice
+from .transcript import CHAT, DATA_SPACE, PROMPT_IDS, Transcript
+from .upstream import EVENT_END
+
+Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed"]
+REASONS: dict[Why, str] = {
+    "request": "it is no stream that could go on elsewhere, has a seed, or bounds its answer in a way that "
+    "only D can judge",
+    "parser": "P's answers have reasoning, or calls of tools, in place of text",
+    "instances": "P or D cannot do it",
+    "room": "D has no room for KV before it is asked (prefetch_bytes)",
+    "context": "the model's context is not known, or too short for all that the request asks for",
+    "memory": "--resume-mib is used up",
+    "token": "it is a part of a character, or may begin a stop string",
+    "failed": "P has failed",
+}
+"""Why the first token of a request came from D, although a P took part in it."""
+
+_LARGEST_SEED = (1 << 63) - 1
+_WHOLE_BLOCKS = 128
+"""Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
+
+
+class _FirstDelta(msgspec.Struct):
+    content: str | None = None
+
+
+class _FirstChoice(msgspec.Struct):
+    text: str | None = None
+    delta: _FirstDelta | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class _FirstEvent(msgspec.Struct):
+    choices: list[_FirstChoice] = []
+
+
+_first_event = msgspec.json.Decoder(_FirstEvent)
+_CHOICE = b'"choices":[{'
+_LENGTH = b'"finish_reason":"length"'
+_LENGTH_OF_CHAT = _LENGTH + b',"stop_reason":null'
+_GOES_ON = b'"finish_reason":null'
+
+
+@dataclass(frozen=True)
+class PrefillToken:
+    """P's answer: the events up to its one token.
+
+    Attributes:
+        text: None if it is no text, but a part of what a parser makes of it.
+        stop: P has found a stop string in it, of which its engine core does not learn.
+        ends: the answer has come to its end with it, by itself.
+        prompt: bytes of the prompt's token ids.
+        prompt_tokens: how many these are.
+    """
+
+    events: bytes
+    text: str | None
+    stop: bool
+    ends: bool
+    prompt: int
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, head: bytes) -> PrefillToken:
+        """`head`: of the answer's body, up to the first event with content. Raises ValueError if that is none
+        of vLLM's."""
+        start = head.rfind(_CHOICE)
+        start = head.rfind(DATA_SPACE, 0, start) if start >= 0 else -1
+        end = head.find(EVENT_END, start)
+        at = head.find(PROMPT_IDS)
+        if min(start, end, at) < 0:
+            raise ValueError("no event with a token, or without the prompt's")
+        choice = _first_event.decode(head[start + len(DATA_SPACE) : end]).choices[0]
+        if len(choice.token_ids or ()) != 1:
+            raise ValueError("an event without a token, or with several")
+        ids = head[at + len(PROMPT_IDS) : head.find(b"]", at)]
+        return cls(
+            head[: end + len(EVENT_END)],
+            choice.text if choice.delta is None else choice.delta.content,
+            isinstance(choice.stop_reason, str),
+            choice.finish_reason not in (None, "length"),
+            len(ids),
+            ids.count(b",") + 1,
+        )
+
+    @property
+    def going_on(self) -> bytes:
+        """The events of an answer that goes on."""
+        return self.events.replace(_LENGTH_OF_CHAT, _GOES_ON).replace(_LENGTH, _GOES_ON)
+
+
+@dataclass
+class HandOver:
+    """How one attempt gets its first token from P.
+
+    Attributes:
+        what: P is told.
+        most: tokens of the answer; 0 if only the model's context bounds it.
+        seed: for P, and for D if it has to draw the same token; None: of a request that is not sampled.
+        relayed: P's answer is relayed as it is, as D's would be.
+        decode, room: D, and tokens of its room for KV ahead that are taken until `leave`.
+    """
+
+    what: FirstToken
+    most: int
+    seed: int | None
+    decode: Instance | None = None
+    room: int = 0
+    relayed: bool = False
+
+    def leave(self) -> None:
+        """D has taken the KV to its blocks, or will not. Idempotent."""
+        if self.decode is not None:
+            self.decode.expect_ahead(-self.room)
+            self.decode = None
+
+    def keeps(self, token: PrefillToken) -> bool:
+        """Whether P keeps blocks for a D although this token may be all there is: its engine core ends with
+        one token in any case, and learns of no stop string."""
+        return self.what is FirstToken.HANDED_ON and (token.stop or not token.ends)
+
+    def ends_with(self, token: PrefillToken, context: int) -> bool:
+        """Whether the answer has come to its end with this token; `context`: of the model."""
+        return token.ends or self.most == 1 or token.prompt_tokens + 1 == context
+
+
+@dataclass
+class FirstTokens:
+    """Of one proxy.
+
+    Attributes:
+        on: whether P's tokens are handed on at all.
+    """
+
+    on: bool
+    counters: RequestCounters
+    _parsed: set[str | None] = field(default_factory=set)
+    """Models whose chats have no plain text."""
+
+    def plan(self, body: Body, transcript: Transcript | None, choice: Choice) -> HandOver | None:
+        """For an attempt that begins an answer; None if its first token is D's, which is counted."""
+        if not self.on or choice.prefill is None:
+            return None
+        why = self.against(body, transcript, choice.prefill, choice.decode)
+        if why is not None and self._is_ps(body, choice.prefill, choice.decode):
+            self.counters.first_tokens += 1
+            return HandOver(FirstToken.WHOLE, 1, None, relayed=True)
+        if why is not None or transcript is None:
+            self.missed(why or "request")
+            return None
+        wanted = transcript.wanted
+        most = wanted.most_tokens(0)
+        greedy = wanted.fields.get("temperature") == 0
+        seed = None if greedy else random.getrandbits(63) & _LARGEST_SEED
+        if most == 1:
+            return HandOver(FirstToken.WHOLE, most, seed)
+        room = body.prompt.tokens + _WHOLE_BLOCKS
+        choice.decode.expect_ahead(room)
+        return HandOver(FirstToken.HANDED_ON, most, seed, choice.decode, room)
+
+    def _is_ps(self, body: Body, prefill: Instance, decode: Instance) -> bool:
+        """Whether the answer is one token, whatever its form, and P gives the same as D."""
+        chat = body.path == CHAT
+        parses = chat and (prefill.ping.parses or decode.ping.parses or "tools" in body.fields)
+        return bool(prefill.ping.first_token) and body.one_token and not parses
+
+    def against(
+        self, body: Body, transcript: Transcript | None, prefill: Instance, decode: Instance
+    ) -> Why | None:
+        """What is known before P is asked."""
+        if transcript is None:
+            return "request"
+        wanted, fields = transcript.wanted, transcript.wanted.fields
+        try:
+            most, least = wanted.most_tokens(0), int(fields.get("min_tokens") or 0)
+        except (TypeError, ValueError):
+            return "request"
+        unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
+        drawn = fields.get("seed") is not None and fields.get("temperature") != 0
+        spaces = fields.get("spaces_between_special_tokens") is False
+        if drawn or spaces or (unbounded and not wanted.chat) or not (unbounded or most >= max(1, least)):
+            return "request"
+        if wanted.chat and (prefill.ping.parses or decode.ping.parses or body.model in self._parsed):
+            return "parser"
+        levels = prefill.ping.first_token, decode.ping.first_token
+        if not all(levels) or (unbounded and decode.ping.first_token < 2):
+            return "instances"
+        room = decode.ahead + body.prompt.tokens + _WHOLE_BLOCKS
+        if most != 1 and room > decode.ping.ahead_tokens:
+            return "room"
+        return None if decode.context else "context"
+
+    def missed(self, why: Why) -> None:
+        name = f"first_token_{why}"
+        setattr(self.counters, name, getattr(self.counters, name) + 1)
+
+    def of(
+        self, head: bytes, plan: HandOver, body: Body, transcript: Transcript, context: int
+    ) -> PrefillToken | None:
+        """The token that the client gets, of P's answer, which begins with `head`; None if it gets D's, which
+        is counted. `context`: of the model on D."""
+        try:
+            token = PrefillToken.of(head)
+            why = self.against_token(token, plan, body, transcript, context)
+        except (msgspec.MsgspecError, ValueError):
+            why = "failed"
+        if why is not None:
+            self.missed(why)
+            return None
+        self.counters.first_tokens += 1
+        return token
+
+    def against_token(
+        self, token: PrefillToken, plan: HandOver, body: Body, transcript: Transcript, context: int
+    ) -> Why | None:
+        """What P's answer shows besides."""
+        if plan.most and token.prompt_tokens + plan.most > context:
+            return "context"  # D refuses it
+        if plan.ends_with(token, context):
+            return None
+        if token.text is None:
+            self._parsed.add(body.model)
+            return "parser"
+        if not token.text or transcript.wanted.may_begin_stop(token.text):
+            return "token"
+        return None if transcript.has_room(token.prompt) else "memory"

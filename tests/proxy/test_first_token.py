@@ -1,0 +1,530 @@
+"""The first token of a stream comes from P, and the client's answer is one server's all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from proxy_behaviours import (
+    DONE,
+    Behaviour,
+    Seen,
+    answer_error,
+    answer_json,
+    by_kind,
+    chosen,
+    die,
+    forever,
+    never_a_token,
+    stream_of,
+)
+from proxy_fakes import Deployment, asked, deployed, filter_of, outcomes, take_turns
+from streaming_engine import DEFAULT_TOKENS, END_OF_TEXT, FIRST_HALF, Answer, Engine, Model
+from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transcript_of
+from test_resume import same
+
+from p2pkv.first_token import FirstToken
+from p2pkv_proxy.bodies import parse
+from p2pkv_proxy.continuation import Continuation
+from p2pkv_proxy.first_token import FirstTokens, HandOver
+from p2pkv_proxy.limits import Limits, RequestCounters
+from support.waiting import eventually
+
+CONTEXT = 600
+PARAMS = "kv_transfer_params"
+
+
+def salt_where(first: int | None, body: dict[str, Any], path: str = COMPLETIONS) -> Engine:
+    """An engine whose first token of this request is `first`; None: one with text."""
+    for salt in range(2000):
+        engine = Engine(Model(salt))
+        ids = answer(engine, body | {"return_token_ids": True}, path).ids
+        if ids[0] == first if first is not None else ids[0] not in (FIRST_HALF, END_OF_TEXT):
+            return engine
+    raise AssertionError("no such engine")
+
+
+def answer(engine: Engine, body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
+    """One server's."""
+    return Answer.of(b"".join(engine.events(path, body, "one-server")))
+
+
+# The rule and the events, without HTTP.
+
+
+def handed_on(
+    engine: Engine, path: str, body: dict[str, Any], sizes: list[int], rest: Engine
+) -> tuple[bytes | None, int]:
+    """What the client gets, None if P's token is not handed on; and how many tokens D was asked for."""
+    transcript = transcript_of(path, body)
+    assert transcript is not None
+    tokens = FirstTokens(True, RequestCounters())
+    most = transcript.wanted.most_tokens(0)
+    plan = HandOver(FirstToken.HANDED_ON, most, None)
+    asked = json.loads(bytes(parse(json.dumps(body).encode(), path).for_first_token({}, None)))
+    asked.pop(PARAMS)
+    head = b"".join(engine.events(path, asked, "id-0"))
+    token = tokens.of(head, plan, parse(json.dumps(body).encode(), path), transcript, CONTEXT)
+    if token is None:
+        assert tokens.counters.first_token_token == 1
+        return None, 0
+    relay = filter_of(path)
+    if plan.ends_with(token, CONTEXT):
+        return transcript.feed(relay.feed(head)), 0
+    got = transcript.feed(relay.feed(token.going_on))
+    transcript.settle()
+    goes_on = Continuation(transcript, CONTEXT, None)
+    asked_of_d = json.loads(bytes(goes_on.body.for_decode("x")))
+    relay = filter_of(COMPLETIONS)
+    for piece in pieces(b"".join(rest.events(COMPLETIONS, asked_of_d, "id-1")), sizes):
+        got += goes_on.feed(relay.feed(piece))
+    return got, asked_of_d["max_tokens"]
+
+
+@given(
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+    more=BODIES,
+    most=st.integers(1, 30),
+    logprobs=st.none() | st.integers(0, 3),
+    salt=st.integers(0, 10_000),
+    chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 700), max_size=5),
+)
+def test_ps_token_and_ds_rest_are_one_servers_answer(
+    path: str,
+    more: dict[str, Any],
+    most: int,
+    logprobs: int | None,
+    salt: int,
+    chunks: list[int],
+    sizes: list[int],
+) -> None:
+    if logprobs is not None:
+        more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
+    body = body_of(path, **more | {"max_tokens": most})
+    engine = Engine(Model(salt))
+    got, rest = handed_on(engine, path, body, sizes, Engine(Model(salt), chunks))
+    wanted = answer(engine, body, path)
+    if got is None:
+        first = answer(engine, body | {"return_token_ids": True, "max_tokens": 1, "stop": None}, path)
+        stops = body.get("stop") or []
+        begins = [stop[0] in first.text for stop in ([stops] if isinstance(stops, str) else stops)]
+        assert first.ids == [FIRST_HALF] or any(begins)
+    else:
+        assert same(Answer.of(got), wanted)
+        assert rest in (0, most - 1)
+
+
+# A proxy between stand-ins.
+
+
+def engine_of(engine: Engine) -> Behaviour:
+    return by_kind(
+        chosen(lambda seen: stream_of(*engine.events(seen.path, seen.body, seen.request_id))), answer_json
+    )
+
+
+@asynccontextmanager
+async def pair_of(
+    engine: Engine, decode: int = 1, ahead_tokens: int = 1 << 16, **more: Any
+) -> AsyncIterator[Deployment]:
+    """A P and so many D's that can do it."""
+    async with deployed("concurrent", **more) as deployment:
+        await deployment.add("P", first_token=2, behaviour=engine_of(engine))
+        for _ in range(decode):
+            await deployment.add(
+                "D",
+                first_token=2,
+                ahead_tokens=ahead_tokens,
+                context=CONTEXT,
+                behaviour=engine_of(engine),
+            )
+        await deployment.ready(1, decode)
+        await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
+        yield deployment
+
+
+async def ask(deployment: Deployment, body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
+    async with await deployment.post(body, path) as response:
+        assert response.status == 200, await response.text()
+        return Answer.of(await response.read())
+
+
+def reasons(deployment: Deployment) -> dict[str, int]:
+    counted = deployment.proxy.counted()
+    names = {name: value for name, value in counted.items() if name.startswith("first_token_")}
+    return dict(
+        Counter({name.removeprefix("first_token_"): value for name, value in names.items()}) + Counter()
+    )
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("greedy", [True, False])
+async def test_d_is_asked_for_the_rest(path: str, greedy: bool) -> None:
+    body = body_of(path, max_tokens=12, **USAGE) | ({"temperature": 0} if greedy else {})
+    engine = salt_where(None, body, path)
+    async with pair_of(engine) as deployment:
+        assert same(await ask(deployment, body, path), answer(engine, body, path))
+        (first,), (rest,) = deployment.p.requests, deployment.d.requests
+        assert (first.path, rest.path) == (path, COMPLETIONS)
+        assert first.request_id == rest.request_id
+        assert first.body[PARAMS] == {"first_token": "handed_on"}
+        assert rest.body[PARAMS] == {"first_token": "in_prompt"}
+        assert (first.body["max_tokens"], rest.body["max_tokens"]) == (1, 11)
+        assert ("seed" in first.body, "seed" in rest.body) == (not greedy, False)
+        ids = answer(engine, body | {"return_token_ids": True}, path)
+        assert rest.body["prompt"] == [*(ids.prompt_ids or ()), ids.ids[0]]
+        assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
+        page = await deployment.text("/metrics")
+        assert "p2pkv_proxy_first_tokens_from_prefill_total 1.0" in page
+        latest = (await deployment.get("/status"))[1]["first_token_seconds"]
+        assert latest["p50_from_prefill"] == latest["p50"] > 0 and latest["p50_from_decode"] is None
+        assert f'seconds_count{{address="{deployment.p.http_address}",way="prefill"}} 1.0' in page
+
+
+async def test_the_client_has_ps_token_before_d_has_answered() -> None:
+    body = body_of(COMPLETIONS, max_tokens=9)
+    engine, release = salt_where(None, body), asyncio.Event()
+    async with pair_of(engine) as deployment:
+        events = chosen(
+            lambda seen: stream_of(release, *engine.events(seen.path, seen.body, seen.request_id))
+        )
+        deployment.d.behaviour = events
+        async with await deployment.post(body) as response:
+            first = await response.content.readuntil(b"\n\n")
+            assert Answer.of(first).text == answer(engine, body | {"max_tokens": 1}).text
+            assert b'"finish_reason":null' in first and b'"token_ids":null' in first
+            await eventually(lambda: deployment.d.requests != [])
+            release.set()
+            assert same(Answer.of(first + await response.read()), answer(engine, body))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("why", ["one token", "end of text", "context"])
+async def test_an_answer_that_ends_with_its_first_token_never_reaches_d(path: str, why: str) -> None:
+    body = body_of(path, **USAGE)
+    engine = salt_where(END_OF_TEXT if why == "end of text" else None, body, path)
+    if why == "one token":
+        body["max_tokens"] = 1
+    if why == "context":
+        prompt = [*range(100, 99 + CONTEXT)]
+        body = body_of(COMPLETIONS, **USAGE) | {"prompt": prompt, "max_tokens": 1}
+        path = COMPLETIONS
+        engine = salt_where(None, body)
+    async with pair_of(engine) as deployment:
+        assert same(await ask(deployment, body, path), answer(engine, body, path))
+        assert not deployment.d.requests and deployment.proxy.counters.first_tokens == 1
+        (seen,) = deployment.p.requests
+        assert seen.body[PARAMS] == {"first_token": "handed_on" if why == "end of text" else "whole"}
+
+
+async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:
+    """Its engine core does not learn that its token has a stop string."""
+    body = body_of(COMPLETIONS, max_tokens=9, **USAGE)
+    engine = salt_where(None, body)
+    body["stop"] = answer(engine, body | {"max_tokens": 1}).text[-1]
+    async with pair_of(engine) as deployment:
+        assert same(await ask(deployment, body), answer(engine, body))
+        await eventually(lambda: len(deployment.p.requests) == 2)
+        first, release = deployment.p.requests
+        assert release.request_id == first.request_id and not deployment.d.requests
+        assert release.body[PARAMS] == {"first_token": "released"} and len(release.body["prompt"]) == 1
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("why", ["half a character", "may begin a stop string"])
+async def test_d_draws_the_token_that_is_not_handed_on(why: str, sampled: bool) -> None:
+    body = body_of(COMPLETIONS, max_tokens=9) | ({} if sampled else {"temperature": 0})
+    engine = salt_where(FIRST_HALF if why.startswith("half") else None, body)
+    if why.startswith("may"):
+        body["stop"] = [answer(engine, body | {"max_tokens": 1}).text[-1] + "never"]
+    async with pair_of(engine) as deployment:
+        assert same(await ask(deployment, body), answer(engine, body))
+        (first,), (whole,) = deployment.p.requests, deployment.d.requests
+        assert PARAMS not in whole.body and whole.body["prompt"] == "hi" and whole.body["max_tokens"] == 9
+        assert ("seed" in whole.body) == sampled and whole.body.get("seed") == first.body.get("seed")
+        assert reasons(deployment) == {"token": 1} and not deployment.proxy.counters.first_tokens
+
+
+AGAINST: dict[str, tuple[str, dict[str, Any]]] = {
+    "no stream": ("request", {"stream": False}),
+    "seed": ("request", {"seed": 3}),
+    "penalty": ("request", {"presence_penalty": 0.5}),
+    "several": ("request", {"n": 2}),
+    "unknown": ("request", {"of_another_vllm": 1}),
+    "grammar": ("request", {"response_format": {"type": "json_object"}}),
+    "no bound": ("request", {"max_tokens": None}),
+    "no tokens": ("request", {"max_tokens": 0}),
+    "more than the bound": ("request", {"min_tokens": 40}),
+    "no number": ("request", {"max_tokens": [3]}),
+    "too many": ("context", {"max_tokens": CONTEXT}),
+}
+
+
+@pytest.mark.parametrize("case", AGAINST)
+async def test_where_it_is_not_exact_it_is_not_done(case: str) -> None:
+    why, fields = AGAINST[case]
+    body = body_of(COMPLETIONS, max_tokens=9) | fields
+    engine = Engine(Model(1))
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = answer_json
+        async with await deployment.post(body) as response:
+            assert response.status == 200
+            await response.read()
+        (seen,) = deployment.d.requests
+        assert seen.body["prompt"] == "hi" and PARAMS not in seen.body
+        assert reasons(deployment) == {why: 1}
+        page = await deployment.text("/metrics")
+        assert f'p2pkv_proxy_first_tokens_from_decode_total{{reason="{why}"}} 1.0' in page
+
+
+async def test_a_greedy_seed_is_none() -> None:
+    body = body_of(COMPLETIONS, max_tokens=9, seed=3, temperature=0)
+    engine = salt_where(None, body)
+    async with pair_of(engine) as deployment:
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert deployment.proxy.counters.first_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("levels", "bounded", "done"),
+    [
+        ((2, 2), False, True),
+        ((2, 1), True, True),
+        ((2, 1), False, False),
+        ((0, 2), True, False),
+        ((2, 0), True, False),
+    ],
+)
+async def test_instances_say_whether_they_can(levels: tuple[int, int], bounded: bool, done: bool) -> None:
+    """A D whose model bounds answers by itself cannot be asked for the rest of one that has no bound."""
+    body = body_of(CHAT)
+    if not bounded:
+        del body["max_tokens"]
+    engine = salt_where(None, body, CHAT)
+    async with deployed("concurrent") as deployment:
+        await deployment.add("P", first_token=levels[0], behaviour=engine_of(engine))
+        prompt = answer(engine, body | {"return_token_ids": True}, CHAT).prompt_ids
+        context = len(prompt or ()) + DEFAULT_TOKENS
+        await deployment.add("D", first_token=levels[1], context=context, behaviour=engine_of(engine))
+        await deployment.ready(1, 1)
+        await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
+        assert same(await ask(deployment, body, CHAT), answer(engine, body, CHAT))
+        assert deployment.proxy.counters.first_tokens == done
+        assert reasons(deployment) == ({} if done else {"instances": 1})
+
+
+async def test_a_d_whose_room_is_taken_is_asked_at_once() -> None:
+    body = body_of(COMPLETIONS, max_tokens=9)
+    engine, release = salt_where(None, body), asyncio.Event()
+    async with pair_of(engine, ahead_tokens=200) as deployment:
+        deployment.d.behaviour = chosen(
+            lambda seen: stream_of(release, *engine.events(seen.path, seen.body, seen.request_id))
+        )
+        asking = [asyncio.create_task(ask(deployment, body)) for _ in range(3)]
+        await eventually(lambda: len(deployment.d.requests) == 3)
+        assert reasons(deployment) == {"room": 2} and deployment.proxy.counters.first_tokens == 1
+        release.set()
+        assert all(same(got, answer(engine, body)) for got in await asyncio.gather(*asking))
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert deployment.proxy.counters.first_tokens == 2, "there is room again"
+
+
+async def test_chats_with_a_parser_are_left_to_d() -> None:
+    """Only the first one shows it, and is asked of D when P has answered."""
+    body = body_of(CHAT, max_tokens=9)
+    engine = salt_where(None, body, CHAT)
+
+    def reasons_first(seen: Seen) -> Behaviour:
+        events = list(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(*(each.replace(b'{"content":', b'{"reasoning":') for each in events))
+
+    async with pair_of(engine) as deployment:
+        deployment.p.behaviour = by_kind(chosen(reasons_first), answer_json)
+        for _ in range(3):
+            assert same(await ask(deployment, body, CHAT), answer(engine, body, CHAT))
+        assert reasons(deployment) == {"parser": 3}
+        assert [seen.body["stream"] for seen in deployment.p.requests] == [True, False, False]
+        assert all(seen.path == CHAT for seen in deployment.d.requests)
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+async def test_chats_of_an_instance_with_a_parser_are_left_to_d(who: str) -> None:
+    body = body_of(CHAT, max_tokens=9)
+    engine = salt_where(None, body, CHAT)
+    async with pair_of(engine) as deployment:
+        parsing = next(each for each in deployment.instances if each.role == who)
+        deployment.pingers[parsing.http_address].stop()
+        parsing.parses, parsing.incarnation = True, "with a parser"
+        deployment.begin_ping(parsing)
+        await eventually(lambda: any(each.ping.parses and each.healthy for each in deployment.everyone()))
+        await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
+        assert same(await ask(deployment, body, CHAT), answer(engine, body, CHAT))
+        assert reasons(deployment) == {"parser": 1}
+
+
+ONE_TOKEN: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "whole": (COMPLETIONS, {"stream": False, "max_tokens": 1}, True),
+    "whole chat": (CHAT, {"stream": False, "max_completion_tokens": 1, "max_tokens": 9}, True),
+    "seed": (COMPLETIONS, {"max_tokens": 1, "seed": 3}, True),
+    "grammar": (COMPLETIONS, {"stream": False, "max_tokens": 1, "response_format": {"type": "x"}}, True),
+    "several": (COMPLETIONS, {"stream": False, "max_tokens": 1, "prompt": ["a", "b"], "n": 2}, True),
+    "two": (COMPLETIONS, {"stream": False, "max_tokens": 2}, False),
+    "tools": (CHAT, {"stream": False, "max_tokens": 1, "tools": [{"type": "function"}]}, False),
+}
+
+
+@pytest.mark.parametrize("case", ONE_TOKEN)
+async def test_any_answer_of_one_token_is_ps(case: str) -> None:
+    path, fields, done = ONE_TOKEN[case]
+    body = body_of(path) | fields
+    async with pair_of(Engine(Model(1))) as deployment:
+        async with await deployment.post(body, path) as response:
+            assert response.status == 200
+            await response.read()
+        (seen,) = deployment.p.requests
+        if done:
+            assert seen.body == body | {PARAMS: {"first_token": "whole"}} and not deployment.d.requests
+        else:
+            assert PARAMS not in seen.body and len(deployment.d.requests) == 1
+        assert deployment.proxy.counters.first_tokens == done
+
+
+async def test_a_p_that_fails_an_answer_of_one_token() -> None:
+    body = body_of(COMPLETIONS) | {"stream": False, "max_tokens": 1}
+    async with pair_of(Engine(Model(1))) as deployment:
+        deployment.p.behaviour = answer_error(500)
+        async with await deployment.post(body) as response:
+            assert response.status == 200
+        (seen,) = deployment.d.requests
+        assert seen.body == body
+        assert [outcomes(each) for each in deployment.everyone() if each.role == "P"] == [[False]]
+
+
+@pytest.mark.parametrize("limits", [Limits(first_token="decode"), Limits(resumes=0)])
+async def test_an_option_turns_it_off(limits: Limits) -> None:
+    body = body_of(COMPLETIONS, max_tokens=9)
+    engine = salt_where(None, body)
+    async with pair_of(engine, limits=limits) as deployment:
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert not deployment.proxy.counters.first_tokens and not reasons(deployment)
+
+
+async def test_without_room_for_the_prompts_ids_d_does_all() -> None:
+    body = body_of(COMPLETIONS, max_tokens=9)
+    engine = salt_where(None, body)
+    async with pair_of(engine, limits=Limits(resume_bytes=1 << 10)) as deployment:
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert reasons(deployment) == {"memory": 1}
+
+
+# Faults.
+
+BODY = body_of(COMPLETIONS, max_tokens=12)
+
+
+@pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])
+async def test_a_p_that_fails_before_its_token(how: str) -> None:
+    """Nothing has gone to the client, and a D takes the request alone."""
+    engine = salt_where(None, BODY)
+    error = b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n'
+    failing: dict[str, Behaviour] = {
+        "refuses": answer_error(500),
+        "dies": stream_of(b": waiting\n\n", die),
+        "an error": stream_of(error, DONE),
+        "no event": stream_of(b'data: {"id":"x","choices":[{"index":0,"text":"a"}]}\n\n', DONE),
+    }
+    async with pair_of(engine) as deployment:
+        deployment.p.behaviour = failing[how]
+        assert same(await ask(deployment, BODY), answer(engine, BODY))
+        assert reasons(deployment) == {"failed": 1}
+        assert deployment.d.requests[-1].body["prompt"] == "hi"
+
+
+async def test_a_p_that_dies_after_its_token_is_not_noticed() -> None:
+    engine = salt_where(None, BODY)
+
+    def dies_behind(seen: Seen) -> Behaviour:
+        events = list(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(events[0], die)
+
+    async with pair_of(engine) as deployment:
+        deployment.p.behaviour = chosen(dies_behind)
+        assert same(await ask(deployment, BODY), answer(engine, BODY))
+        assert deployment.proxy.counters.first_tokens == 1
+
+
+@pytest.mark.parametrize("how", ["dies", "refuses", "an error", "in the middle"])
+async def test_a_d_that_is_lost_behind_ps_token(how: str) -> None:
+    """Another one goes on from there, as with any stream that has begun."""
+    engine = salt_where(None, BODY)
+
+    def loses(seen: Seen) -> Behaviour:
+        return stream_of(*list(engine.events(seen.path, seen.body, seen.request_id))[:3], die)
+
+    losing: dict[str, Behaviour] = {
+        "dies": stream_of(die),
+        "refuses": answer_error(500),
+        "an error": stream_of(b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE),
+        "in the middle": chosen(loses),
+    }
+    async with pair_of(engine, 2) as deployment:
+        take_turns(deployment.decodes, losing[how], engine_of(engine))
+        assert same(await ask(deployment, BODY), answer(engine, BODY))
+        assert asked(deployment.decodes) == [1, 1]
+        assert deployment.proxy.counters.resumed == 1 and deployment.proxy.counters.first_tokens == 1
+        assert len(deployment.p.requests) == 2, "P computes it again for the other D"
+
+
+async def test_without_another_d_the_stream_ends_with_an_error() -> None:
+    engine = salt_where(None, BODY)
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = stream_of(die)
+        got = await ask(deployment, BODY)
+        assert got.text == answer(engine, BODY | {"max_tokens": 1}).text
+        assert got.error["code"] == 502
+
+
+async def test_a_client_that_leaves_behind_ps_token() -> None:
+    engine = salt_where(None, BODY)
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = never_a_token
+        response = await deployment.post(BODY)
+        await eventually(lambda: deployment.d.requests != [])
+        response.close()
+        await eventually(lambda: deployment.d.requests[0].aborted)
+
+
+async def test_a_proxy_that_stops_behind_ps_token_says_so() -> None:
+    engine = salt_where(None, BODY)
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = never_a_token
+        async with await deployment.post(BODY) as response:
+            await eventually(lambda: deployment.d.requests != [])
+            assert await deployment.proxy.stop(0.0, asyncio.Event()) == 1
+            got = Answer.of(await response.read())
+        assert got.error["code"] == 503 and "stop" in got.error["message"]
+
+
+async def test_a_drain_behind_ps_token_moves_what_d_has_not_begun() -> None:
+    engine = salt_where(None, BODY)
+    async with pair_of(engine, 2) as deployment:
+        take_turns(deployment.decodes, stream_of(b": waiting\n\n", forever), engine_of(engine))
+        asking = asyncio.create_task(ask(deployment, BODY))
+        await eventually(lambda: sum(asked(deployment.decodes)) == 1)
+        (d,) = [each for each in deployment.everyone() if each.places]
+        (p,) = [each for each in deployment.everyone() if each.role == "P"]
+        assert deployment.proxy.active.needs(p), "D has yet to take P's KV"
+        deployment.registry.drain(d, True)
+        deployment.proxy.move_away([d])
+        assert same(await asking, answer(engine, BODY))

@@ -1,0 +1,241 @@
+"""Real servers: the first token comes from P, and the answer is the one of a single server."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_deployments import PROXYS, SHORT, TOKEN, Deployment, cores_of, deployed, instance, started_again
+from vllm_support import MODEL_NAME, assert_same, metric, tokens
+
+from p2pkv.demo import client
+from p2pkv.demo.answers import GREEDY, Answer, answer_of
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
+
+REQUESTS = int(os.environ.get("P2PKV_FIRST_TOKEN_REQUESTS", "120"))
+AT_ONCE = 8
+WITH_ROOM = {"extra_config": {**SHORT, "prefetch_bytes": 64 << 20}}
+CACHING: dict[str, Any] = {"more_args": ("--enable-prefix-caching",)}
+
+
+@pytest.fixture(scope="module")
+def started(
+    fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """A P and two D's with room for KV that comes ahead."""
+    fleet_keeper.stop()
+    logs = tmp_path_factory.mktemp("first_token")
+    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=[*PROXYS, "--admin-token", TOKEN])
+    p = instance(proxy, tiny_model, logs, "P", **CACHING)
+    ds = [instance(proxy, tiny_model, logs, "D", name=name, **WITH_ROOM, **CACHING) for name in ("D1", "D2")]
+    with deployed(Deployment(p, ds, proxy)) as made:
+        yield made
+
+
+@pytest.fixture
+def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
+    servers_on_failure(*started.servers, started.proxy)
+    wait_until(started.trusted, "all three", 60.0)
+    return started
+
+
+@dataclass
+class Heard:
+    """What a client makes of the events of one stream, but for ids and times."""
+
+    parts: list[Answer] = field(default_factory=list)
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    finish: list[Any] = field(default_factory=list)
+    usage: Any = None
+    offsets: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    prompt: Any = None
+
+    def add(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        self.usage = event.get("usage") or self.usage
+        self.prompt = event.get("prompt_token_ids") or self.prompt
+        for choice in event["choices"]:
+            self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            self.ids += choice.get("token_ids") or []
+            self.prompt = choice.get("prompt_token_ids") or self.prompt
+            if (logprobs := choice["logprobs"]) is not None:
+                rows = logprobs.get("content")
+                self.offsets += [] if rows is not None else logprobs["text_offset"]
+                self.names += logprobs["tokens"] if rows is None else [row["token"] for row in rows]
+                values = logprobs["token_logprobs"] if rows is None else [row["logprob"] for row in rows]
+                self.logprobs += [round(value, 1) for value in values]
+                if rows is not None:
+                    choice = {**choice, "message": {"content": ""}}
+                self.parts.append(answer_of({"text": "", **choice}))
+            if choice["finish_reason"] is not None:
+                self.finish.append((choice["finish_reason"], choice.get("stop_reason")))
+
+    @property
+    def answer(self) -> Answer:
+        margins = tuple(margin for part in self.parts for margin in part.margins)
+        return Answer(text=self.text, tokens=tuple(self.ids), margins=margins)
+
+
+def ask(base_url: str, path: str, body: dict[str, Any]) -> Heard:
+    heard = Heard()
+    for event in client.stream(f"{base_url}{path}", body, timeout_seconds=300.0):
+        heard.add(event)
+    return heard
+
+
+def request(number: int, single: str) -> tuple[str, dict[str, Any]]:
+    """Completions and chats, with prefixes that others share; some end with their first token, some with a
+    stop string across its border or behind it."""
+    chat = number % 2
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": (12, 1, 30, 2)[number // 2 % 4], **GREEDY}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": number % 3 == 0}
+    if chat:
+        shared = "Tell me about the sea and the weather there, please, in a few words. " * (number % 5)
+        body |= {"messages": [{"role": "user", "content": f"{shared}{number}?"}]}
+        body |= {"logprobs": True, "top_logprobs": 2}
+    else:
+        shared_tokens = tokens(70 * (number % 4), "shared")
+        body |= {"prompt": [*shared_tokens, *tokens(9 + number % 90, f"first {number}")], "logprobs": 2}
+    if number % 7 in (3, 5) and body["max_tokens"] > 2:
+        said = ask(single, path, body).text
+        at = max(0, len(said) // (5 if number % 7 == 3 else 2) - 1)
+        body["stop"] = [said[at : at + 3] or "never", "never at all"]
+        body["include_stop_str_in_output"] = number % 4 == 0
+    return path, body
+
+
+def are_the_same(wanted: list[Heard], got: list[Heard]) -> None:
+    assert_same([each.answer for each in wanted], [each.answer for each in got])
+    alike = [(one, other) for one, other in zip(wanted, got, strict=True) if one.ids == other.ids]
+    assert len(alike) >= 0.95 * len(wanted), "ties are rare"
+    for one, other in alike:
+        assert vars(one) | {"parts": None} == vars(other) | {"parts": None}
+
+
+def all_answers(base_url: str, asked: list[tuple[str, dict[str, Any]]]) -> list[Heard]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda each: ask(base_url, *each), asked))
+
+
+def test_answers_are_a_single_servers(trio: Deployment) -> None:
+    single = trio.ds[1].base_url
+    asked = [request(number, single) for number in range(REQUESTS)]
+    wanted = all_answers(single, asked)
+    handed_on, others = (trio.counted(f"first_tokens_from_{who}_total") for who in ("prefill", "decode"))
+    got = all_answers(trio.proxy.base_url, asked)
+    are_the_same(wanted, got)
+    from_p = trio.counted("first_tokens_from_prefill_total") - handed_on
+    from_d = trio.counted("first_tokens_from_decode_total") - others
+    print(f"{from_p:g} first tokens came from P, {from_d:g} from D")
+    assert from_p + from_d == REQUESTS and from_p >= 0.8 * REQUESTS
+    assert sum(metric(each, "p2pkv_bytes_prefetched_total") for each in trio.ds) > 0
+    assert all(metric(each, "p2pkv_transfers_failed_total") == 0 for each in trio.servers)
+    trio.rests()
+
+
+FAULTS: dict[str, Callable[[VllmServer], None]] = {
+    "killed": VllmServer.kill,
+    "core_killed": lambda server: cores_of(server)[0].kill(),
+    "stopped": lambda server: os.kill(server.pid, signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_is_lost_and_nothing_comes_twice(trio: Deployment, fault: str, who: str) -> None:
+    """One of them goes while many answers have their first token from P."""
+    single = trio.ds[1].base_url
+    victim = trio.victim(who)
+    bodies = [
+        {
+            "model": MODEL_NAME,
+            "prompt": tokens(200, f"{fault} {who} {number}"),
+            "max_tokens": 40,
+            "logprobs": 2,
+        }
+        | GREEDY
+        for number in range(48)
+    ]
+    asked = [("/v1/completions", body) for body in bodies]
+    wanted = all_answers(single, asked)
+    before = trio.counted("first_tokens_from_prefill_total")
+    with ThreadPoolExecutor(16) as pool:
+        under_way = [pool.submit(ask, trio.proxy.base_url, *each) for each in asked]
+        wait_until(lambda: trio.counted("first_tokens_from_prefill_total") > before + 8, "first tokens", 60.0)
+        FAULTS[fault](victim)
+        got = [each.result() for each in under_way]
+    are_the_same(wanted, got)
+    assert trio.counted("not_resumed_total") == 0
+    started_again(victim)
+    wait_until(trio.trusted, "all three", 120.0)
+
+
+def test_clients_that_leave_leave_nothing(trio: Deployment) -> None:
+    bodies = [{"prompt": tokens(300, f"leaves {number}"), "max_tokens": 200} for number in range(24)]
+
+    def leaves(body: dict[str, Any]) -> None:
+        full = {"model": MODEL_NAME, "ignore_eos": True, **GREEDY, **body}
+        stream = client.stream(f"{trio.proxy.base_url}/v1/completions", full)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+
+    before = trio.counted("first_tokens_from_prefill_total")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(leaves, bodies))
+    assert trio.counted("first_tokens_from_prefill_total") - before == len(bodies)
+    trio.rests()
+
+
+DRAWS = int(os.environ.get("P2PKV_FIRST_TOKEN_DRAWS", "1500"))
+LIKELIEST = 4
+"""Tokens that may be drawn, of each of the two."""
+
+
+def likeliest(base_url: str, prompt: list[int]) -> dict[int, float]:
+    """The shares of the next token's likeliest ones."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "logprobs": LIKELIEST + 1, **GREEDY}
+    (top,) = client.post(f"{base_url}/v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"]
+    values = {int(name.removeprefix("token_id:")): math.exp(value) for name, value in top.items()}
+    kept = dict(sorted(values.items(), key=lambda item: -item[1])[:LIKELIEST])
+    return {token: value / sum(kept.values()) for token, value in kept.items()}
+
+
+def test_pairs_of_sampled_tokens_are_drawn_as_one_servers(trio: Deployment) -> None:
+    """Within four standard deviations of chi squared: what is wrong in one pair of ten passes for right only
+    if it is wrong by less than a tenth (1,500 draws), or a thirtieth (20,000)."""
+    prompt, single = tokens(60, "sampled"), trio.ds[1].base_url
+    shares: dict[tuple[int, int], float] = {}
+    for first, share in likeliest(single, prompt).items():
+        for second, then in likeliest(single, [*prompt, first]).items():
+            shares[first, second] = share * then
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 2, "top_k": LIKELIEST, "temperature": 1.0}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    before = trio.counted("first_tokens_from_prefill_total")
+
+    def draw(_: int) -> tuple[int, ...]:
+        return tuple(ask(trio.proxy.base_url, "/v1/completions", body).ids)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        counts = Counter(pool.map(draw, range(DRAWS)))
+    assert trio.counted("first_tokens_from_prefill_total") - before >= 0.5 * DRAWS
+    assert set(counts) <= shares.keys()
+    common = {pair: DRAWS * share for pair, share in shares.items() if DRAWS * share >= 5}
+    squared = sum((counts[pair] - mean) ** 2 / mean for pair, mean in common.items())
+    excess = (squared - len(common)) / math.sqrt(2 * len(common))
+    print(f"{DRAWS} draws of {len(common)} pairs: chi squared is {squared:.1f}, {excess:+.1f} deviations")
+    assert excess < 4
