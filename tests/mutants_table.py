@@ -662,8 +662,8 @@ Recent.find: a block table is uploaded again for each span of layers
 - if known is array and other == kind:
 + if False:
 == p2pkv/links/gpu.py
-> tests/links/test_pace.py
-Pace.pause: a link is looked at late once an operation has waited for its peer
+> tests/links/test_poll_timer.py
+PollTimer.pause: a link is looked at late once an operation has waited for its peer
 - min(self._took, default=0.0)
 + max(self._took, default=0.0)
 == p2pkv/links/nccl_ends.py

@@ -263,6 +263,11 @@ class PacedLauncher(DriverLauncher):
 class PacedCache(PagedCache):
     """A cache whose copies take their time and move nothing."""
 
+    now: Callable[[], PacedEvent]
+
+    def fence(self) -> PacedEvent:
+        return self.now()
+
     @classmethod
     def of(
         cls, tensors: Sequence[torch.Tensor], block_size: int, copies: PacedLauncher, now: Any
@@ -281,7 +286,7 @@ class PacedCache(PagedCache):
             codec=plain.codec,
             device=plain.device,
         )
-        paced._record = now
+        paced.now = now
         return paced
 
 
@@ -319,7 +324,7 @@ class Meeting:
         return float(self._theirs[1, number % RING])
 
 
-class Operation(Work):
+class PacedOperation(Work):
     """A send or a receive: it begins when both sides have."""
 
     __slots__ = ("_meeting", "_met", "_number")
@@ -375,7 +380,7 @@ class PacedNccl(Nccl):
         self._device.clock.spend(card.call, "NCCL", released=True)
         stream = PacedStream.by_number[number]
         launched = time.monotonic() + card.kernel
-        stream.last = Operation(stream.last, launched, card.operation + nbytes / card.wire, comm)
+        stream.last = PacedOperation(stream.last, launched, card.operation + nbytes / card.wire, comm)
 
 
 # CUDA IPC: memory that two processes map, and neither touches.

@@ -91,7 +91,7 @@ class CudaDevice:
         return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
 
 
-class Pace:
+class PollTimer:
     """When a link's oldest operation may be done, by how long those before it took: to look earlier is of no
     use, and takes the interpreter's lock from the model."""
 

@@ -20,7 +20,7 @@ import torch
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
-from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, Pace, wait_out
+from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, PollTimer, wait_out
 from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Line, Record, listen, same_user
 from p2pkv.links.listener import Door
 from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
@@ -120,7 +120,7 @@ class IpcInbound(GuardedInbound):
         self._held: set[IpcReceive] = set()  # filled, and not released
         self._line: Line | None = None
         self._left = False
-        self._pace = Pace()
+        self._timer = PollTimer()
         self._announced = 0
         """How many of `_posted` P has announced."""
         self.name = secrets.token_bytes(NONCE_BYTES)
@@ -161,12 +161,12 @@ class IpcInbound(GuardedInbound):
 
     def launch(self) -> None:
         if self._announced == 0 and self._posted:
-            self._pace.begin(self._posted[0].buffer.numel())
+            self._timer.begin(self._posted[0].buffer.numel())
         self._announced += 1
 
     def pause(self) -> float:
         """Seconds until a poll may find something."""
-        return self._pace.pause() if self.up else 0.0
+        return self._timer.pause() if self.up else 0.0
 
     def release(self, receive: IpcReceive) -> None:
         """A receive's bytes have been read, by what the current stream holds now."""
@@ -217,10 +217,10 @@ class IpcInbound(GuardedInbound):
             )
         self._posted.popleft()
         self._arrived += 1
-        self._pace.end()
+        self._timer.end()
         self._announced = max(0, self._announced - 1)
         if self._announced and self._posted:
-            self._pace.begin(self._posted[0].buffer.numel())
+            self._timer.begin(self._posted[0].buffer.numel())
         receive.arrived = True
         assert self._line is not None
         if receive.released:
@@ -277,7 +277,7 @@ class IpcOutbound(GuardedOutbound):
         self._next = 0
         self._unannounced: deque[IpcSend] = deque()
         self._unfinished: deque[IpcSend] = deque()
-        self._pace = Pace()
+        self._timer = PollTimer()
 
     def reserve(self, nbytes: int, remote_slot: int) -> IpcSend | None:
         """D's slot, or None while its memory is not mapped. Raises LinkError for a slot of another grant."""
@@ -297,12 +297,12 @@ class IpcOutbound(GuardedOutbound):
         self.guard.check()
         send.written = self._shared.device.here()
         if send is self._unannounced[0]:
-            self._pace.begin(send.buffer.numel())
+            self._timer.begin(send.buffer.numel())
         self.poll()
 
     def pause(self) -> float:
         """Seconds until a poll may find something."""
-        return self._pace.pause() if self.up else 0.0
+        return self._timer.pause() if self.up else 0.0
 
     @property
     def used(self) -> int:
@@ -388,7 +388,7 @@ class IpcOutbound(GuardedOutbound):
             if send.written is None or not send.written.ready():
                 return
             self._unfinished.append(self._unannounced.popleft())
-            self._pace.end()
+            self._timer.end()
             if self._unannounced and self._unannounced[0].written is not None:
-                self._pace.begin(self._unannounced[0].buffer.numel())
+                self._timer.begin(self._unannounced[0].buffer.numel())
             self._line.send(COMMITTED, send.sequence, send.buffer.numel())

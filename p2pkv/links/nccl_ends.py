@@ -12,7 +12,7 @@ import torch
 
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import Guard, GuardedEnd, GuardedInbound, GuardedOutbound, LinkError
-from p2pkv.links.gpu import Pace, wait_out
+from p2pkv.links.gpu import PollTimer, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
 from p2pkv.links.staging import StagingShare
@@ -87,7 +87,7 @@ class NcclEnd(GuardedEnd):
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
         self._flying: deque[Operation] = deque()  # launched, and its event is recorded
-        self._pace = Pace()
+        self._timer = PollTimer()
         self._calling = threading.Lock()  # held while the owner is inside a call to the communicator
         self._ending = threading.Lock()
         self._ended = False
@@ -144,7 +144,7 @@ class NcclEnd(GuardedEnd):
 
     def pause(self) -> float:
         """Seconds until a poll may find something."""
-        return 0.0 if self._launching is not None else self._pace.pause()
+        return 0.0 if self._launching is not None else self._timer.pause()
 
     def check(self) -> None:
         self.shared.owner.owned()
@@ -202,9 +202,9 @@ class NcclEnd(GuardedEnd):
             while self._flying and self._reached(self._flying[0].event):
                 operation = self._flying.popleft()
                 operation.finished = True
-                self._pace.end()
+                self._timer.end()
                 if self._flying:
-                    self._pace.begin(self._flying[0].buffer.numel())
+                    self._timer.begin(self._flying[0].buffer.numel())
                 self._time(operation)
                 if self.shared.times is not None:
                     self.shared.times.append(operation.times)
@@ -256,7 +256,7 @@ class NcclEnd(GuardedEnd):
         operation.event = self._opening.stream.record()
         self._time(operation)
         if not self._flying:
-            self._pace.begin(operation.buffer.numel())
+            self._timer.begin(operation.buffer.numel())
         self._flying.append(operation)
 
     def _time(self, operation: Operation) -> None:

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from p2pkv.links import gpu
-from p2pkv.links.gpu import EARLY, LEAST_PACED, MOST_PAUSE, PACED, Pace, pause_of
+from p2pkv.links.gpu import EARLY, LEAST_PACED, MOST_PAUSE, PACED, PollTimer, pause_of
 
 MIB = 1 << 20
 LEAST = 20e-6
@@ -27,14 +27,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def took(pace: Pace, clock: Clock, nbytes: int, seconds: float) -> None:
+def took(pace: PollTimer, clock: Clock, nbytes: int, seconds: float) -> None:
     pace.begin(nbytes)
     clock.now += seconds
     pace.end()
 
 
 def test_an_operation_is_looked_at_when_the_fastest_before_it_would_be_nearly_done(clock: Clock) -> None:
-    pace = Pace()
+    pace = PollTimer()
     assert pace.pause() == inf
     pace.begin(8 * MIB)
     assert pace.pause() <= 0, "nothing was measured yet"
@@ -48,7 +48,7 @@ def test_an_operation_is_looked_at_when_the_fastest_before_it_would_be_nearly_do
 
 
 def test_a_wire_that_has_become_slower_is_believed_after_some_operations(clock: Clock) -> None:
-    pace = Pace()
+    pace = PollTimer()
     took(pace, clock, 8 * MIB, 0.0002)
     for _ in range(PACED):
         took(pace, clock, 8 * MIB, 0.0006)
@@ -57,7 +57,7 @@ def test_a_wire_that_has_become_slower_is_believed_after_some_operations(clock: 
 
 
 def test_small_operations_say_nothing_about_the_wire(clock: Clock) -> None:
-    pace = Pace()
+    pace = PollTimer()
     took(pace, clock, LEAST_PACED - 1, 0.5)
     pace.begin(8 * MIB)
     assert pace.pause() <= 0
