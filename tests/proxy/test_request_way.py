@@ -1,4 +1,4 @@
-"""A request passes eleven files of the proxy, and docs/design.md names them."""
+"""A request passes twelve files of the proxy, and docs/design.md names them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from request_way import files_passed
 PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
 
 
-async def test_a_request_passes_the_eleven_files_that_the_page_names() -> None:
-    table = PAGE.partition("**A request** passes eleven files")[2].partition("\nSome requests pass others")[0]
+async def test_a_request_passes_the_twelve_files_that_the_page_names() -> None:
+    table = PAGE.partition("**A request** passes twelve files")[2].partition("\nSome requests pass others")[0]
     named = set(re.findall(r"^\| `([^`]+\.py)`", table, re.MULTILINE))
-    assert len(named) == 11
+    assert len(named) == 12
     assert set(await files_passed()) == named
