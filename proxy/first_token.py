@@ -44,7 +44,6 @@ REASONS: dict[Why, str] = {
 }
 """Why the first token of a request came from D, although a P took part in it."""
 
-_LARGEST_SEED = (1 << 63) - 1
 _WHOLE_BLOCKS = 128
 """Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
 
@@ -181,10 +180,10 @@ class FirstTokens:
             return None
         wanted = transcript.wanted
         most = wanted.most_tokens(0)
-        greedy = wanted.fields.get("temperature") == 0
-        seed = None if greedy else random.getrandbits(63) & _LARGEST_SEED
         if most == 1:
-            return HandOver(FirstToken.WHOLE, most, seed)
+            return HandOver(FirstToken.WHOLE, most, None)
+        greedy = wanted.fields.get("temperature") == 0
+        seed = None if greedy else random.getrandbits(63)
         room = body.prompt.tokens + _WHOLE_BLOCKS
         choice.decode.expect_ahead(room)
         return HandOver(FirstToken.HANDED_ON, most, seed, choice.decode, room)
@@ -215,6 +214,8 @@ class FirstTokens:
             return "parser"
         levels = prefill.ping.first_token, decode.ping.first_token
         if not all(levels) or (unbounded and decode.ping.first_token < 2):
+            return "instances"
+        if fields.get("temperature") != 0 and not (prefill.ping.seeds and decode.ping.seeds):
             return "instances"
         room = decode.ahead + body.prompt.tokens + _WHOLE_BLOCKS
         if most != 1 and room > decode.ping.ahead_tokens:

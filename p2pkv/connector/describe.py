@@ -187,6 +187,12 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
     return 1 if options.decodes and defaults.get("max_tokens") else 2
 
 
+def takes_seeds() -> bool:
+    """Whether vLLM may be given requests with a seed. On a CPU its engine core ends when one of them, whose
+    prompt is computed in part, is in a step with others: torch's CPU generator has no offset to set back."""
+    return not current_platform.is_cpu()
+
+
 def ahead_tokens(kv_config: KVCacheConfig, options: Options) -> int:
     """How many tokens of prompts fit into `prefetch_bytes`, where all layers keep the same tokens."""
     if not options.decodes or options.data_parallel:

@@ -177,7 +177,7 @@ class FakeInstance:
         context: tokens of their context there; None if they have none.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
-        first_token, ahead_tokens, parses: what its ping says of them.
+        first_token, ahead_tokens, parses, seeds: what its ping says of them.
         frozen: /health and /v1/models are never answered any more.
         healths, lists: how often it was asked for /health, and for /v1/models.
         requests: what has arrived, in order.
@@ -194,6 +194,7 @@ class FakeInstance:
     first_token: int = 0
     ahead_tokens: int = 1 << 20
     parses: bool = False
+    seeds: bool = True
     frozen: bool = False
     healths: int = 0
     lists: int = 0
@@ -216,6 +217,7 @@ class FakeInstance:
             first_token=self.first_token,
             ahead_tokens=self.ahead_tokens,
             parses=self.parses,
+            seeds=self.seeds,
         )
 
     async def start(self) -> None:

@@ -340,6 +340,20 @@ async def test_a_d_whose_room_is_taken_is_asked_at_once() -> None:
         assert deployment.proxy.counters.first_tokens == 2, "there is room again"
 
 
+@pytest.mark.parametrize(("greedy", "done"), [(True, True), (False, False)])
+async def test_instances_that_take_no_seeds_share_no_sampled_answer(greedy: bool, done: bool) -> None:
+    body = body_of(COMPLETIONS, max_tokens=9) | ({"temperature": 0} if greedy else {})
+    engine = salt_where(None, body)
+    async with deployed("concurrent") as deployment:
+        await deployment.add("P", first_token=2, behaviour=engine_of(engine), seeds=False)
+        await deployment.add("D", first_token=2, context=CONTEXT, behaviour=engine_of(engine))
+        await deployment.ready(1, 1)
+        await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert deployment.proxy.counters.first_tokens == done
+        assert all("seed" not in each.body for each in deployment.p.requests)
+
+
 async def test_chats_with_a_parser_are_left_to_d() -> None:
     """Only the first one shows it, and is asked of D when P has answered."""
     body = body_of(CHAT, max_tokens=9)

@@ -53,8 +53,8 @@ def by_the_proxy(tokens: FirstTokens, *, one_seed: bool = True) -> Draw:
     """P draws; D draws the second token behind P's, or both by itself, with P's seed."""
     registry = Registry()
     p, d = (
-        join(registry, ping("P", 1, first_token=2)),
-        join(registry, ping("D", 2, first_token=2, ahead_tokens=1000)),
+        join(registry, ping("P", 1, first_token=2, seeds=True)),
+        join(registry, ping("D", 2, first_token=2, ahead_tokens=1000, seeds=True)),
     )
     d.context = CONTEXT
     body = parse(json.dumps(BODY).encode(), COMPLETIONS)
