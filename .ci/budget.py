@@ -27,10 +27,10 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 20_740),
-        ("lines of proxy", lines("proxy"), 8_740),
-        ("lines of tests", lines("tests"), 59_830),
-        ("words of README.md and docs/", words(), 26_310),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_950),
+        ("lines of proxy", lines("proxy"), 10_100),
+        ("lines of tests", lines("tests"), 65_310),
+        ("words of README.md and docs/", words(), 30_360),
     ]
 
 
