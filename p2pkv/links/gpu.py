@@ -26,7 +26,7 @@ LEAST_PACED = 1 << 20
 PACED = 32
 """Operations of a link of which the fastest says how fast the wire is."""
 
-EARLY = 0.9
+EARLY = 0.5
 """Part of the time that an operation is thought to take, after which it is looked at."""
 
 MOST_PAUSE = 0.001
