@@ -42,7 +42,7 @@ def serves_as_one(url: str, single: str, probes: Path, seed: str) -> int:
     prompts = [tokens(length, f"{seed} {length} {count}") for length in LENGTHS for count in range(4)]
     halves = [prompt[: len(prompt) // 2] for prompt in prompts[::2] if len(prompt) > 2 * BLOCK]
     compared = Compared(probes)
-    ask_all(url, halves, at_once=16, max_tokens=1)
+    ask_all(url, halves, at_once=16, max_tokens=2)  # one token would be P's alone
     compared.spans(len(halves))
     expected = ask_all(single, prompts, at_once=16)
     compared = Compared(probes)
