@@ -382,7 +382,7 @@ def default_staging(gpu_bytes: int) -> int:
 def default_chunk(staging: object, has_gpu: bool) -> int:
     """Bytes of a message, for what is given as `staging_bytes`; docs/design.md derives it ("The NCCL link").
 
-    A message between GPUs costs 0.1 to 0.25 ms besides its bytes, so it should be large; but staging holds
+    A message between GPUs costs 0.1 to 0.3 ms besides its bytes, so it should be large; but staging holds
     SLOTS_OF_A_LINK messages for each of BUSY_LINKS links.
     """
     if not has_gpu or not isinstance(staging, int):
