@@ -9,7 +9,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -177,6 +180,20 @@ def leftovers() -> tuple[int, list[str], list[str]]:
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "p2pkv-arena" in line]
     ours = sorted(name for name in os.listdir("/dev/shm") if "p2pkv" in name)  # others use it meanwhile
     return len(os.listdir("/proc/self/fd")), maps, ours
+
+
+def held() -> Counter[str]:
+    """How many of each: open descriptors, arenas mapped here, files of ours in /dev/shm, threads of ours.
+
+    For `held() - before`: what earlier tests have left may go meanwhile, so it is collected before `before`.
+    """
+    _, maps, files = leftovers()
+    descriptors = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            descriptors.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    threads = [each.name for each in threading.enumerate() if each.name.startswith("p2pkv")]
+    return Counter([*descriptors, *maps, *files, *threads])
 
 
 class Peer:

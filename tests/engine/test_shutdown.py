@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from engine_support import Engine, Geometry, Make, engine_maker, plain_links, step, wrong_cells
-from links_support import leftovers
+from links_support import held
 from transfers import BLOCKS, arrives, begin, load, push, rest, value
 
 from p2pkv.engine import commands as do
@@ -122,11 +124,6 @@ def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     gate.set()
 
 
-def left() -> tuple[object, list[str]]:
-    """What links have left, and threads of ours."""
-    return leftovers(), sorted(each.name for each in threading.enumerate() if each.name.startswith("p2pkv"))
-
-
 class Traffic:
     """Prompts of 96 tokens between a P and a D, one after the other and three at once, from a thread."""
 
@@ -174,7 +171,8 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: int) -> None:
     """Neither in this process nor at the peer, which is at its baseline after a lease."""
-    before = left()
+    gc.collect()
+    before = held()
     p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
     stopped, other = (p, d) if who == "P" else (d, p)
     with Traffic(p, d) as traffic:
@@ -194,4 +192,6 @@ def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: 
         other.do(do.Forget(key))
     rest(other)
     other.stop()
-    wait_for(lambda: left() == before, what=f"{before} as before")
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not held() - before)
+    assert held() - before == Counter()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
 import torch
-from links_support import NCCL_KINDS, Peer, leftovers, links_of, nccl_links, receive_all, send_all, starting
+from links_support import NCCL_KINDS, Peer, held, links_of, nccl_links, receive_all, send_all, starting
 
 from p2pkv.links import ipc_ends
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Receive, Send
@@ -41,13 +42,14 @@ def start(mode: str) -> Iterator[Callable[[str], Peer]]:
 @pytest.fixture
 def links(mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkFactory]:
     monkeypatch.setattr(ipc_ends, "ORPHAN_SECONDS", 0.1)
-    before = leftovers()
+    gc.collect()
+    before = held()
     made = links_of(mode, 4 * WINDOW if mode in HOST else 2 * WINDOW)
     yield made
     wait_for(lambda: made.staging.used == 0, what="the return of all staging")
     made.close()
     if mode in HOST:
-        assert leftovers() == before
+        assert not held() - before
 
 
 def outlive(poll: Callable[[], None], operation: Receive | Send, mode: str) -> None:
