@@ -233,7 +233,7 @@ class FakeRank:
     def do(self, command: do.Command) -> None:
         self.log.append(command)
         match command:
-            case do.Hold(key) | do.Expect(key):
+            case do.HoldPrompt(key) | do.Expect(key):
                 assert key not in self.facts, f"{key} is announced while the engine still knows it"
                 self.facts[key] = Fact()
             case do.OfferPrompt(key):
@@ -433,7 +433,7 @@ class Instance:
     @property
     def held_key(self) -> str:
         """Of the only prompt that this P has held for a D."""
-        (hold,) = self.rank.said(do.Hold)
+        (hold,) = self.rank.said(do.HoldPrompt)
         return str(hold.key)
 
     def prefills(self, key: str = "") -> list[PrefillStep]:
@@ -494,7 +494,7 @@ class Instance:
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
-            kv_connector_worker_meta=worker.news(),
+            kv_connector_worker_meta=worker.worker_metadata(),
         )
 
     def prepare_blocks(self, worker: Worker, scheduled: SchedulerOutput) -> None:

@@ -76,7 +76,7 @@ def crossings() -> dict[str, tuple[Counter[Crossing], Counter[Crossing]]]:
     pair = VirtualPair(Geometry(blocks=8), chunk_bytes=2048)  # the bytes of one layer
     p, d, tokens, blocks = pair.p, pair.d, 33, [0, 1, 2]
     expect(p, d, tokens=tokens)
-    p.do(do.Hold("k", d.address))
+    p.do(do.HoldPrompt("k", d.address))
     pair.lasts(lambda: True, 3.0)
     p.do(do.OfferPrompt("k", d.address, tokens, b"digest"))
     p.do(do.PromptBlocks("k", (blocks,)))

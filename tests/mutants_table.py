@@ -72,24 +72,24 @@ Decode._rectangle: D writes to where P has read
 - edge.tokens.on_target(*span)
 + edge.tokens.on_source(*span)
 > tests/connector/test_data_parallel.py::test_p_is_released_whichever_of_its_engines_d_has_asked
-Decode.referred: D has ended its part, and the engine of P that has the request is not sent that
-- self._release_elsewhere(message.key, engine, now)
+Decode.redirected: D has ended its part, and the engine of P that has the request is not sent that
+- self._release_other_engine(message.key, engine, now)
 + pass
 > tests/virtual/test_engine_cores.py
 Decode._send_heartbeats: D asks for its prompts although its engine core is stopped (K4)
 - if self._ctx.steps.trouble(now):
 + if False:
-> tests/engine/test_ahead.py::test_admitted_requests_go_before_it
-Decode._decided: nothing is reserved for admitted requests
-- reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
+> tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
+Decode._apply_decisions: nothing is reserved for admitted requests
+- reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.prefetch else 0
 + reserve = 0
 > tests/engine/test_kv_groups.py::test_a_flipped_bit_of_the_state_alone_fails_the_load
 Decode.land: the checksum of a chunk that holds a state alone is not compared
 - if peer.verify else None
 + if peer.verify and not all(peer.formats[each.group].once for each in chunk.pieces) else None
-> tests/engine/test_ahead.py
+> tests/engine/test_prefetch.py
 Decode.invalidate: early buffers survive a change of weights
-- self._decided(entry, entry.receiver.cancel(command.reason), now)
+- self._apply_decisions(entry, entry.receiver.cancel(command.reason), now)
 + pass
 == p2pkv/kv/layouts.py
 > tests/kv/test_rectangles.py tests/kv/test_kernels.py
@@ -212,23 +212,23 @@ P2pKvConnector.get_loaded_kv_cache_group_ids: vLLM does not zero the blocks of D
 P2pKvConnector._schedule: two instances of both roles may hold all their blocks for each other
 - held_blocks = (held_blocks - 1) // 3
 + held_blocks = held_blocks - 1
-P2pKvConnector._thirds: with kv_both loads may take all blocks
-- return Room(third, blocks), Room(third, blocks)
-+ return Room(third, blocks), Room()
-P2pKvConnector._thirds: with kv_both prompts for others may take all blocks
-- return Room(third, blocks), Room(third, blocks)
-+ return Room(), Room(third, blocks)
+P2pKvConnector._kv_both_quotas: with kv_both loads may take all blocks
+- return BlockQuota(third, blocks), BlockQuota(third, blocks)
++ return BlockQuota(third, blocks), BlockQuota()
+P2pKvConnector._kv_both_quotas: with kv_both prompts for others may take all blocks
+- return BlockQuota(third, blocks), BlockQuota(third, blocks)
++ return BlockQuota(), BlockQuota(third, blocks)
 > tests/connector/test_idle_steps.py
-P2pKvConnector._hurry: the engine core rests although it has just heard news
+P2pKvConnector._skip_next_wait: the engine core rests although it has just heard news
 -         patches.ENGINE_CORE.seconds = 0.0
 > tests/connector/test_decode_side.py
 P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait for KV that comes in
-- self.consuming is not None and self.consuming.loads
+- self.consumer is not None and self.consumer.loads
 + False
 == p2pkv/protocol/receiver.py
 > tests/virtual/test_engine_cores.py
 Receiver._bound: a request that D never admits waits without end (K3)
-- return None if self.ahead or self._idle else self.waits_since + self.terms.wait
+- return None if self.prefetch or self._idle else self.waits_since + self.terms.wait
 + return None
 > tests/protocol/test_receiver_faults.py
 Source.announced: D counts chunks that P has sent against what P may announce
@@ -247,22 +247,22 @@ SendState.drained: P's blocks are free while a chunk of a KV group beside the fi
 -         return self.cutter is not None and not self.cutter.left and not self.announced
 +         under_way = {piece.group for _, pieces in self.announced.values() for piece in pieces}
 +         return self.cutter is not None and not self.cutter.left and 0 not in under_way
-== p2pkv/connector/block_room.py
+== p2pkv/connector/block_quota.py
 > tests/connector/test_held_blocks.py
 HeldBlocks.full: one D may hold all blocks of P (K3)
 - if not mine or mine < self._share * (self._total - others):
 + if True:
-Room.admits: of requests that wait for blocks a short one overtakes a long one
+BlockQuota.admits: of requests that wait for blocks a short one overtakes a long one
 - if first == request_id and
 + if
-Room.admits: a load takes blocks although all loads have as many as they may
+BlockQuota.admits: a load takes blocks although all loads have as many as they may
 - if first == request_id and self.taken + besides + self.blocks(tokens) <= self.limit:
 + if True:
 == p2pkv/connector/scheduler.py
 > tests/virtual/test_full_of_each_other.py
 ProducerScheduler._may_begin: with kv_both blocks of finished prompts do not count beside those of running ones
-- besides=self._held.all
-+ besides=0
+- other_blocks=self._held.all
++ other_blocks=0
 > tests/connector/test_multi.py::test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step
 ProducerScheduler._prefill: P pushes what another connector is still loading
 - if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks):
@@ -332,16 +332,16 @@ StagingShare.grants: one P may hold all of D's staging
 + return left >= 0
 == p2pkv/engine/core.py
 > tests/virtual/test_both_roles.py
-Core._take_unowned: two ranks of both roles answer each other's Stranger without end
-- elif self.prefill is not None and not isinstance(message, Stranger):
+Core._receive_unowned: two ranks of both roles answer each other's Stranger without end
+- elif self.prefill is not None and not isinstance(message, UnknownPeer):
 + elif self.prefill is not None:
 > tests/virtual/test_engine_cores.py
-Core._look_at_engine: an engine without its server holds what it has (X13)
+Core._check_engine: an engine without its server holds what it has (X13)
 - self.leave(now + self.clock.held)
 + pass
 > tests/engine/test_cost.py
 Core._apply: D's grants wait until it has written what came before
-- self._let_out(now)  # peers copy meanwhile
+- self._flush_outbox(now)  # peers copy meanwhile
 + pass
 > tests/engine/test_page_ownership.py
 Core._blocked: gathers ignore the forward's fence
@@ -353,23 +353,23 @@ Core.revoke: pages that are taken back are not marked
 == proxy/routing.py
 > tests/proxy/test_both_roles.py
 Router.choose: a pool of instances of both roles never pushes under load
-- return self._beside(decode, prefillers, request)
-+ return Choice(None, decode, whole=True)
+- return self._other_prefill(decode, prefillers, request)
++ return Choice(None, decode, single_instance=True)
 > tests/proxy/test_placement.py
 Router.choose: with placement by cost a D computes what a P has failed
-- self._alone if mode is PrefillMode.WANTED else 0
-+ self._alone
+- self._decode_alone if mode is PrefillMode.WANTED else 0
++ self._decode_alone
 Router._fleet: with placement by cost a request comes back to what has failed it
 - kept.fleet(request.model, avoid)
 + kept.fleet(request.model, frozenset())
-> tests/proxy/test_kept.py
-_Kept.holds: the router goes on with instances that have changed since
+> tests/proxy/test_fleet_cache.py
+_FleetCache.holds: the router goes on with instances that have changed since
 - self._version == self.registry.version
 + True
-_Kept.holds: one that has fallen silent since counts as well
+_FleetCache.holds: one that has fallen silent since counts as well
 - <= now <= self._until
 + <= now
-_Kept.holds: how those in doubt are is looked up once
+_FleetCache.holds: how those in doubt are is looked up once
 - self._doubtful.items()
 + ()
 > tests/proxy/test_routing.py::test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt
@@ -387,7 +387,7 @@ Router.choose: in a fleet larger than max_links a request goes to a pair without
 PlacementCosts._prompt_part: a prompt's cost forgets the answers that it stops
 - + self.pause_weight * engine.answers * prompt
 PlacementCosts.cheapest: with placement by cost a D computes prompts beyond its share
-- each.role == "both" or each.alone < alone
+- each.role == "both" or each.decode_alone < alone
 + True
 PlacementCosts._prompt_part: what is queued at an instance costs nothing
 - queued + prompt
@@ -534,7 +534,7 @@ MultiConnector.get_num_new_matched_tokens: D waits for P although its store has 
 - if undecided and not (whole and all(undecided)):
 + if undecided:
 == p2pkv/engine/preconnect.py
-> tests/engine/test_links_ahead.py
+> tests/engine/test_preconnect.py
 Preconnect._begin: links are built ahead of requests although there are max_links
 - if room < partner.sources or fresh >= AT_ONCE:
 + if fresh >= AT_ONCE:
@@ -575,12 +575,12 @@ TcpSend.commit: over TCP messages wait until P has gathered all that it may
 OutboundLink.next_send: a message that P's staging can never hold stops P's whole rank
 - except ValueError as error:
 + except ZeroDivisionError as error:
-> tests/engine/test_links_ahead.py
+> tests/engine/test_preconnect.py
 DecodePeers.hello: on P a link that is built ahead takes another's place
 - parked=self._full
 + parked=False
 == p2pkv/engine/roles.py
-> tests/engine/test_links_ahead.py
+> tests/engine/test_preconnect.py
 DecodeRole.look: a link that no request uses is closed after a minute although the proxy names its P
 -  or self.preconnect.keeps(peer)
 == p2pkv/connector/identity.py
@@ -672,7 +672,7 @@ NcclEnd._launch: a link launches a second operation behind an unfinished one
 - self._on_device >= self.shared.in_flight
 + self._on_device > self.shared.in_flight
 NcclEnd._may_launch: D launches a receive that P has not announced
-- self._told > 0 and
+- self._launchable > 0 and
 == p2pkv/kv/kernels.cu
 > tests/kv/test_nvrtc.py
 : what a thread of a kernel loads goes through local memory
@@ -706,7 +706,7 @@ _planes: an indexer's keys and scales are taken to lie together
 - return INDEXER[spec.head_size]
 + return ()
 == p2pkv/engine/from_prefill.py
-> tests/engine/test_ahead.py::test_admitted_requests_go_before_it
+> tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
 InboundLink.post: admitted requests wait behind what comes ahead
 -             self._admitted_first()
 +             pass
@@ -717,15 +717,15 @@ transfer_key: the tag of a pair is constant
 + return f"pair:{pair.unique}:0/{prompt}"
 == p2pkv/connector/idle_steps.py
 > tests/connector/test_idle_steps.py
-IdlePace.step: a step waits while an earlier one with tokens is out
+IdleBackoff.step: a step waits while an earlier one with tokens is out
 - if self._empty < self._batches or not awaited:
 + if not self._empty or not awaited:
-IdlePace.step: a bell ends a rest, and the step that may bring its news is forgotten
+IdleBackoff.step: a bell ends a rest, and the step that may bring its news is forgotten
 - 0 if tokens else 1 if rung else
 + 0 if tokens else
 : naps wait for a wake-up that can be lost
-- LONGEST_NAP_MS = 4
-+ LONGEST_NAP_MS = 60_000
+- MAX_SLEEP_MS = 4
++ MAX_SLEEP_MS = 60_000
 == p2pkv/control/endpoint.py
 > tests/control/test_endpoint.py
 Connection.send: a message overtakes those that are held
@@ -741,7 +741,7 @@ Endpoint._socket: the kernel probes control sockets only after its own two hours
 -         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
 == proxy/attempt.py
 > tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
-Attempt._outlive: the timer for a P that ends late is not cancelled
+Attempt._finish_later: the timer for a P that ends late is not cancelled
 - deadline.cancel()
 + None
 > tests/proxy/test_large_bodies.py::test_streams_that_have_begun_take_no_room_for_bodies
@@ -754,7 +754,7 @@ Attempt._charge_doubted: a P that D has proved wrong is not charged
 +             if False:
 > tests/proxy/test_blame.py::test_a_p_that_is_not_needed_any_more_breaks_no_stream
 _interrupt: a P that stops breaks a stream of several prompts
--     if verdict.again is not Again.GOES_ON:
+-     if verdict.again is not RetryKind.GOES_ON:
 -         relay
 +     if isinstance(ended, CallFailed):
 +         relay
@@ -823,7 +823,7 @@ parse: the values of a body become objects
 + read = msgspec.json.decode(raw)
 +         return Body(raw, {k: Raw(msgspec.json.encode(v)) for k, v in read.items()}, path)
 > tests/proxy/test_large_bodies.py::test_what_instances_get_is_made_of_the_clients_own_bytes
-Body._kept: P's body is a copy of the client's
+Body._with_fields: P's body is a copy of the client's
 - pieces if self._size > _SMALL_BODY else (b"".join(pieces),)
 + (b"".join(pieces),)
 > tests/proxy/test_large_bodies.py::test_two_million_empty_messages_end_at_the_proxy
@@ -844,7 +844,7 @@ _is_data: a picture counts by the length of its base64
 - return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64)
 + return False
 == proxy/membership/instance.py
-> tests/proxy/test_kept.py tests/proxy/test_places.py tests/proxy/test_fit.py
+> tests/proxy/test_fleet_cache.py tests/proxy/test_places.py tests/proxy/test_fit.py
 Instance.count_place: a D that is full is given more
 - self.full.add(self)
 + pass
@@ -913,11 +913,11 @@ PrefixAware.__call__.cost: what is left of a prompt takes as long on any number 
 - _WEIGHT_OF_NEW * new / instance.ping.tp_size
 + _WEIGHT_OF_NEW * new
 == proxy/admission.py
-> tests/proxy/test_alone.py::test_what_a_second_try_needs_of_p
+> tests/proxy/test_decode_alone.py::test_what_a_second_try_needs_of_p
 RequestPlace.mode_after: that a request was left to a D alone is forgotten at the next try
--         if self.choice.missed:
+-         if self.choice.prefill_unavailable:
 +         if False:
-> tests/proxy/test_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
+> tests/proxy/test_decode_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
 Admission.move: a place that is left for a D alone is not given to the next request
 -         self._count(place.choice)
 -         self.advance()
@@ -1025,12 +1025,12 @@ ColumnCopier._matrices: columns of a window that begins at another layer are cop
 > tests/kv/test_cupy_launcher.py
 DriverLauncher.launch: a kernel gets the arguments of the one before behind its own
 - packed.size.value = 8 * len(args)
-+ packed.size.value = 8 * MOST_ARGUMENTS
++ packed.size.value = 8 * MAX_ARGUMENTS
 PackedArguments: threads share the arguments of their launches
 - class PackedArguments(threading.local):
 + class PackedArguments:
-== p2pkv/links/shared_card.py
-> tests/links/test_shared_card.py
+== p2pkv/links/shared_gpu.py
+> tests/links/test_shared_gpu.py
 turns: a rank warns although it cannot know whether MPS runs
 - or mps is not False
 + or mps

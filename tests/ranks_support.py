@@ -212,7 +212,7 @@ def push(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
     """
     for prompt in prompts:
         d.each("do", do.Expect(prompt.key, p.address, prompt.tokens, b"digest"))
-        p.each("do", do.Hold(prompt.key, d.address))
+        p.each("do", do.HoldPrompt(prompt.key, d.address))
         p.each("do", do.OfferPrompt(prompt.key, d.address, prompt.tokens, b"digest"))
         p.each("compute", prompt, 0, min(prompt.chunk, prompt.tokens))
     for prompt in prompts:

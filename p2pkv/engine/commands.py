@@ -27,7 +27,7 @@ class Event(Struct, frozen=True):
 # To P's engine.
 
 
-class Hold(Command, frozen=True):
+class HoldPrompt(Command, frozen=True):
     """P's scheduler has this request in its queue. `named`: the other engine of this instance that the
     request's id names; None: it names this one."""
 

@@ -20,7 +20,7 @@ from p2pkv.engine.effects import SendMessage
 from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
 from p2pkv.pairing import Address, PairingError
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.state_machine import RemoteProtocolError
 
 AT_ONCE = 4
 """Tries that may be made at once, so that a D which has just started does not build all its links together. A

@@ -52,7 +52,7 @@ def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int)
     draw = random.Random(seed)
     sizes = draw.choice([1, 2]), draw.choice([1, 2])
     p, d = engines(
-        *sizes, blocks=24, budget=40, policy="recompute", lease_seconds=2, ahead=ahead, chunk_bytes=4096,
+        *sizes, blocks=24, budget=40, policy="recompute", lease_seconds=2, prefetch=ahead, chunk_bytes=4096,
         prefetch_bytes=draw.choice([0, 1 << 20]),
     )  # fmt: skip
     starts = [tokens(50, f"start {each}") for each in range(2)]
@@ -162,8 +162,8 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
         ask(p, p, d, 0, tokens(70))
     if moment != "queued":
         ask(d, p, d, 0, tokens(70), 3)
-        (asking,) = d.scheduler.connector.consuming.asking.values()
-        run([p, d], lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
+        (pending,) = d.scheduler.connector.consumer.pending_loads.values()
+        run([p, d], lambda: len(pending.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
     assert d.scheduler.reset_connector_cache()
     d.sleep()
     if moment == "queued":

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
-from p2pkv.protocol.machine import Decision, SendTo, Terms, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.sender import PromptPhase, Sender, SendPhase
+from p2pkv.protocol.state_machine import Decision, SendTo, Terms, Transmit
 from p2pkv.sharding import Shape
 
 KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
@@ -131,7 +131,7 @@ def claimed() -> Rig:
 
 def ahead() -> Rig:
     rig = claimed()
-    rig.want(ahead=True)
+    rig.want(prefetch=True)
     return rig
 
 

@@ -33,7 +33,7 @@ from test_resume import same
 from p2pkv.first_token import FirstToken
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation
-from p2pkv_proxy.first_token import FirstTokens, HandOver
+from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
 from p2pkv_proxy.limits import Limits, RequestCounters
 from support.waiting import eventually
 
@@ -67,7 +67,7 @@ def handed_on(
     assert transcript is not None
     tokens = FirstTokens(True, RequestCounters())
     most = transcript.wanted.most_tokens(0)
-    plan = HandOver(FirstToken.HANDED_ON, most, None)
+    plan = FirstTokenPlan(FirstToken.HANDED_ON, most, None)
     asked = json.loads(bytes(parse(json.dumps(body).encode(), path).for_first_token({}, None)))
     asked.pop(PARAMS)
     head = b"".join(engine.events(path, asked, "id-0"))
@@ -78,7 +78,7 @@ def handed_on(
     relay = filter_of(path)
     if plan.ends_with(token, CONTEXT):
         return transcript.feed(relay.feed(head)), 0
-    got = transcript.feed(relay.feed(token.going_on))
+    got = transcript.feed(relay.feed(token.resumed_by))
     transcript.settle()
     goes_on = Continuation(transcript, CONTEXT, None)
     asked_of_d = json.loads(bytes(goes_on.body.for_decode("x")))

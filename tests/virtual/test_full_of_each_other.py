@@ -22,7 +22,7 @@ BLOCKS = 31
 """Of 16 tokens; vLLM keeps one. A third is 10, which two prompts of 80 tokens take."""
 
 LENGTH, COUNT = 80, 6
-MOST_STEPS = 600
+MAX_STEPS = 600
 
 
 class Pool:
@@ -31,7 +31,7 @@ class Pool:
     def __init__(self, ahead: int = 0) -> None:
         """`ahead`: as of an Instance."""
         self.a, self.b = (
-            Instance("both", blocks=BLOCKS, budget=48, seqs=8, port=port, held_share=1.0, ahead=ahead)
+            Instance("both", blocks=BLOCKS, budget=48, seqs=8, port=port, held_share=1.0, prefetch=ahead)
             for port in (21001, 22001)
         )
         self.most_held = (BLOCKS - 1) // 3
@@ -66,7 +66,7 @@ class Pool:
             instance.step()
             self._read(instance)
             connector: Any = instance.scheduler.connector
-            assert connector.producing._held.all <= self.most_held
+            assert connector.producer._held.all <= self.most_held
         for p, d in ((self.a, self.b), (self.b, self.a)):
             self._move(p, d)
 
@@ -88,9 +88,9 @@ class Pool:
             there = p.rank.facts.get(key)
             if self._prefills.get(key) != address(p) or there is None:
                 continue
-            if there.over and not fact.over:
+            if there.finished and not fact.finished:
                 d.rank.fail(key)
-            elif fact.over:
+            elif fact.finished:
                 p.rank.free(key)
             elif there.offered and not fact.offered:
                 d.rank.begin(key)
@@ -99,7 +99,7 @@ class Pool:
                 p.rank.free(key)
 
     def finish(self) -> None:
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not (self.a.scheduler.requests or self.b.scheduler.requests):
                 break
             self.step()
