@@ -13,7 +13,8 @@ from memory_links import MemoryNetwork
 from nccl_fakes import fake_cupy, install
 
 from p2pkv.cli import main
-from p2pkv.cli.doctor import Finding, examine, ipc_sentence
+from p2pkv.cli.doctor import examine, ipc_sentence
+from p2pkv.cli.findings import Finding
 from p2pkv.trust import SECRET_VARIABLE
 
 SECRET = "a secret of the tests"
