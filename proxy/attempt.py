@@ -82,7 +82,7 @@ class Outcome:
         return self.end is CallEnd.STOPPED and self.culprit is not None and self.culprit.drained
 
     @property
-    def no_try(self) -> bool:
+    def uncounted(self) -> bool:
         """Whether it counts neither as a try nor in the budget of retries: the instance's port refused, so
         that nothing was computed, or the proxy itself moved the request."""
         return self.moved or self.end is CallEnd.CLOSED

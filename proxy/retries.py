@@ -46,7 +46,7 @@ class Retries:
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
         """Moves a request away from those that failed it. False if that was its last try. `tries`: without
-        those that count as none, see `Outcome.no_try`; `free`: the budget does not count."""
+        those that count as none, see `Outcome.uncounted`; `free`: the budget does not count."""
         mode = place.mode_after(culprit)
         if tries > self.limits.retries or not self.admission.can_move(place, mode, failed):
             return False

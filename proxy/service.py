@@ -190,10 +190,10 @@ class Proxy:
             ):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
-            no_try = outcome.no_try
-            free = no_try or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
-            if await self.retries.try_elsewhere(place, culprit, active.failed, tries - no_try, free=free):
-                tries += not no_try
+            uncounted = outcome.uncounted
+            free = uncounted or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
+            if await self.retries.try_elsewhere(place, culprit, active.failed, tries - uncounted, free=free):
+                tries += not uncounted
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
             if decides or culprit is not attempt.choice.prefill or not self.limits.decode_alone:
@@ -224,7 +224,7 @@ class Proxy:
         tries = 0
         while not transcript.finished:
             active.note_failure(outcome)
-            free = outcome.no_try
+            free = outcome.uncounted
             if not await self.retries.resume(place, self._unable(active), tries, free=free):
                 break
             tries += not free

@@ -219,7 +219,7 @@ P2pKvConnector._kv_both_quotas: with kv_both prompts for others may take all blo
 - return BlockQuota(third, blocks), BlockQuota(third, blocks)
 + return BlockQuota(), BlockQuota(third, blocks)
 > tests/connector/test_idle_steps.py
-P2pKvConnector._skip_next_wait: the engine core rests although it has just heard news
+P2pKvConnector._skip_next_wait: the engine core sleeps although it has just had an event
 -         patches.ENGINE_CORE.seconds = 0.0
 > tests/connector/test_decode_side.py
 P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait for KV that comes in
@@ -256,7 +256,7 @@ BlockQuota.admits: of requests that wait for blocks a short one overtakes a long
 - if first == request_id and
 + if
 BlockQuota.admits: a load takes blocks although all loads have as many as they may
-- if first == request_id and self.taken + besides + self.blocks(tokens) <= self.limit:
+- if first == request_id and self.taken + other_blocks + self.blocks(tokens) <= self.limit:
 + if True:
 == p2pkv/connector/scheduler.py
 > tests/virtual/test_full_of_each_other.py
@@ -280,34 +280,34 @@ ProducerScheduler.step: P reads the block tables of a step again for each prompt
 + partial(self._fresh, output)
 > tests/connector/test_deferral.py
 ConsumerScheduler.reported: a request of which one rank of P has begun is looked up again
-- if len(asking.begun) >= self._world or self._failure(asking):
+- if len(pending.begun) >= self._world or self._failure(pending):
 + if True:
 ConsumerScheduler.reported: further children of n wait on when the first has loaded
-- decided += self._children.get(asking.paired.key, ())
+- decided += self._children.get(pending.paired.key, ())
 + pass
 ConsumerScheduler.finished: further children of n wait on when the first was aborted
-- self._decide([*self._room.first, *self._children.get(asking.paired.key, ())])
-+ self._decide(self._room.first)
+- self._decide([*self._quota.next_waiting, *self._children.get(pending.paired.key, ())])
++ self._decide(self._quota.next_waiting)
 ConsumerScheduler.allocated: further children of n wait on when the first needs nothing from P
-- self._decided_now.update(self._room.first, self._children.get(key, ()))
-+ self._decided_now.update(self._room.first)
+- self._decided_now.update(self._quota.next_waiting, self._children.get(key, ()))
++ self._decided_now.update(self._quota.next_waiting)
 ConsumerScheduler.allocated: within a pass of vLLM's a request comes into the queue before the one that it looks at
-- self._decided_now.update(self._room.first, self._children.get(key, ()))
-+ self._decide([*self._room.first, *self._children.get(key, ())])
+- self._decided_now.update(self._quota.next_waiting, self._children.get(key, ()))
++ self._decide([*self._quota.next_waiting, *self._children.get(key, ())])
 > tests/connector/test_decode_side.py
 ConsumerScheduler.fail: a request whose P has failed is not looked at again
 - self._decide([request_id])
 + pass
 > tests/connector/test_weights_change.py tests/connector/test_weights_real_ranks.py
 ConsumerScheduler._failure: D loads what P has computed with other weights
-- others = {*asking.begun} - {None, self._generation}
+- others = {*pending.begun} - {None, self._generation}
 + others: set[str | None] = set()
 ProducerScheduler.invalidate: P sends what it has computed with former weights
 - if prompt.offered and not prompt.stale:
 + if False:
 > tests/connector/test_weights_change.py
 ConsumerScheduler.reported: vLLM hears that a load of former weights has come
-- if asking.stale and request_id not in failed:
+- if pending.stale and request_id not in failed:
 + if False:
 == p2pkv/links/staging.py
 > tests/links/test_staging.py
@@ -360,16 +360,16 @@ Router.choose: with placement by cost a D computes what a P has failed
 - self._decode_alone if mode is PrefillMode.WANTED else 0
 + self._decode_alone
 Router._fleet: with placement by cost a request comes back to what has failed it
-- kept.fleet(request.model, avoid)
-+ kept.fleet(request.model, frozenset())
+- cache.fleet(request.model, avoid)
++ cache.fleet(request.model, frozenset())
 > tests/proxy/test_fleet_cache.py
-_FleetCache.holds: the router goes on with instances that have changed since
+_FleetCache.is_valid: the router goes on with instances that have changed since
 - self._version == self.registry.version
 + True
-_FleetCache.holds: one that has fallen silent since counts as well
+_FleetCache.is_valid: one that has fallen silent since counts as well
 - <= now <= self._until
 + <= now
-_FleetCache.holds: how those in doubt are is looked up once
+_FleetCache.is_valid: how those in doubt are is looked up once
 - self._doubtful.items()
 + ()
 > tests/proxy/test_routing.py::test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt
@@ -380,14 +380,14 @@ Router._able: who needs a P is left to a D alone
 +                 raise NoInstance(
 > tests/proxy/test_partners.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
 Router.choose: in a fleet larger than max_links a request goes to a pair without a link
-- elif fleet.nearby is not None
+- elif fleet.linked_pairs is not None
 + elif False
 == proxy/placement.py
 > tests/proxy/test_placement.py
 PlacementCosts._prompt_part: a prompt's cost forgets the answers that it stops
 - + self.pause_weight * engine.answers * prompt
 PlacementCosts.cheapest: with placement by cost a D computes prompts beyond its share
-- each.role == "both" or each.decode_alone < alone
+- each.role == "both" or each.decode_alone < decode_alone
 + True
 PlacementCosts._prompt_part: what is queued at an instance costs nothing
 - queued + prompt
@@ -522,7 +522,7 @@ Rank.__init__: a thread that cannot begin does not fail the start (K9)
 +             raise RuntimeError
 > tests/engine/test_thread.py::test_an_event_ends_the_forward_threads_wait
 Rank._report: an event does not end the wait of an idle step
-- self._happened.set()
+- self._event_set.set()
 + pass
 > tests/engine/test_thread.py::test_an_event_is_called_out_once_until_it_has_been_heard
 Rank._report: a worker with news does not ring
@@ -640,12 +640,12 @@ Deferral.instead_of_add_request: beside another connector D asks that one only o
 - getattr(scheduler.connector,
 + getattr(getattr(scheduler.connector, "sub_connectors", [scheduler.connector])[-1],
 > tests/connector/test_idle_steps.py
-EngineCore._rest: an engine core that shuts down rests
+EngineCore._sleep_until_input: an engine core that shuts down rests
 -  or not core.is_running()
 > tests/connector/test_idle_steps.py::TestSpinning::test_a_wake_up_ends_the_nap
 SpinWait.instead_of_wait: a nap sleeps through wake-ups
-- original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
-+ time.sleep(nap / 1000)
+- original(condition, sleep_ms if timeout_ms is None else min(sleep_ms, timeout_ms))
++ time.sleep(sleep_ms / 1000)
 > tests/connector/test_weights.py
 _watching: weights that are loaded anew go unnoticed
 - if generation.changes > before and
@@ -721,7 +721,7 @@ IdleBackoff.step: a step waits while an earlier one with tokens is out
 - if self._empty < self._batches or not awaited:
 + if not self._empty or not awaited:
 IdleBackoff.step: a bell ends a rest, and the step that may bring its news is forgotten
-- 0 if tokens else 1 if rung else
+- 0 if tokens else 1 if woken else
 + 0 if tokens else
 : naps wait for a wake-up that can be lost
 - MAX_SLEEP_MS = 4
@@ -873,7 +873,7 @@ Proxy._serve: a request that was sent twice is sent anew without bound
 +                 may_resend = True
 > tests/proxy/test_retries.py::test_instances_whose_port_refuses_are_no_tries
 Proxy._serve: an instance whose port refuses counts as a try
-- tries - no_try
+- tries - uncounted
 + tries
 == proxy/body_limits.py
 > tests/proxy/test_large_bodies.py::test_texts_pictures_and_token_ids_are_no_values_however_long_they_are

@@ -32,7 +32,7 @@ class HeldBlocks:
         """`total`: blocks that finished prompts may hold at all."""
         self._total = total
         self._share = share
-        self._of: dict[Address, Counter[int]] = {}
+        self._by_decode: dict[Address, Counter[int]] = {}
         """Of each D: by block, how many prompts hold it."""
         self._prompts: dict[str, tuple[Address, list[int]]] = {}
         self._said = RateLimit(seconds=FULL_SECONDS)
@@ -44,7 +44,7 @@ class HeldBlocks:
         mine = sorted({block for table in blocks for block in table})
         self._prompts[request_id] = decode, mine
         if mine:
-            of_this_decode = self._of.setdefault(decode, Counter())
+            of_this_decode = self._by_decode.setdefault(decode, Counter())
             self.all -= len(of_this_decode)
             of_this_decode.update(mine)
             self.all += len(of_this_decode)
@@ -54,18 +54,18 @@ class HeldBlocks:
         decode, mine = self._prompts.pop(request_id)
         if not mine:  # it was preempted before it ended
             return
-        of_this_decode = self._of[decode]
+        of_this_decode = self._by_decode[decode]
         of_this_decode.subtract(mine)
         for block in mine:
             if not of_this_decode[block]:
                 del of_this_decode[block]
                 self.all -= 1
         if not of_this_decode:
-            del self._of[decode]
+            del self._by_decode[decode]
 
     def full(self, decode: Address) -> bool:
         """Whether this D holds so many blocks that P begins no further prompt for it."""
-        mine = len(self._of.get(decode, ()))
+        mine = len(self._by_decode.get(decode, ()))
         others = self.all - mine
         if not mine or mine < self._share * (self._total - others):
             return False

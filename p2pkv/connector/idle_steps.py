@@ -1,4 +1,5 @@
-"""Steps in which vLLM computes nothing: how long they wait for news, and how vLLM's processes wait meanwhile.
+"""Steps in which vLLM computes nothing: how long they wait for events of transfers, and how vLLM's
+processes wait meanwhile.
 
 docs/design.md, "Idle steps", has the whole.
 """

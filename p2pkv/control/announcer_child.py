@@ -50,7 +50,7 @@ class _Worker:
 
     def follow(self, changed: Callable[[], None]) -> None:
         """Read the worker's beats, until it stops or is gone; for a thread. `changed`: called when a beat
-        has other news than the one before."""
+        reports something else than the one before."""
         while not self.stopping.is_set():
             ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
             # A process that the worker has forked may hold its end of the socket open.

@@ -135,7 +135,7 @@ class Drop(Command, frozen=True):
 
 
 class Forget(Command, frozen=True):
-    """The forward thread orders nothing more for this key. `role`: the half of the rank that had it, as one
+    """The forward thread orders nothing more for this key. `role`: the role of the rank that had it, as one
     key may go in both directions; "": whichever had it."""
 
     key: str

@@ -125,7 +125,7 @@ class Core:
         self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]
         self.table = self._make_table()
         self.clock = StallFreeClock()
-        self._soon = False
+        self._poll_soon = False
         self._tick = Timer(self.context.timers, self._check)
         self._look = Timer(self.context.timers, self._check_peers)
         self._look.at(0.0)
@@ -206,7 +206,7 @@ class Core:
         context.copies.poll(now)
         self._apply(now)
         self._flush(now)
-        self._soon = soon or len(context.copies) > 0
+        self._poll_soon = soon or len(context.copies) > 0
         if context.idle_work:
             context.idle_work.popleft()()
         if context.timers.due <= now:
@@ -221,11 +221,11 @@ class Core:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
         if self.has_commands and self._blocked():
             # Each look at a fence is a call to the driver: look as often as at links only while one is busy.
-            seconds = self._poll_pause() if self._soon else FENCE_SECONDS
+            seconds = self._poll_pause() if self._poll_soon else FENCE_SECONDS
             pause = max(seconds, self.context.links.poll_seconds)
         elif self.has_commands or self.context.idle_work:
             pause = 0.0
-        elif self._soon:
+        elif self._poll_soon:
             pause = self._poll_pause()
         else:
             pause = max(0.0, self.context.timers.due - (now - self.clock.held))

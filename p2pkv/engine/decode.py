@@ -49,7 +49,7 @@ class RequestEntry:
         blocks, wanted, fence: those of `commands.Load`.
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
-        unasked: it has blocks, and P's offer has yet to come: D's router says that P has begun.
+        want_pending: it has blocks, and P's offer has yet to come: D's router says that P has begun.
         buffer: the memory of KV that came before the request; None: there is none.
         release_only: the request has ended; this only sends P's engine that nothing is wanted.
         release_at: the engine of P that has the request, and is to be released once the forward thread has
@@ -64,7 +64,7 @@ class RequestEntry:
     wanted: tuple[int, int] = (0, 0)
     tries: int = 0
     lost: float | None = None
-    unasked: bool = False
+    want_pending: bool = False
     buffer: PrefetchBuffer | None = None
     release_only: bool = False
     release_at: Address | None = None
@@ -113,7 +113,7 @@ class Decode:
         """Of D's weights; a prompt of others is not taken before its request comes."""
         self._count = context.counters.values
         self.entries: dict[str, RequestEntry] = {}
-        self._of: dict[str, dict[str, RequestEntry]] = {}
+        self._by_rank: dict[str, dict[str, RequestEntry]] = {}
         """The entries of each rank of P, by its address and by key: those connected to it, and those whose
         P has it as rank 0."""
         self._unconnected: dict[str, dict[str, RequestEntry]] = {}
@@ -158,13 +158,13 @@ class Decode:
             start, stop = command.start, command.stop
             entry.blocks, entry.wanted = CachedTables(command.blocks), (start, stop)
             entry.fence = command.fence
-            entry.unasked = stop > start and entry.receiver.load.state is LoadPhase.WAITING
-            if not entry.unasked:
+            entry.want_pending = stop > start and entry.receiver.load.state is LoadPhase.WAITING
+            if not entry.want_pending:
                 self._want(entry, now)
 
     def _want(self, entry: RequestEntry, now: float) -> None:
         """P has begun this request, which has its blocks: ask for what it wants."""
-        entry.unasked = False
+        entry.want_pending = False
         try:
             self._apply_decisions(entry, entry.receiver.want(*entry.wanted, now), now)
         except RemoteProtocolError as error:
@@ -211,30 +211,30 @@ class Decode:
         """The request has to be connected to its ranks of P."""
         key = entry.expect.key
         self.entries[key] = entry
-        self._of.setdefault(entry.prefill, {})[key] = entry
+        self._by_rank.setdefault(entry.prefill, {})[key] = entry
         self._unconnected.setdefault(entry.prefill, {})[key] = entry
         self._expire_by(entry)
 
     def _out_of_tables(self, entry: RequestEntry) -> None:
         for address in [entry.prefill, *(peer.address for peer in entry.peers.values())]:
-            for table in (self._of, self._unconnected):
+            for table in (self._by_rank, self._unconnected):
                 if (entries := table.get(address)) is not None:
                     entries.pop(entry.expect.key, None)
                     if not entries:
                         del table[address]
 
-    def of(self, peer: PrefillPeer) -> list[RequestEntry]:
+    def entries_of(self, peer: PrefillPeer) -> list[RequestEntry]:
         """The requests that need this rank of P."""
-        return list(self._of.get(peer.address, {}).values())
+        return list(self._by_rank.get(peer.address, {}).values())
 
     @property
     def used(self) -> set[str]:
         """The addresses of the ranks of P that requests need."""
-        return set(self._of)
+        return set(self._by_rank)
 
     def uses(self, peer: PrefillPeer) -> bool:
         """Whether a request is connected to this rank of P."""
-        return any(entry.rank_of(peer) is not None for entry in self.of(peer))
+        return any(entry.rank_of(peer) is not None for entry in self.entries_of(peer))
 
     def _receiver(self, expect: do.Expect, now: float, prefetch: bool = False) -> Receiver:
         request = expect.tokens, expect.digest, self._ctx.terms
@@ -283,7 +283,7 @@ class Decode:
         entry.peers = peers
         self._unconnected.get(entry.prefill, {}).pop(entry.expect.key, None)
         for peer in peers.values():
-            self._of.setdefault(peer.address, {})[entry.expect.key] = entry
+            self._by_rank.setdefault(peer.address, {})[entry.expect.key] = entry
             beat = m.Heartbeat(((entry.expect.key, entry.receiver.attempt),))
             self._ctx.effects.append(SendMessage(peer, beat))
         assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
@@ -398,9 +398,11 @@ class Decode:
     def lost(self, effect: from_prefill.PrefillLost, now: float) -> None:
         """This incarnation is gone. Requests that P had not begun ask the next one; all others fail."""
         peer, reason = effect.peer, effect.reason
-        for entry in self.of(peer):
+        for entry in self.entries_of(peer):
             receiver = entry.receiver
-            waiting = receiver.load.state is LoadPhase.WAITING and not (receiver.nothing or receiver.prefetch)
+            waiting = receiver.load.state is LoadPhase.WAITING and not (
+                receiver.wants_nothing or receiver.prefetch
+            )
             entry.lost = now if entry.lost is None else entry.lost
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.
@@ -413,7 +415,7 @@ class Decode:
 
     def fail(self, effect: from_prefill.PrefillFailed, now: float) -> None:
         """End the requests of this rank of P; with `only_loading` those of them that load."""
-        for entry in self.of(effect.peer):
+        for entry in self.entries_of(effect.peer):
             receiver = entry.receiver
             if not effect.only_loading or receiver.load.state in (LoadPhase.PREFETCHING, LoadPhase.LOADING):
                 self._apply_decisions(entry, receiver.lost(effect.reason, entry.rank_of(effect.peer)), now)
@@ -580,7 +582,7 @@ class Decode:
             return
         self._beat.at(now + self._ctx.beat)
         for peer in self._ranks:
-            entries = self._of.get(peer.address, {}).values()
+            entries = self._by_rank.get(peer.address, {}).values()
             # P's rank 0 may send nothing to this rank, and then need not know of the request.
             ranks = ((entry.rank_of(peer), entry.receiver) for entry in entries)
             transfers = [(r.key, r.attempt) for rank, r in ranks if rank is not None and r.waits_for(rank)]
@@ -612,9 +614,9 @@ class Decode:
                         self._ranks.announced(peer, from_prefill.WaitingChunk(key, chunk, reserve))
                 case state_machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
-                    if entry.unasked and generation in (None, self._generation):
+                    if entry.want_pending and generation in (None, self._generation):
                         self._want(entry, now)
-                    elif entry.unasked:
+                    elif entry.want_pending:
                         reason = "P has computed it with other weights than D has"
                         self._apply_decisions(entry, entry.receiver.cancel(reason), now)
                 case state_machine.Finished(ok, reason):

@@ -64,7 +64,7 @@ class Prefill:
         """The reasons of transfers that have failed, by key."""
         self._count = context.counters.values
         self.entries: dict[str, PromptEntry] = {}
-        self._of: dict[str, dict[str, PromptEntry]] = {}
+        self._by_decode: dict[str, dict[str, PromptEntry]] = {}
         """The entries of each D, by the address of its rank 0 and by key."""
         self._leases = Timer(context.timers, self._expire)
         self._expiry = Timer(context.timers, self._expire_claims)
@@ -84,7 +84,7 @@ class Prefill:
             self._ended.discard(key)
             sender = Sender(key, self._ctx.cache.layers, self._ctx.terms)
             entry = self.entries[key] = PromptEntry(sender, decode)
-            self._of.setdefault(decode, {})[key] = entry
+            self._by_decode.setdefault(decode, {})[key] = entry
             self._take_claims(key, now)
             if isinstance(command, do.HoldPrompt) and command.named is not None:
                 self._redirects.announce(key, command.named, now)
@@ -97,7 +97,7 @@ class Prefill:
             self._apply_decisions(entry, effects, now)
             entry.unoffered = True
             if not self._fits_one_message(command.tokens):
-                self._offer_unasked(entry)
+                self._offer_prefetch(entry)
 
     def _fits_one_message(self, tokens: int) -> bool:
         """Whether nothing of such a prompt is sent before its last layer: then what is said of it meanwhile
@@ -106,7 +106,7 @@ class Prefill:
         layers = sum(len(numbers) for numbers in cache.layers)
         return layers * cache.layer_bytes(tokens) <= self._ctx.options.chunk_bytes
 
-    def _offer_unasked(self, entry: PromptEntry) -> None:
+    def _offer_prefetch(self, entry: PromptEntry) -> None:
         """Offer this prompt to ranks of D that take it before its request comes (`prefetch_bytes`)."""
         if not entry.unoffered:
             return
@@ -133,12 +133,12 @@ class Prefill:
                 effects = entry.sender.computed(command.layer, command.layer_stop, stop, now)
                 self._apply_decisions(entry, effects, now)
                 if entry.sender.prompt.state is PromptPhase.COMPUTED:
-                    self._offer_unasked(entry)
+                    self._offer_prefetch(entry)
 
     def flush(self, command: do.Flush, now: float) -> None:
         for entry in self.live(*command.keys):
             self._apply_decisions(entry, entry.sender.flush(), now)
-            self._offer_unasked(entry)
+            self._offer_prefetch(entry)
 
     def revoke(self, command: do.Revoked, now: float) -> None:
         for entry in self.live(command.key):
@@ -162,10 +162,10 @@ class Prefill:
             self._out_of_table(entry)
 
     def _out_of_table(self, entry: PromptEntry) -> None:
-        of_this_decode = self._of[entry.decode]
+        of_this_decode = self._by_decode[entry.decode]
         del of_this_decode[entry.sender.key]
         if not of_this_decode:
-            del self._of[entry.decode]
+            del self._by_decode[entry.decode]
 
     def live(self, *keys: str) -> Iterator[PromptEntry]:
         """The entries of these keys that have not ended."""
@@ -179,7 +179,7 @@ class Prefill:
         return not all(entry.sender.prompt.ended for entry in self._for(peer))
 
     def _for(self, peer: DecodePeer) -> list[PromptEntry]:
-        return list(self._of.get(peer.hello.addresses[0], {}).values())
+        return list(self._by_decode.get(peer.hello.addresses[0], {}).values())
 
     # Messages of ranks of D.
 
@@ -215,7 +215,7 @@ class Prefill:
                 return False
             self._out_of_table(entry)
             entry.decode = decode
-            self._of.setdefault(decode, {})[entry.sender.key] = entry
+            self._by_decode.setdefault(decode, {})[entry.sender.key] = entry
         return True
 
     def prompt_owner(self, connection: Connection, message: m.PromptOwner, now: float) -> None:

@@ -29,7 +29,7 @@ connection of no peer (`unowned`), the connection."""
 
 
 class Role(ABC):
-    """P's half of a rank, or D's.
+    """What a rank does as P, or as D.
 
     Attributes:
         peers, peer: the table of its peers, and their class.

@@ -195,7 +195,7 @@ class Receiver:
         """When it began to wait for P, or for blocks on D."""
         self.generation: str | None = None
         """Of the weights with which P computes the prompt; None before its first offer."""
-        self.nothing = False
+        self.wants_nothing = False
         """D has said that it wants none of it."""
         self.prefetch = prefetch
 
@@ -206,7 +206,7 @@ class Receiver:
         if self.sources or self.load.state is not LoadPhase.WAITING:
             return []
         self.sources = {rank: Source(assignment, now) for rank, assignment in assignments.items()}
-        if self.nothing:
+        if self.wants_nothing:
             return self._let_go()
         if self.sources:
             return []
@@ -226,7 +226,7 @@ class Receiver:
         if self.load.ended:
             return []
         if stop <= start:
-            self.nothing = True
+            self.wants_nothing = True
             return self._let_go() if self.sources or self._idle else []
         unit = lcm(*(source.assignment.unit for source in self.sources.values()))
         if start < 0 or stop > self.tokens or start % unit:

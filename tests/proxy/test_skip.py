@@ -8,7 +8,7 @@ import random
 from proxy_behaviours import dies, never, with_a_p
 from proxy_fakes import Deployment, all_do, asked, deployed
 from test_admission import ask, slow
-from test_alone import paired
+from test_decode_alone import paired
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
