@@ -212,7 +212,7 @@ class Star:
         p, d = self._pair(peer)
         key = f"chatcmpl-{uuid.uuid4()}-{next(self._keys)}"
         d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-        p.do(do.Hold(key, d.address))
+        p.do(do.HoldPrompt(key, d.address))
         self._waiting.append((key, peer))
 
     def wait_with(self, number: int) -> None:

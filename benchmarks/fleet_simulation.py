@@ -379,7 +379,7 @@ class Fleet:
         assert isinstance(engine, Prefill)
         name, tokens = instance.ping.http_address, asked.tokens + sent
         link_at = self.loop.time()
-        if not self.links.is_connected(name, place.choice.decode.ping.http_address):
+        if not self.links.stands(name, place.choice.decode.ping.http_address):
             link_at += COSTS.link
         place.sent()
         with instance.busy(lambda loss: None, place.choice.prefill_tokens):

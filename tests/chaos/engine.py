@@ -149,7 +149,7 @@ class Side:
                 order = json.loads(self._wire.recv_bytes())
                 if order["do"] == "stop":
                     return
-                self._run_commands(order)
+                self._obey(order)
             try:
                 for seconds in self.forward.turn(time.monotonic()):
                     time.sleep(seconds)

@@ -30,7 +30,7 @@ class Play:
         self.at = Instance(
             role,
             ranks=data.draw(st.integers(1, 2), "ranks"),
-            prefetch=data.draw(st.integers(0, 1), "ahead"),
+            ahead=data.draw(st.integers(0, 1), "ahead"),
             blocks=data.draw(st.sampled_from([10, 40]), "blocks"),
             budget=data.draw(st.sampled_from([32, 128]), "budget"),
             policy=policy,

@@ -48,7 +48,7 @@ class Play:
 
     # Of D
 
-    def asking(self) -> Any:
+    def pending_loads(self) -> Any:
         return self.d.scheduler.connector.consumer.pending_loads[self.id]
 
     def ended(self, engine: Engine) -> bool:

@@ -16,7 +16,7 @@ PROMPT = tokens(50)
 
 @each_pace
 def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ahead: int) -> None:
-    d, paired = asked("D", PROMPT, ranks=2, prefetch=ahead)
+    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
     alone = d.ask("cmpl-no-pair-0-12345678", tokens(20, "alone"))
     d.step(2)
     assert alone.num_output_tokens, "a later request is served meanwhile"
@@ -66,7 +66,7 @@ def test_only_what_d_has_not_cached_is_asked_for(cached: int, length: int, missi
 @each_pace
 @pytest.mark.parametrize("moment", ["waiting", "begun", "loading", "failed", "loaded", "decoding"])
 def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
-    d, paired = asked("D", PROMPT, ranks=2, prefetch=ahead)
+    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
     if moment != "waiting":
         key = d.begin(paired)
     if moment in ("loading", "loaded", "decoding", "failed"):
@@ -86,7 +86,7 @@ def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
 @pytest.mark.parametrize("steps", range(4))
 def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
     """With steps scheduled ahead, the abort may come before, between or after vLLM's hearing of it."""
-    d, paired = asked("D", PROMPT, prefetch=1)
+    d, paired = asked("D", PROMPT, ahead=1)
     d.load(paired)
     d.step(steps)
     d.abort(paired)
@@ -99,7 +99,7 @@ def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
 @pytest.mark.parametrize("moment", ["waiting", "half-begun", "begun", "loading", "loading-on-both"])
 def test_a_transfer_that_fails_is_not_asked_for_again(moment: str, policy: str, ahead: int) -> None:
     """The prompt is computed here, or its request fails. `begun`: the failure crosses the admission."""
-    d, paired = asked("D", PROMPT, policy=policy, ranks=2, prefetch=ahead)
+    d, paired = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     if "loading" in moment:
         key = d.start_load(paired)
     elif moment == "begun":
@@ -145,7 +145,7 @@ def test_a_preempted_request_is_computed_here_and_not_asked_for_again() -> None:
 def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_blocks_back(
     end: str, ahead: int
 ) -> None:
-    d, paired = asked("D", PROMPT, policy="recompute", prefetch=ahead)
+    d, paired = asked("D", PROMPT, policy="recompute", ahead=ahead)
     key = d.begin(paired)
     d.run_until(lambda: d.blocks(paired))
     d.scheduler.set_pause_state(PauseState.PAUSED_ALL)

@@ -42,7 +42,7 @@ def waiting(d: Instance, number: int) -> list[Request]:
 def test_each_is_looked_up_once_until_p_begins_and_once_then(
     ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d = Instance("D", prefetch=ahead, ranks=2)
+    d = Instance("D", ahead=ahead, ranks=2)
     counted = Counted(d, monkeypatch)
     requests = waiting(d, 20)
     d.step(10)
@@ -70,7 +70,7 @@ def test_they_count_as_waiting_and_an_engine_with_nothing_else_goes_on() -> None
 @each_pace
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_abort_takes_them_out_of_the_queue(ahead: int, begun: bool) -> None:
-    d = Instance("D", prefetch=ahead)
+    d = Instance("D", ahead=ahead)
     requests = waiting(d, 3)
     d.step(3)
     if begun:

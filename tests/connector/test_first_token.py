@@ -54,7 +54,7 @@ def test_d_takes_what_p_has_of_a_prompt_that_ends_with_ps_token(idle: bool) -> N
 def test_p_keeps_no_blocks_of_an_answer_that_has_ended(
     what: FirstToken | None, stops: bool, ahead: int
 ) -> None:
-    p = Instance("P", prefetch=ahead)
+    p = Instance("P", ahead=ahead)
     request = ask(p, what, PROMPT, stops=stops)
     p.finish(request)
     p.step(4)

@@ -118,7 +118,7 @@ class TestScheduling:
 
     @each_pace
     def test_it_rests_after_an_idle_step_until_there_are_news(self, bell: str, ahead: int) -> None:
-        d, request = asked("D", tokens(50), prefetch=ahead)
+        d, request = asked("D", tokens(50), ahead=ahead)
         rests = []
         for _ in range(12):
             d.step()
@@ -134,14 +134,14 @@ class TestScheduling:
 
     @each_pace
     def test_d_waits_for_p_in_steps_that_compute_nothing(self, ahead: int) -> None:
-        d, _ = asked("D", tokens(50), prefetch=ahead, ranks=2)
+        d, _ = asked("D", tokens(50), ahead=ahead, ranks=2)
         d.step(12)
         assert d.rank.waits and max(d.rank.waits) == pytest.approx(BOUND / (1 + ahead))
         assert d.rank.waits == sorted(d.rank.waits) == d.ranks[1].waits
 
     @each_pace
     def test_news_that_comes_in_the_wait_are_told_in_the_same_step(self, ahead: int) -> None:
-        d, request = asked("D", tokens(50), prefetch=ahead)
+        d, request = asked("D", tokens(50), ahead=ahead)
         d.step(3)
         key = d.key(request)
         d.rank.meanwhile = lambda: None if d.rank.facts[key].offered else d.rank.begin(key)
@@ -149,7 +149,7 @@ class TestScheduling:
 
     @each_pace
     def test_no_step_waits_while_the_tokens_of_an_earlier_one_are_out(self, ahead: int) -> None:
-        d = Instance("D", prefetch=ahead)
+        d = Instance("D", ahead=ahead)
         out: list[bool] = []
         d.rank.meanwhile = lambda: out.append(d.computing)
         d.ask(inner_id(pair_id()), tokens(50))
@@ -161,7 +161,7 @@ class TestScheduling:
 
     @each_pace
     def test_p_waits_for_word_that_the_blocks_are_free(self, ahead: int) -> None:
-        p, request = asked("P", tokens(50), max_tokens=1, prefetch=ahead)
+        p, request = asked("P", tokens(50), max_tokens=1, ahead=ahead)
         p.run_until(lambda: request.request_id in p.ended)
         assert not p.rank.waits
         p.step(6)

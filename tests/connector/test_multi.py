@@ -37,7 +37,7 @@ def loads(d: MultiInstance) -> list[tuple[int, int]]:
 @each_order
 @each_pace
 def test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt(store_first: bool, ahead: int) -> None:
-    d = MultiInstance("D", store_first=store_first, prefetch=ahead)
+    d = MultiInstance("D", store_first=store_first, ahead=ahead)
     d.store.held[BEGINNING] = WHOLE
     paired = d.ask(inner_id(pair_id()), PROMPT)
     d.step()
@@ -53,7 +53,7 @@ def test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt(store_first:
 @each_pace
 @pytest.mark.parametrize("held", [0, 2 * BLOCK, WHOLE - BLOCK], ids=["nothing", "a-part", "all-but-a-block"])
 def test_d_loads_from_p_what_the_store_does_not_have_whole(store_first: bool, ahead: int, held: int) -> None:
-    d = MultiInstance("D", store_first=store_first, prefetch=ahead, ranks=2)
+    d = MultiInstance("D", store_first=store_first, ahead=ahead, ranks=2)
     d.store.held[BEGINNING] = held
     paired = d.ask(inner_id(pair_id()), PROMPT)
     d.step(2)
@@ -144,7 +144,7 @@ def filling(most: int = 1, **options: Any) -> tuple[MultiInstance, Request]:
 @each_length
 def test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step(ahead: int, most: int) -> None:
     """The load runs in the step itself: nothing may be read before, and the load may fail."""
-    p, request = filling(most, prefetch=ahead)
+    p, request = filling(most, ahead=ahead)
     p.step()
     assert p.stores[0].began == [request.request_id]
     assert len(p.rank.said(do.OfferPrompt)) == 1, "D is told that the prefill has begun"
@@ -162,7 +162,7 @@ def test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step(ahe
 
 @each_pace
 def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead: int) -> None:
-    p = MultiInstance("P", prefetch=ahead, budget=200)
+    p = MultiInstance("P", ahead=ahead, budget=200)
     p.store.held[BEGINNING] = WHOLE
     alone = p.ask("cmpl-no-pair-0-12345678", PROMPT, max_tokens=1)
     shared = p.ask(inner_id(pair_id(1)), [*PROMPT[:WHOLE], 7, 8, 9], max_tokens=1)
@@ -181,7 +181,7 @@ def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead
 @each_length
 @each_policy
 def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) -> None:
-    p, request = filling(most, prefetch=ahead, policy=policy)
+    p, request = filling(most, ahead=ahead, policy=policy)
     p.stores[0].spoil = True
     p.step(1 + ahead)
     assert not p.rank.said(do.Computed)
@@ -200,7 +200,7 @@ def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) 
 
 
 def test_preempted_before_p_has_pushed_what_a_store_has_filled() -> None:
-    p, request = filling(5, prefetch=1)
+    p, request = filling(5, ahead=1)
     p.step()
     p.drain()
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -275,9 +275,7 @@ class Watched(MultiInstance):
 @given(st.data())
 def test_d_never_gets_what_a_failed_load_has_left_on_p(data: st.DataObject) -> None:
     ahead = data.draw(st.integers(0, 1), "ahead")
-    p = Watched(
-        "P", policy="recompute", prefetch=ahead, budget=data.draw(st.sampled_from([48, 200]), "budget")
-    )
+    p = Watched("P", policy="recompute", ahead=ahead, budget=data.draw(st.sampled_from([48, 200]), "budget"))
     prompts = [tokens(70, number) for number in range(2)]
     requests = []
     for number in range(data.draw(st.integers(3, 25), "moves")):

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.vllm
 
 @each_pace
 def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead: int) -> None:
-    p, request = asked("P", tokens(150), max_tokens=1, budget=64, prefetch=ahead)
+    p, request = asked("P", tokens(150), max_tokens=1, budget=64, ahead=ahead)
     blocks: list[int] = []
     while request.request_id not in p.ended:
         p.step()
@@ -119,7 +119,7 @@ def test_block_tables_are_read_twice_for_each_prompt_of_a_step(monkeypatch: pyte
 
 @each_pace
 def test_the_pages_are_kept_until_nothing_reads_them_and_no_longer(ahead: int) -> None:
-    p = Instance("P", ranks=2, prefetch=ahead)
+    p = Instance("P", ranks=2, ahead=ahead)
     requests = [p.ask(inner_id(pair_id(index)), tokens(30, index), max_tokens=1) for index in range(3)]
     p.finish(*requests)
     p.step(4)
@@ -155,7 +155,7 @@ def test_pages_that_are_free_before_the_request_ends_are_reported_only_then(pree
 @pytest.mark.parametrize("moment", ["at once", "queued", "half", "whole"])
 @each_pace
 def test_an_abort_gives_up_the_transfer_and_frees_the_pages(moment: str, ahead: int) -> None:
-    p = Instance("P", budget=64, seqs=1, prefetch=ahead)
+    p = Instance("P", budget=64, seqs=1, ahead=ahead)
     if moment == "queued":
         running = p.ask("cmpl-running-0-12345678", tokens(10, "running"), max_tokens=20)
     request = p.ask(inner_id(pair_id()), tokens(100), max_tokens=20)
@@ -228,7 +228,7 @@ def test_of_a_repeated_request_the_second_pushes_what_the_aborted_first_did_not(
     steps: int, ahead: int
 ) -> None:
     """As a router's that lost its connection, and asks again before vLLM has noticed."""
-    p = Instance("P", budget=32, prefetch=ahead)
+    p = Instance("P", budget=32, ahead=ahead)
     outer, prompt = pair_id(), tokens(150)
     first = p.ask(inner_id(outer), prompt, max_tokens=1)
     p.step(steps)

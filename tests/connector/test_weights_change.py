@@ -50,7 +50,7 @@ def aborted(p: Instance) -> dict[str, str]:
 
 @each_pace
 def test_p_names_its_weights_in_each_offer_and_sends_nothing_of_before(ahead: int) -> None:
-    p = Instance("P", budget=64, blocks=32, prefetch=ahead)
+    p = Instance("P", budget=64, blocks=32, ahead=ahead)
     done, half, waiting = (p.ask(inner_id(pair_id(n)), tokens(100, n), max_tokens=1) for n in range(3))
     p.run_until(lambda: half.num_computed_tokens and done.request_id in p.ended)
     assert half.num_computed_tokens < 100 and not waiting.num_computed_tokens
@@ -113,7 +113,7 @@ def dropped(d: Instance) -> list[str]:
 @each_pace
 @each_policy
 def test_d_loads_nothing_of_other_weights(policy: str, ahead: int) -> None:
-    d, request = asked("D", PROMPT, policy=policy, ranks=2, prefetch=ahead)
+    d, request = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     d.begin(request, "version v2")
     d.finish(request)
     (reason,) = dropped(d)
@@ -165,7 +165,7 @@ counts as one that decodes; until then the report may be under way, in a step ah
 def test_what_is_on_its_way_when_d_changes_is_not_used(
     moment: str, policy: str, ahead: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    d, request = asked("D", PROMPT, policy=policy, ranks=2, prefetch=ahead)
+    d, request = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     if moment == "asked":
         d.step()
         key = d.key(request)
@@ -195,7 +195,7 @@ def test_what_is_on_its_way_when_d_changes_is_not_used(
 @each_pace
 def test_a_request_that_is_aborted_after_the_change_is_reported_once(ahead: int) -> None:
     for steps in range(4):
-        d, request = asked("D", PROMPT, prefetch=ahead)
+        d, request = asked("D", PROMPT, ahead=ahead)
         d.load(request)
         d.step(ahead)
         change(d)

@@ -52,7 +52,7 @@ def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int)
     draw = random.Random(seed)
     sizes = draw.choice([1, 2]), draw.choice([1, 2])
     p, d = engines(
-        *sizes, blocks=24, budget=40, policy="recompute", lease_seconds=2, prefetch=ahead, chunk_bytes=4096,
+        *sizes, blocks=24, budget=40, policy="recompute", lease_seconds=2, ahead=ahead, chunk_bytes=4096,
         prefetch_bytes=draw.choice([0, 1 << 20]),
     )  # fmt: skip
     starts = [tokens(50, f"start {each}") for each in range(2)]

@@ -22,9 +22,12 @@ def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Assignment]
 
 
 def make(
-    assignments: dict[int, Assignment] | None = None, unit: int = 1, attach: bool = True, ahead: bool = False
+    assignments: dict[int, Assignment] | None = None,
+    unit: int = 1,
+    attach: bool = True,
+    prefetch: bool = False,
 ) -> Receiver:
-    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Terms(LEASE), now=0.0, prefetch=ahead)
+    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Terms(LEASE), now=0.0, prefetch=prefetch)
     if attach:
         made.attach(owed(unit=unit) if assignments is None else assignments, now=0.0)
     return made
@@ -54,7 +57,7 @@ def offered(made: Receiver) -> Receiver:
     return made
 
 
-def ahead(made: Receiver) -> Receiver:
+def prefetch(made: Receiver) -> Receiver:
     for rank in made.sources:
         made.offer(rank, offer(), now=1.0)
     assert made.load.state is LoadPhase.PREFETCHING

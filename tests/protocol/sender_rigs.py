@@ -47,9 +47,9 @@ class Rig:
         return self.sender.computed(*layers, stop, self.now)
 
     def want(
-        self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1, ahead: bool = False
+        self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1, prefetch: bool = False
     ) -> list[Decision]:
-        return self.sender.want(rank, Want(KEY, attempt, start, stop, ahead), self.now)
+        return self.sender.want(rank, Want(KEY, attempt, start, stop, prefetch), self.now)
 
     def grant(self, number: int, nbytes: int, rank: int = 0, attempt: int = 1) -> list[Decision]:
         return self.sender.grant(rank, grant(number, nbytes, attempt), self.now)
@@ -129,7 +129,7 @@ def claimed() -> Rig:
     return rig
 
 
-def ahead() -> Rig:
+def prefetch() -> Rig:
     rig = claimed()
     rig.want(prefetch=True)
     return rig

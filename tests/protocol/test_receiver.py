@@ -11,7 +11,6 @@ from protocol.receiver_rigs import (
     KEY,
     LEASE,
     TOKENS,
-    ahead,
     chunk,
     loading,
     make,
@@ -19,6 +18,7 @@ from protocol.receiver_rigs import (
     offered,
     one_source,
     owed,
+    prefetch,
     take,
     whole,
 )
@@ -89,7 +89,7 @@ def test_a_rank_that_nobody_owes_anything_waits_for_nobody() -> None:
 PATHS: dict[LoadPhase, Callable[[], Receiver]] = {
     LoadPhase.WAITING: make,
     LoadPhase.OFFERED: lambda: offered(make()),
-    LoadPhase.PREFETCHING: lambda: ahead(make(prefetch=True)),
+    LoadPhase.PREFETCHING: lambda: prefetch(make(prefetch=True)),
     LoadPhase.LOADING: lambda: loading(one_source()),
     LoadPhase.DONE: lambda: (made := make(), made.want(0, 0, 0.0))[0],
     LoadPhase.ENDED: lambda: (made := make(), made.cancel("no"))[0],

@@ -15,7 +15,6 @@ from protocol.sender_rigs import (
     WHOLE,
     WIRE,
     Rig,
-    ahead,
     cancelled,
     chunk,
     claimed,
@@ -27,6 +26,7 @@ from protocol.sender_rigs import (
     held,
     offer,
     offered,
+    prefetch,
     released,
     sending,
     sent,
@@ -156,7 +156,7 @@ def test_every_row_of_the_prompts_table(state: PromptPhase, event: PromptEvent) 
 
 LEGS: dict[SendPhase, Callable[[], Rig]] = {
     SendPhase.CLAIMED: claimed,
-    SendPhase.PREFETCHING: ahead,
+    SendPhase.PREFETCHING: prefetch,
     SendPhase.SENDING: sending,
     SendPhase.DRAINED: drained,
     SendPhase.DONE: done,

@@ -47,8 +47,8 @@ def request(tokens: int) -> RoutingRequest:
     return RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), "")
 
 
-def fleet(*roles: Any, alone: int = 0, routing: Routing = AUTO) -> tuple[Router, list[Instance]]:
-    return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, decode_alone=alone)
+def fleet(*roles: Any, decode_alone: int = 0, routing: Routing = AUTO) -> tuple[Router, list[Instance]]:
+    return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, decode_alone=decode_alone)
 
 
 # What is learned.

@@ -31,7 +31,7 @@ class Pool:
     def __init__(self, ahead: int = 0) -> None:
         """`ahead`: as of an Instance."""
         self.a, self.b = (
-            Instance("both", blocks=BLOCKS, budget=48, seqs=8, port=port, held_share=1.0, prefetch=ahead)
+            Instance("both", blocks=BLOCKS, budget=48, seqs=8, port=port, held_share=1.0, ahead=ahead)
             for port in (21001, 22001)
         )
         self.most_held = (BLOCKS - 1) // 3
@@ -88,9 +88,9 @@ class Pool:
             there = p.rank.facts.get(key)
             if self._prefills.get(key) != address(p) or there is None:
                 continue
-            if there.finished and not fact.finished:
+            if there.over and not fact.over:
                 d.rank.fail(key)
-            elif fact.finished:
+            elif fact.over:
                 p.rank.free(key)
             elif there.offered and not fact.offered:
                 d.rank.begin(key)
