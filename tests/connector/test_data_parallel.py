@@ -87,7 +87,7 @@ def test_referrals_to_engines_of_other_instances_are_refused(engines: Any) -> No
             before = counted["messages_refused"]
             line.send(encode(PromptOwner(stranger, ("k",))))
             run(group, lambda before=before: counted["messages_refused"] == before + 1)
-    assert not p.workers[0].rank.core.roles[0].transfers._redirects._elsewhere
+    assert not p.workers[0].rank.core.roles[0].transfers._redirects._owners
     peer = SimpleNamespace(hello=p.workers[0].rank.context.hello, address=str(p.address))
     with pytest.raises(RemoteProtocolError, match="no engine of"):
         d.workers[0].rank.core.roles[0].transfers.redirected(peer, Redirect("k", 1, "10.0.0.9:21001"), 0.0)

@@ -281,10 +281,10 @@ RESTS = st.fixed_dictionaries(
         "link": st.sampled_from(["host", "nccl 2.27.3"]),
         "digest": st.sampled_from(["xxh3-64", "fold-64"]),
         "verify": st.booleans(),
-        "ahead": st.booleans(),
+        "prefetch": st.booleans(),
     }
 )
-FREE = {"layers", "tp", "unit_tokens", "codec", "block", "digest", "ahead"}
+FREE = {"layers", "tp", "unit_tokens", "codec", "block", "digest", "prefetch"}
 """What a P and a D that negotiate accepts may differ in."""
 
 
