@@ -78,7 +78,7 @@ def handed_on(
     relay = filter_of(path)
     if plan.ends_with(token, CONTEXT):
         return transcript.feed(relay.feed(head)), 0
-    got = transcript.feed(relay.feed(token.resumed_by))
+    got = transcript.feed(relay.feed(token.going_on))
     transcript.settle()
     goes_on = Continuation(transcript, CONTEXT, None)
     asked_of_d = json.loads(bytes(goes_on.body.for_decode("x")))
