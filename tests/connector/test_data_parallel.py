@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import zmq
-from connector_support import BLOCK, inner_id, pair_id, tokens
-from real_ranks_support import ask, finish, run
 
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PromptOwner, Redirect, encode
 from p2pkv.protocol.state_machine import RemoteProtocolError
+from support.connector.instances import BLOCK, inner_id, pair_id, tokens
+from support.connector.real_ranks import ask, finish, run
 
 pytestmark = pytest.mark.vllm
 
