@@ -9,33 +9,17 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import p2pkv
 from p2pkv import plugin
+from p2pkv.cli.findings import CheckFailed, Finding
 from p2pkv.link_kinds import AUTO, NAMES
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, is_loopback, read_secret
 
 if TYPE_CHECKING:
     from p2pkv.links.cuda_memory import CudaMemory
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    about: str
-    """What was looked at, in a word or two."""
-    sentence: str
-    """What was found and, if it is not ok, what to do."""
-    ok: bool = True
-    """False if a server with p2pkv cannot run because of this."""
-
-
-class CheckFailed(Exception):
-    """The check of a pair cannot go on: a sentence."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 import p2pkv
 from p2pkv import plugin
-from p2pkv.cli.doctor import CheckFailed, Finding
+from p2pkv.cli.findings import CheckFailed, Finding
 from p2pkv.control.endpoint import Connection, Endpoint, inspect
 from p2pkv.control.security import Members
 from p2pkv.device import own_stream

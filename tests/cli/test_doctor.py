@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from p2pkv.cli import main
-from p2pkv.cli.doctor import Finding, examine, ipc_sentence
+from p2pkv.cli.doctor import examine, ipc_sentence
+from p2pkv.cli.findings import Finding
 from p2pkv.trust import SECRET_VARIABLE
 from support.cuda.ipc import SimulatedGpu, SimulatedMemory
 from support.engine.engines import Geometry, make_engine

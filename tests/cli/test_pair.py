@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from p2pkv.cli import main, pair
-from p2pkv.cli.doctor import Finding
+from p2pkv.cli.findings import Finding
 from p2pkv.control.security import members_of
 from p2pkv.demo.processes import free_ports
 from p2pkv.links.base import LinkError, LinkFactory
