@@ -26,8 +26,6 @@ from chaos.forward import Forward
 from chaos.model import ONE_GROUP, Memory, Model, RankPages, Violation, hello_of, make_rank_pages
 from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
-from engine_support import BUSY, soon_on_engine_thread
-from faulty_links import Faults, FaultyLinks
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
@@ -37,6 +35,8 @@ from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
+from support.engine.engines import BUSY, soon_on_engine_thread
+from support.links.faulty import Faults, FaultyLinks
 
 SECRET = b"a secret of the chaos run"
 STAGING = 1 << 20

@@ -9,10 +9,10 @@ from typing import Any
 
 from chaos.forward import LAYER_SECONDS, Forward
 from chaos.model import NULL, Tables
-from engine_support import READY
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.engine.engines import READY
 
 
 @dataclass

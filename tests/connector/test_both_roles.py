@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from connector_support import inner_id, make_request, pair_id, tokens
-from real_ranks_support import ask, ask_both, finish, listening, pings, run
 
 from p2pkv.control.discovery import encode_partners
+from support.connector.instances import inner_id, make_request, pair_id, tokens
+from support.connector.real_ranks import ask, ask_both, finish, listening, pings, run
 from support.waiting import wait_for
 
 BOTH = ("both", "both")

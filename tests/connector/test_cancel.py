@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from connector_support import inner_id, pair_id, tokens
-from real_ranks_support import Engine, run
 from vllm.v1.request import Request
 
 from p2pkv.connector.scheduler import LoadState
 from p2pkv.engine.context import Context
+from support.connector.instances import inner_id, pair_id, tokens
+from support.connector.real_ranks import Engine, run
 
 pytestmark = pytest.mark.vllm
 

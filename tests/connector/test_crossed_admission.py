@@ -6,8 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from connector_support import tokens
-from real_ranks_support import Engine, ask, finish, preempt_all, run
+
+from support.connector.instances import tokens
+from support.connector.real_ranks import Engine, ask, finish, preempt_all, run
 
 pytestmark = pytest.mark.vllm
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import zmq
-from connector_support import BLOCK, inner_id, pair_id, tokens
-from real_ranks_support import ask, finish, run
 
 from p2pkv.pairing import Address
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import Elsewhere, Referral, encode
+from support.connector.instances import BLOCK, inner_id, pair_id, tokens
+from support.connector.real_ranks import ask, finish, run
 
 pytestmark = pytest.mark.vllm
 

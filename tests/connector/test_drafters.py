@@ -9,27 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from connector_support import (
-    BLOCK,
-    D_ADDRESS,
-    FULL,
-    LAYERS,
-    P_ADDRESS,
-    SMALL,
-    Instance,
-    caches_of,
-    hello_with,
-    inner_id,
-    kv_cache_config,
-    kv_groups,
-    make_request,
-    pair_id,
-    tokens,
-    vllm_config,
-    write,
-)
 from msgspec import structs
-from tiny_eagle import TinyEagle
 from vllm.config import LoadConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -54,6 +34,26 @@ from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
 from p2pkv.protocol.handshake import Refused, fit, negotiate
 from p2pkv.protocol.messages import Hello
+from support.connector.instances import (
+    BLOCK,
+    D_ADDRESS,
+    FULL,
+    LAYERS,
+    P_ADDRESS,
+    SMALL,
+    Instance,
+    caches_of,
+    hello_with,
+    inner_id,
+    kv_cache_config,
+    kv_groups,
+    make_request,
+    pair_id,
+    tokens,
+    vllm_config,
+    write,
+)
+from support.models.eagle import TinyEagle
 
 pytestmark = pytest.mark.vllm
 

@@ -6,12 +6,12 @@ import itertools
 import logging
 
 import pytest
-from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
 from vllm.v1.request import Request
 
 from p2pkv.connector.block_room import HeldBlocks, RequestBlocks, Room
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.connector.instances import BLOCK, Instance, inner_id, pair_id, tokens
 
 pytestmark = pytest.mark.vllm
 

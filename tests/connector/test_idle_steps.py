@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import zmq
-from connector_support import Instance, asked, each_pace, inner_id, pair_id, tokens, vllm_config
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.engine import EngineCoreRequestType
@@ -30,6 +29,7 @@ from p2pkv.connector.idle_steps import (
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.vllm_patches import ENGINE_CORE, SPIN_WAIT, EngineCore, SpinWait
 from p2pkv.engine import commands as do
+from support.connector.instances import Instance, asked, each_pace, inner_id, pair_id, tokens, vllm_config
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm

@@ -6,14 +6,14 @@ import contextlib
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from multi_support import OURS, MultiInstance, StoreMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.request import Request
 
 from p2pkv.engine import commands as do
+from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
+from support.connector.multi import OURS, MultiInstance, StoreMetadata
 
 pytestmark = pytest.mark.vllm
 

@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 import torch
-from connector_support import (
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from p2pkv.connector.block_room import HeldBlocks
+from p2pkv.connector.identity import Pairs, prompt_digest
+from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
+from p2pkv.engine import commands as do
+from support.connector.instances import (
     BLOCK,
     D_ADDRESS,
     LAYERS,
@@ -19,13 +26,6 @@ from connector_support import (
     pair_id,
     tokens,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
-
-from p2pkv.connector.block_room import HeldBlocks
-from p2pkv.connector.identity import Pairs, prompt_digest
-from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
-from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
 

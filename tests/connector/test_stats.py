@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_support import vllm_config
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import Growth
 from p2pkv.engine.context import Counters
+from support.connector.instances import vllm_config
 
 pytestmark = pytest.mark.vllm
 

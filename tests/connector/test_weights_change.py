@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_support import (
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request
+
+from p2pkv.connector.scheduler import CHANGED_ON_D, CHANGED_ON_P
+from p2pkv.engine import commands as do
+from support.connector.instances import (
     BLOCK,
     Instance,
     asked,
@@ -17,11 +22,6 @@ from connector_support import (
     pair_id,
     tokens,
 )
-from vllm.lora.request import LoRARequest
-from vllm.v1.request import Request
-
-from p2pkv.connector.scheduler import CHANGED_ON_D, CHANGED_ON_P
-from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
 

@@ -12,11 +12,11 @@ import weakref
 from typing import Any
 
 import pytest
-from connector_support import tokens
-from real_ranks_support import Engine, ask, ask_both, finish, preempt_all, run
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo.processes import free_ports
+from support.connector.instances import tokens
+from support.connector.real_ranks import Engine, ask, ask_both, finish, preempt_all, run
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from connector_support import BLOCK, LAYERS, FakeRank, kv_cache_config, vllm_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -31,6 +30,7 @@ from p2pkv.connector.vllm_patches import EARLY_REVOCATION, SPIN_WAIT
 from p2pkv.connector.worker import Worker
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.connector.instances import BLOCK, LAYERS, FakeRank, kv_cache_config, vllm_config
 
 pytestmark = pytest.mark.vllm
 

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from hostile_support import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
 
 from p2pkv.control import endpoint as module
 from p2pkv.control.endpoint import Connection, ConnectionFailure, Endpoint
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
+from support.hostile import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
 
 DEADLINE = 10.0
 

@@ -6,7 +6,11 @@ import time
 
 import pytest
 import torch
-from engine_support import (
+
+from p2pkv.engine import commands as do
+from p2pkv.packings import DENSE
+from p2pkv.protocol import messages as m
+from support.engine.engines import (
     Engine,
     Geometry,
     at_baseline,
@@ -19,12 +23,8 @@ from engine_support import (
     step,
     wrong_cells,
 )
-from faulty_links import Faults, FaultyLinks
-from transfers import arrives, begin, expect, failure, load, value
-
-from p2pkv.engine import commands as do
-from p2pkv.packings import DENSE
-from p2pkv.protocol import messages as m
+from support.engine.transfers import arrives, begin, expect, failure, load, value
+from support.links.faulty import Faults, FaultyLinks
 from support.waiting import wait_for
 
 ONE = Geometry()

@@ -7,8 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_support import Geometry, prefill
-from transfers import ends, expect, load
 from virtual.network import Line
 from virtual.pair import VirtualEngine, VirtualPair
 
@@ -19,6 +17,8 @@ from p2pkv.engine.from_prefill import InboundLink, PrefillPeer
 from p2pkv.engine.prefill import Prefill, PromptEntry
 from p2pkv.engine.to_decode import DecodePeer, OutboundLink
 from p2pkv.protocol import messages as m
+from support.engine.engines import Geometry, prefill
+from support.engine.transfers import ends, expect, load
 
 TOKENS, BLOCKS = 33, [0, 1, 2]
 LEASE = 6.0

@@ -9,10 +9,7 @@ import socket
 import msgspec
 import pytest
 import zmq
-from engine_support import Geometry, engines, on_engine_thread, plain_links, step
-from hostile_support import RAW, dealer, nonsense, shout
 from protocol.samples import KINDS, example
-from transfers import BLOCKS, arrives, expect, half, push, rest, value
 
 from p2pkv.control.endpoint import MOST_TOGETHER
 from p2pkv.engine import commands as do
@@ -20,6 +17,9 @@ from p2pkv.engine import to_decode
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import negotiate
+from support.engine.engines import Geometry, engines, on_engine_thread, plain_links, step
+from support.engine.transfers import BLOCKS, arrives, expect, half, push, rest, value
+from support.hostile import RAW, dealer, nonsense, shout
 from support.waiting import wait_for
 
 SECRET = b"a secret of the tests"

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from memory_links import MemoryNetwork
 
 from p2pkv.engine.context import Counters
 from p2pkv.engine.from_prefill import InboundLink, Receiving
 from p2pkv.engine.to_decode import Flight, OutboundLink
 from p2pkv.links.base import LinkError
 from p2pkv.protocol.messages import LinkAccept
+from support.links.memory import MemoryNetwork
 
 WINDOW = 4096
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import pytest
-from engine_support import Engine, Geometry, Make, engine_maker, other_group, plain_links, says
-from hostile_support import dealer
-from links_support import nccl_of
 from msgspec.structs import replace
-from transfers import push, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine import preconnect
 from p2pkv.engine.liveness import Beat
 from p2pkv.protocol.messages import Partners, encode
+from support.engine.engines import Engine, Geometry, Make, engine_maker, other_group, plain_links, says
+from support.engine.transfers import push, value
+from support.hostile import dealer
+from support.links.pairs import nccl_of
 from support.waiting import wait_for
 
 ONE = Geometry()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_device import Device
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pkv.engine.context import Copies, Remembered
 from p2pkv.engine.peers import surplus
 from p2pkv.engine.prefetch import PrefetchBuffers
+from support.engine.fake_device import Device
 
 # Which links are closed when there are too many.
 

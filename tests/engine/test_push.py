@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-from engine_support import Geometry, engines, prefill, step, wrong_cells
-from links_support import NCCL_KINDS
-from transfers import arrives, ask, begin, ends, expect, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.from_prefill import Receiving
+from support.engine.engines import Geometry, engines, prefill, step, wrong_cells
+from support.engine.transfers import arrives, ask, begin, ends, expect, load, rest, scribble, value
+from support.links.pairs import NCCL_KINDS
 from support.waiting import wait_for
 
 ONE = Geometry()

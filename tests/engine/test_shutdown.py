@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from engine_support import Engine, Geometry, Make, engine_maker, plain_links, step, wrong_cells
-from links_support import leftovers
-from transfers import BLOCKS, arrives, begin, load, push, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import FINISH_SECONDS
+from support.engine.engines import Engine, Geometry, Make, engine_maker, plain_links, step, wrong_cells
+from support.engine.transfers import BLOCKS, arrives, begin, load, push, rest, value
+from support.links.pairs import leftovers
 from support.waiting import wait_for
 
 ONE = Geometry()

@@ -10,8 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from engine_support import Geometry, TestRank, make_rank
-from memory_links import MemoryNetwork
 
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
@@ -20,6 +18,8 @@ from p2pkv.engine import commands as do
 from p2pkv.engine import thread as engine_thread
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Beat
 from p2pkv.pairing import Address
+from support.engine.engines import Geometry, TestRank, make_rank
+from support.links.memory import MemoryNetwork
 from support.waiting import wait_for
 
 

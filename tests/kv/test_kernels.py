@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_support import CpuLauncher
-from kv_support import Memory, check_exchange
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.copiers import LOADS, MOST_LANES, WIDTHS, lanes_for
 from p2pkv.kv.layouts import plane_of
+from support.cuda.kernels import CpuLauncher
+from support.kv.pages import Memory, check_exchange
 
 BLOCK, HEADS, CONTENT = 16, 8, 256
 ROW = CONTENT * 2

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import Device
-from kernel_support import CpuLauncher
-from kv_support import Memory
 
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import Columns, Copier, KernelCopier, StorageCopier, columns_on_device
 from p2pkv.kv.layouts import LayerPages, Rows, pages_of
 from p2pkv.kv.uploads import DIGESTS, MOST_RECENT, SEGMENTS, Digests, Ring, Uploads
+from support.cuda.kernels import CpuLauncher
+from support.engine.fake_device import Device
+from support.kv.pages import Memory
 from support.waiting import wait_for
 
 CUDA = torch.device("cuda", 0)

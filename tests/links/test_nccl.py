@@ -10,14 +10,14 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from links_support import connect, nccl_links, simulated
-from nccl_simulated import SimulatedNccl
-from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
 from p2pkv.bench.nccl import PARTS, parts_of, parts_table
 from p2pkv.links import nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
+from support.links.pairs import connect, nccl_links, simulated
+from support.nccl.device import SimulatedDevice, SimulatedEvent
+from support.nccl.simulated import SimulatedNccl
 from support.waiting import wait_for
 
 WINDOW = 1 << 16

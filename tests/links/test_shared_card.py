@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_support import NO_GCC
 
 from p2pkv.cli import doctor
 from p2pkv.cli.doctor import examine
@@ -24,6 +23,7 @@ from p2pkv.links.shared_card import (
     turns,
     warn_of_turns,
 )
+from support.cuda.kernels import NO_GCC
 
 NVML = r"""
 #include <string.h>

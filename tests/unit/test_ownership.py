@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from crossings import crossings
 
 import p2pkv
 from p2pkv.protocol import messages
+from unit.crossings import crossings
 
 ROOT = Path(__file__).parents[2]
 ENGINE = sorted((ROOT / "p2pkv" / "engine").glob("*.py"))

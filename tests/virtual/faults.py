@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chaos.schedule import LEASE
-from hostile_support import nonsense
 from protocol.samples import KINDS, example
 from virtual.network import Endpoint, Network
 
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
+from support.hostile import nonsense
 
 if TYPE_CHECKING:
     from virtual.machine import Machine

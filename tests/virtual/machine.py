@@ -8,8 +8,6 @@ from typing import Any
 from chaos.engine import Build
 from chaos.model import RankPages, Violation, hello_of
 from chaos.schedule import LEASE
-from engine_support import BUSY
-from faulty_links import Faults, FaultyLinks
 from virtual.clock import Alarm, Clock
 from virtual.network import Endpoint, Network
 
@@ -17,6 +15,8 @@ from p2pkv.engine.core import Core
 from p2pkv.pairing import Address
 from p2pkv.protocol import sender
 from p2pkv.protocol.receiver import MAX_CHUNKS
+from support.engine.engines import BUSY
+from support.links.faulty import Faults, FaultyLinks
 
 STAGING, CHUNKS = 1 << 18, (4096, 16384)
 """Bytes of a rank; of a message, one of these in all engines of a run. Some short ones hold one KV group."""

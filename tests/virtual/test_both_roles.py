@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import step
-from transfers import arrives, begin, load
 from virtual.pair import BLOCKS, HALF, LEASE, TOKENS, VirtualPair, half_a_push, nothing_was_lost, value
 
 from p2pkv.engine import commands as do
 from p2pkv.protocol import messages as m
+from support.engine.engines import step
+from support.engine.transfers import arrives, begin, load
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ one whose step hangs. And each state of a transfer ends by itself, however livel
 from __future__ import annotations
 
 import pytest
-from engine_support import step
-from transfers import arrives, ask
 from virtual.pair import (
     BLOCKS,
     GRACE,
@@ -30,6 +28,8 @@ from virtual.pair import (
 )
 
 from p2pkv.engine import commands as do
+from support.engine.engines import step
+from support.engine.transfers import arrives, ask
 
 WAIT = 60.0
 """`wait_seconds`: longer than a stall and a lease."""

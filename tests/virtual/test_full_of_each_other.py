@@ -12,9 +12,9 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from connector_support import LAYERS, Instance, inner_id, pair_id, tokens
 
 from p2pkv.engine import commands as do
+from support.connector.instances import LAYERS, Instance, inner_id, pair_id, tokens
 
 pytestmark = pytest.mark.vllm
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import step, wrong_cells
-from transfers import arrives, ask
 from virtual.pair import (
     BLOCKS,
     GRACE,
@@ -28,6 +26,8 @@ from virtual.pair import (
 )
 
 from p2pkv.engine import commands as do
+from support.engine.engines import step, wrong_cells
+from support.engine.transfers import arrives, ask
 
 
 @pytest.fixture

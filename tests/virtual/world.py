@@ -16,13 +16,13 @@ from chaos.engine import Build
 from chaos.jobs import GRACE, Jobs, Run
 from chaos.model import Model, draw_model
 from chaos.schedule import LEASE
-from memory_links import MemoryNetwork
 from virtual.clock import Clock
 from virtual.faults import WEIGHTS, Fault, Heal, Stranger
 from virtual.machine import CHUNKS, Machine
 from virtual.network import Network
 
 from p2pkv.protocol.handshake import REFUSED_FOR
+from support.links.memory import MemoryNetwork
 
 LONGEST = 220
 """Tokens of a prompt, at most."""

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from probes import Compared
-from vllm_support import (
+
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import VllmServer
+from support.servers.fleet import (
     BLOCK,
     CHUNK,
     FORKED,
@@ -22,9 +24,7 @@ from vllm_support import (
     probing_server,
     tokens,
 )
-
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import VllmServer
+from support.servers.probes import Compared
 
 ROOM = 64 << 20
 

@@ -10,9 +10,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
 
 from p2pkv.demo.client import get
+from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
 
 pytestmark = pytest.mark.usefixtures("compared")
 
