@@ -91,6 +91,10 @@ def mutants_of(table: str) -> tuple[Mutant, ...]:
             file = line[3:]
         elif kind == ">":
             tests = [*(tests if before == ">" else ()), *line[1:].split()]
+        elif kind == "~":
+            old, _, new = f"{line[2:]} ".partition(" => ")
+            found[-1][2].append(old)
+            found[-1][3].append(new[:-1])
         elif kind in "-+":
             found[-1]["-+".index(kind) + 2].append(line[2:])
         else:
