@@ -16,8 +16,7 @@ from p2pkv.links import nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
 from support.links.pairs import connect, nccl_links, simulated
-from support.nccl.device import SimulatedDevice, SimulatedEvent
-from support.nccl.simulated import SimulatedNccl
+from support.nccl.simulated import SimulatedDevice, SimulatedEvent, SimulatedNccl
 from support.waiting import wait_for
 
 WINDOW = 1 << 16

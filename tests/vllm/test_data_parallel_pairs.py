@@ -17,7 +17,7 @@ import pytest
 from p2pkv.demo.processes import ServerProcess, free_ports
 from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
-from support.models.moe import TinyMoe
+from support.models.families import TinyMoe
 from support.servers.data_parallel import answered, engines, known, serves_as_one
 from support.servers.fleet import (
     DISPATCHES,

@@ -50,13 +50,6 @@ def started(
         yield made
 
 
-@pytest.fixture
-def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
-    servers_on_failure(*started.servers, started.proxy)
-    wait_until(started.trusted, "all three", 60.0)
-    return started
-
-
 @dataclass
 class Heard:
     """What a client makes of the events of one stream, but for ids and times."""

@@ -19,8 +19,7 @@ from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer
 from p2pkv.demo.tiny_model import TinyFiles, ensure_model
 from support.models.deepseek_v4 import TinyDeepseekV4
-from support.models.gemma import TinyGemma
-from support.models.qwen import TinyQwen
+from support.models.families import TinyGemma, TinyQwen
 from support.servers.deployments import LEASE, PROXYS, Deployment, deployed, grows
 from support.servers.fleet import (
     MODEL_NAME,

@@ -58,13 +58,6 @@ def started(
         yield made
 
 
-@pytest.fixture
-def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
-    servers_on_failure(*started.servers, started.proxy)
-    wait_until(started.trusted, "all three", 60.0)
-    return started
-
-
 LOSSES: dict[str, Callable[[VllmServer], None]] = {
     "killed": VllmServer.kill,
     "core_killed": lambda server: cores_of(server)[0].kill(),

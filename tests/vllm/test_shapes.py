@@ -24,12 +24,8 @@ from p2pkv.demo import answers
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
-from support.models.deepseek import TinyDeepseek
 from support.models.eagle import TinyEagle
-from support.models.gemma import TinyGemma
-from support.models.gpt_oss import TinyGptOss
-from support.models.hybrids import TinyFalconH1, TinyLfm2
-from support.models.qwen import TinyQwen
+from support.models.families import TinyDeepseek, TinyFalconH1, TinyGemma, TinyGptOss, TinyLfm2, TinyQwen
 from support.servers.fleet import (
     FORKED,
     MODEL,
@@ -218,16 +214,19 @@ LONG = (
     "n-gram",
     "EAGLE",
     "draft model",
+    "MLA with AMX",
 )
 """Families of `make test-long`."""
+FIRST_PAIR = ("window", "MLA")
+"""Of these `make test` has the first pair only: tests/engine/test_many_ranks.py has the other shapes."""
 LANES = [
     pytest.param(
         (name, *pair),
         id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"),
-        marks=[pytest.mark.long] if name in LONG else [],
+        marks=[pytest.mark.long] if name in LONG or (name in FIRST_PAIR and number) else [],
     )
     for name, family in FAMILIES.items()
-    for pair in family.pairs
+    for number, pair in enumerate(family.pairs)
 ]
 
 

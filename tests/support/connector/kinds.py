@@ -40,9 +40,7 @@ from vllm.version import __version_tuple__ as version
 from p2pkv.demo.tiny_model import TinyFiles
 from support.connector.instances import BLOCK, LONGEST, SMALL, vllm_config
 from support.connector.states import DeltaNet, Mamba2, put_state, spec_of
-from support.models.deepseek import TinyDeepseek
-from support.models.gemma import TinyGemma
-from support.models.qwen import TinyQwen
+from support.models.families import TinyDeepseek, TinyGemma, TinyQwen
 
 try:
     from vllm.v1.core import kv_cache_planning as planning

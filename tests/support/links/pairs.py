@@ -27,9 +27,8 @@ from support.cuda.ipc import SimulatedGpu as SimulatedCard
 from support.engine.engines import Engine
 from support.links.faulty import Faults, FaultyLinks
 from support.links.memory import MemoryNetwork
-from support.nccl.device import SimulatedDevice
 from support.nccl.gpu import SimulatedGpu
-from support.nccl.simulated import SimulatedNccl
+from support.nccl.simulated import SimulatedDevice, SimulatedNccl
 from support.waiting import wait_for
 
 NCCL_KINDS = ("nccl-blocking", "nccl-polled")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from p2pkv.demo.tiny_model import TinyModel, matrix
-from support.models.random_weights import common
+from support.models.families import common
 
 HEAD, ROPE, INDEX_HEAD, INDEX_TOP = 512, 64, 128, 512
 """D, its rotary part, the same of an indexer's head, and the rows that an indexer chooses: all that vLLM's
