@@ -88,7 +88,8 @@ def mutants_of(table: str) -> tuple[Mutant, ...]:
     for line in table.strip().splitlines():
         kind = line[:1]
         if kind == "=":
-            file = line[3:]
+            file, _, named = line[3:].partition(" > ")
+            tests = named.split() or tests
         elif kind == ">":
             tests = [*(tests if before == ">" else ()), *line[1:].split()]
         elif kind == "~":

@@ -1,7 +1,7 @@
 """Changes that tests must notice, for mutants.py: the product's, and faults that tests say they inject.
 
-== the file
-> the tests of the next ones, as pytest names them
+== the file > the tests of the next ones, as pytest names them
+> others, for those that follow
 Class.function: what is wrong then
 ~ the text as it is, once in this function => and as it becomes
 or, for more than a line of it:
@@ -10,8 +10,7 @@ or, for more than a line of it:
 """
 
 PRODUCT = r'''
-== p2pkv/links/ipc_ends.py
-> tests/links/test_ipc.py
+== p2pkv/links/ipc_ends.py > tests/links/test_ipc.py
 IpcOutbound._announce: over CUDA IPC D learns of a message before the gather is done
 ~ if send.written is None or not send.written.ready(): => if send.written is None:
 IpcContext.reap: over CUDA IPC a slot is granted again while the scatter reads it
@@ -23,20 +22,16 @@ IpcOutbound._leave: P unmaps D's memory while its copies run
 > tests/links/test_ipc.py tests/links/test_processes.py
 IpcInbound._free: over CUDA IPC slots come back while a P that D has aborted may write there
 ~ awaited = self._line if self._posted and not self._left else None => awaited = None
-== p2pkv/sharding.py
-> tests/connector/test_context_parallel.py::test_ranks_are_numbered_as_in_vllms_groups
+== p2pkv/sharding.py > tests/connector/test_context_parallel.py::test_ranks_are_numbered_as_in_vllms_groups
 Shape.part: the ranks of a decode-context-parallel group are numbered as those of a stage
 ~ (tp_rank * self.pcp + pcp_rank) % self.dcp => rank % self.dcp
-== p2pkv/plan.py
-> tests/unit/test_plan.py::test_every_cell_arrives_once_where_it_belongs
+== p2pkv/plan.py > tests/unit/test_plan.py::test_every_cell_arrives_once_where_it_belongs
 _edges: a rank of P is taken to hold all tokens of its heads
 ~ if prefill.dcp > 1: => if False:
-== p2pkv/interleave.py
-> tests/connector/test_context_parallel.py
+== p2pkv/interleave.py > tests/connector/test_context_parallel.py
 Part.positions: a rank's own tokens are numbered as if single ones took turns
 ~ tokens // self.cycle * self.run + tokens % self.run => tokens // self.ranks
-== p2pkv/protocol/pieces.py
-> tests/engine/test_many_ranks.py::test_context_parallel_ranks
+== p2pkv/protocol/pieces.py > tests/engine/test_many_ranks.py::test_context_parallel_ranks
 Extent.sendable: common tokens count as computed when as many tokens of the prompt are
 ~ computed = self.tokens.count(computed) => pass
 > tests/protocol/test_pieces.py
@@ -76,8 +71,7 @@ Decode.land: the checksum of a chunk that holds a state alone is not compared
 > tests/engine/test_ahead.py
 Decode.invalidate: early buffers survive a change of weights
 ~ self._decided(entry, entry.receiver.cancel(command.reason), now) => pass
-== p2pkv/kv/layouts.py
-> tests/kv/test_rectangles.py tests/kv/test_kernels.py
+== p2pkv/kv/layouts.py > tests/kv/test_rectangles.py tests/kv/test_kernels.py
 Runs.of: a run of tokens may lie in two blocks
 ~ run = gcd(pages.units, self._longest) => run = self._longest
 > tests/kv/test_planes.py
@@ -86,8 +80,7 @@ plane_of: a block's scales are read and written one row further
 > tests/kv/test_copy.py
 spans_of: layers that lie unevenly are copied as if they were evenly spaced
 ~ even = apart.pop() if len(apart) == 1 else None => even = apart.pop()
-== p2pkv/connector/describe.py
-> tests/connector/test_describe.py::test_context_parallel_ranks
+== p2pkv/connector/describe.py > tests/connector/test_describe.py::test_context_parallel_ranks
 block_tables: a block of the scheduler has as many tokens as one of a rank
 ~ spec.block_size * token_parts(config, spec) => spec.block_size
 > tests/connector/test_describe.py::test_a_group_of_which_this_stage_has_no_layer_is_passed_over
@@ -124,14 +117,12 @@ RowFormat.needed: a chunk that attention sees is taken for a sliding window
 > tests/virtual/test_walks.py
 RowFormat.needed: D wants what has left a window, and P has given back
 ~ first = first // whole * whole if self.window else 0 => first = 0
-== p2pkv/connector/stage_layers.py
-> tests/connector/test_drafters.py::test_stages_of_a_model_with_a_drafter
+== p2pkv/connector/stage_layers.py > tests/connector/test_drafters.py::test_stages_of_a_model_with_a_drafter
 layer_order: a draft model's layers come before the model's
 ~ name.startswith(DRAFTERS), [ => False, [
 _whole: stages whose layers are out of order are taken as they are
 ~ if names != ordered: => if False:
-== p2pkv/config.py
-> tests/connector/test_describe.py::test_the_ports_of_a_data_parallel_engine
+== p2pkv/config.py > tests/connector/test_describe.py::test_the_ports_of_a_data_parallel_engine
 Options.address: the engines of a data-parallel instance listen on the same ports
 ~ Address(self.host, self.kv_port + self.engine_index * self.engine_ranks) => Address(self.host, self.kv_port)
 == p2pkv/engine/prefill.py
@@ -152,8 +143,7 @@ Prefill.fill: pages are taken back in the middle of a gather
 -             filler
 + if True:
 +             filler
-== proxy/relay.py
-> tests/proxy/test_data_parallel.py
+== proxy/relay.py > tests/proxy/test_data_parallel.py
 to_instance: the proxy sends no X-data-parallel-rank
 ~ if instance.replica is not None: => if False:
 > tests/proxy/test_hung.py::test_a_client_that_reads_slowly_is_not_ds_silence
@@ -179,15 +169,13 @@ P2pKvConnector._hurry: the engine core rests although it has just heard news
 > tests/connector/test_decode_side.py
 P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait for KV that comes in
 ~ self.consuming is not None and self.consuming.loads => False
-== p2pkv/protocol/receiver.py
-> tests/virtual/test_engine_cores.py
+== p2pkv/protocol/receiver.py > tests/virtual/test_engine_cores.py
 Receiver._bound: a request that D never admits waits without end (K3)
 ~ return None if self.ahead or self._idle else self.waits_since + self.terms.wait => return None
 > tests/protocol/test_receiver_faults.py
 Source.announced: D counts chunks that P has sent against what P may announce
 ~ self._unsent >= MAX_CHUNKS => len(self.chunks) >= MAX_CHUNKS
-== p2pkv/protocol/sender.py
-> tests/virtual/test_engine_cores.py
+== p2pkv/protocol/sender.py > tests/virtual/test_engine_cores.py
 Sender.kept_until: P keeps blocks for as long as any D claims them (K3)
 ~ end = self._moved + self.terms.wait => end = self._moved + 1e9
 Sender.kept_until: a paused P keeps blocks for a D that takes nothing (K3)
@@ -197,16 +185,14 @@ SendState.drained: P's blocks are free while a chunk of a KV group beside the fi
 -         return self.cutter is not None and not self.cutter.left and not self.announced
 +         under_way = {piece.group for _, pieces in self.announced.values() for piece in pieces}
 +         return self.cutter is not None and not self.cutter.left and 0 not in under_way
-== p2pkv/connector/block_room.py
-> tests/connector/test_held_blocks.py
+== p2pkv/connector/block_room.py > tests/connector/test_held_blocks.py
 HeldBlocks.full: one D may hold all blocks of P (K3)
 ~ if not mine or mine < self._share * (self._total - others): => if True:
 Room.admits: of requests that wait for blocks a short one overtakes a long one
 ~ if first == request_id and => if
 Room.admits: a load takes blocks although all loads have as many as they may
 ~ if first == request_id and self.taken + besides + self.blocks(tokens) <= self.limit: => if True:
-== p2pkv/connector/scheduler.py
-> tests/virtual/test_full_of_each_other.py
+== p2pkv/connector/scheduler.py > tests/virtual/test_full_of_each_other.py
 ProducerScheduler._may_begin: with kv_both blocks of finished prompts do not count beside those of running ones
 ~ besides=self._held.all => besides=0
 > tests/connector/test_multi.py::test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step
@@ -243,8 +229,7 @@ ProducerScheduler.invalidate: P sends what it has computed with former weights
 > tests/connector/test_weights_change.py
 ConsumerScheduler.reported: vLLM hears that a load of former weights has come
 ~ if asking.stale and request_id not in failed: => if False:
-== p2pkv/links/staging.py
-> tests/links/test_staging.py
+== p2pkv/links/staging.py > tests/links/test_staging.py
 StagingShare.grants: a message that staging can never hold waits without end
 ~ if need > budget.most: => if False:
 StagingBudget.carry_both_ways: receives may fill the staging of a rank that sends, too
@@ -258,8 +243,7 @@ StagingShare.grants: D's staging is granted without a budget
 ~ return left >= 0 and (not self.held or self.held + need <= left) => return True
 StagingShare.grants: one P may hold all of D's staging
 ~ return left >= 0 and (not self.held or self.held + need <= left) => return left >= 0
-== p2pkv/engine/core.py
-> tests/virtual/test_both_roles.py
+== p2pkv/engine/core.py > tests/virtual/test_both_roles.py
 Core._take_unowned: two ranks of both roles answer each other's Stranger without end
 ~ elif self.prefill is not None and not isinstance(message, Stranger): => elif self.prefill is not None:
 > tests/virtual/test_engine_cores.py
@@ -273,8 +257,7 @@ Core._blocked: gathers ignore the forward's fence
 ~ return isinstance(head, Computed) and not head.fence.ready() => return False
 Core.revoke: pages that are taken back are not marked
 ~ self.context.revoked.add(keys) => pass
-== proxy/routing.py
-> tests/proxy/test_both_roles.py
+== proxy/routing.py > tests/proxy/test_both_roles.py
 Router.choose: a pool of instances of both roles never pushes under load
 ~ return self._beside(decode, prefillers, request) => return Choice(None, decode, whole=True)
 > tests/proxy/test_placement.py
@@ -298,8 +281,7 @@ Router._able: who needs a P is left to a D alone
 > tests/proxy/test_partners.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
 Router.choose: in a fleet larger than max_links a request goes to a pair without a link
 ~ elif fleet.nearby is not None => elif False
-== proxy/placement.py
-> tests/proxy/test_placement.py
+== proxy/placement.py > tests/proxy/test_placement.py
 PlacementCosts._prompt_part: a prompt's cost forgets the answers that it stops
 ~ + self.pause_weight * engine.answers * prompt =>
 PlacementCosts.cheapest: with placement by cost a D computes prompts beyond its share
@@ -342,8 +324,7 @@ PlacedRequest.leave: a request that has left still counts as queued
 > tests/proxy/test_partners.py
 PlacementCosts.cheapest: in a large pool placement by cost passes links over
 ~ self._answers(self._looked(near(prefill), now), tokens, now) if near else answers => answers
-== p2pkv/connector/core_beats.py
-> tests/connector/test_core_beats.py
+== p2pkv/connector/core_beats.py > tests/connector/test_core_beats.py
 workload_of: a prompt that comes from a P counts as queued at D
 ~  and not is_loaded(request.request_id) =>
 state_of: requests that the engine core takes from nobody's queue are no work (K4)
@@ -352,22 +333,19 @@ BeatListener.read: a rank takes beats from any process (K4)
 ~ if _sender(ancillary) not in self._senders: => if False:
 BeatSender._run: an engine core does not notice that its server is gone (X13)
 ~ self._parent not in (None, os.getppid()) => False
-== p2pkv/engine/liveness.py
-> tests/virtual/test_engine_cores.py
+== p2pkv/engine/liveness.py > tests/virtual/test_engine_cores.py
 Liveness.trouble: a stopped engine core is vouched for (K4)
 ~ if now - self._beaten > silence: => if False:
 Liveness.trouble: an engine core that hangs is vouched for (K4)
 ~ if self.beat.work and now - self._moved > stall: => if False:
 Liveness.trouble: a paused engine core is vouched for without end (K4)
 ~ if self.paused_since is not None and now - self.paused_since > stall: => if False:
-== p2pkv/control/announcer_child.py
-> tests/control/test_announcer.py
+== p2pkv/control/announcer_child.py > tests/control/test_announcer.py
 _Worker.follow: the process that announces outlives a worker that has not read all it was sent
 ~ contextlib.suppress(ConnectionError) => contextlib.suppress(KeyError)
 _Worker.ping: an instance in trouble is announced (K4)
 ~ if silent or last.trouble: => if silent:
-== proxy/membership/prober.py
-> tests/proxy/test_paused_engines.py
+== proxy/membership/prober.py > tests/proxy/test_paused_engines.py
 Prober._doubt: requests stay at a D whose engine hangs behind a server that answers (K4)
 ~ instance.lost("hung") => pass
 > tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
@@ -379,22 +357,19 @@ Prober._doubt: an answer has no second of grace after the goodbye
 > tests/proxy/test_membership.py::test_a_frozen_leaver_loses_its_requests_after_a_lease
 Prober._doubt: a leaver that freezes with its port open keeps its requests
 ~                 elif not refused and self._registry.overdue(instance, now): =>                 elif False:
-== proxy/membership/registry.py
-> tests/proxy/test_claims.py
+== proxy/membership/registry.py > tests/proxy/test_claims.py
 Registry._holder: another spelling of an instance's address is another address
 ~ each.zmq_address == newcomer.zmq_address => each.ping.zmq_address == newcomer.ping.zmq_address
 > tests/proxy/test_paused_engines.py
 Registry.candidates: a paused instance gets requests (K3)
 ~ not (each.drained or each.paused) => not each.drained
-== p2pkv/connector/worker.py
-> tests/engine/test_thread.py
+== p2pkv/connector/worker.py > tests/engine/test_thread.py
 Worker.begin: a rank whose thread has ended takes part in steps (K9)
 ~ if self.rank.failure: => if False:
 > tests/connector/test_weights_real_ranks.py
 Worker.wake: blocks of prompts that P had before its sleep are never free
 ~ self._free |= self._held => pass
-== p2pkv/engine/thread.py
-> tests/engine/test_thread.py
+== p2pkv/engine/thread.py > tests/engine/test_thread.py
 Rank.trouble: a rank whose thread has ended is announced (K9)
 ~ if self.failure or not self.alive: => if False:
 Rank.__init__: a thread that cannot begin does not fail the start (K9)
@@ -412,8 +387,7 @@ Rank._report: a worker with news does not ring
 > tests/connector/test_multi.py::test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt
 MultiConnector.get_num_new_matched_tokens: D waits for P although its store has the whole prompt
 ~ if undecided and not (whole and all(undecided)): => if undecided:
-== p2pkv/engine/preconnect.py
-> tests/engine/test_links_ahead.py
+== p2pkv/engine/preconnect.py > tests/engine/test_links_ahead.py
 Preconnect._begin: links are built ahead of requests although there are max_links
 ~ if room < partner.sources or fresh >= AT_ONCE: => if fresh >= AT_ONCE:
 > tests/engine/test_partners.py
@@ -435,23 +409,19 @@ Preconnect._give_up: the pause between two tries grows without bound
 ~ min(2 * partner.pause, LAST_PAUSE) => 2 * partner.pause
 Preconnect._let_go: D hangs up on ranks of P that requests need
 ~ if not peer.needed: => if True:
-== p2pkv/links/tcp.py
-> tests/links/test_host.py
+== p2pkv/links/tcp.py > tests/links/test_host.py
 TcpSend.commit: over TCP messages wait until P has gathered all that it may
 ~         self._link.poll() =>         pass
-== p2pkv/engine/to_decode.py
-> tests/engine/test_backpressure.py
+== p2pkv/engine/to_decode.py > tests/engine/test_backpressure.py
 OutboundLink.next_send: a message that P's staging can never hold stops P's whole rank
 ~ except ValueError as error: => except ZeroDivisionError as error:
 > tests/engine/test_links_ahead.py
 DecodePeers.hello: on P a link that is built ahead takes another's place
 ~ parked=self._full => parked=False
-== p2pkv/engine/roles.py
-> tests/engine/test_links_ahead.py
+== p2pkv/engine/roles.py > tests/engine/test_links_ahead.py
 DecodeRole.look: a link that no request uses is closed after a minute although the proxy names its P
 ~  or self.preconnect.keeps(peer) =>
-== p2pkv/connector/identity.py
-> tests/connector/test_describe.py
+== p2pkv/connector/identity.py > tests/connector/test_describe.py
 _fingerprint: the configuration that vLLM has built does not count
 ~ digest.update(_settings(settings, apart | MACHINES_SETTINGS).encode()) => pass
 _offsets: of each tensor only its middle is looked at
@@ -483,8 +453,7 @@ _offsets: a tensor is not looked at at its end
 > tests/connector/test_describe.py::test_shards_that_have_changed_their_names_are_other_weights
 _sample: the names of weight files do not count
 ~ f"{file.name}:{size}" => f"{size}"
-== p2pkv/connector/vllm_patches.py
-> tests/connector/test_worker.py
+== p2pkv/connector/vllm_patches.py > tests/connector/test_worker.py
 EarlyRevocation.instead_of_update_requests: vLLM's V2 runner overwrites blocks before the revocation
 ~ self.preempt(each) => pass
 > tests/connector/test_decode_side.py
@@ -502,30 +471,25 @@ SpinWait.instead_of_wait: a nap sleeps through wake-ups
 > tests/connector/test_weights.py
 _watching: weights that are loaded anew go unnoticed
 ~ if generation.changes > before and => if False and
-== p2pkv/kv/uploads.py
-> tests/kv/test_uploads.py
+== p2pkv/kv/uploads.py > tests/kv/test_uploads.py
 Ring.__init__: block tables are uploaded from ordinary memory
 ~ pin_memory=True => pin_memory=False
 Ring._enter: a ring is written again before its copies have been made
 ~ if not fence.ready(): => if False:
 Recent.find: a block table is uploaded again for each span of layers
 ~ if known is array and other == kind: => if False:
-== p2pkv/links/gpu.py
-> tests/links/test_poll_timer.py
+== p2pkv/links/gpu.py > tests/links/test_poll_timer.py
 PollTimer.pause: a link is looked at late once an operation has waited for its peer
 ~ min(self._took, default=0.0) => max(self._took, default=0.0)
-== p2pkv/links/nccl_ends.py
-> tests/links/test_nccl_queues.py
+== p2pkv/links/nccl_ends.py > tests/links/test_nccl_queues.py
 NcclEnd._launch: a link launches a second operation behind an unfinished one
 ~ self._on_device >= self.shared.in_flight => self._on_device > self.shared.in_flight
 NcclEnd._may_launch: D launches a receive that P has not announced
 ~ self._told > 0 and =>
-== p2pkv/kv/kernels.cu
-> tests/kv/test_nvrtc.py
+== p2pkv/kv/kernels.cu > tests/kv/test_nvrtc.py
 : what a thread of a kernel loads goes through local memory
 ~ = some[i]; => = some[(i + rows) % P2PKV_TOGETHER];
-== p2pkv/device.py
-> tests/unit/test_device.py
+== p2pkv/device.py > tests/unit/test_device.py
 take_memory: a device that is full is not named
 ~ except (torch.OutOfMemoryError, MemoryError): => except NotImplementedError:
 > tests/engine/test_ends_on_device.py
@@ -533,8 +497,7 @@ _empty: a stream is given back with copies on it, and their memory freed
 ~ CudaEvent(device, stream).wait() => CudaEvent(device, stream).ready()
 take_stream: each rank and link makes a stream, and none is used again
 ~ return _idle_streams[device, first].popleft() => return _make_stream(first)
-== p2pkv/cli/pair.py
-> tests/cli/test_pair.py::test_other_bytes_than_were_sent_are_seen
+== p2pkv/cli/pair.py > tests/cli/test_pair.py::test_other_bytes_than_were_sent_are_seen
 _grant: the doctors believe whatever comes over the link
 ~ if compare and not torch.equal => if False and not torch.equal
 == p2pkv/connector/rings.py
@@ -545,24 +508,20 @@ _group: only the first head of a ring travels
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _planes: an indexer's keys and scales are taken to lie together
 ~ return INDEXER[spec.head_size] => return ()
-== p2pkv/engine/from_prefill.py
-> tests/engine/test_ahead.py::test_admitted_requests_go_before_it
+== p2pkv/engine/from_prefill.py > tests/engine/test_ahead.py::test_admitted_requests_go_before_it
 InboundLink.post: admitted requests wait behind what comes ahead
 ~             self._admitted_first() =>             pass
-== p2pkv/pairing.py
-> tests/unit/test_pairing.py
+== p2pkv/pairing.py > tests/unit/test_pairing.py
 transfer_key: the tag of a pair is constant
 ~ return f"pair:{pair.unique}:{tag}/{prompt}" => return f"pair:{pair.unique}:0/{prompt}"
-== p2pkv/connector/idle_steps.py
-> tests/connector/test_idle_steps.py
+== p2pkv/connector/idle_steps.py > tests/connector/test_idle_steps.py
 IdlePace.step: a step waits while an earlier one with tokens is out
 ~ if self._empty < self._batches or not awaited: => if not self._empty or not awaited:
 IdlePace.step: a bell ends a rest, and the step that may bring its news is forgotten
 ~ 0 if tokens else 1 if rung else => 0 if tokens else
 : naps wait for a wake-up that can be lost
 ~ LONGEST_NAP_MS = 4 => LONGEST_NAP_MS = 60_000
-== p2pkv/control/endpoint.py
-> tests/control/test_endpoint.py
+== p2pkv/control/endpoint.py > tests/control/test_endpoint.py
 Connection.send: a message overtakes those that are held
 - return self._hand_over([data])
 + held, self._held = self._held, []; sent = self._hand_over([data]); self._held = held; return sent
@@ -572,8 +531,7 @@ Endpoint._socket: control sockets have no keepalive
 ~ socket.setsockopt(zmq.TCP_KEEPALIVE, 1) => socket.setsockopt(zmq.TCP_KEEPALIVE, 0)
 Endpoint._socket: the kernel probes control sockets only after its own two hours
 ~         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60) =>
-== proxy/attempt.py
-> tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
+== proxy/attempt.py > tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
 Attempt._outlive: the timer for a P that ends late is not cancelled
 ~ deadline.cancel() => None
 > tests/proxy/test_large_bodies.py::test_streams_that_have_begun_take_no_room_for_bodies
@@ -600,8 +558,7 @@ Attempt._count: instances that have said goodbye are judged
 -             return  # it
 +         if False:
 +             return  # it
-== proxy/upstream.py
-> tests/proxy/test_resume.py
+== proxy/upstream.py > tests/proxy/test_resume.py
 Call.lose: an answer that has come whole is thrown away when its instance is lost
 ~ if self._response is not None and self._response.content.is_eof(): => if False:
 > tests/proxy/test_hung.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
@@ -634,8 +591,7 @@ Client.post: requests are sent again beyond the budget of retries
 > tests/proxy/test_blame.py::test_what_the_proxy_lacks_is_no_instance_s_failure
 Call._open: the proxy's own lack of sockets is an instance's failure
 ~             if is_ours(error): =>             if False:
-== proxy/bodies.py
-> tests/proxy/test_large_bodies.py::test_no_item_of_a_list_becomes_an_object
+== proxy/bodies.py > tests/proxy/test_large_bodies.py::test_no_item_of_a_list_becomes_an_object
 parse: the values of a body become objects
 - return Body(raw, _views.decode(raw), path, released)
 + read = msgspec.json.decode(raw)
@@ -657,8 +613,7 @@ Prompt.let_go: a body that is let go still stands in memory
 > tests/proxy/test_prefixes.py::test_a_picture_counts_by_a_figure_of_its_own
 _is_data: a picture counts by the length of its base64
 ~ return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64) => return False
-== proxy/membership/instance.py
-> tests/proxy/test_kept.py tests/proxy/test_places.py tests/proxy/test_fit.py
+== proxy/membership/instance.py > tests/proxy/test_kept.py tests/proxy/test_places.py tests/proxy/test_fit.py
 Instance.count_place: a D that is full is given more
 ~ self.full.add(self) => pass
 > tests/proxy/test_breaker.py::test_while_there_is_a_trial_what_becomes_of_others_decides_nothing
@@ -669,8 +624,7 @@ Breaker.failed: a failure that is not the trial's lengthens a pause
 > tests/proxy/test_requests.py::test_an_error_names_no_instance_however_it_spells_the_address
 Instance.__post_init__: an address that a ping spells in full is not taken out of errors
 ~ , str(self.zmq_address)} => }
-== proxy/service.py
-> tests/proxy/test_large_bodies.py::test_messages_have_a_bound_of_their_own
+== proxy/service.py > tests/proxy/test_large_bodies.py::test_messages_have_a_bound_of_their_own
 Proxy.generate: messages have no bound of their own
 ~ if body.messages(self.limits.max_messages) > self.limits.max_messages: => if False:
 > tests/proxy/test_hung.py::test_however_many_hang_there_the_budget_of_retries_keeps_none
@@ -688,8 +642,7 @@ check_values: others wait while the values of a body are counted
 -             counted = True
 -         await asyncio.sleep(0)
 +             counted = True
-== proxy/blame.py
-> tests/proxy/test_blame.py::test_a_p_with_another_key_fails_no_request_and_gets_a_pause
+== proxy/blame.py > tests/proxy/test_blame.py::test_a_p_with_another_key_fails_no_request_and_gets_a_pause
 _of_p: a 4xx of P's is the client's mistake, whatever D says
 ~     if end in REFUSALS and decode in REFUSALS: =>     if end in REFUSALS:
 > tests/proxy/test_blame.py::test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it
@@ -702,8 +655,7 @@ ListedWatch._look: the proxy's own lack of sockets makes a listed instance unrea
 > tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again
 ListedWatch._look: a listed instance whose rank was known once is not asked again
 ~   self._source.answers = self._source.pinged = self._learnt =>   self._source.answers = self._source.pinged
-== proxy/models.py
-> tests/proxy/test_models.py
+== proxy/models.py > tests/proxy/test_models.py
 _replies: one frozen D holds up the list of models
 ~             left = _OTHERS_SECONDS =>             pass
 ModelLists.merged: the models of a D that does not answer are forgotten
@@ -712,8 +664,7 @@ ModelLists.merged: the models of a D that does not answer are forgotten
 > tests/proxy/test_routing.py::test_four_ranks_compute_all_of_it_sooner_than_one_computes_half
 PrefixAware.__call__.cost: what is left of a prompt takes as long on any number of ranks
 ~ _WEIGHT_OF_NEW * new / instance.ping.tp_size => _WEIGHT_OF_NEW * new
-== proxy/admission.py
-> tests/proxy/test_alone.py::test_what_a_second_try_needs_of_p
+== proxy/admission.py > tests/proxy/test_alone.py::test_what_a_second_try_needs_of_p
 RequestPlace.mode_after: that a request was left to a D alone is forgotten at the next try
 ~         if self.choice.missed: =>         if False:
 > tests/proxy/test_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
@@ -721,8 +672,7 @@ Admission.move: a place that is left for a D alone is not given to the next requ
 -         self._count(place.choice)
 -         self.advance()
 +         self._count(place.choice)
-== proxy/transcript.py
-> tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
+== proxy/transcript.py > tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
 Transcript.rewind: a stream goes on with a token too many
 ~ del self._ids[self._safe :] => del self._ids[self._safe + 3 :]
 Transcript._note_text: text that a stop string may begin in counts as sent
@@ -730,8 +680,7 @@ Transcript._note_text: text that a stop string may begin in counts as sent
 > tests/proxy/test_continuation.py::test_half_a_character_is_generated_anew
 Transcript._note: half a character counts as sent
 ~  and not event.startswith(b'"', start + len(self._text)): => :
-== proxy/continuation.py
-> tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
+== proxy/continuation.py > tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
 Continuation._body: a stream that goes on may generate as many tokens as a new one
 ~ self._transcript.prompt_tokens) - self.before => self._transcript.prompt_tokens)
 == proxy/retries.py
@@ -741,12 +690,10 @@ Retries._move: a retry may go to the neighbour of the engine that failed
 > tests/proxy/test_resume.py::test_all_streams_of_a_lost_d_go_on
 Retries.resume: the budget of retries refuses the first resume
 ~ whatever=tries == 0 => whatever=False
-== p2pkv/kv/cache.py
-> tests/kv/test_refusals.py::test_the_smallest_layer_says_how_many_fill_a_message
+== p2pkv/kv/cache.py > tests/kv/test_refusals.py::test_the_smallest_layer_says_how_many_fill_a_message
 RankCache.layer_bytes: the largest layer says how many layers fill a message
 ~ min(tokens => max(tokens
-== p2pkv/connector/deferral.py
-> tests/connector/test_deferral.py
+== p2pkv/connector/deferral.py > tests/connector/test_deferral.py
 DeferringQueue.prepend_requests: every scheduling pass comes to the requests that wait for P
 ~ if request.request_id in self._undecided: => if False:
 DeferringQueue.resume: requests that P begins late come first, whatever their age
@@ -757,14 +704,12 @@ DeferringQueue.__len__: requests that wait for P do not count as waiting
 ~  + len(self._deferred) =>
 DeferringQueue.remove_requests: an aborted request that waits for P stays in the queue
 ~ self._deferred.pop(each.request_id, None) is None => each.request_id not in self._deferred
-== p2pkv/connector/weights.py
-> tests/connector/test_weights_change.py
+== p2pkv/connector/weights.py > tests/connector/test_weights_change.py
 forget_prefixes: vLLM's prefix cache keeps what was computed with former weights
 ~ pool.evict_blocks(set(range(len(pool.blocks)))) => pass
 forget_prefixes: what runs across a change of weights is found in vLLM's prefix cache
 ~ request.cache_salt = uuid.uuid4().hex => continue
-== p2pkv/protocol/messages.py
-> tests/protocol/test_messages.py
+== p2pkv/protocol/messages.py > tests/protocol/test_messages.py
 _kept: fields that are not marked as optional are dropped too
 ~ name.startswith(OPTIONAL) => True
 without_optional: an optional field may stand twice in a message, or in another form
@@ -776,15 +721,13 @@ FAULTS = r"""
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 Engine.prepare_blocks: blocks are not poisoned
 ~         self._poison(views, self._poisoned) =>
-== tests/chaos/rough.py
-> tests/chaos/test_rough.py::test_short_stalls_cost_nothing_but_time
+== tests/chaos/rough.py > tests/chaos/test_rough.py::test_short_stalls_cost_nothing_but_time
 Relay._carry: a relay that should hold everything holds nothing
 ~ while way in manner.held: => while False:
 > tests/chaos/test_rough.py::test_while_both_ways_are_held_nothing_comes_through
 Relay._carry: connections that should be held are not, and the test of partitions asks for nothing
 ~ while way in manner.held: => while False:
-== p2pkv/connector/recurrent.py
-> tests/connector/test_states.py::test_any_tensor_parallel_size_on_either_side
+== p2pkv/connector/recurrent.py > tests/connector/test_states.py::test_any_tensor_parallel_size_on_either_side
 _delta_net: the window of a convolution is divided as one piece
 - segments = ("q", keys), ("k", keys), ("v", values)
 + segments = (("q", _equal_parts(2 * keys.heads * keys.size + values.heads * values.size)),)
@@ -796,8 +739,7 @@ _parts: room for speculative tokens travels with the window
 > tests/connector/test_states.py::test_a_cpu_s_delta_net_meets_only_another_one
 _parts: a CPU's delta net passes for a GPU's
 ~ codec = KEY_FIRST if on_cpu and kind == "GDN_ATTN" else DENSE => codec = DENSE
-== p2pkv/kv/copiers.py
-> tests/connector/test_states.py::test_any_tensor_parallel_size_on_either_side
+== p2pkv/kv/copiers.py > tests/connector/test_states.py::test_any_tensor_parallel_size_on_either_side
 ColumnCopier._matrices: columns of a window that begins at another layer are copied as if they followed
 ~ np.flatnonzero(np.diff(steps) != self._element) => np.flatnonzero(np.diff(steps) > 1 << 40)
 > tests/kv/test_cupy_launcher.py
@@ -805,8 +747,7 @@ DriverLauncher.launch: a kernel gets the arguments of the one before behind its 
 ~ packed.size.value = 8 * len(args) => packed.size.value = 8 * MOST_ARGUMENTS
 PackedArguments: threads share the arguments of their launches
 ~ class PackedArguments(threading.local): => class PackedArguments:
-== p2pkv/links/shared_card.py
-> tests/links/test_shared_card.py
+== p2pkv/links/shared_card.py > tests/links/test_shared_card.py
 turns: a rank warns although it cannot know whether MPS runs
 ~ or mps is not False => or mps
 mps_runs: another process that has the daemon's old number passes for it
