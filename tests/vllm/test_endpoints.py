@@ -13,7 +13,7 @@ import pytest
 
 from p2pkv.demo.client import get
 from support.servers.clients import WEATHER, WORDS, anthropic_at, openai_at, story
-from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes
+from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, first_dispatch, kv_bytes
 
 pytestmark = pytest.mark.usefixtures("compared")
 
@@ -117,7 +117,7 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
     return "".join(each.name or "" for each in pieces), "".join(each.arguments or "" for each in pieces)
 
 
-@each_dispatch
+@first_dispatch
 @streamed_or_not
 @pytest.mark.parametrize("ask", [complete, chat, call_of_a_tool, respond, message])
 def test_each_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[..., Any]) -> None:
@@ -131,7 +131,7 @@ def test_each_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[
         assert name == "weather" and json.loads(arguments)["city"] in ("Lima", "Oslo")
 
 
-@each_dispatch
+@first_dispatch
 @streamed_or_not
 def test_responses_that_repeat_their_metadata_pause_no_instance(
     fleet: Fleet, dispatch: str, streamed: bool
@@ -159,7 +159,7 @@ def health(base_url: str) -> Any:
     return json.loads(get(f"{base_url}/health"))
 
 
-@each_dispatch
+@first_dispatch
 def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: str) -> None:
     """The first one is longer than this model's context, as vLLM itself says."""
     client = openai_at(fleet.proxy(dispatch).base_url)
@@ -171,7 +171,7 @@ def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: s
         assert refused.value.status_code == 413
 
 
-@each_dispatch
+@first_dispatch
 def test_what_one_instance_does(fleet: Fleet, dispatch: str) -> None:
     prompt = story(f"tokens {dispatch}")
     answers = []
@@ -189,7 +189,7 @@ def test_what_one_instance_does(fleet: Fleet, dispatch: str) -> None:
     assert answers[0] == answers[1]
 
 
-@each_dispatch
+@first_dispatch
 def test_a_models_mistakes_are_told_as_the_clients_expect(fleet: Fleet, dispatch: str) -> None:
     base_url = fleet.proxy(dispatch).base_url
     with pytest.raises(openai.NotFoundError, match="nobody"):
