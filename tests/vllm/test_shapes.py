@@ -214,10 +214,11 @@ LONG = (
     "n-gram",
     "EAGLE",
     "draft model",
+    "MLA",
     "MLA with AMX",
 )
 """Families of `make test-long`."""
-FIRST_PAIR = ("window", "MLA")
+FIRST_PAIR = ("window",)
 """Of these `make test` has the first pair only: tests/engine/test_many_ranks.py has the other shapes."""
 LANES = [
     pytest.param(
