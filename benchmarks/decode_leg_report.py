@@ -22,10 +22,10 @@ KINDS = (
     *("layers sequential", "whole sequential", "ahead sequential", "files sequential"),
     *("layers concurrent", "whole concurrent"),
 )
-MOST_OF_FILES = 0.35
+MAX_OF_FILES = 0.35
 """What D's leg may take, times ExampleConnector's."""
 
-MOST_OF_WHOLE = 1.05
+MAX_OF_WHOLE = 1.05
 """What a short prompt may take layer by layer, times a whole request."""
 
 
@@ -71,15 +71,15 @@ def _beside_files(results: Results, tokens: int) -> tuple[bool, str]:
     ours, files = (median(results, tokens, f"{way} sequential", "d") for way in ("ahead", "files"))
     sentence = (
         f"sequential, {tokens} tokens: D with prefetch_bytes answers after {ours * 1e3:.1f} ms, "
-        f"ExampleConnector's D after {files * 1e3:.1f} ms: {ours / files:.2f} times, at most {MOST_OF_FILES}"
+        f"ExampleConnector's D after {files * 1e3:.1f} ms: {ours / files:.2f} times, at most {MAX_OF_FILES}"
     )
     floor = statistics.median(results.steps) + statistics.median(results.copies)
-    if floor > MOST_OF_FILES * files:
+    if floor > MAX_OF_FILES * files:
         sentence += (
             f". Out of reach on this machine: one decode step and one copy of these bytes by one thread take "
             f"{floor * 1e3:.1f} ms"
         )
-    return ours <= MOST_OF_FILES * files, sentence
+    return ours <= MAX_OF_FILES * files, sentence
 
 
 def _lag(results: Results, tokens: int) -> tuple[bool, str]:
@@ -98,9 +98,9 @@ def _beside_whole(results: Results, tokens: int) -> tuple[bool, str]:
     ratio = ratio_of(results, tokens, "layers concurrent", "whole concurrent")
     sentence = (
         f"concurrent, {tokens} tokens: from the question to D's answer {ratio:.3f} times what a whole "
-        f"request takes, at most {MOST_OF_WHOLE}"
+        f"request takes, at most {MAX_OF_WHOLE}"
     )
-    return ratio <= MOST_OF_WHOLE, sentence
+    return ratio <= MAX_OF_WHOLE, sentence
 
 
 def sequential_table(results: Results) -> Iterator[str]:

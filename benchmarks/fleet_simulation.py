@@ -35,7 +35,7 @@ from fleet_engines import BLOCK, COSTS, Closed, Decode, Links, Lost, Prefill, Vi
 from p2pkv import __version__
 from p2pkv.control.discovery import Ping
 from p2pkv_proxy.admission import Admission, RequestPlace
-from p2pkv_proxy.bodies import MOST_PIECES, PIECE_TOKENS, Prompt
+from p2pkv_proxy.bodies import MAX_PIECES, PIECE_TOKENS, Prompt
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
@@ -82,7 +82,7 @@ class ModelledPrompt:
     @cached_property
     def chain(self) -> tuple[int, ...]:
         pieces = BLOCK // PIECE_TOKENS
-        return tuple(8 * block + at for block in self.blocks[: MOST_PIECES // pieces] for at in range(pieces))
+        return tuple(8 * block + at for block in self.blocks[: MAX_PIECES // pieces] for at in range(pieces))
 
 
 def sessions(lines: Sequence[dict[str, Any]]) -> list[int]:
@@ -191,7 +191,9 @@ class Proxy:
         self.registry = Registry(first_turn=random_turn)
         self.counters = RequestCounters()
         routing = Routing(prefill=policy, decode=DECODE.get(policy, "least_loaded"), prefix_memory=1 << 22)
-        self.router = Router(self.registry, routing, room=limits.max_requests, alone=limits.alone)
+        self.router = Router(
+            self.registry, routing, room=limits.max_requests, decode_alone=limits.decode_alone
+        )
         self.admission = Admission(self.router, limits, self.counters, clock)
         self.retries = Retries(self.admission, limits, self.counters, clock)
         self.partners = PartnerLists(self.registry)
@@ -365,7 +367,7 @@ class Fleet:
                 ):
                     tries += not closed
                     continue
-                elif not sent and culprit is prefill and proxy.admission.stay_alone(place, failed):
+                elif not sent and culprit is prefill and proxy.admission.move_to_decode_alone(place, failed):
                     continue
                 self._lost("after its first token" if sent else "before its first token")
                 return

@@ -19,12 +19,12 @@ Record = dict[str, Any]
 STALL_SECONDS = 5.0
 """A hand-over that takes longer is counted as a stall."""
 
-MOST_TOTAL, MOST_OF_EXAMPLE, MOST_SPREAD, MOST_CORES, MOST_DECODE = 1.10, 0.4, 1.5, 0.25, 1.03
+MAX_TOTAL, MAX_OF_EXAMPLE, MAX_SPREAD, MAX_CORES, MAX_DECODE = 1.10, 0.4, 1.5, 0.25, 1.03
 PROXY_MORE = 0.02
 BUSY_GROUP = 1.5
 """From so many times the plain server's TTFT in the first group on, the page says that a group is slow."""
 
-MOST_SMALL, MOST_LATER = 0.015, 0.007
+MAX_SMALL, MAX_LATER = 0.015, 0.007
 """Seconds."""
 
 
@@ -316,19 +316,17 @@ def marks(found: Found) -> Iterator[tuple[bool, str]]:
     for row in select(found, "idle", system="p2pkv"):
         used = sum(row["cores"].values())
         yield (
-            used <= MOST_CORES,
+            used <= MAX_CORES,
             f"{row['role']}'s worker and engine core take {used:.0%} of a core while KV is waited for, "
-            f"at most {MOST_CORES:.0%}",
+            f"at most {MAX_CORES:.0%}",
         )
     if (ratio := decode_ratio(found)) is not None:
         # With an interval that lies below 1.00 altogether, naps make a decode faster: no harm either.
-        ok = (
-            ratio.low is not None and ratio.high is not None and ratio.low <= 1.0 and ratio.high < MOST_DECODE
-        )
+        ok = ratio.low is not None and ratio.high is not None and ratio.low <= 1.0 and ratio.high < MAX_DECODE
         yield (
             ok,
             f"a decode with 16 at once on D, with naps / without: {ratio}; the interval must contain 1.00 or "
-            f"less and end below {MOST_DECODE}",
+            f"less and end below {MAX_DECODE}",
         )
     yield from _ahead_marks(found)
 
@@ -356,7 +354,7 @@ def _total_marks(found: Found) -> Iterator[tuple[bool, str]]:
         ratios = series_ratios(found, name)
         if not ratios:
             continue
-        bound = MOST_TOTAL + (PROXY_MORE if name == "p2pkv proxy" else 0.0)
+        bound = MAX_TOTAL + (PROXY_MORE if name == "p2pkv proxy" else 0.0)
         value = statistics.median(ratios)
         tokens = select(found, "series", system=name)[0]["tokens"]
         sentence = (
@@ -379,10 +377,10 @@ def _small_marks(found: Found) -> Iterator[tuple[bool, str]]:
         if totals:
             more = statistics.median(totals) - plain - step
             yield (
-                more <= MOST_SMALL,
+                more <= MAX_SMALL,
                 f"{title}, {base[0]['tokens']} tokens: {milliseconds(totals)} ms of {len(totals)} prompts, "
                 f"{more * 1e3:+.0f} ms against one plain server ({plain * 1e3:.0f}) and one decode step "
-                f"({step * 1e3:.0f}), at most +{MOST_SMALL * 1e3:.0f}",
+                f"({step * 1e3:.0f}), at most +{MAX_SMALL * 1e3:.0f}",
             )
 
 
@@ -394,10 +392,10 @@ def _arrival_marks(found: Found) -> Iterator[tuple[bool, str]]:
     if taken[False] and taken[True]:
         later = statistics.median(taken[True]) - statistics.median(taken[False])
         yield (
-            later <= MOST_LATER,
+            later <= MAX_LATER,
             f"a short prompt at a D where a request waits for KV: {later * 1e3:+.1f} ms, median of "
             f"{len(taken[True])} against {len(taken[False])} where none waits, at most "
-            f"+{MOST_LATER * 1e3:.0f}",
+            f"+{MAX_LATER * 1e3:.0f}",
         )
 
 
@@ -406,17 +404,17 @@ def _leg_marks(found: Found) -> Iterator[tuple[bool, str]]:
     if legs:
         middle, high = statistics.median(legs), percentile(legs, 90)
         yield (
-            high <= MOST_SPREAD * middle,
+            high <= MAX_SPREAD * middle,
             f"D's leg after P: median {middle * 1e3:.0f} ms, p90 {high * 1e3:.0f} ms of {len(legs)}: "
-            f"{high / middle:.2f} times, at most {MOST_SPREAD}",
+            f"{high / middle:.2f} times, at most {MAX_SPREAD}",
         )
     for name in ("Example", "Example naps"):
         ratio = paired(found, "files", None, ("p2pkv P first", "d"), (name, "d"), "legs")
         if ratio is not None:
             tokens = select(found, "legs", system=name)[0]["tokens"]
             yield (
-                ratio.mean <= MOST_OF_EXAMPLE,
-                f"D's leg after P, {tokens:,} tokens: {ratio} times {name}'s, at most {MOST_OF_EXAMPLE}",
+                ratio.mean <= MAX_OF_EXAMPLE,
+                f"D's leg after P, {tokens:,} tokens: {ratio} times {name}'s, at most {MAX_OF_EXAMPLE}",
             )
 
 

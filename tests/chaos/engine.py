@@ -42,7 +42,7 @@ SECRET = b"a secret of the chaos run"
 STAGING = 1 << 20
 """Of a rank."""
 
-MOST_TP = 2
+MAX_TP = 2
 """Two cores and six engines, each rank a thread: more of them would be late because of each other."""
 
 TURN_SECONDS = 0.003
@@ -127,7 +127,7 @@ class Side:
         )
         self.links = [FaultyLinks(links(inside.host), Faults()) for _ in range(build.ranks)]
         # What a P sends in shared memory lies in the windows of the D's ranks, each within its own staging.
-        self._staging = STAGING * (MOST_TP * len(DECODES) if role == "P" else 1)
+        self._staging = STAGING * (MAX_TP * len(DECODES) if role == "P" else 1)
         room = {"staging_bytes": STAGING, "prefetch_bytes": STAGING, "chunk_bytes": 16384}
         options = build.options(role, outside, secret=SECRET, **room)
         pages = build.pages()

@@ -45,7 +45,9 @@ class PrefillSide(Forward):
         self._prompts[prompt.key] = prompt
         self._queue.append(prompt)
         here = self.crew.ranks[0].context.hello.addresses[0]
-        self.crew.do(do.Hold(prompt.key, prompt.decode, None if here == str(prompt.named) else prompt.named))
+        self.crew.do(
+            do.HoldPrompt(prompt.key, prompt.decode, None if here == str(prompt.named) else prompt.named)
+        )
 
     def empty(self) -> bool:
         """A P keeps nothing."""

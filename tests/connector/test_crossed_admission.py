@@ -59,9 +59,9 @@ def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engi
         at_p(p, d, index)
     for index in (1, 0):
         at_d(p, d, index)
-    begun = d.scheduler.connector.consuming.asking
+    begun = d.scheduler.connector.consumer.pending_loads
     d.admits(False)
-    run([p, d], lambda: [asking.begun for asking in begun.values()] == [[""], [""]])
+    run([p, d], lambda: [pending.begun for pending in begun.values()] == [[""], [""]])
     d.admits(True)
     finish(p, d)
     assert list(d.ended.values()) == ["length"] * 2

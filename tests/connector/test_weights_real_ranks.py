@@ -162,8 +162,8 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
         ask(p, p, d, 0, tokens(70))
     if moment != "queued":
         ask(d, p, d, 0, tokens(70), 3)
-        (asking,) = d.scheduler.connector.consuming.asking.values()
-        run([p, d], lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
+        (pending,) = d.scheduler.connector.consumer.pending_loads.values()
+        run([p, d], lambda: len(pending.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
     assert d.scheduler.reset_connector_cache()
     d.sleep()
     if moment == "queued":

@@ -13,12 +13,12 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from p2pkv.control.announcer import Announcement, Announcer, Standing
+from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
 from support.gil import hold_lock
 
 
 def main(announcement: str) -> None:
-    standing = Standing()
+    standing = EngineHealth()
     announcer = Announcer(msgspec.json.decode(announcement, type=Announcement), standing=lambda: standing)
     announcer.start()
     print(json.dumps({"pid": announcer._child.pid}), flush=True)
@@ -28,7 +28,7 @@ def main(announcement: str) -> None:
             print(json.dumps({"holding": True}), flush=True)
             hold_lock(order["seconds"])
         elif order["do"] == "stand":
-            standing = msgspec.convert(order["standing"], Standing)
+            standing = msgspec.convert(order["standing"], EngineHealth)
         elif order["do"] == "stop":
             announcer.stop()
         print(json.dumps({"done": True}), flush=True)

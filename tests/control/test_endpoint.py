@@ -124,7 +124,7 @@ def test_messages_that_are_held_go_out_together_and_in_order(endpoint: Endpoint)
         assert connection.send(b"3") and connection.flush()
         endpoint.wait(DEADLINE)
         assert [data for _, data in endpoint.receive()] == [b"1", b"2", b"3"], "they came together"
-        many = [b"%d" % number for number in range(3 * module.MOST_TOGETHER)]
+        many = [b"%d" % number for number in range(3 * module.MAX_TOGETHER)]
         held = [connection.hold(each) for each in many]
         assert all(held) and connection.flush()
         assert heard(endpoint, len(many)) == many

@@ -39,7 +39,7 @@ class Rig(VirtualPair):
         keys = [f"{p.address}-{d.address}-{each}" for each in range(number)]
         expect(p, d, *keys, tokens=TOKENS)
         for key in keys:
-            p.do(do.Hold(key, d.address))
+            p.do(do.HoldPrompt(key, d.address))
         self.clock.pass_by(3.0)
         return keys
 

@@ -92,7 +92,7 @@ class OwnThread:
     """A thread with a stream of its own that does what it is told, as a rank's does; `kept` is its own."""
 
     def __init__(self, *kept: object) -> None:
-        self.kept = kept
+        self.chunks = kept
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -122,7 +122,7 @@ class OwnThread:
                 except BaseException as error:
                     self._answers.put((None, error))
                 del act
-        self.kept = ()
+        self.chunks = ()
 
 
 # torch's pinned buffers, which outlive the rank.

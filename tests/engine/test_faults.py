@@ -148,7 +148,7 @@ def test_a_second_instance_on_the_same_port(make_memory):
 
 def test_a_request_paired_with_another_d(make_memory):
     p, d = make_memory("P"), make_memory("D")
-    p.do(do.Hold("k", NOWHERE))
+    p.do(do.HoldPrompt("k", NOWHERE))
     wait_for(lambda: value(p, "prompts"))
     expect(p, d)
     assert str(NOWHERE) in failure(d)

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from protocol.samples import KINDS, example
 
-from p2pkv.control.endpoint import MOST_TOGETHER
+from p2pkv.control.endpoint import MAX_TOGETHER
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
 from p2pkv.pairing import Address
@@ -101,7 +101,7 @@ def test_every_truncation_and_wrong_value_from_a_d_that_was_welcomed(pair):
             line.send(m.encode(example(kind)))
         assert reported(line)
     assert pair.counters("P")["messages_refused"] > 0
-    for command in (do.Hold("x", pair.d.address), do.Abort("x", "the test is over"), do.Forget("x")):
+    for command in (do.HoldPrompt("x", pair.d.address), do.Abort("x", "the test is over"), do.Forget("x")):
         pair.p.do(command)  # P would keep for ten leases what was said of this key
     pair.serves()
 
@@ -137,7 +137,7 @@ def test_empty_frames_and_many(pair, role):
         for frames in ([b""], [b"", b""], [b"", b"x"], [b"x"] * 20_000, [m.encode(m.Inspect())] * 2):
             line.send_multipart(frames)
         assert reported(line)
-    assert pair.counters(role)["messages_bad"] == 1 + 2 + 2 + MOST_TOGETHER
+    assert pair.counters(role)["messages_bad"] == 1 + 2 + 2 + MAX_TOGETHER
     pair.serves()
 
 

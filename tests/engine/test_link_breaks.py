@@ -25,7 +25,7 @@ def test_only_what_it_carried_fails(links, side, begun):
     with engines(ONE, ONE, links, lease_seconds=60.0) as (p, d):
         for key in ("carried", "queued"):
             d.do(do.Expect(key, p.address, 96, b"digest"))
-            p.do(do.Hold(key, d.address))
+            p.do(do.HoldPrompt(key, d.address))
         p.do(do.OfferPrompt("carried", d.address, 96, b"digest"))
         load(d, "carried")
         step(p, "carried", BLOCKS, 0, 48)

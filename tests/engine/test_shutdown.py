@@ -82,7 +82,7 @@ def test_a_p_that_stops_ends_at_once_what_it_has_not_computed(make: Make) -> Non
     for key in ("half", "queued", "unheard of"):
         d.do(do.Expect(key, p.address, 96, b"digest"))
     p.do(do.OfferPrompt("half", d.address, 96, b"digest"))
-    p.do(do.Hold("queued", d.address))
+    p.do(do.HoldPrompt("queued", d.address))
     load(d, "half")
     step(p, "half", BLOCKS, 0, 48)
     wait_for(lambda: value(d, "bytes_scattered"))

@@ -132,7 +132,7 @@ def test_a_frozen_p_keeps_its_slots_and_is_counted(
     p: IpcLinks, d: IpcLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc_ends, "ABORT_SECONDS", 0.0)
-    monkeypatch.setattr(base, "MOST_STUCK", 2)
+    monkeypatch.setattr(base, "MAX_STUCK", 2)
     pairs = [connect((p, d), 64) for _ in range(2)]
     for pair in pairs:
         pair.inbound.post(64)

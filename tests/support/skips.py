@@ -56,7 +56,7 @@ ALLOWED = (
     Allowed("tests/links/test_host.py", "no IPv6", "an address of each kind is needed"),
     # Programs that are no Python packages.
     Allowed("tests/kv/", "gcc is not installed", "it compiles the kernels for a CPU"),
-    Allowed("tests/links/test_shared_card.py", "gcc is not installed", "it compiles a pretend NVML"),
+    Allowed("tests/links/test_shared_gpu.py", "gcc is not installed", "it compiles a pretend NVML"),
     Allowed("tests/proxy/test_dashboard.py", "no Chromium", "a browser of the machine's", on_ci=True),
     Allowed(
         "tests/chaos/test_partitions.py",

@@ -58,19 +58,22 @@ Decode._rectangle: D writes to where P has read
 ~ edge.tokens.on_target(*span) => edge.tokens.on_source(*span)
 > tests/connector/test_data_parallel.py::test_p_is_released_whichever_of_its_engines_d_has_asked
 Decode.referred: D has ended its part, and the engine of P that has the request is not sent that
-~ self._release_elsewhere(message.key, engine, now) => pass
+- self._release_other_engine(message.key, engine, now)
++ pass
 > tests/virtual/test_engine_cores.py
 Decode._send_heartbeats: D asks for its prompts although its engine core is stopped (K4)
 ~ if self._ctx.steps.trouble(now): => if False:
-> tests/engine/test_ahead.py::test_admitted_requests_go_before_it
+> tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
 Decode._decided: nothing is reserved for admitted requests
-~ reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0 => reserve = 0
+- reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
++ reserve = 0
 > tests/engine/test_kv_groups.py::test_a_flipped_bit_of_the_state_alone_fails_the_load
 Decode.land: the checksum of a chunk that holds a state alone is not compared
 ~ peer.verify else => peer.verify and not all(peer.formats[each.group].once for each in chunk.pieces) else
-> tests/engine/test_ahead.py
+> tests/engine/test_prefetch.py
 Decode.invalidate: early buffers survive a change of weights
-~ self._decided(entry, entry.receiver.cancel(command.reason), now) => pass
+- self._decided(entry, entry.receiver.cancel(command.reason), now)
++ pass
 == p2pkv/kv/layouts.py > tests/kv/test_rectangles.py tests/kv/test_kernels.py
 Runs.of: a run of tokens may lie in two blocks
 ~ run = gcd(pages.units, self._longest) => run = self._longest
@@ -159,19 +162,23 @@ P2pKvConnector.get_loaded_kv_cache_group_ids: vLLM does not zero the blocks of D
 > tests/virtual/test_full_of_each_other.py
 P2pKvConnector._schedule: two instances of both roles may hold all their blocks for each other
 ~ held_blocks = (held_blocks - 1) // 3 => held_blocks = held_blocks - 1
-P2pKvConnector._thirds: with kv_both loads may take all blocks
-~ return Room(third, blocks), Room(third, blocks) => return Room(third, blocks), Room()
-P2pKvConnector._thirds: with kv_both prompts for others may take all blocks
-~ return Room(third, blocks), Room(third, blocks) => return Room(), Room(third, blocks)
+P2pKvConnector._kv_both_quotas: with kv_both loads may take all blocks
+- return Room(third, blocks), Room(third, blocks)
++ return Room(third, blocks), Room()
+P2pKvConnector._kv_both_quotas: with kv_both prompts for others may take all blocks
+- return Room(third, blocks), Room(third, blocks)
++ return Room(), Room(third, blocks)
 > tests/connector/test_idle_steps.py
-P2pKvConnector._hurry: the engine core rests although it has just heard news
+P2pKvConnector._skip_next_wait: the engine core rests although it has just heard news
 ~         patches.ENGINE_CORE.seconds = 0.0 =>
 > tests/connector/test_decode_side.py
 P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait for KV that comes in
-~ self.consuming is not None and self.consuming.loads => False
+- self.consuming is not None and self.consuming.loads
++ False
 == p2pkv/protocol/receiver.py > tests/virtual/test_engine_cores.py
 Receiver._bound: a request that D never admits waits without end (K3)
-~ return None if self.ahead or self._idle else self.waits_since + self.terms.wait => return None
+- return None if self.ahead or self._idle else self.waits_since + self.terms.wait
++ return None
 > tests/protocol/test_receiver_faults.py
 Source.announced: D counts chunks that P has sent against what P may announce
 ~ self._unsent >= MAX_CHUNKS => len(self.chunks) >= MAX_CHUNKS
@@ -185,16 +192,19 @@ SendState.drained: P's blocks are free while a chunk of a KV group beside the fi
 -         return self.cutter is not None and not self.cutter.left and not self.announced
 +         under_way = {piece.group for _, pieces in self.announced.values() for piece in pieces}
 +         return self.cutter is not None and not self.cutter.left and 0 not in under_way
-== p2pkv/connector/block_room.py > tests/connector/test_held_blocks.py
+== p2pkv/connector/block_quota.py > tests/connector/test_held_blocks.py
 HeldBlocks.full: one D may hold all blocks of P (K3)
 ~ if not mine or mine < self._share * (self._total - others): => if True:
 Room.admits: of requests that wait for blocks a short one overtakes a long one
-~ if first == request_id and => if
+- if first == request_id and
++ if
 Room.admits: a load takes blocks although all loads have as many as they may
-~ if first == request_id and self.taken + besides + self.blocks(tokens) <= self.limit: => if True:
+- if first == request_id and self.taken + besides + self.blocks(tokens) <= self.limit:
++ if True:
 == p2pkv/connector/scheduler.py > tests/virtual/test_full_of_each_other.py
 ProducerScheduler._may_begin: with kv_both blocks of finished prompts do not count beside those of running ones
-~ besides=self._held.all => besides=0
+- besides=self._held.all
++ besides=0
 > tests/connector/test_multi.py::test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step
 ProducerScheduler._prefill: P pushes what another connector is still loading
 ~ if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks): => if False:
@@ -208,13 +218,17 @@ ProducerScheduler.step: P reads the block tables of a step again for each prompt
 ~ cache(partial(self._fresh, output)) => partial(self._fresh, output)
 > tests/connector/test_deferral.py
 ConsumerScheduler.reported: a request of which one rank of P has begun is looked up again
-~ if len(asking.begun) >= self._world or self._failure(asking): => if True:
+- if len(asking.begun) >= self._world or self._failure(asking):
++ if True:
 ConsumerScheduler.reported: further children of n wait on when the first has loaded
-~ decided += self._children.get(asking.paired.key, ()) => pass
+- decided += self._children.get(asking.paired.key, ())
++ pass
 ConsumerScheduler.finished: further children of n wait on when the first was aborted
-~ _decide([*self._room.first, *self._children.get(asking.paired.key, ())]) => _decide(self._room.first)
+- _decide([*self._room.first, *self._children.get(asking.paired.key, ())])
++ _decide(self._room.first)
 ConsumerScheduler.allocated: further children of n wait on when the first needs nothing from P
-~ _decided_now.update(self._room.first, self._children.get(key, ())) => _decided_now.update(self._room.first)
+- _decided_now.update(self._room.first, self._children.get(key, ()))
++ _decided_now.update(self._room.first)
 ConsumerScheduler.allocated: within a pass of vLLM's a request comes into the queue before the one that it looks at
 - self._decided_now.update(self._room.first, self._children.get(key, ()))
 + self._decide([*self._room.first, *self._children.get(key, ())])
@@ -223,12 +237,14 @@ ConsumerScheduler.fail: a request whose P has failed is not looked at again
 ~ self._decide([request_id]) => pass
 > tests/connector/test_weights_change.py tests/connector/test_weights_real_ranks.py
 ConsumerScheduler._failure: D loads what P has computed with other weights
-~ others = {*asking.begun} - {None, self._generation} => others: set[str | None] = set()
+- others = {*asking.begun} - {None, self._generation}
++ others: set[str | None] = set()
 ProducerScheduler.invalidate: P sends what it has computed with former weights
 ~ if prompt.offered and not prompt.stale: => if False:
 > tests/connector/test_weights_change.py
 ConsumerScheduler.reported: vLLM hears that a load of former weights has come
-~ if asking.stale and request_id not in failed: => if False:
+- if asking.stale and request_id not in failed:
++ if False:
 == p2pkv/links/staging.py > tests/links/test_staging.py
 StagingShare.grants: a message that staging can never hold waits without end
 ~ if need > budget.most: => if False:
@@ -244,14 +260,15 @@ StagingShare.grants: D's staging is granted without a budget
 StagingShare.grants: one P may hold all of D's staging
 ~ return left >= 0 and (not self.held or self.held + need <= left) => return left >= 0
 == p2pkv/engine/core.py > tests/virtual/test_both_roles.py
-Core._take_unowned: two ranks of both roles answer each other's Stranger without end
-~ elif self.prefill is not None and not isinstance(message, Stranger): => elif self.prefill is not None:
+Core._receive_unowned: two ranks of both roles answer each other's Stranger without end
+- elif self.prefill is not None and not isinstance(message, Stranger):
++ elif self.prefill is not None:
 > tests/virtual/test_engine_cores.py
-Core._look_at_engine: an engine without its server holds what it has (X13)
+Core._check_engine: an engine without its server holds what it has (X13)
 ~ self.leave(now + self.clock.held) => pass
 > tests/engine/test_cost.py
 Core._apply: D's grants wait until it has written what came before
-~ self._let_out(now)  # peers copy meanwhile => pass
+~ self._flush_outbox(now)  # peers copy meanwhile => pass
 > tests/engine/test_page_ownership.py
 Core._blocked: gathers ignore the forward's fence
 ~ return isinstance(head, Computed) and not head.fence.ready() => return False
@@ -259,19 +276,25 @@ Core.revoke: pages that are taken back are not marked
 ~ self.context.revoked.add(keys) => pass
 == proxy/routing.py > tests/proxy/test_both_roles.py
 Router.choose: a pool of instances of both roles never pushes under load
-~ return self._beside(decode, prefillers, request) => return Choice(None, decode, whole=True)
+- return self._beside(decode, prefillers, request)
++ return Choice(None, decode, single_instance=True)
 > tests/proxy/test_placement.py
 Router.choose: with placement by cost a D computes what a P has failed
-~ self._alone if mode is PrefillMode.WANTED else 0 => self._alone
+- self._alone if mode is PrefillMode.WANTED else 0
++ self._alone
 Router._fleet: with placement by cost a request comes back to what has failed it
-~ kept.fleet(request.model, avoid) => kept.fleet(request.model, frozenset())
-> tests/proxy/test_kept.py
-_Kept.holds: the router goes on with instances that have changed since
-~ self._version == self.registry.version => True
-_Kept.holds: one that has fallen silent since counts as well
-~ <= now <= self._until => <= now
-_Kept.holds: how those in doubt are is looked up once
-~ self._doubtful.items() => ()
+- kept.fleet(request.model, avoid)
++ kept.fleet(request.model, frozenset())
+> tests/proxy/test_fleet_cache.py
+_FleetCache.holds: the router goes on with instances that have changed since
+- self._version == self.registry.version
++ True
+_FleetCache.holds: one that has fallen silent since counts as well
+- <= now <= self._until
++ <= now
+_FleetCache.holds: how those in doubt are is looked up once
+- self._doubtful.items()
++ ()
 > tests/proxy/test_routing.py::test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt
 Router._able: who needs a P is left to a D alone
 -             if mode is PrefillMode.NEEDED:
@@ -280,12 +303,14 @@ Router._able: who needs a P is left to a D alone
 +                 raise NoInstance(
 > tests/proxy/test_partners.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
 Router.choose: in a fleet larger than max_links a request goes to a pair without a link
-~ elif fleet.nearby is not None => elif False
+- elif fleet.nearby is not None
++ elif False
 == proxy/placement.py > tests/proxy/test_placement.py
 PlacementCosts._prompt_part: a prompt's cost forgets the answers that it stops
 ~ + self.pause_weight * engine.answers * prompt =>
 PlacementCosts.cheapest: with placement by cost a D computes prompts beyond its share
-~ each.role == "both" or each.alone < alone => True
+- each.role == "both" or each.alone < alone
++ True
 PlacementCosts._prompt_part: what is queued at an instance costs nothing
 ~ queued + prompt => prompt
 EngineCosts.queued_seconds: a prompt that is long overdue costs nothing
@@ -379,7 +404,8 @@ Rank.__init__: a thread that cannot begin does not fail the start (K9)
 +             raise RuntimeError
 > tests/engine/test_thread.py::test_an_event_ends_the_forward_threads_wait
 Rank._report: an event does not end the wait of an idle step
-~ self._happened.set() => pass
+- self._happened.set()
++ pass
 > tests/engine/test_thread.py::test_an_event_is_called_out_once_until_it_has_been_heard
 Rank._report: a worker with news does not ring
 ~ self._call() => pass
@@ -387,7 +413,7 @@ Rank._report: a worker with news does not ring
 > tests/connector/test_multi.py::test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt
 MultiConnector.get_num_new_matched_tokens: D waits for P although its store has the whole prompt
 ~ if undecided and not (whole and all(undecided)): => if undecided:
-== p2pkv/engine/preconnect.py > tests/engine/test_links_ahead.py
+== p2pkv/engine/preconnect.py > tests/engine/test_preconnect.py
 Preconnect._begin: links are built ahead of requests although there are max_links
 ~ if room < partner.sources or fresh >= AT_ONCE: => if fresh >= AT_ONCE:
 > tests/engine/test_partners.py
@@ -415,10 +441,10 @@ TcpSend.commit: over TCP messages wait until P has gathered all that it may
 == p2pkv/engine/to_decode.py > tests/engine/test_backpressure.py
 OutboundLink.next_send: a message that P's staging can never hold stops P's whole rank
 ~ except ValueError as error: => except ZeroDivisionError as error:
-> tests/engine/test_links_ahead.py
+> tests/engine/test_preconnect.py
 DecodePeers.hello: on P a link that is built ahead takes another's place
 ~ parked=self._full => parked=False
-== p2pkv/engine/roles.py > tests/engine/test_links_ahead.py
+== p2pkv/engine/roles.py > tests/engine/test_preconnect.py
 DecodeRole.look: a link that no request uses is closed after a minute although the proxy names its P
 ~  or self.preconnect.keeps(peer) =>
 == p2pkv/connector/identity.py > tests/connector/test_describe.py
@@ -464,10 +490,11 @@ Deferral.instead_of_add_request: beside another connector D asks that one only o
 ~ scheduler.connector, => getattr(scheduler.connector, "sub_connectors", [scheduler.connector])[-1],
 > tests/connector/test_idle_steps.py
 EngineCore._rest: an engine core that shuts down rests
-~  or not core.is_running() =>
+-  or not core.is_running()
 > tests/connector/test_idle_steps.py::TestSpinning::test_a_wake_up_ends_the_nap
 SpinWait.instead_of_wait: a nap sleeps through wake-ups
-~ original(condition, nap if timeout_ms is None else min(nap, timeout_ms)) => time.sleep(nap / 1000)
+- original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
++ time.sleep(nap / 1000)
 > tests/connector/test_weights.py
 _watching: weights that are loaded anew go unnoticed
 ~ if generation.changes > before and => if False and
@@ -485,7 +512,7 @@ PollTimer.pause: a link is looked at late once an operation has waited for its p
 NcclEnd._launch: a link launches a second operation behind an unfinished one
 ~ self._on_device >= self.shared.in_flight => self._on_device > self.shared.in_flight
 NcclEnd._may_launch: D launches a receive that P has not announced
-~ self._told > 0 and =>
+- self._told > 0 and
 == p2pkv/kv/kernels.cu > tests/kv/test_nvrtc.py
 : what a thread of a kernel loads goes through local memory
 ~ = some[i]; => = some[(i + rows) % P2PKV_TOGETHER];
@@ -508,19 +535,20 @@ _group: only the first head of a ring travels
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _planes: an indexer's keys and scales are taken to lie together
 ~ return INDEXER[spec.head_size] => return ()
-== p2pkv/engine/from_prefill.py > tests/engine/test_ahead.py::test_admitted_requests_go_before_it
+== p2pkv/engine/from_prefill.py > tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
 InboundLink.post: admitted requests wait behind what comes ahead
 ~             self._admitted_first() =>             pass
 == p2pkv/pairing.py > tests/unit/test_pairing.py
 transfer_key: the tag of a pair is constant
 ~ return f"pair:{pair.unique}:{tag}/{prompt}" => return f"pair:{pair.unique}:0/{prompt}"
 == p2pkv/connector/idle_steps.py > tests/connector/test_idle_steps.py
-IdlePace.step: a step waits while an earlier one with tokens is out
+IdleBackoff.step: a step waits while an earlier one with tokens is out
 ~ if self._empty < self._batches or not awaited: => if not self._empty or not awaited:
-IdlePace.step: a bell ends a rest, and the step that may bring its news is forgotten
-~ 0 if tokens else 1 if rung else => 0 if tokens else
+IdleBackoff.step: a bell ends a rest, and the step that may bring its news is forgotten
+- 0 if tokens else 1 if rung else
++ 0 if tokens else
 : naps wait for a wake-up that can be lost
-~ LONGEST_NAP_MS = 4 => LONGEST_NAP_MS = 60_000
+~ MAX_SLEEP_MS = 4 => MAX_SLEEP_MS = 60_000
 == p2pkv/control/endpoint.py > tests/control/test_endpoint.py
 Connection.send: a message overtakes those that are held
 - return self._hand_over([data])
@@ -532,7 +560,7 @@ Endpoint._socket: control sockets have no keepalive
 Endpoint._socket: the kernel probes control sockets only after its own two hours
 ~         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60) =>
 == proxy/attempt.py > tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
-Attempt._outlive: the timer for a P that ends late is not cancelled
+Attempt._finish_later: the timer for a P that ends late is not cancelled
 ~ deadline.cancel() => None
 > tests/proxy/test_large_bodies.py::test_streams_that_have_begun_take_no_room_for_bodies
 Attempt._pass_on: a body is held while its answer is streamed
@@ -598,7 +626,8 @@ parse: the values of a body become objects
 +         return Body(raw, {k: Raw(msgspec.json.encode(v)) for k, v in read.items()}, path)
 > tests/proxy/test_large_bodies.py::test_what_instances_get_is_made_of_the_clients_own_bytes
 Body._kept: P's body is a copy of the client's
-~ pieces if self._size > _SMALL_BODY else (b"".join(pieces),) => (b"".join(pieces),)
+- pieces if self._size > _SMALL_BODY else (b"".join(pieces),)
++ (b"".join(pieces),)
 > tests/proxy/test_large_bodies.py::test_two_million_empty_messages_end_at_the_proxy
 BodyReader.read: the values of a body are not counted
 ~ await check_values(body, limits.max_values, token_ids=request.path in WITH_TOKEN_IDS) => pass
@@ -613,7 +642,8 @@ Prompt.let_go: a body that is let go still stands in memory
 > tests/proxy/test_prefixes.py::test_a_picture_counts_by_a_figure_of_its_own
 _is_data: a picture counts by the length of its base64
 ~ return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64) => return False
-== proxy/membership/instance.py > tests/proxy/test_kept.py tests/proxy/test_places.py tests/proxy/test_fit.py
+== proxy/membership/instance.py
+> tests/proxy/test_fleet_cache.py tests/proxy/test_places.py tests/proxy/test_fit.py
 Instance.count_place: a D that is full is given more
 ~ self.full.add(self) => pass
 > tests/proxy/test_breaker.py::test_while_there_is_a_trial_what_becomes_of_others_decides_nothing
@@ -635,7 +665,8 @@ Proxy._serve: a request that was sent twice is sent anew without bound
 ~                 may_resend = False =>                 may_resend = True
 > tests/proxy/test_retries.py::test_instances_whose_port_refuses_are_no_tries
 Proxy._serve: an instance whose port refuses counts as a try
-~ tries - no_try => tries
+- tries - no_try
++ tries
 == proxy/body_limits.py
 > tests/proxy/test_large_bodies.py::test_texts_pictures_and_token_ids_are_no_values_however_long_they_are
 check_values: others wait while the values of a body are counted
@@ -664,10 +695,11 @@ ModelLists.merged: the models of a D that does not answer are forgotten
 > tests/proxy/test_routing.py::test_four_ranks_compute_all_of_it_sooner_than_one_computes_half
 PrefixAware.__call__.cost: what is left of a prompt takes as long on any number of ranks
 ~ _WEIGHT_OF_NEW * new / instance.ping.tp_size => _WEIGHT_OF_NEW * new
-== proxy/admission.py > tests/proxy/test_alone.py::test_what_a_second_try_needs_of_p
+== proxy/admission.py > tests/proxy/test_decode_alone.py::test_what_a_second_try_needs_of_p
 RequestPlace.mode_after: that a request was left to a D alone is forgotten at the next try
-~         if self.choice.missed: =>         if False:
-> tests/proxy/test_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
+-         if self.choice.missed:
++         if False:
+> tests/proxy/test_decode_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
 Admission.move: a place that is left for a D alone is not given to the next request
 -         self._count(place.choice)
 -         self.advance()
@@ -744,10 +776,10 @@ ColumnCopier._matrices: columns of a window that begins at another layer are cop
 ~ np.flatnonzero(np.diff(steps) != self._element) => np.flatnonzero(np.diff(steps) > 1 << 40)
 > tests/kv/test_cupy_launcher.py
 DriverLauncher.launch: a kernel gets the arguments of the one before behind its own
-~ packed.size.value = 8 * len(args) => packed.size.value = 8 * MOST_ARGUMENTS
+~ packed.size.value = 8 * len(args) => packed.size.value = 8 * MAX_ARGUMENTS
 PackedArguments: threads share the arguments of their launches
 ~ class PackedArguments(threading.local): => class PackedArguments:
-== p2pkv/links/shared_card.py > tests/links/test_shared_card.py
+== p2pkv/links/shared_gpu.py > tests/links/test_shared_gpu.py
 turns: a rank warns although it cannot know whether MPS runs
 ~ or mps is not False => or mps
 mps_runs: another process that has the daemon's old number passes for it

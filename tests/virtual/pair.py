@@ -207,7 +207,7 @@ def offered(pair: VirtualPair) -> None:
 def queued(pair: VirtualPair) -> None:
     """D waits for a prompt that P has in its queue."""
     expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    pair.p.do(do.HoldPrompt("k", pair.d.address))
 
 
 def load(pair: VirtualPair, key: str = "k") -> None:

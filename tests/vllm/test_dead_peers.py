@@ -74,7 +74,7 @@ def done(pair: Deployment) -> dict[str, float]:
         "computed by P": metric(pair.p, "vllm:prompt_tokens_total"),
         "loaded by D": metric(pair.d, "p2pkv_transfers_loaded_total"),
         "failed on D": metric(pair.d, "p2pkv_transfers_failed_total"),
-        "alone": pair.page("health")["counters"]["alone"],
+        "alone": pair.page("health")["counters"]["decode_alone"],
     }
 
 

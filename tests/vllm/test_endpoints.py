@@ -151,7 +151,7 @@ def test_responses_that_repeat_their_metadata_pause_no_instance(
         assert answer.metadata == {"finish_reason": "abort"} and answer.usage.output_tokens == WORDS
     after = health(proxy)
     assert after["gauges"]["breakers_open"] == 0
-    for name in ("breakers_opened", "retried", "alone"):
+    for name in ("breakers_opened", "retried", "decode_alone"):
         assert after["counters"][name] == before["counters"][name], name
 
 

@@ -89,7 +89,7 @@ class SimulatedGpu:
     def stream(self) -> None:  # type: ignore[override]
         raise AssertionError("a CUDA IPC link launches nothing, so it needs no stream")
 
-    def here(self) -> SimulatedEvent:
+    def record_event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
 
 

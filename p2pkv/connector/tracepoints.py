@@ -55,7 +55,7 @@ def install(stamps: Stamps) -> None:
     stamps.wrap(Worker, "layer", "worker: first layer", computed)
     stamps.wrap(Worker, "end", "worker: forward has ended", computed, again=True)
     stamps.wrap(Decode, "prefetch", "engine: KV is announced", lambda _, __, message, ___: [message.key])
-    stamps.wrap(Decode, "_keep", "engine: KV is ahead", lambda _, entry, *__: [entry.expect.key], again=True)
+    stamps.wrap(Decode, "_store", "engine: KV is ahead", lambda _, entry, *__: [entry.expect.key], again=True)
     stamps.wrap(Decode, "load", "engine: load", lambda _, command, __: [command.key])
     stamps.wrap(
         Decode, "_written", "engine: KV is in blocks", lambda _, entry, *__: [entry.expect.key], again=True

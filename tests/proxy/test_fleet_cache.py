@@ -24,7 +24,7 @@ class TwoRouters:
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self.registry = Registry(LIFE, lease=LEASE)
-        self.kept = Router(self.registry, room=3, alone=2)
+        self.kept = Router(self.registry, room=3, decode_alone=2)
         self.now = 0.0
         self.sources: dict[Ping, Line] = {}
         pings = [
@@ -77,7 +77,7 @@ class TwoRouters:
         if instance is not None and instance.role == "D":
             places = self.dice.randrange(4) - instance.places
             for _ in range(abs(places)):
-                instance.count_place(1 if places > 0 else -1, alone=False)
+                instance.count_place(1 if places > 0 else -1, decode_alone=False)
 
     def able(self, router: Router, model: str | None, mode: PrefillMode) -> Any:
         try:
@@ -95,7 +95,7 @@ def test_what_is_kept_is_what_is_true(seed: int) -> None:
         before = routers.kept._last
         for model in ("a", "b", "c", None):
             for mode in PrefillMode:
-                anew = Router(routers.registry, room=3, alone=2)
+                anew = Router(routers.registry, room=3, decode_alone=2)
                 assert routers.able(routers.kept, model, mode) == routers.able(anew, model, mode)
         reused += before is routers.kept._last
         routers.step()
@@ -115,7 +115,7 @@ def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest
     for turn in range(100):
         choice = router.choose(RoutingRequest("m"), turn / 100)
         assert choice.prefill is not None
-        choice.decode.count_place(1, alone=False)
+        choice.decode.count_place(1, decode_alone=False)
     assert looked <= 3
 
 

@@ -32,7 +32,7 @@ class HeldBlocks:
         """`total`: blocks that finished prompts may hold at all."""
         self._total = total
         self._share = share
-        self._of: dict[Address, Counter[int]] = {}
+        self._by_decode: dict[Address, Counter[int]] = {}
         """Of each D: by block, how many prompts hold it."""
         self._prompts: dict[str, tuple[Address, list[int]]] = {}
         self._said = RateLimit(seconds=FULL_SECONDS)
@@ -44,7 +44,7 @@ class HeldBlocks:
         mine = sorted({block for table in blocks for block in table})
         self._prompts[request_id] = decode, mine
         if mine:
-            of_this_decode = self._of.setdefault(decode, Counter())
+            of_this_decode = self._by_decode.setdefault(decode, Counter())
             self.all -= len(of_this_decode)
             of_this_decode.update(mine)
             self.all += len(of_this_decode)
@@ -54,18 +54,18 @@ class HeldBlocks:
         decode, mine = self._prompts.pop(request_id)
         if not mine:  # it was preempted before it ended
             return
-        of_this_decode = self._of[decode]
+        of_this_decode = self._by_decode[decode]
         of_this_decode.subtract(mine)
         for block in mine:
             if not of_this_decode[block]:
                 del of_this_decode[block]
                 self.all -= 1
         if not of_this_decode:
-            del self._of[decode]
+            del self._by_decode[decode]
 
     def full(self, decode: Address) -> bool:
         """Whether this D holds so many blocks that P begins no further prompt for it."""
-        mine = len(self._of.get(decode, ()))
+        mine = len(self._by_decode.get(decode, ()))
         others = self.all - mine
         if not mine or mine < self._share * (self._total - others):
             return False
@@ -91,7 +91,7 @@ class RequestBlocks:
         return sum(min(-(-(tokens + self.lookahead) // size), most) for size, most in self.tables)
 
 
-class Room:
+class BlockQuota:
     """The blocks that requests of one kind may hold at once. Who has waited longest goes first, so that short
     requests do not keep a long one waiting for ever."""
 
@@ -99,22 +99,22 @@ class Room:
         """`limit`: in blocks; `blocks`: of a request of so many tokens, at most."""
         self.limit = limit
         self.taken = 0
-        """By requests that are inside; at most what they may come to hold."""
+        """By admitted requests; at most what they may come to hold."""
         self.blocks = blocks
-        self._inside: dict[str, int] = {}
+        self._admitted: dict[str, int] = {}
         self._waiting: dict[str, None] = {}
 
     def ever_admits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens may come inside, if it is alone."""
+        """Whether a request of so many tokens may be admitted, if it is the only one."""
         return self.blocks(tokens) <= self.limit
 
-    def admits(self, request_id: str, tokens: int, besides: int = 0) -> bool:
+    def admits(self, request_id: str, tokens: int, other_blocks: int = 0) -> bool:
         """Whether this request may `enter` now; if not it waits, and those that ask later wait behind it.
 
-        `besides`: blocks that are not requests' inside, and count all the same.
+        `other_blocks`: blocks that are not of admitted requests, and count all the same.
         """
         first = next(iter(self._waiting), request_id)
-        if first == request_id and self.taken + besides + self.blocks(tokens) <= self.limit:
+        if first == request_id and self.taken + other_blocks + self.blocks(tokens) <= self.limit:
             return True
         self._waiting.setdefault(request_id)
         return False
@@ -122,19 +122,19 @@ class Room:
     def enter(self, request_id: str, tokens: int) -> None:
         """It has blocks now."""
         self.leave(request_id)
-        self._inside[request_id] = need = self.blocks(tokens)
+        self._admitted[request_id] = need = self.blocks(tokens)
         self.taken += need
 
     def leave(self, request_id: str) -> None:
         """It waits for no other instance any more, or does not want to enter."""
         self._waiting.pop(request_id, None)
-        self.taken -= self._inside.pop(request_id, 0)
+        self.taken -= self._admitted.pop(request_id, 0)
 
     @property
-    def inside(self) -> list[str]:
-        return list(self._inside)
+    def admitted(self) -> list[str]:
+        return list(self._admitted)
 
     @property
-    def first(self) -> list[str]:
+    def next_waiting(self) -> list[str]:
         """The request that has waited longest, if one waits."""
         return [next(iter(self._waiting))] if self._waiting else []

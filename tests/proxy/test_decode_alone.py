@@ -51,7 +51,7 @@ def paired(instance: FakeInstance) -> list[bool]:
 
 def counted(deployment: Deployment) -> tuple[int, int, int]:
     counters = deployment.proxy.counters
-    return counters.alone, counters.refused_alone, counters.retried
+    return counters.decode_alone, counters.refused_alone, counters.retried
 
 
 async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) -> None:
@@ -61,7 +61,7 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         status, report = await deployment.get("/health")
         assert (status, report["status"]) == (200, "degraded")
         assert report["missing"] == ["No prefill instance is ready: none has registered."]
-        assert (report["counters"]["alone"], report["gauges"]["alone"]) == (1, 0)
+        assert (report["counters"]["decode_alone"], report["gauges"]["decode_alone"]) == (1, 0)
         for query, status in (
             ("prefill=1&decode=1", 503),
             ("prefill=one", 400),
@@ -98,7 +98,7 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
         with slow(deployment.d):
             first = [ask(deployment) for _ in range(2)]
             await eventually(lambda: len(deployment.d.requests) == 2)
-            assert deployment.proxy.gauges()["alone"] == 2
+            assert deployment.proxy.gauges()["decode_alone"] == 2
             response = await deployment.post()
             assert response.status == 503
             assert int(response.headers["Retry-After"]) in range(3, 7)
@@ -121,7 +121,7 @@ async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
         await eventually(lambda: len(deployment.d.requests) == len(deployment.p.requests) == 8)
         fail.set()
         await eventually(lambda: sum(task.done() for task in tasks) == 6)
-        assert deployment.proxy.gauges()["alone"] == 2
+        assert deployment.proxy.gauges()["decode_alone"] == 2
         release.set()
         assert sorted(await asyncio.gather(*tasks)) == [200] * 2 + [503] * 6
         assert counted(deployment) == (2, 6, 0)
@@ -200,12 +200,12 @@ async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
 def test_what_a_second_try_needs_of_p() -> None:
     """What has been left to a D alone stays so, as it is P's failure that the first try has met."""
     _, (p, d) = fleet("P", "D")
-    for first in (PrefillMode.NONE, PrefillMode.WANTED, PrefillMode.SPARED):
+    for first in (PrefillMode.NONE, PrefillMode.WANTED, PrefillMode.SKIP_IF_SHORT):
         for choice, failed, mode in (
             (Choice(p, d), p, PrefillMode.NEEDED),
             (Choice(p, d), d, first),
-            (Choice(None, d, spared=True), d, first),
-            (Choice(None, d, missed=True), d, PrefillMode.MISSED),
+            (Choice(None, d, prefill_skipped=True), d, first),
+            (Choice(None, d, prefill_unavailable=True), d, PrefillMode.UNAVAILABLE),
         ):
             assert RequestPlace(RoutingRequest(), first, choice).mode_after(failed) is mode
 
@@ -213,13 +213,13 @@ def test_what_a_second_try_needs_of_p() -> None:
 async def test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s() -> None:
     """At once: nothing else may happen for long."""
     registry, limits = Registry(), Limits(max_requests=1, alone_share=1.0)
-    router, (p, one) = fleet("P", "D", registry=registry, room=1, alone=limits.alone)
+    router, (p, one) = fleet("P", "D", registry=registry, room=1, decode_alone=limits.decode_alone)
     admission = Admission(router, limits, RequestCounters(), lambda: 0.0)
     async with admission.place(RoutingRequest(), paired=True) as place:
         assert place.choice.decode is one
         waiting = asyncio.create_task(admission._wait(RoutingRequest(), True))
         await eventually(lambda: admission.waiting == 1)
         other = join(registry, ping("D", 3))
-        assert admission.stay_alone(place, frozenset({p, one}))
+        assert admission.move_to_decode_alone(place, frozenset({p, one}))
         assert place.choice.decode is other
         assert admission.waiting == 0 and (await waiting).choice.decode is one

@@ -205,7 +205,7 @@ def test_a_request_that_takes_nothing_of_it_frees_ps_at_once(links, ends):
         finish(p, "k")
         quiet(p, d)
         assert value(p, "prompts_held") == 0
-        assert p.ranks[0].rank.core.over, "a P that stops would wait for D's word"
+        assert p.ranks[0].rank.core.finished, "a P that stops would wait for D's word"
 
 
 @one_kind
@@ -308,7 +308,7 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
         (peer,) = core.decode.peers
 
         def hear() -> None:
-            for message in (m.Ahead("k", 40, b"digest"), m.HeartbeatAck((), ())):
+            for message in (m.PrefetchOffer("k", 40, b"digest"), m.HeartbeatAck((), ())):
                 peer.unanswered_since = 1.0 if not seen else peer.unanswered_since
                 core.table.messages[type(peer), type(message)](peer, message, 2.0)
                 seen.append(peer.unanswered_since)

@@ -24,7 +24,7 @@ DEFAULT_DIRECTORY = "/tmp/nvidia-mps"
 DAEMON = "nvidia-cuda-mps-control"
 PAGE = 'docs/operations.md, "Two servers on one card"'
 
-MOST_PROCESSES = 256
+MAX_PROCESSES = 256
 """Of one card that are asked for; a card with more shows none."""
 
 
@@ -125,8 +125,8 @@ def compute_processes(uuid: str, library: str = "libnvidia-ml.so.1") -> Collecti
     except (OSError, AttributeError):  # no driver, or one without these functions
         return ()
     try:
-        card, count = c_void_p(), c_uint(MOST_PROCESSES)
-        found = (ProcessInfo * MOST_PROCESSES)()
+        card, count = c_void_p(), c_uint(MAX_PROCESSES)
+        found = (ProcessInfo * MAX_PROCESSES)()
         if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(card)) != _OK:
             return ()
         if listed(card, ctypes.byref(count), found) != _OK:

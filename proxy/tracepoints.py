@@ -13,7 +13,7 @@ from .upstream import Call
 
 def install(stamps: Stamps) -> None:
     """In the proxy's process, before it serves."""
-    begins, begin, whole, send = RequestRecord.begins, Call.begin, Call.whole, Relay._send
+    begins, begin, whole, send = RequestRecord.begins, Call.begin, Call.read_answer, Relay._send
 
     def begun(record: RequestRecord, choice: Any, unique: str) -> None:
         begins(record, choice, unique)
@@ -39,5 +39,5 @@ def install(stamps: Stamps) -> None:
 
     stamps.put(RequestRecord, "begins", begun)
     stamps.put(Call, "begin", called(begin, "has a token"))
-    stamps.put(Call, "whole", called(whole, "has answered"))
+    stamps.put(Call, "read_answer", called(whole, "has answered"))
     stamps.put(Relay, "_send", sent)
