@@ -24,9 +24,12 @@ from p2pkv.trust import SECRET_VARIABLE
 from support.engine.engines import Geometry, engines
 from support.links.memory import MemoryNetwork
 from support.links.pairs import nccl_links
+from support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 SECRET, OTHER = "a secret of the tests", "another one of the tests"
+SECONDS = 250.0
+"""For a process: on a busy machine its imports alone take minutes."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,56 +42,76 @@ def address() -> Address:
     return Address("127.0.0.1", free_ports())
 
 
-def doctor(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "p2pkv.cli", "doctor", *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Doctor:
+    """`p2pkv doctor` in a process of its own, and what it says."""
+
+    def __init__(self, log: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+        self._log = log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "p2pkv.cli", "doctor", *arguments],
+                cwd=ROOT,
+                env=os.environ | environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def ended(self) -> tuple[int, str]:
+        """Its status and all that it has said."""
+        return self.process.wait(SECONDS), self.said()
 
 
-def both(p: subprocess.Popen[str], d: subprocess.Popen[str]) -> tuple[str, str]:
-    """What they have said at their ends."""
-    try:
-        return p.communicate(timeout=100)[0], d.communicate(timeout=100)[0]
-    finally:
-        for each in (p, d):
-            each.kill()
-            each.wait()
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Doctor]]:
+    """Starts doctors; one that listens does so when this returns, however busy the machine is."""
+    doctors: list[Doctor] = []
+
+    def start(*arguments: str, **environment: str) -> Doctor:
+        doctors.append(made := Doctor(tmp_path / f"doctor-{len(doctors)}", arguments, environment))
+        if "--listen" in arguments:
+            wait_for(lambda: "doctor --connect" in made.said() or made.process.poll() is not None, SECONDS)
+        return made
+
+    yield start
+    for each in doctors:
+        each.process.kill()
+        each.process.wait()
 
 
 # In two processes.
 
 
+@pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.parametrize("secret", ["", SECRET])
-def test_two_doctors_build_a_link_and_move_messages(secret: str, address: Address) -> None:
+def test_two_doctors_build_a_link_and_move_messages(
+    secret: str, address: Address, start: Callable[..., Doctor]
+) -> None:
     environment = {SECRET_VARIABLE: secret} if secret else {}
-    p = doctor("--listen", str(address), "--link", "host", **environment)
-    d = doctor("--connect", str(address), "--link", "host", **environment)
-    on_p, on_d = both(p, d)
-    assert (p.returncode, d.returncode) == (0, 0), on_p + on_d
-    assert f"p2pkv doctor --connect {address}" in on_p
-    for said in (on_p, on_d):
+    p = start("--listen", str(address), "--link", "host", **environment)
+    d = start("--connect", str(address), "--link", "host", **environment)
+    (on_d, said_d), (on_p, said_p) = d.ended(), p.ended()
+    assert (on_p, on_d) == (0, 0), said_p + said_d
+    assert f"p2pkv doctor --connect {address}" in said_p
+    for said in (said_p, said_d):
         assert "[ok] link:      host on both" in said
         assert "this side by lo (127.0.0.1), the other by lo (127.0.0.1)" in said
     measured = re.search(
-        r"4 messages of 8 MiB came over .+ as they were sent, and 32 more at (\S+) GB/s", on_d
+        r"4 messages of 8 MiB came over .+ as they were sent, and 32 more at (\S+) GB/s", said_d
     )
-    assert measured and f"the other side got it at {measured[1]} GB/s" in on_p
+    assert measured and f"the other side got it at {measured[1]} GB/s" in said_p
 
 
-def test_doctors_with_two_secrets_say_so(address: Address) -> None:
-    p = doctor("--listen", str(address), **{SECRET_VARIABLE: SECRET})
-    d = doctor("--connect", str(address), **{SECRET_VARIABLE: OTHER})
-    on_d, _ = d.communicate(timeout=100)
-    again = doctor("--connect", str(address), **{SECRET_VARIABLE: SECRET})
-    on_p, _ = both(p, again)
-    assert d.returncode == 1 and "secret" in on_d and "Traceback" not in on_d
-    assert p.returncode == again.returncode == 0, "one who was not admitted has ended the check of the others"
-    assert "[--] a connection to" in on_p
+@pytest.mark.timeout(4 * SECONDS)
+def test_doctors_with_two_secrets_say_so(address: Address, start: Callable[..., Doctor]) -> None:
+    p = start("--listen", str(address), **{SECRET_VARIABLE: SECRET})
+    status, said = start("--connect", str(address), **{SECRET_VARIABLE: OTHER}).ended()
+    assert status == 1 and "secret" in said and "Traceback" not in said
+    again, (status, said) = start("--connect", str(address), **{SECRET_VARIABLE: SECRET}).ended(), p.ended()
+    assert status == again[0] == 0, "one who was not admitted has ended the check of the others"
+    assert "[--] a connection to" in said
 
 
 # In two threads, with other links.

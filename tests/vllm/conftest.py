@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv.demo.processes import ServerProcess
+from p2pkv.demo.processes import ServerProcess, wait_until
 from p2pkv.demo.tiny_model import ensure_model
+from support.servers.deployments import Deployment
 from support.servers.fleet import MODEL, Fleet, assert_at_rest, start_all, start_fleet
 from support.servers.probes import Compared
 
@@ -116,6 +117,14 @@ def servers_on_failure() -> Iterator[Callable[..., None]]:
     yield note
     for server in mine:
         _started.remove(server)
+
+
+@pytest.fixture
+def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
+    """What the module's `started` has started, all of it trusted by the proxy."""
+    servers_on_failure(*started.servers, started.proxy)
+    wait_until(started.trusted, "all engines", 200.0)
+    return started
 
 
 @pytest.fixture

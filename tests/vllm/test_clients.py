@@ -24,13 +24,13 @@ from support.servers.clients import (
     thinking,
     tool_of_a_message,
 )
-from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes
+from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, first_dispatch, kv_bytes
 
 pytestmark = pytest.mark.usefixtures("compared")
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-@each_dispatch
+@first_dispatch
 @pytest.mark.parametrize("way", CURLS)
 def test_curl(fleet: Fleet, dispatch: str, way: str) -> None:
     for streamed in (False, True):
@@ -44,7 +44,7 @@ def test_curl(fleet: Fleet, dispatch: str, way: str) -> None:
         assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
 
 
-@each_dispatch
+@first_dispatch
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_a_conversation_by_ids(fleet: Fleet, dispatch: str, streamed: bool) -> None:
     """With `previous_response_id`: only the D that has a response can go on with it."""
@@ -53,7 +53,7 @@ def test_a_conversation_by_ids(fleet: Fleet, dispatch: str, streamed: bool) -> N
     assert pair == conversation(fleet.single.base_url, seed, streamed=streamed) and all(pair)
 
 
-@each_dispatch
+@first_dispatch
 def test_what_is_counted(fleet: Fleet, dispatch: str) -> None:
     """A fresh prompt has no cached tokens, whatever D got from P; one that was asked before has as many as on
     one server."""
@@ -64,7 +64,7 @@ def test_what_is_counted(fleet: Fleet, dispatch: str) -> None:
     assert single["message again"]["cache_read_input_tokens"] >= 2 * BLOCK
 
 
-@each_dispatch
+@first_dispatch
 @pytest.mark.parametrize(
     "ask", [structured_chat, structured_response, logprobs, tool_of_a_message, refused, thinking, adaptive]
 )

@@ -6,7 +6,7 @@ frozen engine goes on with a dense model; with experts vLLM computes in lockstep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,74 +64,65 @@ def started(
         yield made
 
 
-@pytest.fixture
-def deployment(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
-    servers_on_failure(*started.servers, started.proxy)
-    wait_until(started.trusted, "all engines", 200.0)
-    return started
-
-
 @pytest.mark.parametrize("rank", range(ENGINES))
 @pytest.mark.parametrize("who", ["P", "D"])
-def test_one_engine_is_frozen(deployment: Deployment, who: str, rank: int) -> None:
-    victim, survivor = (deployment.victim(each) for each in (who, "D" if who == "P" else "P"))
-    prompts = deployment.prompts(f"frozen {who} {rank}")
-    expected = deployment.expected(prompts)
+def test_one_engine_is_frozen(trio: Deployment, who: str, rank: int) -> None:
+    victim, survivor = (trio.victim(each) for each in (who, "D" if who == "P" else "P"))
+    prompts = trio.prompts(f"frozen {who} {rank}")
+    expected = trio.expected(prompts)
     works = works_after(victim)
     core = cores_of(victim)[rank]
 
     def freeze() -> None:
         works()
         core.suspend()
-        wait_until(
-            lambda: deployment.states(victim).count("ready") < ENGINES, "an engine that is silent", 30.0
-        )
+        wait_until(lambda: trio.states(victim).count("ready") < ENGINES, "an engine that is silent", 30.0)
 
     try:
-        deployment.are_answered(prompts, expected, freeze)
-        if deployment.lockstep:
-            wait_until(lambda: "ready" not in deployment.states(victim), "a group that is silent", 30.0)
-        then, more = answered(victim.base_url), deployment.prompts(f"without {who} {rank}")
-        deployment.are_answered(more, deployment.expected(more))
+        trio.are_answered(prompts, expected, freeze)
+        if trio.lockstep:
+            wait_until(lambda: "ready" not in trio.states(victim), "a group that is silent", 30.0)
+        then, more = answered(victim.base_url), trio.prompts(f"without {who} {rank}")
+        trio.are_answered(more, trio.expected(more))
         served = {
             engine for engine, count in answered(victim.base_url).items() if count > then.get(engine, 0.0)
         }
-        assert served == (set() if deployment.lockstep else {str(1 - rank)})
-        deployment.rests(survivor)
+        assert served == (set() if trio.lockstep else {str(1 - rank)})
+        trio.rests(survivor)
     finally:
         core.resume()
-    deployment.is_as_before(f"frozen {who} {rank}")
+    trio.is_as_before(f"frozen {who} {rank}")
 
 
 @pytest.mark.parametrize("who", ["P", "D"])
-def test_a_server_of_two_engines_is_drained_and_resumed(deployment: Deployment, who: str) -> None:
+def test_a_server_of_two_engines_is_drained_and_resumed(trio: Deployment, who: str) -> None:
     """A drain is the HTTP server's: of all its engines."""
-    victim = deployment.victim(who)
-    prompts = deployment.prompts(f"drained {who}")
-    expected = deployment.expected(prompts)
+    victim = trio.victim(who)
+    prompts = trio.prompts(f"drained {who}")
+    expected = trio.expected(prompts)
     works = works_after(victim)
 
     def drain() -> None:
         works()
-        deployment.order(victim, "drain")
+        trio.order(victim, "drain")
 
-    deployment.are_answered(prompts, expected, drain)
-    wait_until(lambda: deployment.states(victim) == ["drained"] * ENGINES, "both drained", 60.0)
-    deployment.rests(victim)
-    then, more = answered(victim.base_url), deployment.prompts(f"while {who} is drained")
-    deployment.are_answered(more, deployment.expected(more))
+    trio.are_answered(prompts, expected, drain)
+    wait_until(lambda: trio.states(victim) == ["drained"] * ENGINES, "both drained", 60.0)
+    trio.rests(victim)
+    then, more = answered(victim.base_url), trio.prompts(f"while {who} is drained")
+    trio.are_answered(more, trio.expected(more))
     assert answered(victim.base_url) == then, "a drained engine got a request"
-    deployment.order(victim, "resume")
-    deployment.is_as_before(f"drained {who}")
+    trio.order(victim, "resume")
+    trio.is_as_before(f"drained {who}")
 
 
 @pytest.mark.parametrize("rank", range(ENGINES))
 @pytest.mark.parametrize("who", ["P", "D"])
-def test_one_engine_is_killed(deployment: Deployment, who: str, rank: int) -> None:
+def test_one_engine_is_killed(trio: Deployment, who: str, rank: int) -> None:
     """vLLM ends the whole server then; others answer."""
-    victim, survivor = (deployment.victim(each) for each in (who, "D" if who == "P" else "P"))
-    prompts = deployment.prompts(f"killed {who} {rank}")
-    expected = deployment.expected(prompts)
+    victim, survivor = (trio.victim(each) for each in (who, "D" if who == "P" else "P"))
+    prompts = trio.prompts(f"killed {who} {rank}")
+    expected = trio.expected(prompts)
     works = works_after(victim)
 
     def kill() -> None:
@@ -139,11 +130,11 @@ def test_one_engine_is_killed(deployment: Deployment, who: str, rank: int) -> No
         cores_of(victim)[rank].kill()
 
     try:
-        deployment.are_answered(prompts, expected, kill)
+        trio.are_answered(prompts, expected, kill)
         wait_until(lambda: not victim.running(), "the end of the whole server", 60.0)
-        more = deployment.prompts(f"after the end of {who} {rank}")
-        deployment.are_answered(more, deployment.expected(more))
-        deployment.rests(survivor, deployment.ds[-1])
+        more = trio.prompts(f"after the end of {who} {rank}")
+        trio.are_answered(more, trio.expected(more))
+        trio.rests(survivor, trio.ds[-1])
     finally:
         started_again(victim)
-    deployment.is_as_before(f"killed {who} {rank}")
+    trio.is_as_before(f"killed {who} {rank}")

@@ -35,9 +35,10 @@ from support.servers.fleet import (
 )
 from support.servers.probes import Compared
 
+pytestmark = pytest.mark.long
+
 CHUNK = 512
-SHORT = (20, 300)
-LONG = (255, 256, 257, 700, 703, 3000)
+LENGTHS = (20, 300, 255, 256, 257, 700, 703, 3000)
 """Around a block of 256 tokens; in two steps; and where the indexer leaves rows out."""
 TIE = 0.05
 """Roundings of bfloat16, where a prompt is computed in other steps."""
@@ -80,7 +81,7 @@ def v4(folder: Path) -> Iterator[VllmServer]:
         yield started
 
 
-@pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_an_answer_is_repeated_and_depends_on_the_whole_prompt(
     v4: VllmServer, servers_on_failure: Callable[..., None], length: int
 ) -> None:
@@ -94,7 +95,6 @@ def test_an_answer_is_repeated_and_depends_on_the_whole_prompt(
     assert complete(v4, prompt).tokens != first.tokens
 
 
-@pytest.mark.long
 def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
     v4: VllmServer, folder: Path, launch: Callable[..., None], servers_on_failure: Callable[..., None]
 ) -> None:
@@ -102,7 +102,7 @@ def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
     plain = server(folder, "plain", chunk=4096, settings=("--no-enable-prefix-caching",))
     servers_on_failure(v4)
     launch(plain)
-    prompts = [tokens(length, f"at once {length}") for length in (*SHORT, *LONG)]
+    prompts = [tokens(length, f"at once {length}") for length in LENGTHS]
     prompts += [[*prompt, *tokens(100, "more")] for prompt in prompts]
     with Hits(plain, 0):
         expected = [complete(plain, prompt) for prompt in prompts]
@@ -113,7 +113,6 @@ def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
 
 SIZES = {"1-to-1": (1, 1), "2-to-1": (2, 1), "1-to-2": (1, 2)}
 """Tensor-parallel sizes of P and D."""
-LANES = ["1-to-1", *(pytest.param(each, marks=pytest.mark.long) for each in ("2-to-1", "1-to-2"))]
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Pair:
         return answer
 
 
-@pytest.fixture(scope="module", params=LANES)
+@pytest.fixture(scope="module", params=SIZES)
 def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Of the tensor-parallel sizes that the parameter names. D's blocks hold NaN before each load."""
     sizes, probes = SIZES[request.param], folder / request.param
@@ -174,7 +173,7 @@ def pair(both: Pair, v4: VllmServer, servers_on_failure: Callable[..., None]) ->
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
-@pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_d_holds_what_p_has_computed_and_answers_as_one_server(
     pair: Pair, length: int, at_once: bool
 ) -> None:
@@ -184,7 +183,6 @@ def test_d_holds_what_p_has_computed_and_answers_as_one_server(
     assert_same([pair.expected(prompt)], [got], TIE)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("length", [703, 3000])
 def test_a_prompt_half_cached(pair: Pair, length: int, side: str) -> None:
@@ -199,7 +197,6 @@ def test_a_prompt_half_cached(pair: Pair, length: int, side: str) -> None:
     assert_same([pair.expected(prompt)], [got], TIE)
 
 
-@pytest.mark.long
 def test_what_has_come_is_a_prefix_for_others(pair: Pair, v4: VllmServer) -> None:
     """Where it ends with whole blocks, so that the windows at their end have come too."""
     prompt = tokens(514, f"prefix {pair.sizes}")
@@ -211,7 +208,6 @@ def test_what_has_come_is_a_prefix_for_others(pair: Pair, v4: VllmServer) -> Non
         assert_same([complete(v4, other)], [got], TIE)
 
 
-@pytest.mark.long
 def test_sixteen_at_once(pair: Pair) -> None:
     prompts = [tokens(40 + 61 * number, f"several {number} {pair.sizes}") for number in range(16)]
     compared = Compared(pair.probes)
@@ -225,7 +221,6 @@ ENGINES = 2
 PER_LENGTH = 4
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: Callable[..., None]) -> None:
     """P and D of two data-parallel engines each answer as a plain server of two: experts are divided over

@@ -12,30 +12,17 @@ import openai
 import pytest
 
 from p2pkv.demo.client import get
-from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
+from support.servers.clients import WEATHER, WORDS, anthropic_at, openai_at, story
+from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, first_dispatch, kv_bytes
 
 pytestmark = pytest.mark.usefixtures("compared")
 
 streamed_or_not = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-# Few enough that two roundings of one number never choose different words.
-WORDS = 8
-
-
-def story(seed: str) -> str:
-    return letters(tokens(200, seed))
-
-
-def by_openai(base_url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0)
-
-
-def by_anthropic(base_url: str) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0)
 
 
 def respond(base_url: str, prompt: str, streamed: bool) -> str:
     """The text of an answer of /v1/responses."""
-    responses = by_openai(base_url).responses
+    responses = openai_at(base_url).responses
     options = {"model": MODEL_NAME, "input": prompt, "max_output_tokens": WORDS, "temperature": 0.0}
     if not streamed:
         answer = responses.create(**options)
@@ -50,7 +37,7 @@ def respond(base_url: str, prompt: str, streamed: bool) -> str:
 
 def message(base_url: str, prompt: str, streamed: bool) -> str:
     """The text of an answer of /v1/messages."""
-    messages = by_anthropic(base_url).messages
+    messages = anthropic_at(base_url).messages
     options = {
         "model": MODEL_NAME,
         "max_tokens": WORDS,
@@ -73,7 +60,7 @@ TWO: dict[str, Any] = {"n": 2, "temperature": 1.0, "extra_body": {"top_k": 1}}
 
 def complete(base_url: str, prompt: str, streamed: bool) -> list[str]:
     """Two children of one completion."""
-    completions = by_openai(base_url).completions
+    completions = openai_at(base_url).completions
     options = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": WORDS, **TWO}
     if not streamed:
         answer = completions.create(**options)
@@ -88,7 +75,7 @@ def complete(base_url: str, prompt: str, streamed: bool) -> list[str]:
 
 def chat(base_url: str, prompt: str, streamed: bool) -> list[str]:
     """Two children of one chat; the usage counts both."""
-    completions = by_openai(base_url).chat.completions
+    completions = openai_at(base_url).chat.completions
     messages = [{"role": "user", "content": prompt}]
     options = {"model": MODEL_NAME, "messages": messages, "max_tokens": WORDS, **TWO}
     if not streamed:
@@ -104,14 +91,6 @@ def chat(base_url: str, prompt: str, streamed: bool) -> list[str]:
     return texts
 
 
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Lima", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-
-
 def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str]:
     """The name of the function that the model has been made to call, and the arguments."""
     options: dict[str, Any] = {
@@ -125,7 +104,7 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
         ],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }
-    completions = by_openai(base_url).chat.completions
+    completions = openai_at(base_url).chat.completions
     if not streamed:
         (call,) = completions.create(**options).choices[0].message.tool_calls
         return call.function.name, call.function.arguments
@@ -138,7 +117,7 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
     return "".join(each.name or "" for each in pieces), "".join(each.arguments or "" for each in pieces)
 
 
-@each_dispatch
+@first_dispatch
 @streamed_or_not
 @pytest.mark.parametrize("ask", [complete, chat, call_of_a_tool, respond, message])
 def test_each_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[..., Any]) -> None:
@@ -152,7 +131,7 @@ def test_each_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[
         assert name == "weather" and json.loads(arguments)["city"] in ("Lima", "Oslo")
 
 
-@each_dispatch
+@first_dispatch
 @streamed_or_not
 def test_responses_that_repeat_their_metadata_pause_no_instance(
     fleet: Fleet, dispatch: str, streamed: bool
@@ -161,7 +140,7 @@ def test_responses_that_repeat_their_metadata_pause_no_instance(
     proxy = fleet.proxy(dispatch).base_url
     before = health(proxy)
     for number in range(12):
-        created = by_openai(proxy).responses.create(
+        created = openai_at(proxy).responses.create(
             model=MODEL_NAME,
             input=story(f"metadata {dispatch} {streamed} {number}"),
             max_output_tokens=WORDS,
@@ -180,10 +159,10 @@ def health(base_url: str) -> Any:
     return json.loads(get(f"{base_url}/health"))
 
 
-@each_dispatch
+@first_dispatch
 def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: str) -> None:
     """The first one is longer than this model's context, as vLLM itself says."""
-    client = by_openai(fleet.proxy(dispatch).base_url)
+    client = openai_at(fleet.proxy(dispatch).base_url)
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         client.completions.create(model=MODEL_NAME, prompt=[7] * 100_000, max_tokens=1)
     for body in ({"prompt": [[]] * 2_000_000}, {"messages": [{}] * 2_000_000}):
@@ -192,32 +171,32 @@ def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: s
         assert refused.value.status_code == 413
 
 
-@each_dispatch
+@first_dispatch
 def test_what_one_instance_does(fleet: Fleet, dispatch: str) -> None:
     prompt = story(f"tokens {dispatch}")
     answers = []
     for base_url in (fleet.proxy(dispatch).base_url, fleet.single.base_url):
-        client = by_openai(base_url).with_options(max_retries=0)
+        client = openai_at(base_url)
         post = lambda path, body, client=client, base_url=base_url: client.post(  # noqa: E731
             f"{base_url}{path}", body=body, cast_to=dict
         )
         tokenized = post("/tokenize", {"model": MODEL_NAME, "prompt": prompt})
         text = post("/detokenize", {"model": MODEL_NAME, "tokens": tokenized["tokens"]})
-        counted = by_anthropic(base_url).messages.count_tokens(
+        counted = anthropic_at(base_url).messages.count_tokens(
             model=MODEL_NAME, messages=[{"role": "user", "content": prompt}]
         )
         answers.append((tokenized["tokens"], text["prompt"], counted.input_tokens))
     assert answers[0] == answers[1]
 
 
-@each_dispatch
+@first_dispatch
 def test_a_models_mistakes_are_told_as_the_clients_expect(fleet: Fleet, dispatch: str) -> None:
     base_url = fleet.proxy(dispatch).base_url
     with pytest.raises(openai.NotFoundError, match="nobody"):
-        by_openai(base_url).responses.create(model="nobody", input="x")
+        openai_at(base_url).responses.create(model="nobody", input="x")
     with pytest.raises(openai.NotFoundError):  # this model makes none, so vLLM has no such endpoint
-        by_openai(base_url).embeddings.create(model=MODEL_NAME, input="x")
+        openai_at(base_url).embeddings.create(model=MODEL_NAME, input="x")
     with pytest.raises(anthropic.NotFoundError):
-        by_anthropic(base_url).messages.create(
+        anthropic_at(base_url).messages.create(
             model="nobody", max_tokens=1, messages=[{"role": "user", "content": "x"}]
         )

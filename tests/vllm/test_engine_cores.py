@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,6 @@ def started(
     )
     with deployed(Deployment(p, ds, proxy)) as made:
         yield made
-
-
-@pytest.fixture
-def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
-    servers_on_failure(*started.servers, started.proxy)
-    wait_until(started.ready, "all three", 200.0)
-    return started
 
 
 def asked_elsewhere(trio: Deployment, victim: VllmServer, prompt: list[int], expected: Answer) -> None:

@@ -61,6 +61,7 @@ def test_p_is_killed_in_mid_transfer(
         assert "failed" in d.log_path.read_text()
 
 
+@pytest.mark.long
 def test_servers_that_are_started_wrongly_say_why(fleet: Fleet, tiny_model: Path, tmp_path: Path) -> None:
     """An option that does not exist, and a port that is taken; tests/connector has the others."""
     wrong = {
@@ -80,6 +81,7 @@ def test_servers_that_are_started_wrongly_say_why(fleet: Fleet, tiny_model: Path
             assert words in server.log_path.read_text()
 
 
+@pytest.mark.long
 def test_a_d_of_another_model_is_refused(fleet: Fleet, launch: Callable[..., None], tmp_path: Path) -> None:
     other = ensure_model(TinyLlama(seed=99), tmp_path)
     d = forked(other, tmp_path, "other", role="D", load_failure_policy="fail", connector="P2pNcclConnector")

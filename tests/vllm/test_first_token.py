@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +14,13 @@ import pytest
 from p2pkv.demo import client
 from p2pkv.demo.answers import GREEDY, Answer, answer_of
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.servers import ProxyServer
 from support.servers.deployments import (
+    LOSSES,
     PROXYS,
     SHORT,
     TOKEN,
     Deployment,
-    cores_of,
     deployed,
     instance,
     started_again,
@@ -48,13 +47,6 @@ def started(
     ds = [instance(proxy, tiny_model, logs, "D", name=name, **WITH_ROOM, **CACHING) for name in ("D1", "D2")]
     with deployed(Deployment(p, ds, proxy)) as made:
         yield made
-
-
-@pytest.fixture
-def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
-    servers_on_failure(*started.servers, started.proxy)
-    wait_until(started.trusted, "all three", 60.0)
-    return started
 
 
 @dataclass
@@ -155,15 +147,8 @@ def test_answers_are_a_single_servers(trio: Deployment) -> None:
     trio.rests()
 
 
-FAULTS: dict[str, Callable[[VllmServer], None]] = {
-    "killed": VllmServer.kill,
-    "core_killed": lambda server: cores_of(server)[0].kill(),
-    "stopped": lambda server: os.kill(server.pid, signal.SIGTERM),
-}
-
-
 @pytest.mark.parametrize("who", ["P", "D"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", LOSSES)
 def test_nothing_is_lost_and_nothing_comes_twice(trio: Deployment, fault: str, who: str) -> None:
     """One of them goes while many answers have their first token from P."""
     single = trio.ds[1].base_url
@@ -184,7 +169,7 @@ def test_nothing_is_lost_and_nothing_comes_twice(trio: Deployment, fault: str, w
     with ThreadPoolExecutor(16) as pool:
         under_way = [pool.submit(ask, trio.proxy.base_url, *each) for each in asked]
         wait_until(lambda: trio.counted("first_tokens_from_prefill_total") > before + 8, "first tokens", 60.0)
-        FAULTS[fault](victim)
+        LOSSES[fault](victim)
         got = [each.result() for each in under_way]
     are_the_same(wanted, got)
     assert trio.counted("not_resumed_total") == 0

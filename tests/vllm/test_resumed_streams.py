@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +18,10 @@ from p2pkv.demo.answers import GREEDY, Answer
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 from support.servers.deployments import (
+    LOSSES,
     PROXYS,
     TOKEN,
     Deployment,
-    cores_of,
     deployed,
     instance,
     started_again,
@@ -58,19 +56,7 @@ def started(
         yield made
 
 
-@pytest.fixture
-def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deployment:
-    servers_on_failure(*started.servers, started.proxy)
-    wait_until(started.trusted, "all three", 60.0)
-    return started
-
-
-LOSSES: dict[str, Callable[[VllmServer], None]] = {
-    "killed": VllmServer.kill,
-    "core_killed": lambda server: cores_of(server)[0].kill(),
-    "stopped": lambda server: os.kill(server.pid, signal.SIGTERM),
-    "frozen": VllmServer.freeze,
-}
+LOSSES_OF_D = {**LOSSES, "frozen": VllmServer.freeze}
 
 
 def completion(base_url: str, prompt: list[int], most: int = TOKENS, **more: Any) -> Answer:
@@ -140,12 +126,12 @@ def with_d_lost(
         return [each.result() for each in got]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSSES_OF_D)
 def test_streams_outlive_their_d(trio: Deployment, loss: str) -> None:
     asked = requests(loss)
     expected = [each(trio.ds[1].base_url) for each in asked]
     resumed = trio.counted("resumed_total")
-    got = with_d_lost(trio, asked, LOSSES[loss])
+    got = with_d_lost(trio, asked, LOSSES_OF_D[loss])
     assert_same(expected, got)
     assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
     trio.rests(trio.p, trio.ds[1])

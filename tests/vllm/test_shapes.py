@@ -214,16 +214,20 @@ LONG = (
     "n-gram",
     "EAGLE",
     "draft model",
+    "MLA",
+    "MLA with AMX",
 )
 """Families of `make test-long`."""
+FIRST_PAIR = ("window",)
+"""Of these `make test` has the first pair only: tests/engine/test_many_ranks.py has the other shapes."""
 LANES = [
     pytest.param(
         (name, *pair),
         id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"),
-        marks=[pytest.mark.long] if name in LONG else [],
+        marks=[pytest.mark.long] if name in LONG or (name in FIRST_PAIR and number) else [],
     )
     for name, family in FAMILIES.items()
-    for pair in family.pairs
+    for number, pair in enumerate(family.pairs)
 ]
 
 

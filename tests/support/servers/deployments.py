@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +90,14 @@ def cores_of(server: VllmServer) -> list[psutil.Process]:
     children = psutil.Process(server.pid).children(recursive=True)
     named = {" ".join([*each.cmdline(), each.name()]): each for each in children}
     return [named[name] for name in sorted(named) if "EngineCore" in name]
+
+
+LOSSES: dict[str, Callable[[VllmServer], None]] = {
+    "killed": VllmServer.kill,
+    "core_killed": lambda server: cores_of(server)[0].kill(),
+    "stopped": lambda server: os.kill(server.pid, signal.SIGTERM),
+}
+"""Ways to lose a server."""
 
 
 @dataclass

@@ -275,6 +275,10 @@ def ask_pair(
 
 DISPATCHES = ("concurrent", "sequential")
 each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+first_dispatch = pytest.mark.parametrize(
+    "dispatch", [DISPATCHES[0], *(pytest.param(each, marks=pytest.mark.long) for each in DISPATCHES[1:])]
+)
+"""For what clients see of either, which tests/proxy shows of both without servers."""
 
 
 def ask_all(
