@@ -106,8 +106,8 @@ install-cuda:
 
 venv-033: $(STAMP_033)
 
-$(STAMP_033): $(STAMP) requirements/vllm-0.33.txt tests/newer_vllm.py
-	@$(PY) tests/newer_vllm.py requirements/vllm-0.33.txt $(VENV_033)
+$(STAMP_033): $(STAMP) requirements/vllm-0.33.txt tests/tools/newer_vllm.py
+	@$(PY) tests/tools/newer_vllm.py requirements/vllm-0.33.txt $(VENV_033)
 	@touch $@
 
 demo: $(STAMP)
@@ -132,7 +132,7 @@ explore: $(STAMP)
 	@$(PY) -m pytest -m "hypothesis and not long $(NO_GPU)" --hypothesis-profile=exploring $(ARGS)
 
 mutants: $(STAMP)
-	@$(PY) tests/mutants.py $(ARGS)
+	@$(PY) tests/tools/mutants.py $(ARGS)
 
 # No .venv, no network, no vLLM and no plugins of pytest. Two processes: NCCL reads its environment once, and two
 # ranks on one card need another than two on two cards. 5 is pytest's status where there are no such tests.
@@ -160,11 +160,11 @@ lint: $(STAMP)
 	@$(PY) -m mypy
 
 pages: $(STAMP)
-	@$(PY) tests/options_page.py
+	@$(PY) tests/tools/options_page.py
 	@$(PY) .ci/budget.py
 
 pictures: $(STAMP)
-	@$(PY) tests/pictures.py
+	@$(PY) tests/tools/pictures.py
 
 # From a copy, without what earlier builds left. setuptools writes the present time into an sdist, so its tar is
 # written again; the wheel is made of that sdist.

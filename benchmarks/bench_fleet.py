@@ -35,7 +35,7 @@ from fleet_engines import BLOCK, COSTS, Closed, Decode, Links, Lost, Prefill, Vi
 from p2pkv import __version__
 from p2pkv.control.discovery import Ping
 from p2pkv_proxy.admission import Admission, RequestPlace
-from p2pkv_proxy.bodies import MOST_PIECES, PIECE_TOKENS, Prompt
+from p2pkv_proxy.bodies import MAX_PIECES, PIECE_TOKENS, Prompt
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
@@ -82,7 +82,7 @@ class ModelledPrompt:
     @cached_property
     def chain(self) -> tuple[int, ...]:
         pieces = BLOCK // PIECE_TOKENS
-        return tuple(8 * block + at for block in self.blocks[: MOST_PIECES // pieces] for at in range(pieces))
+        return tuple(8 * block + at for block in self.blocks[: MAX_PIECES // pieces] for at in range(pieces))
 
 
 def sessions(lines: Sequence[dict[str, Any]]) -> list[int]:
@@ -365,7 +365,7 @@ class Fleet:
                 ):
                     tries += not closed
                     continue
-                elif not sent and culprit is prefill and proxy.admission.stay_alone(place, failed):
+                elif not sent and culprit is prefill and proxy.admission.move_to_decode_alone(place, failed):
                     continue
                 self._lost("after its first token" if sent else "before its first token")
                 return

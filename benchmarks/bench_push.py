@@ -71,7 +71,7 @@ QUIET = 4
 """Looks in a row, NAP apart, that find nothing to do before the clock moves."""
 
 NAP = 0.0002
-MOST_LOOKS = 5000
+MAX_LOOKS = 5000
 """For one event, before the benchmark gives up."""
 
 Side = Literal["P", "D"]
@@ -196,7 +196,7 @@ class Star:
             self._settle()
 
     def _until(self, seat: Seat, event: do.Event) -> None:
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_LOOKS):
             if seat.heard(event):
                 return
             self._settle()
@@ -212,7 +212,7 @@ class Star:
         p, d = self._pair(peer)
         key = f"chatcmpl-{uuid.uuid4()}-{next(self._keys)}"
         d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-        p.do(do.Hold(key, d.address))
+        p.do(do.HoldPrompt(key, d.address))
         self._waiting.append((key, peer))
 
     def wait_with(self, number: int) -> None:

@@ -172,7 +172,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
     """milliseconds | no | how long a step that computes nothing may wait for KV, and so delay a new request,
-    where vLLM's engine core cannot rest (Ray's workers); 0: vLLM's processes spin while they wait for KV"""
+    where vLLM's engine core cannot sleep (Ray's workers); 0: vLLM's processes spin while they wait for KV"""
 
     skip_patches: tuple[PatchName, ...] = ()
     """names, as `["deferral"]` | no | [patches of vLLM](compatibility.md#what-p2pkv-replaces-in-vllm) to

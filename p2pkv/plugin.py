@@ -53,7 +53,7 @@ def register() -> None:
 def _stamp() -> None:
     """For `p2pkv waterfall`, if this process is to make stamps."""
     if (stamps := wanted()) is not None:
-        import_module(f"{MODULE}.stations").install(stamps)
+        import_module(f"{MODULE}.tracepoints").install(stamps)
 
 
 def vllm_version() -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 VARIABLE = "P2PKV_STAMPS"
 FIELDS = 4
 _UNIQUE = re.compile(r"(?<![0-9a-f])([0-9a-f]{32})(?![0-9a-f])")
-_MOST_SEEN = 100_000
+_MAX_SEEN = 100_000
 
 Keys = Callable[..., Iterable[str]]
 """What makes of a call's arguments the ids, or keys, of its requests."""
@@ -46,7 +46,7 @@ class Stamps:
         unique = unique_of(name)
         if not unique or ((station, unique) in self._seen and not again):
             return
-        if len(self._seen) >= _MOST_SEEN:
+        if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
         self._seen.add((station, unique))
         if self._pid != os.getpid():  # vLLM forks its processes

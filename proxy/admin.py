@@ -43,7 +43,7 @@ async def ready_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /ready: 200 if a request can be served, and by whom it is; else 503."""
     found = report(proxy)
     good = found["status"] != UNAVAILABLE
-    needs = "a decode instance" if proxy.limits.alone else "a prefill and a decode instance"
+    needs = "a decode instance" if proxy.limits.decode_alone else "a prefill and a decode instance"
     answer = {name: found[name] for name in ("prefill", "decode", "missing")}
     return _verdict({"ready": good, "needs": needs, **answer}, good)
 
@@ -57,7 +57,7 @@ def report(proxy: Proxy) -> dict[str, Any]:
     now = proxy.clock()
     missing = [STOPPING] if proxy.active.stopping else proxy.router.missing(now)
     there = {name: len(proxy.registry.routable(role, now)) for name, role in _ROLES.items()}
-    able = there["decode"] > 0 and (proxy.limits.alone > 0 or proxy.router.helped(now))
+    able = there["decode"] > 0 and (proxy.limits.decode_alone > 0 or proxy.router.has_pair(now))
     serves = able and not proxy.active.stopping
     return {
         "status": UNAVAILABLE if not serves else "degraded" if missing else "ok",
@@ -77,7 +77,7 @@ def _number(request: web.Request, name: str) -> int:
 
 
 # An instance may list any number of adapters.
-_MOST_NAMES = 32
+_MAX_NAMES = 32
 
 
 def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
@@ -88,11 +88,11 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
         "address": instance.ping.http_address,
         "rank": instance.ping.dp_rank,
         "state": proxy.state_of(instance),
-        "models": names[:_MOST_NAMES],
-        "more_models": max(0, len(names) - _MOST_NAMES),
+        "models": names[:_MAX_NAMES],
+        "more_models": max(0, len(names) - _MAX_NAMES),
         "running": instance.in_flight,
         "load": instance.load,
-        "alone": instance.alone,
+        "alone": instance.decode_alone,
         "reported": None if report is None else to_builtins(report.work),
         "last_ping_seconds": round(proxy.clock() - instance.last_seen, 1),
         "pauses": instance.breaker.opened,
@@ -140,8 +140,8 @@ def _seconds(text: str) -> float:
 
 
 # Of the pairs that have worked together, the busiest.
-_MOST_PAIRS = 200
-_MOST_INSTANCES = 500
+_MAX_PAIRS = 200
+_MAX_INSTANCES = 500
 
 
 async def keep_history(metrics: Metrics) -> None:
@@ -186,11 +186,11 @@ def status_of(proxy: Proxy) -> dict[str, Any]:
             "p50_from_prefill": quantiles(metrics.recent(by_prefill=True), 0.5)[0],
             "p50_from_decode": quantiles(metrics.recent(by_prefill=False), 0.5)[0],
         },
-        "instances": [described(proxy, each) for each in instances[:_MOST_INSTANCES]],
-        "more_instances": max(0, len(instances) - _MOST_INSTANCES),
+        "instances": [described(proxy, each) for each in instances[:_MAX_INSTANCES]],
+        "more_instances": max(0, len(instances) - _MAX_INSTANCES),
         "pairs": [
             {"prefill": p, "decode": d, "total": total, "running": running[p, d]}
-            for (p, d), total in metrics.pairs.most_common(_MOST_PAIRS)
+            for (p, d), total in metrics.pairs.most_common(_MAX_PAIRS)
         ],
         "history_fields": Sample._fields,
         "history": [(round(each.at - now, 2), *each[1:]) for each in metrics.history],

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from .errors import ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
-from .metrics import Pace
+from .metrics import StreamTimer
 from .placement import PlacedRequest
 from .policy import RoutingRequest
-from .routing import AloneFull, Choice, Full, PrefillMode, Router, Unroutable
+from .routing import Choice, DecodeAloneFull, Full, PrefillMode, Router, Unroutable
 from .tenants import Tenant
 
 # Of the budget of retries.
@@ -96,9 +96,9 @@ class RequestPlace:
     progress: PlacedRequest | None = None
     expecting: Instance | None = None
     paid: float = 0.0
-    _paces: list[Pace] = field(default_factory=list)
+    _paces: list[StreamTimer] = field(default_factory=list)
 
-    def streams(self, pace: Pace) -> None:
+    def streams(self, pace: StreamTimer) -> None:
         """Its answer, or the next part of it, is a stream."""
         self._paces.append(pace)
 
@@ -116,14 +116,14 @@ class RequestPlace:
     def mode_after(self, culprit: Instance) -> PrefillMode:
         """What a second try needs of P, after `culprit` has failed. Without a P, D alone is asked, which no
         budget of retries bounds."""
-        if self.choice.missed:
-            return PrefillMode.MISSED
+        if self.choice.prefill_unavailable:
+            return PrefillMode.UNAVAILABLE
         return PrefillMode.NEEDED if culprit is self.choice.prefill else self.mode
 
 
-Wants = tuple[str | None, PrefillMode, Instance | None]
+Demand = tuple[str | None, PrefillMode, Instance | None]
 """A model, what P is to do, and the only D: who wants the same can be served by the same instances."""
-Line = tuple[Wants, Tenant | None]
+QueueKey = tuple[Demand, Tenant | None]
 """Whose requests go in the order of arrival."""
 
 
@@ -135,7 +135,7 @@ class _Waiter:
     placed: asyncio.Future[RequestPlace]
 
     @property
-    def line(self) -> Line:
+    def line(self) -> QueueKey:
         return (self.request.model, self.mode, self.request.only), self.request.tenant
 
     @property
@@ -153,7 +153,7 @@ class Admission:
     _counters: RequestCounters
     _clock: Callable[[], float]
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _queues: dict[Line, dict[_Waiter, None]] = field(default_factory=dict)
+    _queues: dict[QueueKey, dict[_Waiter, None]] = field(default_factory=dict)
     _places: set[RequestPlace] = field(default_factory=set)
     budget: RetryBudget = field(default_factory=RetryBudget)
 
@@ -183,14 +183,14 @@ class Admission:
             self._leave(place)
 
     def can_move(
-        self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance], besides: int = 0
+        self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance], others: int = 0
     ) -> bool:
-        """Whether there are other instances with room, also when `besides` other requests like it come."""
+        """Whether there are other instances with room, also when `others` other requests like it come."""
         try:
             _, able = self._router.able(place.request, self._clock(), mode=mode, avoid=avoid)
         except Unroutable:
             return False
-        return not besides or sum(each.room - each.places for each in able) > besides
+        return not others or sum(each.room - each.places for each in able) > others
 
     def move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
         """Puts a request at other instances, without a wait; its own place may be the last one there is.
@@ -206,10 +206,10 @@ class Admission:
         self.advance()
         return True
 
-    def stay_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
+    def move_to_decode_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
         """Lets a D alone go on with a request. False if no D may: all compute as many prompts alone as they
         may, or there is none."""
-        return self.move(place, PrefillMode.MISSED, avoid)
+        return self.move(place, PrefillMode.UNAVAILABLE, avoid)
 
     def advance(self) -> None:
         """Gives out what places there are; call it when there may be new ones."""
@@ -291,7 +291,7 @@ class Admission:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
             self._router.able(waiter.request, self._clock(), mode=waiter.mode)
-        except AloneFull:
+        except DecodeAloneFull:
             self._counters.refused_alone += 1
             raise ProxyError(
                 503,
@@ -326,8 +326,8 @@ class Admission:
         return True
 
     def _count(self, choice: Choice) -> None:
-        self._counters.alone += choice.missed
-        self._counters.spared += choice.spared
+        self._counters.decode_alone += choice.prefill_unavailable
+        self._counters.prefill_skipped += choice.prefill_skipped
 
     def _leave(self, place: RequestPlace) -> None:
         self._give_up(place)
@@ -338,7 +338,7 @@ class Admission:
         """The request is on its way to its instances."""
         self._places.add(place)
         choice, now = place.choice, self._clock()
-        choice.decode.count_place(1, alone=choice.in_share, tokens=place.request.prompt.tokens)
+        choice.decode.count_place(1, decode_alone=choice.in_share, tokens=place.request.prompt.tokens)
         place.expecting = choice.prefill
         if choice.prefill is not None:
             choice.prefill.expect(1, choice.prefill_tokens)
@@ -351,7 +351,7 @@ class Admission:
         self._places.discard(place)
         place.sent()
         choice = place.choice
-        choice.decode.count_place(-1, alone=choice.in_share, tokens=place.request.prompt.tokens)
+        choice.decode.count_place(-1, decode_alone=choice.in_share, tokens=place.request.prompt.tokens)
         if place.progress is not None:
             place.progress.leave(self._clock())
         for instance in choice.instances:

@@ -36,7 +36,7 @@ IDLE_SECONDS = 75.0
 # What is counted and logged as requests.
 API = PAIRED | SINGLE | {"/v1/models"}
 
-MOST_CONNECTIONS = web.AppKey("most_connections", int)
+MAX_CONNECTIONS = web.AppKey("most_connections", int)
 
 
 def make_app(
@@ -80,7 +80,7 @@ def make_app(
         async with AsyncExitStack() as cleanup:
             client = await cleanup.enter_async_context(Client())
             membership = Membership(
-                client.kept, registry or Registry(lease=limits.lease, first_turn=random_turn)
+                client.pooled, registry or Registry(lease=limits.lease, first_turn=random_turn)
             )
             cleanup.callback(membership.close)
             app[PROXY] = proxy = Proxy(
@@ -100,7 +100,7 @@ def make_app(
             forever = [membership.run(), admin.keep_history(metrics)]
             tasks = [asyncio.create_task(each) for each in forever]
             yield
-            await end([*tasks, *proxy.lingering])
+            await end([*tasks, *proxy.background])
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
@@ -111,7 +111,7 @@ def make_app(
     if cors is not None and cors.origins:
         middlewares.insert(1, cors.middleware())
     app = web.Application(client_max_size=largest, middlewares=middlewares)
-    app[MOST_CONNECTIONS] = limits.max_connections
+    app[MAX_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.append(note_begin)
     if cors is not None and cors.origins:
@@ -127,7 +127,7 @@ def make_runner(
     connections on which nothing moves are closed after `last_seconds`. Its sites get no ssl_context."""
     return BoundedRunner(
         app,
-        app[MOST_CONNECTIONS],
+        app[MAX_CONNECTIONS],
         tls,
         handler_cancellation=True,
         access_log=None,

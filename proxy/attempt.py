@@ -29,11 +29,11 @@ from p2pkv.first_token import FirstToken, params
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
-from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
+from .blame import REFUSALS, Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
 from .bodies import Body, Fields, json_content
 from .continuation import Continuation, ending
 from .errors import error_response
-from .first_token import FirstTokens, HandOver
+from .first_token import FirstTokenPlan, FirstTokens
 from .http import PRIORITY, REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
@@ -82,14 +82,14 @@ class Outcome:
         return self.end is CallEnd.STOPPED and self.culprit is not None and self.culprit.drained
 
     @property
-    def no_try(self) -> bool:
+    def uncounted(self) -> bool:
         """Whether it counts neither as a try nor in the budget of retries: the instance's port refused, so
         that nothing was computed, or the proxy itself moved the request."""
         return self.moved or self.end is CallEnd.CLOSED
 
 
-class Means(Protocol):
-    """What all attempts share, see `Proxy`; `lingering`: P's calls that may outlive their attempt."""
+class ProxyServices(Protocol):
+    """What all attempts share, see `Proxy`; `background`: P's calls that may outlive their attempt."""
 
     session: Client
     clock: Callable[[], float]
@@ -98,7 +98,7 @@ class Means(Protocol):
     dispatch: Dispatch
     retries: Retries
     first_tokens: FirstTokens
-    lingering: set[asyncio.Task[Any]]
+    background: set[asyncio.Task[Any]]
 
 
 _Prefilled = tuple[Verdict, Reply | Begun | CallFailed]
@@ -119,7 +119,7 @@ class Attempt:
         relay: D's answer on its way to the client; None before it begins.
     """
 
-    means: Means
+    services: ProxyServices
     request: web.Request
     body: Body
     place: RequestPlace
@@ -133,7 +133,7 @@ class Attempt:
     relay: Relay | None = field(init=False, default=None)
     _prefilled: asyncio.Future[bytes | None] | None = field(init=False, default=None)
     """P's answer to the client's prompt; None if P has failed."""
-    _plan: HandOver | None = field(init=False, default=None)
+    _plan: FirstTokenPlan | None = field(init=False, default=None)
     _handed_on: Relay | None = field(init=False, default=None)
     """What has sent P's token to the client."""
     _prefilling: Call | None = field(init=False, default=None)
@@ -144,7 +144,7 @@ class Attempt:
         self.choice, self.record = self.place.choice, self.request[RECORD]
         decode, self.request_id = self.choice.decode, self.unique
         # Its engine takes an id that names it twice for a plain request.
-        if prefill := decode if self.choice.whole else self.choice.prefill:
+        if prefill := decode if self.choice.single_instance else self.choice.prefill:
             self.request_id = mint(prefill.zmq_address, decode.zmq_address, self.unique)
         previous = self.body.previous_name, self.body.previous
         self._scrubber = Scrubber(self.choice, self.request_id, self.unique, previous)
@@ -158,16 +158,16 @@ class Attempt:
         if self.choice.prefill is None:
             return await self._by_decode()
         if self.continuation is None:
-            self._plan = self.means.first_tokens.plan(self.body, self.transcript, self.choice)
+            self._plan = self.services.first_tokens.plan(self.body, self.transcript, self.choice)
         if self._plan is not None:
             try:
                 whole = self._by_prefill_alone if self._plan.relayed else self._by_prefill
                 return await whole(self._plan)
             finally:
                 self._plan.leave()
-        return await (self._concurrent() if self.means.dispatch == "concurrent" else self._sequential())
+        return await (self._concurrent() if self.services.dispatch == "concurrent" else self._sequential())
 
-    def going_on(self, continuation: Continuation) -> Attempt:
+    def resumed_by(self, continuation: Continuation) -> Attempt:
         """Another one, which goes on with the answer of which this one has sent the last so far."""
         return replace(
             self,
@@ -210,7 +210,7 @@ class Attempt:
             return self._prefill_failed(verdict, ended)
         return await self._by_decode(ended.kv_transfer_params if isinstance(ended, Reply) else None)
 
-    async def _by_prefill_alone(self, plan: HandOver) -> Outcome:
+    async def _by_prefill_alone(self, plan: FirstTokenPlan) -> Outcome:
         """P, whose one token is the answer."""
         verdict, ended = await self._prefill()
         if isinstance(ended, CallFailed):
@@ -226,28 +226,28 @@ class Attempt:
             self._prefilling.close("" if relay.complete else "the answer is not complete")
         if relay.broken is None:
             return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
-        verdict = Verdict(Blame.P, Again.NO, Charge.NOW)
+        verdict = Verdict(Blame.P, RetryKind.NO, Charge.NOW)
         self._charge(self._prefilling.instance, verdict)
         return Outcome(response, verdict, relay.broken, self._prefilling.instance)
 
-    async def _by_prefill(self, plan: HandOver) -> Outcome:
+    async def _by_prefill(self, plan: FirstTokenPlan) -> Outcome:
         """P, whose token the client gets as the first one if it may; then D for the rest."""
         assert self.transcript is not None
         verdict, ended = await self._prefill()
         if isinstance(ended, CallFailed):
-            self.means.first_tokens.missed("failed")
+            self.services.first_tokens.count_from_decode("failed")
             return self._prefill_failed(verdict, ended)
         assert not isinstance(ended, Reply)
         answered, head = ended
         rest = asyncio.create_task(self._rest_of_prefill(answered))
-        self._outlive(rest)
+        self._finish_later(rest)
         context = self.choice.decode.context
-        token = self.means.first_tokens.of(head, plan, self.body, self.transcript, context)
+        token = self.services.first_tokens.of(head, plan, self.body, self.transcript, context)
         if token is None:
             return await self._by_decode(seed=plan.seed)
         pace = self.record.begun_by_prefill(head)
         if self.place.progress is not None:
-            self.place.progress.first_token(self.means.clock())
+            self.place.progress.first_token(self.services.clock())
         relay = self.relay = self._handed_on = Relay(
             self.request,
             answered,
@@ -270,7 +270,7 @@ class Attempt:
             return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
         finally:
             if kept:
-                self._outlive(asyncio.create_task(self._release()))
+                self._finish_later(asyncio.create_task(self._release()))
         self.transcript.settle()
         goes_on = Continuation(self.transcript, context, None)
         self.body, self.continuation, self.former = goes_on.body, goes_on, relay
@@ -283,7 +283,7 @@ class Attempt:
         call = self._call("P", prefill, path=COMPLETIONS)
         fields = {"model": self.body.model, "prompt": [0], "max_tokens": 1}
         try:
-            await call.whole(json_content(fields | {"kv_transfer_params": params(FirstToken.RELEASED)}))
+            await call.read_answer(json_content(fields | {"kv_transfer_params": params(FirstToken.RELEASED)}))
         except CallFailed as error:
             logger.info("request %s: %s keeps its blocks for a lease: it %s", self.unique, prefill, error)
         finally:
@@ -310,7 +310,7 @@ class Attempt:
         """P and D at once; D waits for P's KV by itself."""
         with self._decode_call() as call, ExitStack() as cleanup:
             prefilling = asyncio.create_task(self._prefill())
-            cleanup.callback(self._see_off, prefilling)
+            cleanup.callback(self._end_prefill, prefilling)
             decoding = asyncio.create_task(self._decode(call))
             # Its failure may go unread, because P's came first.
             decoding.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -318,7 +318,7 @@ class Attempt:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             if prefilling.done() and call.end not in _DECIDED_BY_D:
                 verdict, ended = prefilling.result()
-                if isinstance(ended, CallFailed) and verdict.again is not Again.GOES_ON:
+                if isinstance(ended, CallFailed) and verdict.again is not RetryKind.GOES_ON:
                     return self._prefill_failed(verdict, ended)
             try:
                 answer = await decoding
@@ -336,7 +336,7 @@ class Attempt:
         if tenant is not None and tenant.settings.priority is not None and "priority" not in self.body.fields:
             headers[PRIORITY] = str(tenant.settings.priority)
         return Call(
-            self.means.session,
+            self.services.session,
             instance,
             path or self.body.path,
             headers,
@@ -349,26 +349,26 @@ class Attempt:
     @property
     def _deadline(self) -> float | None:
         """Of a stream's first token, by the loop's clock."""
-        seconds = self.means.limits.first_token_seconds
+        seconds = self.services.limits.first_token_seconds
         return self._began + seconds if seconds else None
 
     def _may_repeat(self) -> bool:
-        again = self.means.retries.spend()
+        again = self.services.retries.spend()
         self._sent_twice |= again
         return again
 
     # P's part.
 
     async def _prefill(self) -> _Prefilled:
-        instance, means = self.choice.prefill, self.means
+        instance, services = self.choice.prefill, self.services
         assert instance is not None
         self._prefilling = call = self._call("P", instance, self.choice.prefill_tokens)
         self.place.sent()
-        asked = means.clock()
+        asked = services.clock()
         reply: Reply | Begun
         try:
             if self._plan is None:
-                reply = await call.whole(self.body.for_prefill(self.request_id))
+                reply = await call.read_answer(self.body.for_prefill(self.request_id))
                 if self._prefilled is not None:
                     self._prefilled.set_result(reply.body)
             else:
@@ -380,8 +380,8 @@ class Attempt:
                 )
                 reply = await call.begin(body, self._deadline)
             if self.place.progress is not None:
-                self.place.progress.computed(means.clock())
-            self.record.metrics.prefilled(instance, means.clock() - asked)
+                self.place.progress.computed(services.clock())
+            self.record.metrics.prefilled(instance, services.clock() - asked)
             self._count(instance, success=True)
             self._charge_doubted(Charge.IF_P_ACCEPTS)
             return _PREFILLED, reply
@@ -410,17 +410,17 @@ class Attempt:
             response = self._failed(f"The prefill instance failed: it {error}.")
         return self._outcome(response, verdict, error)
 
-    def _see_off(self, prefilling: asyncio.Task[_Prefilled]) -> None:
+    def _end_prefill(self, prefilling: asyncio.Task[_Prefilled]) -> None:
         """Ends P's part: at once if the attempt has failed, else by itself, within a deadline."""
         if self.relay is None or not self.relay.complete:
             prefilling.cancel()
         elif not prefilling.done():
-            self._outlive(prefilling)
+            self._finish_later(prefilling)
 
-    def _outlive(self, task: asyncio.Task[Any]) -> None:
+    def _finish_later(self, task: asyncio.Task[Any]) -> None:
         """It may go on when this attempt has ended, within a deadline."""
-        self.means.lingering.add(task)
-        task.add_done_callback(self.means.lingering.discard)
+        self.services.background.add(task)
+        task.add_done_callback(self.services.background.discard)
         deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, task.cancel)
         # A timer that stays would hold P's answer and all of this request until it fires.
         task.add_done_callback(lambda _: deadline.cancel())
@@ -436,7 +436,7 @@ class Attempt:
         if alone and prediction is not None and progress is not None:
             # Of an answer that is no stream nothing shows when its prompt has been computed.
             timer = asyncio.get_running_loop().call_later(
-                prediction.first_token, lambda: progress.computed(self.means.clock(), learn=False)
+                prediction.first_token, lambda: progress.computed(self.services.clock(), learn=False)
             )
         try:
             yield call
@@ -476,7 +476,7 @@ class Attempt:
         if call.end is CallEnd.PENDING or (self._handed_on is not None and call.end is CallEnd.ANSWERED):
             if call.instance.left is not None:
                 return CallEnd.STOPPED
-            if call.instance.silent(self.means.clock()):
+            if call.instance.silent(self.services.clock()):
                 return CallEnd.SILENT
         return call.end
 
@@ -498,7 +498,7 @@ class Attempt:
 
     def _why_decode_failed(self, verdict: Verdict) -> str:
         """In place of D's own message, which names no reason."""
-        call, now = self._prefilling, self.means.clock()
+        call, now = self._prefilling, self.services.clock()
         if call is None:
             return "The decode instance failed with an internal error; see its log."
         if verdict.blame is Blame.P:
@@ -528,14 +528,14 @@ class Attempt:
             self.place.streams(pace)
         progress = self.place.progress
         if progress is not None and streamed:
-            progress.first_token(self.means.clock())
+            progress.first_token(self.services.clock())
         relay = self.relay = Relay(
             self.request,
             answered,
             head,
             self._scrubber,
             pace,
-            (streamed and self.means.limits.event_seconds) or math.inf,
+            (streamed and self.services.limits.event_seconds) or math.inf,
             self.transcript if streamed else None,
             self.continuation,
             self._prefilled,
@@ -549,7 +549,7 @@ class Attempt:
             self._charge(self.choice.decode, verdict)
             return Outcome(response, verdict, relay.broken, self.choice.decode)
         if progress is not None and pace is not None and relay.complete:
-            progress.ended(pace.events - 1, self.means.clock())
+            progress.ended(pace.events - 1, self.services.clock())
         return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
 
     # Who is to blame, and what follows for breakers.
@@ -571,7 +571,7 @@ class Attempt:
 
     def _count(self, instance: Instance, *, success: bool) -> None:
         """For the metrics, and for the instance's breaker."""
-        now = self.means.clock()
+        now = self.services.clock()
         self.record.metrics.record_outcome(instance, success)
         if instance.left is not None:
             return  # it gets no more requests anyway
@@ -580,7 +580,7 @@ class Attempt:
             if instance.breaker.succeeded(now, self.place.key):
                 logger.info("%s answers again: it gets requests as before", instance)
         elif instance.breaker.failed(now, self.place.key):
-            self.means.counters.breakers_opened += 1
+            self.services.counters.breakers_opened += 1
             logger.warning("%s fails too often: it gets a pause, unless there is no other", instance)
 
     def _failed(self, why: str, status: int = 502) -> web.Response:
@@ -595,7 +595,7 @@ def _interrupt(relay: Relay, prefilling: asyncio.Task[_Prefilled]) -> None:
     if prefilling.cancelled() or prefilling.exception() is not None:
         return
     verdict, ended = prefilling.result()
-    if verdict.again is not Again.GOES_ON:
+    if verdict.again is not RetryKind.GOES_ON:
         relay.interrupt(f"The prefill instance failed: it {ended}.")
 
 

@@ -73,7 +73,7 @@ class Blame(Enum):
     NONE = "none"
 
 
-class Again(Enum):
+class RetryKind(Enum):
     """What becomes of the request."""
 
     NO = auto()
@@ -103,7 +103,7 @@ class Charge(Enum):
 @dataclass(frozen=True)
 class Verdict:
     blame: Blame
-    again: Again
+    again: RetryKind
     charge: Charge = Charge.NONE
 
 
@@ -133,15 +133,15 @@ def assign_blame(
         sent_twice: over another connection, because the first one was closed before an answer.
     """
     if end is CallEnd.ANSWERED:
-        return Verdict(Blame.NONE, Again.NO if role == "D" else Again.GOES_ON)
+        return Verdict(Blame.NONE, RetryKind.NO if role == "D" else RetryKind.GOES_ON)
     if end is CallEnd.NO_SOCKET:
-        return Verdict(Blame.PROXY, Again.NO)
+        return Verdict(Blame.PROXY, RetryKind.NO)
     return _of_p(end, other, begun, one_prompt) if role == "P" else _of_d(end, other, begun, sent_twice)
 
 
 def _of_p(end: CallEnd, decode: CallEnd, begun: bool, one_prompt: bool) -> Verdict:
     if end in REFUSALS and decode in REFUSALS:
-        return Verdict(Blame.CLIENT, Again.NO)
+        return Verdict(Blame.CLIENT, RetryKind.NO)
     accepted = decode in (CallEnd.ACCEPTED, CallEnd.ANSWERED)
     charge = Charge.NOW
     if end is CallEnd.REFUSED:
@@ -150,23 +150,25 @@ def _of_p(end: CallEnd, decode: CallEnd, begun: bool, one_prompt: bool) -> Verdi
         charge = Charge.IF_D_ACCEPTS
     if begun:
         goes_on = one_prompt or end in _MAY_BE_ALIVE
-        return Verdict(Blame.P, Again.GOES_ON if goes_on else Again.NO, charge)
+        return Verdict(Blame.P, RetryKind.GOES_ON if goes_on else RetryKind.NO, charge)
     if end in REFUSALS and not accepted:
-        return Verdict(Blame.P, Again.ALONE, charge)
+        return Verdict(Blame.P, RetryKind.ALONE, charge)
     asked = decode is not CallEnd.NOT_MADE
-    return Verdict(Blame.P, Again.GOES_ON if asked and end in _MAY_BE_ALIVE else Again.ELSEWHERE, charge)
+    return Verdict(
+        Blame.P, RetryKind.GOES_ON if asked and end in _MAY_BE_ALIVE else RetryKind.ELSEWHERE, charge
+    )
 
 
 def _of_d(end: CallEnd, prefill: CallEnd, begun: bool, sent_twice: bool) -> Verdict:
     if begun:
-        return Verdict(Blame.D, Again.NO, Charge.NOW)
+        return Verdict(Blame.D, RetryKind.NO, Charge.NOW)
     if end in REFUSALS:
-        return Verdict(Blame.CLIENT, Again.NO)
+        return Verdict(Blame.CLIENT, RetryKind.NO)
     if end is CallEnd.ERROR and sent_twice:
-        return Verdict(Blame.NONE, Again.SAME)
+        return Verdict(Blame.NONE, RetryKind.SAME)
     if end is CallEnd.ERROR and prefill not in _FINE:
         # P's own call has been charged, or is only silent.
-        return Verdict(Blame.P, Again.ELSEWHERE)
+        return Verdict(Blame.P, RetryKind.ELSEWHERE)
     if end is CallEnd.LATE and prefill in (CallEnd.PENDING, CallEnd.ACCEPTED):
-        return Verdict(Blame.P, Again.ELSEWHERE, Charge.NOW)
-    return Verdict(Blame.D, Again.ELSEWHERE, Charge.NOW)
+        return Verdict(Blame.P, RetryKind.ELSEWHERE, Charge.NOW)
+    return Verdict(Blame.D, RetryKind.ELSEWHERE, Charge.NOW)

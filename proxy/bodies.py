@@ -223,11 +223,11 @@ class Body:
             more["kv_transfer_params"] = kv_transfer_params
         if token_ids:
             if not more and self._raw is not None and "return_token_ids" not in self.fields:
-                return self._kept(memoryview(self._raw)[: self._raw.rindex(b"}")], _WITH_TOKEN_IDS)
+                return self._with_fields(memoryview(self._raw)[: self._raw.rindex(b"}")], _WITH_TOKEN_IDS)
             more["return_token_ids"] = True
         if more or self._raw is None:
             return self._changed(more)
-        return self._kept(self._raw)
+        return self._with_fields(self._raw)
 
     def go_on_from(self, name: str) -> None:
         """D knows the response that this one goes on with by this id."""
@@ -251,9 +251,9 @@ class Body:
         """The client's fields, without some, and with others or other values."""
         kept = {name: value for name, value in self.fields.items() if name not in left_out}
         made = _object(kept | {name: msgspec.json.encode(value) for name, value in changes.items()})
-        return self._kept(*made)
+        return self._with_fields(*made)
 
-    def _kept(self, *pieces: Piece) -> Content:
+    def _with_fields(self, *pieces: Piece) -> Content:
         assert self._made is not None, "a body that was let go cannot be sent"
         # A small one is joined here, once, for all that follows.
         made = Content(pieces if self._size > _SMALL_BODY else (b"".join(pieces),))
@@ -382,15 +382,15 @@ more; at two or three bits a pixel, as in a JPEG, these have 260 to 390 bytes in
 PIECE_TOKENS = 64
 """Tokens of one piece of a prompt: a few of vLLM's blocks."""
 
-MOST_PIECES = 512
+MAX_PIECES = 512
 """Of one prompt, from its beginning: what two prompts have in common beyond that changes no choice."""
 
 _LINK_BYTES = 8
 _PIECE_BYTES = PIECE_TOKENS * BYTES_PER_TOKEN
-_MOST_BYTES = MOST_PIECES * _PIECE_BYTES
+_MAX_BYTES = MAX_PIECES * _PIECE_BYTES
 _PIECE_OF_DATA = PIECE_TOKENS * DATA_BYTES_PER_TOKEN
 # Text is looked at here and there for data: at most so often, and not more often than once in so many bytes.
-_MOST_LOOKS, _LOOK_EVERY = 512, 2048
+_MAX_LOOKS, _LOOK_EVERY = 512, 2048
 # So many bytes in a row without a sign that base64 does not have are data, since text has spaces.
 _LOOK_BYTES = 48
 _BASE64 = (string.ascii_letters + string.digits + "+/-_=").encode()
@@ -435,7 +435,7 @@ class _PromptField(NamedTuple):
         if self.ids:
             counted = bytes(view[:_COUNTED_BYTES])
             return (counted.count(b",") + 1) * len(view) // len(counted)
-        step = max(_LOOK_EVERY, len(view) // _MOST_LOOKS)
+        step = max(_LOOK_EVERY, len(view) // _MAX_LOOKS)
         looks = range(step, len(view), step)
         found = sum(_is_data(bytes(view[at : at + _LOOK_BYTES])) for at in looks)
         data = len(view) * found // len(looks) if looks else 0
@@ -444,7 +444,7 @@ class _PromptField(NamedTuple):
     def append_to(self, text: bytearray) -> None:
         """Appends its beginning. Of data, such as a picture, only the beginning of each piece is taken."""
         at = 0
-        while at < len(self.view) and len(text) < _MOST_BYTES:
+        while at < len(self.view) and len(text) < _MAX_BYTES:
             piece = bytes(self.view[at : at + _PIECE_BYTES])
             text += piece
             at += len(piece)
@@ -455,9 +455,9 @@ class _PromptField(NamedTuple):
 
     def pieces_of_ids(self) -> Iterator[bytes]:
         """The first whole pieces; of the first list, if there are several."""
-        most = MOST_PIECES * PIECE_TOKENS
+        most = MAX_PIECES * PIECE_TOKENS
         beginning = bytes(self.view[: most * _ID_BYTES]).lstrip(b"[ \t\r\n").partition(b"]")[0]
-        for piece in itertools.islice(_IDS_OF_A_PIECE.finditer(beginning), MOST_PIECES):
+        for piece in itertools.islice(_IDS_OF_A_PIECE.finditer(beginning), MAX_PIECES):
             yield piece[1]
 
 
@@ -501,7 +501,7 @@ class Prompt:
             if text:
                 text += b"\0"
             part.append_to(text)
-        for start in range(0, min(len(text), _MOST_BYTES) - _PIECE_BYTES + 1, _PIECE_BYTES):
+        for start in range(0, min(len(text), _MAX_BYTES) - _PIECE_BYTES + 1, _PIECE_BYTES):
             yield bytes(text[start : start + _PIECE_BYTES])
 
 
@@ -512,7 +512,7 @@ _LARGE_HEAD = 1 << 16
 
 
 @dataclass
-class Intake:
+class BodyBudget:
     """Counts the bytes of all bodies, from their arrival until they are let go."""
 
     limits: Limits
@@ -524,7 +524,7 @@ class Intake:
 class BodyReader:
     """Reads one request's body, within the bounds for it and for all of them."""
 
-    _intake: Intake
+    _intake: BodyBudget
     _size: int = 0
 
     async def read(self, request: web.Request) -> bytearray:

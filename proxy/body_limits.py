@@ -17,10 +17,10 @@ WITH_TOKEN_IDS = frozenset({"/v1/completions", "/v1/embeddings", "/detokenize"})
 """Where a prompt may be token ids. Elsewhere a number is a value like any other: vLLM writes an error, or
 many, for each that should be a message."""
 
-MOST_NUMBERS = 1 << 20
+MAX_NUMBERS = 1 << 20
 """Numbers that follow others in lists, as token ids do, in one body."""
 
-MOST_ESCAPES = 1 << 22
+MAX_ESCAPES = 1 << 22
 """Backslashes in one body."""
 
 _COUNTED_AT_ONCE = 1 << 20
@@ -33,8 +33,8 @@ async def check_values(body: bytearray, most: int, *, token_ids: bool) -> None:
     """Raises ProxyError if a body has too many values. The loop gets its turn again and again."""
     counted = False
     for signs, escapes in _signs_in(body):
-        if escapes > MOST_ESCAPES:
-            raise ProxyError(413, f"The request body has more than {MOST_ESCAPES} escaped characters.")
+        if escapes > MAX_ESCAPES:
+            raise ProxyError(413, f"The request body has more than {MAX_ESCAPES} escaped characters.")
         if signs > most and not counted:
             await _check_exactly(body, most, token_ids)
             counted = True
@@ -49,8 +49,8 @@ async def _check_exactly(body: bytearray, most: int, token_ids: bool) -> None:
                 f"The request body has more than {most} values, such as messages, their parts and fields; "
                 "this proxy takes no more in one request (--max-body-values).",
             )
-        if numbers > MOST_NUMBERS:
-            what = f"more than {MOST_NUMBERS} numbers, such as token ids"
+        if numbers > MAX_NUMBERS:
+            what = f"more than {MAX_NUMBERS} numbers, such as token ids"
             raise ProxyError(413, f"The request body has {what}.")
         await asyncio.sleep(0)
 

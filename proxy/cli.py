@@ -21,7 +21,7 @@ from p2pkv.pairing import Address
 from p2pkv.stamps import wanted
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
-from . import options, settings, stations
+from . import options, settings, tracepoints
 from .access import Access
 from .app import make_app, make_runner
 from .cors import Cors, joined
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     if (stamps := wanted()) is not None:
-        stations.install(stamps)
+        tracepoints.install(stamps)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve(arguments, members))
@@ -91,7 +91,7 @@ def _members(arguments: argparse.Namespace) -> Members | None:
 
 async def _serve(arguments: argparse.Namespace, members: Members | None) -> None:
     """Serves until a signal to stop. Raises OSError if an address cannot be bound."""
-    stop, hurry = _signals()
+    stop, cut_short = _signals()
     _warn(arguments, members)
     app = _app(arguments, members)
     runner, admin = make_runner(app, _SHUTDOWN_SECONDS, _tls(arguments)), arguments.admin
@@ -106,7 +106,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), arguments.drain_seconds)
         for site in list(runner.sites):
             await site.stop()
-        ended = await app[PROXY].stop(arguments.drain_seconds, hurry)
+        ended = await app[PROXY].stop(arguments.drain_seconds, cut_short)
         logger.info("stopped; %d requests were cut off", ended)
     finally:
         await runner.cleanup()
@@ -172,15 +172,15 @@ def _log_serving(
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     """Set by the first and the second SIGTERM or SIGINT."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop, cut_short = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+        (cut_short if stop.is_set() else stop).set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
-    return stop, hurry
+    return stop, cut_short
 
 
 def _warn(arguments: argparse.Namespace, members: Members | None) -> None:

@@ -32,11 +32,11 @@ _HANDSHAKES_BESIDE = 64
 _CLOSING_SECONDS = 5.0
 # For a client that is refused, to take that in.
 _REFUSED_SECONDS = 1.0
-MOST_HEAD = 4 << 20
+MAX_HEAD = 4 << 20
 """Bytes of a request's head, and of each of its headers, as vLLM's servers take."""
 # Of all heads that have not come whole, beyond which one may not be larger than the usual limit of servers.
-_MOST_HEADS, _USUAL_HEAD = 256 << 20, 1 << 16
-_LONG_HEAD = f"The head of a request may have {MOST_HEAD} bytes."
+_MAX_HEADS, _USUAL_HEAD = 256 << 20, 1 << 16
+_LONG_HEAD = f"The head of a request may have {MAX_HEAD} bytes."
 
 
 class BoundedRunner(web.AppRunner):
@@ -53,7 +53,7 @@ class BoundedRunner(web.AppRunner):
     def __init__(
         self, app: web.Application, most: int, tls: ssl.SSLContext | None = None, **options: Any
     ) -> None:
-        super().__init__(app, max_line_size=MOST_HEAD, max_field_size=MOST_HEAD, **options)
+        super().__init__(app, max_line_size=MAX_HEAD, max_field_size=MAX_HEAD, **options)
         self._heads = _Heads()
         self._most = most
         self._tls = tls
@@ -156,8 +156,8 @@ class _Connection(RequestHandler):
         # aiohttp bounds each header, and their number. It waits for the rest of a head then, and for no body.
         head = 0 if self._waiter is None or self._messages else self._head + len(data)
         self._count_head(head)
-        crowded = head > _USUAL_HEAD and self._heads.held > _MOST_HEADS
-        if (head > MOST_HEAD or crowded) and self.transport is not None:
+        crowded = head > _USUAL_HEAD and self._heads.held > _MAX_HEADS
+        if (head > MAX_HEAD or crowded) and self.transport is not None:
             self._count_head(0)
             self.transport.write(_whole_answer(*((503, _FULL) if crowded else (431, _LONG_HEAD))))
             self.force_close()

@@ -21,14 +21,14 @@ from p2pkv import __version__
 from .first_token import REASONS
 from .limits import RequestCounters
 from .membership.instance import STATES, Instance
-from .metrics import Held, Metrics
+from .metrics import Metrics, ProxyState
 
 
 class Exposition:
     """The /metrics page: what is measured, and what others count or hold, read when it is asked for. To the
     library it is one of its collectors."""
 
-    def __init__(self, metrics: Metrics, held: Held) -> None:
+    def __init__(self, metrics: Metrics, held: ProxyState) -> None:
         self._metrics = metrics
         self._held = held
         metrics.show(held)
@@ -104,7 +104,8 @@ _COUNTERS = (
 _GAUGES = (
     ("requests_running", "under_way", "Requests that have a place at an instance."),
     ("requests_waiting", "waiting", "Requests that wait for a place."),
-    ("decode_alone_running", "alone", "Of those running, prompts that a decode instance computes alone."),
+    ("decode_alone_running", "decode_alone",
+     "Of those running, prompts that a decode instance computes alone."),
     ("body_bytes", "held_bytes", "Bytes of the bodies of all requests together."),
     ("resume_bytes", "resume_bytes", "Bytes held of streamed answers, so that others could go on with them."),
     ("resume_bytes_largest", "resume_bytes_largest", "Bytes so held of one answer, at most."),
@@ -112,12 +113,14 @@ _GAUGES = (
 )  # fmt: skip
 
 
-def _prefill_work(held: Held, instance: Instance, at: int) -> float | None:
+def _prefill_work(held: ProxyState, instance: Instance, at: int) -> float | None:
     work = held.prefill_work(instance)
     return None if work is None else work[at]
 
 
-def _reported(name: str, field: str, what: str) -> tuple[str, str, Callable[[Held, Instance], float | None]]:
+def _reported(
+    name: str, field: str, what: str
+) -> tuple[str, str, Callable[[ProxyState, Instance], float | None]]:
     """A field of the Workload that an instance reports."""
     return (
         f"instance_reported_{name}",
@@ -127,7 +130,7 @@ def _reported(name: str, field: str, what: str) -> tuple[str, str, Callable[[Hel
 
 
 # The name of a gauge of each instance, what it is, and its value; None where there is none.
-_OF_INSTANCES: tuple[tuple[str, str, Callable[[Held, Instance], float | None]], ...] = (
+_OF_INSTANCES: tuple[tuple[str, str, Callable[[ProxyState, Instance], float | None]], ...] = (
     ("instance_load", "Requests at an instance or on their way to it.", lambda _, each: each.load),
     ("breaker_open", "1 while an instance has a pause because its requests failed, else 0.",
      lambda _, each: not each.breaker.closed),

@@ -120,7 +120,7 @@ class PrefillToken:
 
 
 @dataclass
-class HandOver:
+class FirstTokenPlan:
     """How one attempt gets its first token from P.
 
     Attributes:
@@ -141,7 +141,7 @@ class HandOver:
     def leave(self) -> None:
         """D has taken the KV to its blocks, or will not. Idempotent."""
         if self.decode is not None:
-            self.decode.expect_ahead(-self.room)
+            self.decode.count_prefetch(-self.room)
             self.decode = None
 
     def keeps(self, token: PrefillToken) -> bool:
@@ -167,26 +167,26 @@ class FirstTokens:
     _parsed: set[str | None] = field(default_factory=set)
     """Models whose chats have no plain text."""
 
-    def plan(self, body: Body, transcript: Transcript | None, choice: Choice) -> HandOver | None:
+    def plan(self, body: Body, transcript: Transcript | None, choice: Choice) -> FirstTokenPlan | None:
         """For an attempt that begins an answer; None if its first token is D's, which is counted."""
         if not self.on or choice.prefill is None:
             return None
         why = self.against(body, transcript, choice.prefill, choice.decode)
         if why is not None and self._is_ps(body, choice.prefill, choice.decode):
             self.counters.first_tokens += 1
-            return HandOver(FirstToken.WHOLE, 1, None, relayed=True)
+            return FirstTokenPlan(FirstToken.WHOLE, 1, None, relayed=True)
         if why is not None or transcript is None:
-            self.missed(why or "request")
+            self.count_from_decode(why or "request")
             return None
         wanted = transcript.wanted
         most = wanted.most_tokens(0)
         if most == 1:
-            return HandOver(FirstToken.WHOLE, most, None)
+            return FirstTokenPlan(FirstToken.WHOLE, most, None)
         greedy = wanted.fields.get("temperature") == 0
         seed = None if greedy else random.getrandbits(63)
         room = body.prompt.tokens + _WHOLE_BLOCKS
-        choice.decode.expect_ahead(room)
-        return HandOver(FirstToken.HANDED_ON, most, seed, choice.decode, room)
+        choice.decode.count_prefetch(room)
+        return FirstTokenPlan(FirstToken.HANDED_ON, most, seed, choice.decode, room)
 
     def _is_ps(self, body: Body, prefill: Instance, decode: Instance) -> bool:
         """Whether the answer is one token, whatever its form, and P gives the same as D."""
@@ -217,17 +217,17 @@ class FirstTokens:
             return "instances"
         if fields.get("temperature") != 0 and not (prefill.ping.seeds and decode.ping.seeds):
             return "instances"
-        room = decode.ahead + body.prompt.tokens + _WHOLE_BLOCKS
+        room = decode.prefetch_tokens + body.prompt.tokens + _WHOLE_BLOCKS
         if most != 1 and room > decode.ping.ahead_tokens:
             return "room"
         return None if decode.context else "context"
 
-    def missed(self, why: Why) -> None:
+    def count_from_decode(self, why: Why) -> None:
         name = f"first_token_{why}"
         setattr(self.counters, name, getattr(self.counters, name) + 1)
 
     def of(
-        self, head: bytes, plan: HandOver, body: Body, transcript: Transcript, context: int
+        self, head: bytes, plan: FirstTokenPlan, body: Body, transcript: Transcript, context: int
     ) -> PrefillToken | None:
         """The token that the client gets, of P's answer, which begins with `head`; None if it gets D's, which
         is counted. `context`: of the model on D."""
@@ -237,13 +237,13 @@ class FirstTokens:
         except (msgspec.MsgspecError, ValueError):
             why = "failed"
         if why is not None:
-            self.missed(why)
+            self.count_from_decode(why)
             return None
         self.counters.first_tokens += 1
         return token
 
     def against_token(
-        self, token: PrefillToken, plan: HandOver, body: Body, transcript: Transcript, context: int
+        self, token: PrefillToken, plan: FirstTokenPlan, body: Body, transcript: Transcript, context: int
     ) -> Why | None:
         """What P's answer shows besides."""
         if plan.most and token.prompt_tokens + plan.most > context:

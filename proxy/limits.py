@@ -61,7 +61,7 @@ class Limits:
     # fmt: on
 
     @property
-    def alone(self) -> int:
+    def decode_alone(self) -> int:
         """The places of that share: at least one, unless there is none."""
         return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0
 
@@ -93,9 +93,9 @@ class RequestCounters:
     first_token_memory: int = 0
     first_token_token: int = 0
     first_token_failed: int = 0
-    alone: int = _count(
+    decode_alone: int = _count(
         "decode_alone", "Requests given to a decode instance because no prefill instance could help.")
-    spared: int = _count(
+    prefill_skipped: int = _count(
         "prefill_skipped", "Requests given to a decode instance alone: their prompts are short.")
     retried: int = _count("retries", "Second tries at another instance.")
     retries_refused: int = _count(

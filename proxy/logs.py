@@ -25,7 +25,7 @@ def set_up_logging(level: str, form: str) -> None:
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else text)
     logging.basicConfig(level=level, handlers=[handler])
-    logging.getLogger("aiohttp.server").addFilter(Garbage())
+    logging.getLogger("aiohttp.server").addFilter(BadRequestFilter())
 
 
 class JsonLines(logging.Formatter):
@@ -48,7 +48,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-class Garbage(logging.Filter):
+class BadRequestFilter(logging.Filter):
     """For aiohttp's server: what is no HTTP makes one line in ten seconds, and not a traceback each time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

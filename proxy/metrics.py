@@ -30,11 +30,11 @@ from .membership.instance import Instance, Role
 from .placement import Prediction
 from .routing import Choice
 
-Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
+RequestEnd = Literal["answered", "refused", "shed", "failed", "broken", "left"]
 """How a request ended: answered; refused for the client's own mistake (4xx); turned away by the proxy, which
 took on no more (503); failed before its first byte; broken off after it; or its client left."""
-OUTCOMES: tuple[Ended, ...] = get_args(Ended)
-FAILURES: tuple[Ended, ...] = ("failed", "broken")
+OUTCOMES: tuple[RequestEnd, ...] = get_args(RequestEnd)
+FAILURES: tuple[RequestEnd, ...] = ("failed", "broken")
 
 # How many models have series of their own; the others share one.
 _MAX_MODELS = 200
@@ -61,7 +61,7 @@ _SAMPLES = 150
 _MAX_PAIRS = 4096
 
 
-class Held(Protocol):
+class ProxyState(Protocol):
     """What others count or hold, for the pages that show it."""
 
     def counted(self) -> dict[str, int]:
@@ -81,7 +81,7 @@ class Held(Protocol):
         without --placement auto, which learns them."""
 
 
-class Gaps:
+class TokenGaps:
     """The time between the pieces of one instance's streamed answers. Its hot path runs once for each piece
     of every answer, where the library's own histogram, which locks, would be a tenth of all the work."""
 
@@ -99,17 +99,17 @@ class Gaps:
         return list(zip((*map(str, _GAP_BUCKETS), "+Inf"), accumulate(self.counts), strict=True))
 
 
-class Pace:
+class StreamTimer:
     """Measures one streamed answer while it is relayed; `events`: of it, so far."""
 
-    def __init__(self, gaps: Gaps, clock: Callable[[], float], head: bytes) -> None:
+    def __init__(self, gaps: TokenGaps, clock: Callable[[], float], head: bytes) -> None:
         self._gaps = gaps
         self._clock = clock
         self._last = clock()
         self.events = head.count(b"data:")
         gaps.events += self.events
 
-    def beat(self, chunk: bytes) -> None:
+    def chunk_arrived(self, chunk: bytes) -> None:
         """These bytes have come from the instance."""
         now, gaps = self._clock(), self._gaps
         gaps.add(now - self._last)
@@ -171,7 +171,7 @@ class Metrics:
         # fmt: on
         self._by_address = (self._first_token, self._duration, self._prefill, self._parts)
         self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
-        self.gaps: defaultdict[str, Gaps] = defaultdict(Gaps)
+        self.gaps: defaultdict[str, TokenGaps] = defaultdict(TokenGaps)
         """By the address of the instance."""
         self._models: set[str] = set()
         self._gone: dict[str, float] = {}
@@ -182,10 +182,10 @@ class Metrics:
         """How often each P and D have been given a request together."""
         self._latest: deque[tuple[float, float, bool]] = deque(maxlen=_RECENT)
         self.history: deque[Sample] = deque(maxlen=_SAMPLES)
-        self._held: Held | None = None
+        self._held: ProxyState | None = None
         self._forgot = self.began
 
-    def show(self, held: Held) -> None:
+    def show(self, held: ProxyState) -> None:
         """From now on the history has what `held` knows, too."""
         self._held = held
 
@@ -198,7 +198,7 @@ class Metrics:
         except KeyError:
             return self._series.setdefault((metric, labels), metric.labels(*labels))
 
-    def ended(self, record: RequestRecord, outcome: Ended) -> None:
+    def ended(self, record: RequestRecord, outcome: RequestEnd) -> None:
         self._one(self._requests, record.endpoint, self.model_label(record.model), outcome).inc()
         self.totals[outcome] += 1
         if record.tenant:
@@ -244,9 +244,9 @@ class Metrics:
         if pair in self.pairs or len(self.pairs) < _MAX_PAIRS:
             self.pairs[pair] += 1
 
-    def pace(self, instance: str, head: bytes) -> Pace:
+    def pace(self, instance: str, head: bytes) -> StreamTimer:
         """For one streamed answer of this instance, which has begun with `head`."""
-        return Pace(self.gaps[instance], self.clock, head)
+        return StreamTimer(self.gaps[instance], self.clock, head)
 
     # What the dashboard shows.
 
@@ -368,7 +368,7 @@ class RequestRecord:
     status: int = 0
     tries: int = 0
     first_token_after: float | None = None
-    outcome: Ended | None = None
+    outcome: RequestEnd | None = None
     trace_id: str = ""
     tenant: str = ""
     span: RequestSpan = field(default_factory=RequestSpan)
@@ -390,10 +390,10 @@ class RequestRecord:
         self.unique = unique
         self.prefill = choice.prefill.ping.http_address if choice.prefill else ""
         self.decode = choice.decode.ping.http_address
-        self.way = "pair" if choice.prefill else "alone" if choice.missed else "unpaired"
+        self.way = "pair" if choice.prefill else "alone" if choice.prefill_unavailable else "unpaired"
         self.metrics.paired(choice)
 
-    def streams(self, head: bytes, *, again: bool = False) -> Pace:
+    def streams(self, head: bytes, *, again: bool = False) -> StreamTimer:
         """Its answer is a stream, and this is the start of it, or of its next part from `again` another
         instance."""
         if not again:
@@ -401,13 +401,13 @@ class RequestRecord:
             self.metrics.first_token(self.decode, self.way, self.first_token_after, self.tenant)
         return self.metrics.pace(self.decode, head)
 
-    def begun_by_prefill(self, head: bytes) -> Pace:
+    def begun_by_prefill(self, head: bytes) -> StreamTimer:
         """The same of a stream whose first token is P's."""
         self.first_token_after = self.seconds
         self.metrics.first_token(self.prefill, "prefill", self.first_token_after, self.tenant)
         return self.metrics.pace(self.prefill, head)
 
-    def end(self, outcome: Ended) -> None:
+    def end(self, outcome: RequestEnd) -> None:
         """What became of it; the first call counts."""
         if self.outcome is None:
             self.outcome = outcome

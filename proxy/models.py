@@ -103,7 +103,7 @@ class ModelLists:
     async def _ask(self, request: web.Request, instance: Instance, unique: str) -> Reply | None:
         headers = to_instance(request.headers, instance, unique)
         try:
-            async with self._session.kept.get(
+            async with self._session.pooled.get(
                 f"{instance.url}/v1/models",
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS),

@@ -34,7 +34,7 @@ from .membership.instance import Instance, WorkloadReport
 Placement = Literal["pair", "auto"]
 Way = Literal["pair", "whole"]
 
-MOST_COMPARED = 8
+MAX_COMPARED = 8
 """Of more instances so many are drawn, some perhaps twice, and compared."""
 # Features are of the order of 1, so that all weights are learned equally fast.
 _TOKENS, _STREAMS, _ANSWER = 256.0, 16.0, 64.0
@@ -377,15 +377,15 @@ class PlacementCosts:
         self,
         prefillers: Sequence[Instance],
         decoders: Sequence[Instance],
-        alone: int,
+        decode_alone: int,
         tokens: int,
         cached: Mapping[Instance, int],
         now: float,
         near: Callable[[Instance], Sequence[Instance]] | None = None,
     ) -> tuple[Instance, Instance, Prediction] | None:
         """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
-        if no two match and none may serve it whole. `alone`: prompts that a D may have to compute. `near`:
-        the decoders with a link to an instance; None if all have or may have one."""
+        if no two match and none may serve it whole. `decode_alone`: prompts that a D may have to compute.
+        `near`: the decoders with a link to an instance; None if all have or may have one."""
         looked = self._looked(prefillers, now)
         prompts = {p: self._prompt_part(at, queued, tokens - cached.get(p, 0)) for p, at, queued in looked}
         there = looked if decoders is prefillers else self._looked(decoders, now)
@@ -398,7 +398,7 @@ class PlacementCosts:
                     pairs.append((cost + more, turn, seconds + late, prefill, each))
                     break
         for more, turn, late, each, engine, queued in answers:
-            if each.role == "both" or each.alone < alone:
+            if each.role == "both" or each.decode_alone < decode_alone:
                 prompt = prompts.get(each) or self._prompt_part(engine, queued, tokens - cached.get(each, 0))
                 whole.append((prompt[0] + more - _FIRST_TOKEN * late, turn, prompt[1], each, each))
         best = sorted((min(ways, key=_ORDER) for ways in (pairs, whole) if ways), key=_ORDER)
@@ -434,9 +434,9 @@ class PlacementCosts:
 
     def some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         """Those that `cheapest` shall compare."""
-        if (count := len(instances)) > MOST_COMPARED:
+        if (count := len(instances)) > MAX_COMPARED:
             draw = self.dice.random
-            return [instances[at] for at in {int(draw() * count) for _ in range(MOST_COMPARED)}]
+            return [instances[at] for at in {int(draw() * count) for _ in range(MAX_COMPARED)}]
         return instances
 
     def _looked(self, instances: Sequence[Instance], now: float) -> Sequence[_Looked]:

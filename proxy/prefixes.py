@@ -16,7 +16,7 @@ from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance, least_busy
 from .policy import Pick, Policy, Routing, RoutingRequest
 
-MOST_HOLDERS = 32
+MAX_HOLDERS = 32
 """Instances that are remembered for one piece."""
 _EACH, _EVERY = 32, 8
 """Of a prompt each of so many pieces is remembered, and after those every eighth: a long prompt would cost
@@ -111,7 +111,7 @@ class PrefixIndex:
         out."""
         known = list(takewhile(bool, map(self._links.get, chain)))
         # Who holds a piece holds those before it: so where as many hold two, the later one says who; at
-        # MOST_HOLDERS nearly so.
+        # MAX_HOLDERS nearly so.
         last = {len(holders or ()): depth for depth, holders in enumerate(known, 1)}
         found: dict[Hashable, int] = {}
         for depth in last.values():
@@ -127,7 +127,7 @@ class PrefixIndex:
             for holder in given:
                 if holder in holders:
                     del holders[holder]
-                elif len(holders) < MOST_HOLDERS:
+                elif len(holders) < MAX_HOLDERS:
                     self._size += 1
                 else:
                     del holders[next(iter(holders))]

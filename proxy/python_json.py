@@ -13,7 +13,7 @@ from msgspec import Raw
 from .errors import ProxyError
 
 _Views = dict[str, Raw]
-_MOST_FOR_PYTHON = 4 << 20
+_MAX_FOR_PYTHON = 4 << 20
 """Bytes of a body that is made into Python objects, at most."""
 _HALF = re.compile("[\ud800-\udfff]")
 _views = msgspec.json.Decoder(_Views)
@@ -29,7 +29,7 @@ def read_by_python(raw: bytes | bytearray, error: Exception, texts: Collection[s
     """
     why = str(error)
     try:
-        if len(raw) > _MOST_FOR_PYTHON:
+        if len(raw) > _MAX_FOR_PYTHON:
             # All but a byte order mark would keep others waiting.
             return _views.decode(
                 memoryview(raw)[len(codecs.BOM_UTF8) :] if raw[:3] == codecs.BOM_UTF8 else raw

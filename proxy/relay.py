@@ -19,7 +19,7 @@ from .continuation import Continuation, Diverged
 from .errors import error_event
 from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers
 from .membership.instance import ROLE_NAMES, Instance
-from .metrics import RECORD, Pace
+from .metrics import RECORD, StreamTimer
 from .prompt_usage import COUNTS, with_ps_counts
 from .routing import Choice
 from .transcript import Transcript
@@ -68,7 +68,7 @@ class Relay:
     answer: aiohttp.ClientResponse
     head: bytes
     scrubber: Scrubber
-    pace: Pace | None = None
+    pace: StreamTimer | None = None
     most_silence: float = math.inf
     transcript: Transcript | None = None
     continuation: Continuation | None = None
@@ -181,7 +181,7 @@ class Relay:
                     return self._broke_off(None)
                 chunk = await content.readany()
                 if pace is not None and chunk:
-                    pace.beat(chunk)
+                    pace.chunk_arrived(chunk)
         except Diverged as error:
             self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")
             return self._broke_off(error)

@@ -13,7 +13,7 @@ from .errors import ProxyError
 from .membership.instance import Instance
 from .membership.registry import Registry
 
-MOST_RESPONSES = 1 << 16
+MAX_RESPONSES = 1 << 16
 """That are known; of more the oldest is forgotten. Each takes about 300 bytes."""
 
 
@@ -27,7 +27,7 @@ class StoredResponse(NamedTuple):
 class StoredResponses:
     """By the ids that clients know; at most `most`."""
 
-    def __init__(self, registry: Registry, most: int = MOST_RESPONSES) -> None:
+    def __init__(self, registry: Registry, most: int = MAX_RESPONSES) -> None:
         self._registry, self._most = registry, most
         self._known: OrderedDict[str, StoredResponse] = OrderedDict()
 

@@ -39,14 +39,14 @@ class Retries:
             return False
         mode = place.mode_after(instance)
         return self.admission.can_move(place, mode, failed | {instance}) or (
-            instance is place.choice.prefill and self.limits.alone > 0
+            instance is place.choice.prefill and self.limits.decode_alone > 0
         )
 
-    async def elsewhere(
+    async def try_elsewhere(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
         """Moves a request away from those that failed it. False if that was its last try. `tries`: without
-        those that count as none, see `Outcome.no_try`; `free`: the budget does not count."""
+        those that count as none, see `Outcome.uncounted`; `free`: the budget does not count."""
         mode = place.mode_after(culprit)
         if tries > self.limits.retries or not self.admission.can_move(place, mode, failed):
             return False
@@ -67,7 +67,7 @@ class Retries:
             return False
         if tries:
             await asyncio.sleep(pause(tries))
-        return self._move(place, place.choice.decode, failed, alone=self.limits.alone > 0)
+        return self._move(place, place.choice.decode, failed, alone=self.limits.decode_alone > 0)
 
     def _move(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], *, alone: bool = False
@@ -78,7 +78,7 @@ class Retries:
         moved = (
             self.admission.move(place, mode, others)
             or (others != failed and self.admission.move(place, mode, failed))
-            or (alone and self.admission.stay_alone(place, failed))
+            or (alone and self.admission.move_to_decode_alone(place, failed))
         )
         self.counters.retried += moved
         return moved

@@ -8,9 +8,9 @@ A request that P should help with goes to the first of these that there is:
 2. a D alone, which computes the prompt itself, while it has a place left of the share for that;
 3. a P in doubt, whose pings or whose last answers failed: better than none.
 
-An instance of both roles is among the P's and among the D's. If it is the best of both, `Router._beside`
-decides. Among D's, too, those in doubt come last. With `skip_below`, a request with a short prompt goes to 2
-before 1.
+An instance of both roles is among the P's and among the D's. If it is the best of both,
+`Router._other_prefill` decides. Among D's, too, those in doubt come last. With `skip_below`, a request with a
+short prompt goes to 2 before 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, least_busy
-from .membership.partners import Nearby
+from .membership.partners import LinkedPairs
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
 from .policy import Pick, Policy, Routing, RoutingRequest
@@ -88,7 +88,7 @@ class Full(Unroutable):
     """Those that can serve it have as many requests as they take."""
 
 
-class AloneFull(Full):
+class DecodeAloneFull(Full):
     """No P can serve this request, and every D computes as many prompts alone as it may."""
 
 
@@ -102,33 +102,34 @@ class PrefillMode(Enum):
     NONE = auto()  # D has to do it by itself
     WANTED = auto()  # P computes the prompt, or D alone if none can
     NEEDED = auto()  # P computes the prompt, and D does not in its place
-    MISSED = auto()  # no P can: D alone, within its share
-    SPARED = auto()  # if the prompt is short: D alone, within its share; else as WANTED
+    UNAVAILABLE = auto()  # no P can: D alone, within its share
+    SKIP_IF_SHORT = auto()  # if the prompt is short: D alone, within its share; else as WANTED
 
 
 class Choice(NamedTuple):
     """Which instances serve one request; `prefill` is None where D does it alone.
 
     Attributes:
-        missed: P would have helped, and none could.
-        spared: P could have helped, and the prompt, or what D has to compute of it, is too short for that.
+        prefill_unavailable: P would have helped, and none could.
+        prefill_skipped: P could have helped, and the prompt, or what D has to compute of it, is too short for
+            that.
         prefill_tokens: of the prompt, that P has to compute, as far as the proxy knows.
-        whole: an instance of both roles serves the request by itself, as the best P and the best D.
+        single_instance: an instance of both roles serves the request by itself, as the best P and the best D.
         prediction: why `auto` has chosen this; None if it has not.
     """
 
     prefill: Instance | None
     decode: Instance
-    missed: bool = False
-    spared: bool = False
+    prefill_unavailable: bool = False
+    prefill_skipped: bool = False
     prefill_tokens: int = 0
-    whole: bool = False
+    single_instance: bool = False
     prediction: Prediction | None = None
 
     @property
     def in_share(self) -> bool:
         """Whether it takes a place of D's share for prompts that it computes in a P's place."""
-        return self.missed or self.spared
+        return self.prefill_unavailable or self.prefill_skipped
 
     @property
     def instances(self) -> list[Instance]:
@@ -139,7 +140,7 @@ class Choice(NamedTuple):
 class _Fleet:
     """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
 
-    _of: _Kept
+    _of: _FleetCache
     _model: str | None
     _avoid: frozenset[Instance]
 
@@ -163,28 +164,28 @@ class _Fleet:
         return _without(matching, self._avoid)
 
     @cached_property
-    def sound(self) -> bool:
+    def healthy(self) -> bool:
         """Whether a P that could make a pair is well. Raises NoInstance or UnknownModel if there is none."""
-        return bool(_sound(self._matching_prefillers, self._now))
+        return bool(_healthy(self._matching_prefillers, self._now))
 
     @cached_property
     def pair(self) -> tuple[Sequence[Instance], Sequence[Instance]]:
-        """The best P's, and the best D's that match one of them. Raises as `sound`."""
+        """The best P's, and the best D's that match one of them. Raises as `healthy`."""
         prefillers = _best(self._matching_prefillers, self._now)
         return prefillers, _best(_without(_matching(self._decoders, prefillers), self._avoid), self._now)
 
     @cached_property
-    def nearby(self) -> Nearby | None:
+    def linked_pairs(self) -> LinkedPairs | None:
         """Which pairs of `pair` have links; None if that is no matter."""
-        return Nearby.of(*self.pair) if self.alike else None
+        return LinkedPairs.of(*self.pair) if self.all_match else None
 
     @cached_property
-    def alike(self) -> bool:
+    def all_match(self) -> bool:
         """Whether each P of `pair` matches each D."""
         return len({each.kind for side in self.pair for each in side}) == 1
 
 
-class _Kept:
+class _FleetCache:
     """What is computed of all instances once, and not for each request: until one comes, goes, or changes.
 
     Time changes some by itself: one that does not ping becomes silent, at `_until` at the earliest. Those
@@ -208,7 +209,7 @@ class _Kept:
     def _state(self, instance: Instance, now: float) -> tuple[bool, bool, bool]:
         return self.registry.alive(instance, now), instance.silent(now), instance.breaker.admits(now)
 
-    def holds(self, now: float) -> bool:
+    def is_valid(self, now: float) -> bool:
         """Whether it is still true."""
         return (
             self._version == self.registry.version
@@ -236,7 +237,7 @@ class Router:
 
     Args:
         room: requests that one D takes at a time.
-        alone: of those, how many whose prompts it computes in a P's place; 0: none.
+        decode_alone: of those, how many whose prompts it computes in a P's place; 0: none.
         on_error: see PlacementCosts.
     """
 
@@ -245,17 +246,17 @@ class Router:
         registry: Registry,
         routing: Routing | None = None,
         room: int | None = None,
-        alone: int = 0,
+        decode_alone: int = 0,
         on_error: OnError = lambda *_: None,
     ) -> None:
         self._registry = registry
         registry.limit_places(float("inf") if room is None else room)
-        self._alone = alone
+        self._decode_alone = decode_alone
         self.routing = routing or Routing()
         self._pick_prefill = POLICIES[self.routing.prefill](self.routing)
         self._pick_decode = POLICIES[self.routing.decode](self.routing)
         self._turns = itertools.count(1)
-        self._last: _Kept | None = None
+        self._last: _FleetCache | None = None
         self.costs = PlacementCosts(self.routing.pause_weight, on_error)
         self._by_cost = self.routing.placement == "auto"
 
@@ -274,7 +275,7 @@ class Router:
             return PrefillMode.WANTED  # which covers short prompts, too
         most = self.routing.skip_below
         maybe = most > 0 and (request.prompt.tokens < most or self._pick_decode.knows_prompts)
-        return PrefillMode.SPARED if maybe else PrefillMode.WANTED
+        return PrefillMode.SKIP_IF_SHORT if maybe else PrefillMode.WANTED
 
     def choose(
         self,
@@ -287,34 +288,38 @@ class Router:
         """A D for a request, and a P as `mode` says; none of those to `avoid`. Raises Unroutable."""
         fleet = self._fleet(request, now, avoid)
         prefillers, decoders = self._able(fleet, mode)
-        if mode is PrefillMode.SPARED and not prefillers:
+        if mode is PrefillMode.SKIP_IF_SHORT and not prefillers:
             if near := self._with_little_left(decoders, request):
-                return Choice(None, self._pick(self._pick_decode, near, request).instance, spared=True)
+                return Choice(
+                    None, self._pick(self._pick_decode, near, request).instance, prefill_skipped=True
+                )
             prefillers, decoders = self._able(fleet, PrefillMode.WANTED)
         if not prefillers:
             decode = self._pick(self._pick_decode, decoders, request).instance
-            return Choice(None, decode, missed=mode is not PrefillMode.NONE)
-        if not fleet.alike:
+            return Choice(None, decode, prefill_unavailable=mode is not PrefillMode.NONE)
+        if not fleet.all_match:
             prefillers = _matching(prefillers, decoders)
         if self._by_cost:
-            alone = self._alone if mode is PrefillMode.WANTED else 0
-            if cheapest := self._cheapest(fleet, prefillers, decoders, request, now, alone):
+            decode_alone = self._decode_alone if mode is PrefillMode.WANTED else 0
+            if cheapest := self._cheapest(fleet, prefillers, decoders, request, now, decode_alone):
                 return cheapest
         prefill, cached = self._pick(self._pick_prefill, prefillers, request)
-        if not fleet.alike:
+        if not fleet.all_match:
             decoders = _matching(decoders, [prefill])
-        elif fleet.nearby is not None:
-            linked = self._linked(fleet.nearby, prefill)
+        elif fleet.linked_pairs is not None:
+            linked = self._linked(fleet.linked_pairs, prefill)
             # Unless they are much busier than others.
             if linked and least_busy(linked).load <= 2 * least_busy(decoders).load + _BUSIER:
                 decoders = linked
         decode = self._pick(self._pick_decode, decoders, request).instance
         if decode is prefill:
-            prefillers = prefillers if fleet.alike else _matching(prefillers, [decode])
-            return self._beside(decode, prefillers, request)
+            prefillers = prefillers if fleet.all_match else _matching(prefillers, [decode])
+            return self._other_prefill(decode, prefillers, request)
         return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
 
-    def _beside(self, decode: Instance, prefillers: Sequence[Instance], request: RoutingRequest) -> Choice:
+    def _other_prefill(
+        self, decode: Instance, prefillers: Sequence[Instance], request: RoutingRequest
+    ) -> Choice:
         """The best D is the best P, too: another P, so that D's other requests need not wait for this prompt;
         unless each has as much more to do than D as this prompt is."""
         others = list(prefillers)
@@ -323,7 +328,7 @@ class Router:
             prefill, cached = self._pick(self._pick_prefill, others, request)
             if prefill.order[0] - decode.order[0] < request.prompt.tokens / decode.ping.tp_size:
                 return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
-        return Choice(None, decode, whole=True)
+        return Choice(None, decode, single_instance=True)
 
     def _cheapest(
         self,
@@ -332,11 +337,13 @@ class Router:
         decoders: Sequence[Instance],
         request: RoutingRequest,
         now: float,
-        alone: int,
+        decode_alone: int,
     ) -> Choice | None:
         policy, tokens = self._pick_prefill, request.prompt.tokens
-        some, nearby = self.costs.some, fleet.nearby
-        near = (lambda prefill: some(self._linked(nearby, prefill) or decoders)) if nearby else None
+        some, linked_pairs = self.costs.some, fleet.linked_pairs
+        near = (
+            (lambda prefill: some(self._linked(linked_pairs, prefill) or decoders)) if linked_pairs else None
+        )
         few = some(prefillers)
         if few is not prefillers and policy.knows_prompts:  # who has most of it may not have been drawn
             few = policy.with_holder(few, prefillers, request)
@@ -344,15 +351,15 @@ class Router:
         decoding = few if prefillers == decoders else some(decoders)
         every = few if decoding is few else [*few, *decoding]
         cached = policy.cached(every, request) if policy.knows_prompts else {}
-        if (found := self.costs.cheapest(few, decoding, alone, tokens, cached, now, near)) is None:
+        if (found := self.costs.cheapest(few, decoding, decode_alone, tokens, cached, now, near)) is None:
             return None
         prefill, decode, prediction = found
         choice = Choice(
             None if prefill is decode else prefill,
             decode,
-            spared=prefill is decode and decode.role == "D",
+            prefill_skipped=prefill is decode and decode.role == "D",
             prefill_tokens=tokens - cached.get(prefill, 0),
-            whole=prefill is decode and decode.role == "both",
+            single_instance=prefill is decode and decode.role == "both",
             prediction=prediction,
         )
         for each in choice.instances:
@@ -360,9 +367,9 @@ class Router:
         policy.remember(choice.instances, request)
         return choice
 
-    def _linked(self, nearby: Nearby, prefill: Instance) -> Sequence[Instance]:
+    def _linked(self, linked_pairs: LinkedPairs, prefill: Instance) -> Sequence[Instance]:
         """Those D's near a P that have room."""
-        full, near = self._registry.full, nearby.decoders(prefill)
+        full, near = self._registry.full, linked_pairs.decoders(prefill)
         return [each for each in near if each not in full] if full else near
 
     def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
@@ -388,49 +395,53 @@ class Router:
 
     def _fleet(self, request: RoutingRequest, now: float, avoid: frozenset[Instance]) -> _Fleet:
         """Raises NoInstance or UnknownModel."""
-        kept = self._kept(now)
+        cache = self._fleet_cache(now)
         if request.only is not None:
-            avoid = avoid.union(each for each in kept.decoders if each is not request.only)
-        return kept.fleet(request.model, avoid)
+            avoid = avoid.union(each for each in cache.decoders if each is not request.only)
+        return cache.fleet(request.model, avoid)
 
     def _able(self, fleet: _Fleet, mode: PrefillMode) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's to choose from: at least one D, and a P for each or none at all. Raises as
         `choose`."""
         if mode is PrefillMode.NONE:
             return [], self._with_room(fleet.decoders)
-        if mode is PrefillMode.MISSED:
+        if mode is PrefillMode.UNAVAILABLE:
             return [], self._with_room_alone(fleet)
-        if mode is PrefillMode.SPARED and self._alone:
+        if mode is PrefillMode.SKIP_IF_SHORT and self._decode_alone:
             with suppress(Full):
                 return [], self._with_room_alone(fleet)
         try:
-            sound = fleet.sound
+            healthy = fleet.healthy
         except Unroutable:
-            if mode is PrefillMode.NEEDED or not self._alone:
+            if mode is PrefillMode.NEEDED or not self._decode_alone:
                 raise
             return [], self._with_room_alone(fleet)
-        if not sound and self._alone:
+        if not healthy and self._decode_alone:
             if mode is PrefillMode.NEEDED:
                 raise NoInstance(_why_none(self._registry, "P"))
-            with suppress(AloneFull):
+            with suppress(DecodeAloneFull):
                 return [], self._with_room_alone(fleet)
         prefillers, decoders = fleet.pair
         return prefillers, self._with_room(decoders)
 
     def _with_room_alone(self, fleet: _Fleet) -> Sequence[Instance]:
-        if not (able := [each for each in self._with_room(fleet.decoders) if each.alone < self._alone]):
-            raise AloneFull
+        if not (
+            able := [
+                each for each in self._with_room(fleet.decoders) if each.decode_alone < self._decode_alone
+            ]
+        ):
+            raise DecodeAloneFull
         return able
 
     def knows(self, model: str | None, now: float) -> bool:
         """Whether an instance has listed this model, as far as any is known to list models."""
-        names = self._kept(now).names
+        names = self._fleet_cache(now).names
         return model is None or not names or model in names
 
     def has_room(self, now: float) -> bool:
         """Whether any D takes one request more."""
         full = self._registry.full
-        return any(each not in full for each in self._kept(now).decoders)
+        return any(each not in full for each in self._fleet_cache(now).decoders)
 
     def _with_room(self, decoders: Sequence[Instance]) -> Sequence[Instance]:
         full = self._registry.full
@@ -438,9 +449,9 @@ class Router:
             raise Full
         return decoders
 
-    def _kept(self, now: float) -> _Kept:
-        if self._last is None or not self._last.holds(now):
-            self._last = _Kept(self._registry, now)
+    def _fleet_cache(self, now: float) -> _FleetCache:
+        if self._last is None or not self._last.is_valid(now):
+            self._last = _FleetCache(self._registry, now)
         return self._last
 
     def missing(self, now: float) -> list[str]:
@@ -454,7 +465,7 @@ class Router:
             for (role, names), count in sorted(misfits.items())
         ]
 
-    def helped(self, now: float) -> bool:
+    def has_pair(self, now: float) -> bool:
         """Whether there is a pair for any request at all."""
         return bool(_matching(self._registry.routable("P", now), self._registry.routable("D", now)))
 
@@ -497,14 +508,14 @@ def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Insta
     raise UnknownModel(f"The model `{model}` does not exist; served here: {names}.")
 
 
-def _sound(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
+def _healthy(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
     """Those that ping or answer, and whose breakers let requests through."""
     return [each for each in instances if each.breaker.admits(now) and not each.silent(now)]
 
 
 def _best(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
     """The sound ones; else those that are only silent; else all: better one in doubt than none."""
-    return _sound(instances, now) or [each for each in instances if each.breaker.admits(now)] or instances
+    return _healthy(instances, now) or [each for each in instances if each.breaker.admits(now)] or instances
 
 
 def _matching(instances: Sequence[Instance], others: Sequence[Instance]) -> Sequence[Instance]:

@@ -17,10 +17,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from .access import Access
-from .admission import Admission, RequestPlace, Wants
+from .admission import Admission, Demand, RequestPlace
 from .attempt import Attempt, Dispatch, Outcome
-from .blame import Again, Blame, CallEnd, Charge
-from .bodies import Body, BodyReader, Intake, parse, response_id
+from .blame import Blame, CallEnd, Charge, RetryKind
+from .bodies import Body, BodyBudget, BodyReader, parse, response_id
 from .continuation import Continuation, ending
 from .errors import ProxyError, _sentence, error_response
 from .exposition import Exposition
@@ -49,11 +49,11 @@ _MOVE_SECONDS = 1.0
 
 @dataclass
 class Proxy:
-    """All that the handlers share. What of it is counted or held, see `Held`.
+    """All that the handlers share. What of it is counted or held, see `ProxyState`.
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
-        lingering: what goes on although the client has its answer: calls to P, looks at lists of models.
+        background: what goes on although the client has its answer: calls to P, looks at lists of models.
         guard: whose requests are taken.
         tenants: whose requests they are; None if all are alike.
     """
@@ -64,19 +64,19 @@ class Proxy:
     limits: Limits = field(default_factory=Limits)
     routing: Routing = field(default_factory=Routing)
     guard: Access = field(default_factory=Access)
-    lingering: set[asyncio.Task[Any]] = field(default_factory=set)
+    background: set[asyncio.Task[Any]] = field(default_factory=set)
     metrics: Metrics = field(default_factory=Metrics)
     counters: RequestCounters = field(default_factory=RequestCounters)
     tenants: Tenants | None = None
 
     def __post_init__(self) -> None:
         self.registry, self.clock = self.membership.registry, self.membership.clock
-        room, alone = self.limits.max_requests, self.limits.alone
+        room, alone = self.limits.max_requests, self.limits.decode_alone
         self.router = Router(
-            self.registry, self.routing, room=room, alone=alone, on_error=self.metrics.predicted
+            self.registry, self.routing, room=room, decode_alone=alone, on_error=self.metrics.predicted
         )
         self.admission = Admission(self.router, self.limits, self.counters, self.clock)
-        self.intake = Intake(self.limits, self.counters)
+        self.intake = BodyBudget(self.limits, self.counters)
         self.active = ActiveRequests(self.counters)
         self.membership.on_change(self.admission.advance)
         self.model_lists = ModelLists(self.session)
@@ -137,8 +137,8 @@ class Proxy:
 
     def _look_at_models(self, request: web.Request) -> asyncio.Task[None]:
         look = self.model_lists.look(request, self.registry.candidates, uuid.uuid4().hex)
-        self.lingering.add(look)
-        look.add_done_callback(self.lingering.discard)
+        self.background.add(look)
+        look.add_done_callback(self.background.discard)
         return look
 
     async def _serve(
@@ -172,9 +172,9 @@ class Proxy:
             if outcome.verdict.blame is Blame.PROXY:
                 record.end("shed")
             again = outcome.verdict.again
-            if again is Again.NO or self.active.stopping:
+            if again is RetryKind.NO or self.active.stopping:
                 return outcome.response
-            if again is Again.SAME:
+            if again is RetryKind.SAME:
                 # Under a new id neither side takes it for the one that was aborted.
                 may_resend = False
                 continue
@@ -182,19 +182,23 @@ class Proxy:
             assert culprit is not None
             active.note_failure(outcome)
             doubted += ((culprit, outcome.verdict.charge),)
-            decides = again is Again.ALONE
-            if decides and self.limits.alone and self.admission.stay_alone(place, active.failed):
+            decides = again is RetryKind.ALONE
+            if (
+                decides
+                and self.limits.decode_alone
+                and self.admission.move_to_decode_alone(place, active.failed)
+            ):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
-            no_try = outcome.no_try
-            free = no_try or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
-            if await self.retries.elsewhere(place, culprit, active.failed, tries - no_try, free=free):
-                tries += not no_try
+            uncounted = outcome.uncounted
+            free = uncounted or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
+            if await self.retries.try_elsewhere(place, culprit, active.failed, tries - uncounted, free=free):
+                tries += not uncounted
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
-            if decides or culprit is not attempt.choice.prefill or not self.limits.alone:
+            if decides or culprit is not attempt.choice.prefill or not self.limits.decode_alone:
                 return outcome.response
-            if not self.admission.stay_alone(place, active.failed):
+            if not self.admission.move_to_decode_alone(place, active.failed):
                 return self._shed(attempt, outcome, record)
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
 
@@ -220,7 +224,7 @@ class Proxy:
         tries = 0
         while not transcript.finished:
             active.note_failure(outcome)
-            free = outcome.no_try
+            free = outcome.uncounted
             if not await self.retries.resume(place, self._unable(active), tries, free=free):
                 break
             tries += not free
@@ -228,10 +232,10 @@ class Proxy:
             decode = place.choice.decode
             goes_on = Continuation(transcript, decode.context, attempt.continuation)
             logger.info("request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before)
-            active.attempt = attempt = attempt.going_on(goes_on)
+            active.attempt = attempt = attempt.resumed_by(goes_on)
             outcome = await attempt.run()
             if attempt.relay is None:
-                if outcome.culprit is None or outcome.verdict.again is Again.NO:
+                if outcome.culprit is None or outcome.verdict.again is RetryKind.NO:
                     break
             elif not attempt.relay.resumable:
                 self.counters.resumed += attempt.relay.complete
@@ -278,7 +282,7 @@ class Proxy:
         leaving = frozenset(each for each in drained if each.drained and each.load)
         if leaving:
             asyncio.get_running_loop().call_later(_MOVE_SECONDS, self.move_away, [*leaving])
-        moved = Counter[Wants]()  # each takes its place only when its part at the drained D has ended
+        moved = Counter[Demand]()  # each takes its place only when its part at the drained D has ended
         for active in self.active:
             attempt = active.attempt
             if attempt is None or attempt.choice.decode not in leaving:
@@ -318,7 +322,7 @@ class Proxy:
             "waiting": self.admission.waiting,
             "held_bytes": self.intake.held,
             "calls": sum(instance.in_flight for instance in everyone),
-            "alone": sum(instance.alone for instance in everyone),
+            "decode_alone": sum(instance.decode_alone for instance in everyone),
             "resume_bytes": self.transcripts.held,
             "resume_bytes_largest": max(
                 (each.transcript.bytes_held for each in self.active if each.transcript is not None), default=0
@@ -328,11 +332,11 @@ class Proxy:
             "breakers_open": sum(not instance.breaker.closed for instance in everyone),
         }
 
-    async def stop(self, seconds: float, hurry: asyncio.Event) -> int:
+    async def stop(self, seconds: float, cut_short: asyncio.Event) -> int:
         """Takes no more requests, turns away those who wait, gives the others `seconds`; see `clear`."""
         self.active.stopping = True
         self.admission.close(ProxyError(503, STOPPING, last=True))
-        return await self.active.clear(seconds, hurry)
+        return await self.active.clear(seconds, cut_short)
 
 
 PROXY = web.AppKey("proxy", Proxy)
@@ -433,10 +437,10 @@ class ActiveRequests:
             if not self._open:
                 self._empty.set()
 
-    async def clear(self, seconds: float, hurry: asyncio.Event) -> int:
-        """Waits for requests to end by themselves, for `seconds` at most and not once there is a `hurry`;
+    async def clear(self, seconds: float, cut_short: asyncio.Event) -> int:
+        """Waits for requests to end by themselves, for `seconds` at most and not once there is a `cut_short`;
         ends the rest, and returns how many those were."""
-        waits = [asyncio.create_task(self._empty.wait()), asyncio.create_task(hurry.wait())]
+        waits = [asyncio.create_task(self._empty.wait()), asyncio.create_task(cut_short.wait())]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()

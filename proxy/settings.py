@@ -148,7 +148,7 @@ def add_option(
     group.add_argument(
         name,
         action="append" if several else "store",
-        type=_told(read),
+        type=_checked(read),
         default=default,
         metavar=unit,
         choices=choices,
@@ -156,16 +156,16 @@ def add_option(
     )
 
 
-def _told(read: Callable[[str], T]) -> Callable[[str], T]:
+def _checked(read: Callable[[str], T]) -> Callable[[str], T]:
     """The same, with a ValueError's sentence for argparse, which else has one of its own."""
 
-    def told(text: str) -> T:
+    def checked(text: str) -> T:
         try:
             return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return told
+    return checked
 
 
 def option(name: str, default: Any, read: Callable[[str], Any], *more: Any, **others: Any) -> Any:

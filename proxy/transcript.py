@@ -66,7 +66,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 _SWITCHES = ("echo", "include_stop_str_in_output", "return_token_ids", "stream", "use_beam_search")
 _NUMBERS = ("max_completion_tokens", "max_tokens", "min_tokens", "n")
 _KNOWN = SAME | _TRANSLATED | _OF_THE_PROMPT | _ONLY.keys()
-_MOST_FIELD_BYTES = 16384
+_MAX_FIELD_BYTES = 16384
 """Of all fields that are kept, besides the prompt."""
 _DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions in vLLM."""
@@ -112,7 +112,7 @@ class Wanted:
         switches = (*_SWITCHES, "logprobs") if body.path == CHAT else _SWITCHES
         views = views | plain(views, switches, _NUMBERS)
         raw = {name: bytes(value) for name, value in views.items() if name not in _OF_THE_PROMPT}
-        if raw.get("stream") != b"true" or sum(map(len, raw.values())) > _MOST_FIELD_BYTES:
+        if raw.get("stream") != b"true" or sum(map(len, raw.values())) > _MAX_FIELD_BYTES:
             return None
         chat, longest = body.path == CHAT, 0
         try:

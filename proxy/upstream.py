@@ -21,7 +21,7 @@ from multidict import CIMultiDictProxy
 from .blame import CallEnd
 from .bodies import Content, Fields
 from .http import Headers
-from .membership.instance import Instance, Loss
+from .membership.instance import Instance, LossReason
 from .membership.prober import is_ours
 from .metrics import CallSpan
 
@@ -59,7 +59,7 @@ class Client:
     """
 
     def __init__(self) -> None:
-        self.kept = _session(keepalive_timeout=_KEEPALIVE_SECONDS)
+        self.pooled = _session(keepalive_timeout=_KEEPALIVE_SECONDS)
         self._fresh = _session(force_close=True)
         self.reconnected = 0
 
@@ -67,7 +67,7 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.kept.close()
+        await self.pooled.close()
         await self._fresh.close()
 
     async def post(
@@ -78,7 +78,7 @@ class Client:
         reused: list[bool] = []  # not empty if its connection was idle until now
         began = time.monotonic()
         try:
-            return await self.kept.post(
+            return await self.pooled.post(
                 url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=reused
             )
         except (aiohttp.ClientError, OSError) as error:
@@ -195,7 +195,7 @@ class CallFailed(Exception):
         self.end, self.reply, self.detail = end, reply, detail
 
 
-_LOST: dict[Loss, tuple[CallEnd, str]] = {
+_LOST: dict[LossReason, tuple[CallEnd, str]] = {
     "gone": (CallEnd.GONE, "is gone"),
     "silent": (CallEnd.SILENT, "has stopped answering"),
     "hung": (CallEnd.HUNG, "has stopped pinging"),
@@ -239,10 +239,10 @@ class Call:
     _moved: float = 0.0
     _asking: asyncio.Task[Any] | None = None
     _response: aiohttp.ClientResponse | None = None
-    _lost: Loss | None = None
+    _lost: LossReason | None = None
     _cleanup: ExitStack = field(default_factory=ExitStack)
 
-    async def whole(self, body: Content) -> Reply:
+    async def read_answer(self, body: Content) -> Reply:
         """The whole answer. Raises CallFailed, also if it is no success."""
         try:
             reply = await read_whole(await self._open(body))
@@ -303,7 +303,7 @@ class Call:
             raise CallFailed(end, f"answered {reply.status}", reply)
         return self._response
 
-    def lose(self, loss: Loss) -> None:
+    def lose(self, loss: LossReason) -> None:
         """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
         One that hangs may go on, as far as its pings show: then only what has not begun, and has somewhere
         else to go, is taken from it. An answer that has come to its end needs no instance any more."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from skips import pytest_addoption, pytest_configure
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.log import Throttle
+from support.skips import pytest_addoption, pytest_configure
 
 __all__ = ["pytest_addoption", "pytest_configure"]
 

@@ -128,7 +128,7 @@ class FanOut:
         """P has computed a prompt for this D; its key."""
         self._keys += 1
         key = f"fan-out-{self._keys}"
-        self.rank.do(do.Hold(key, decode))
+        self.rank.do(do.HoldPrompt(key, decode))
         self.rank.do(do.OfferPrompt(key, decode, self._tokens, b"bench"))
         self.rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self.memory.capacity, "P"),)))
         Hook(self.rank, ((key, self._tokens),), 1, self._devices[0]).end()

@@ -267,7 +267,7 @@ class Messages:
         _, rank = self._ranks[size]
         self._keys += 1
         key = f"messages-{self._keys}"
-        rank.do(do.Hold(key, self._decode))
+        rank.do(do.HoldPrompt(key, self._decode))
         rank.do(do.OfferPrompt(key, self._decode, self._tokens, b"bench"))
         rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self.memory.capacity, "P"),)))
         Hook(rank, ((key, int(share * self._tokens)),), 1, self.device).end()

@@ -188,7 +188,7 @@ class PacedSide:
         )
         links = paced.links(STAGING_BYTES, receives=role != "P")
         self.address = settings.address
-        self.record = paced.device.here
+        self.record = paced.device.record_event
         self._launcher = PacedLauncher(paced.device, gathers_to_peer=False)
         self._forward: Forward | None = None
         self.rank = Rank(hello_of(settings, LAYOUT, cache, links.kind), settings, cache, links)
@@ -237,7 +237,7 @@ class PacedPair:
         rank, tokens = self._side.rank, nbytes // TOKEN_BYTES + 1
         self._keys += 1
         key = f"paced-{self._keys}"
-        rank.do(do.Hold(key, self._decode))
+        rank.do(do.HoldPrompt(key, self._decode))
         rank.do(do.OfferPrompt(key, self._decode, tokens, b"bench"))
         rank.do(do.PromptBlocks(key, (self._side.table(tokens),)))
         rank.do(do.Computed(((key, tokens),), 0, LAYERS, self._side.record()))

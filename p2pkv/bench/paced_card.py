@@ -231,7 +231,7 @@ class PacedDevice:
     def stream(self) -> PacedStream:
         return PacedStream(self)
 
-    def here(self) -> PacedEvent:
+    def record_event(self) -> PacedEvent:
         return PacedEvent(self, self.current)
 
 
@@ -448,7 +448,7 @@ class PacedRank:
 
     def cache(self, layers: Sequence[torch.Tensor], block_size: int) -> PacedCache:
         launcher = PacedLauncher(self.device, gathers_to_peer=self.over == "ipc")
-        return PacedCache.of(layers, block_size, launcher, self.device.here)
+        return PacedCache.of(layers, block_size, launcher, self.device.record_event)
 
     def links(self, staging_bytes: int, receives: bool) -> NcclLinks | IpcLinks:
         device: Any = self.device

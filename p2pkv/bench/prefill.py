@@ -218,7 +218,7 @@ class PrefillSide:
         decode = self._decode[layout]
         if blocks is None:
             blocks = FORMS[layout].tables(tokens, self.memory.capacity, "P")
-        rank.do(do.Hold(key, decode))
+        rank.do(do.HoldPrompt(key, decode))
         rank.do(do.OfferPrompt(key, decode, tokens, b"bench"))
         rank.do(do.PromptBlocks(key, blocks))
         return key

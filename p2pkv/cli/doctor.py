@@ -274,17 +274,17 @@ def _mps() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("MPS", f"not looked for ({error})")
-    from p2pkv.links import shared_card
+    from p2pkv.links import shared_gpu
 
     if not torch.cuda.is_available():
         return Finding("MPS", "of no concern: torch finds no CUDA device")
-    directory = shared_card.pipe_directory()
+    directory = shared_gpu.pipe_directory()
     processes = {
-        index: len(shared_card.compute_processes(shared_card.uuid_of(index)))
+        index: len(shared_gpu.compute_processes(shared_gpu.uuid_of(index)))
         for index in range(torch.cuda.device_count())
     }
-    mps = shared_card.mps_runs(directory)
-    return Finding("MPS", shared_card.doctor_sentence(processes, mps, directory))
+    mps = shared_gpu.mps_runs(directory)
+    return Finding("MPS", shared_gpu.doctor_sentence(processes, mps, directory))
 
 
 def _cuda_environment() -> Finding:

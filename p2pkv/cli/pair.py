@@ -117,7 +117,7 @@ def interface_of(own: str) -> str | None:
     return known.get(own.partition("%")[0])
 
 
-class About(Struct, frozen=True, forbid_unknown_fields=True):
+class PeerReport(Struct, frozen=True, forbid_unknown_fields=True):
     """One side. `link`: as instances compare it; `way`: how it reaches the other; `network`: for NCCL."""
 
     p2pkv: str
@@ -128,7 +128,7 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
     network: dict[str, str]
 
     @classmethod
-    def this_side(cls, link: str, way: str) -> About:
+    def this_side(cls, link: str, way: str) -> PeerReport:
         network = {name: os.environ[name] for name in NETWORK if name in os.environ}
         return cls(p2pkv.__version__, PROTOCOL_VERSION, plugin.vllm_version() or "none", link, way, network)
 
@@ -137,17 +137,17 @@ class DoctorMessage(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """From one doctor to the other."""
 
 
-class Ask(DoctorMessage, frozen=True):
+class CheckRequest(DoctorMessage, frozen=True, tag="Ask"):
     """D to P: the first message. `host`: D's address."""
 
-    about: About
+    about: PeerReport
     host: str
 
 
 class Invite(DoctorMessage, frozen=True):
     """P to D: the answer. `blob` is the factory's, empty if the kinds differ."""
 
-    about: About
+    about: PeerReport
     blob: bytes
 
 
@@ -164,19 +164,19 @@ class Granted(DoctorMessage, frozen=True, tag="Grant"):
     remote_slot: int
 
 
-class Over(DoctorMessage, frozen=True):
+class CheckResult(DoctorMessage, frozen=True, tag="Over"):
     """Either way: that was all. `rate`: bytes per second; `failure`: a sentence, if it went wrong."""
 
     rate: float = 0.0
     failure: str = ""
 
 
-AnyOfThem = TypeVar("AnyOfThem", bound=DoctorMessage)
+SomeMessage = TypeVar("SomeMessage", bound=DoctorMessage)
 
-_decoder = msgspec.msgpack.Decoder(Ask | Invite | Accept | Granted | Over)
+_decoder = msgspec.msgpack.Decoder(CheckRequest | Invite | Accept | Granted | CheckResult)
 
 
-def compare(mine: About, theirs: About) -> Iterator[Finding]:
+def compare(mine: PeerReport, theirs: PeerReport) -> Iterator[Finding]:
     """What the two sides are, and whether they fit."""
     sides = "this side", "the other"
     for what, one, two, advice in (
@@ -215,7 +215,7 @@ class Conversation:
                 message = _decoder.decode(data)
             except msgspec.MsgspecError:
                 continue  # of another process, such as a rank
-            if self._connection is None and isinstance(message, Ask):
+            if self._connection is None and isinstance(message, CheckRequest):
                 self._connection = connection
             if connection is self._connection:
                 self._received.append(message)
@@ -229,8 +229,8 @@ class Conversation:
         """What has come and was not read. Raises CheckFailed if the check has failed there."""
         while self._received:
             message = self._received.popleft()
-            if isinstance(message, Over) and message.failure:
-                self.send(Over())  # it may go now
+            if isinstance(message, CheckResult) and message.failure:
+                self.send(CheckResult())  # it may go now
                 self._known = True
                 raise CheckFailed(f"the other side failed: {message.failure}")
             yield message
@@ -252,15 +252,15 @@ class Conversation:
                     deque(self.messages(), maxlen=0)
             except CheckFailed as theirs:
                 return theirs
-        if not self._known and self.send(Over(failure=str(error))):
+        if not self._known and self.send(CheckResult(failure=str(error))):
             # What a dialing side has not read when we close is lost: so wait for its last message.
             with suppress(CheckFailed):
                 for _ in self.polls(ANSWER_SECONDS):
-                    if any(isinstance(message, Over) for message in self._received):
+                    if any(isinstance(message, CheckResult) for message in self._received):
                         break
         return CheckFailed(str(error))
 
-    def receive(self, kind: type[AnyOfThem], seconds: float) -> AnyOfThem:
+    def receive(self, kind: type[SomeMessage], seconds: float) -> SomeMessage:
         """The next message, which is of this kind. Raises CheckFailed."""
         for _ in self.polls(seconds):
             for message in self.messages():
@@ -294,12 +294,12 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
         endpoint = stack.enter_context(closing(Endpoint(address, members)))
         other = Conversation(endpoint)
         print(f"[--] on the other host: p2pkv doctor --connect {address}", flush=True)
-        ask = other.receive(Ask, LISTEN_SECONDS)
-        mine = About.this_side(factory.kind, way_to(ask.host))
+        ask = other.receive(CheckRequest, LISTEN_SECONDS)
+        mine = PeerReport.this_side(factory.kind, way_to(ask.host))
         yield from compare(mine, ask.about)
         if ask.about.link != mine.link:
             other.send(Invite(mine, b""))
-            other.receive(Over, ANSWER_SECONDS)
+            other.receive(CheckResult, ANSWER_SECONDS)
             return
         try:
             invitation = factory.invite()
@@ -323,12 +323,12 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
         factory = _factory(stack, link, own)
         endpoint = stack.enter_context(closing(Endpoint(None, members)))
         other = Conversation(endpoint, endpoint.dial(address))
-        mine = About.this_side(factory.kind, way_to(address.host))
-        other.reach(address, Ask(mine, own))
+        mine = PeerReport.this_side(factory.kind, way_to(address.host))
+        other.reach(address, CheckRequest(mine, own))
         invited = other.receive(Invite, ANSWER_SECONDS)
         yield from compare(mine, invited.about)
         if not invited.blob:
-            other.send(Over())
+            other.send(CheckResult())
             return
         try:
             inbound, acceptance = factory.accept(invited.blob, WINDOW * MESSAGE_BYTES)
@@ -337,7 +337,7 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
             rate = _receive(other, inbound, ANSWER_SECONDS + factory.build_seconds)
         except (LinkError, CheckFailed) as error:
             raise other.over(error) from None
-        other.send(Over(rate))
+        other.send(CheckResult(rate))
         way = inbound.way or factory.kind
         sentence = (
             f"{COMPARED} messages of {MESSAGE_BYTES >> 20} MiB came over {way} as they were sent, and "
@@ -373,7 +373,7 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
         other.poll(PAUSE_SECONDS)
         outbound.poll()
         for message in other.messages():
-            if isinstance(message, Over):
+            if isinstance(message, CheckResult):
                 return message.rate
             if isinstance(message, Granted):
                 granted.append(message)

@@ -25,23 +25,23 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from p2pkv.config import ConfigError
 from p2pkv.connector import describe
 from p2pkv.connector import vllm_patches as patches
-from p2pkv.connector.block_room import HeldBlocks, Room
+from p2pkv.connector.block_quota import BlockQuota, HeldBlocks
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import Layers
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
-from p2pkv.connector.idle_steps import FIRST_WAIT, HERE_WAIT, REST, IdlePace
-from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
+from p2pkv.connector.idle_steps import FIRST_WAIT, IDLE_SLEEP, PREFETCHED_WAIT, IdleBackoff
+from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.weights import Generation, forget_prefixes
 from p2pkv.connector.worker import Worker
-from p2pkv.control.announcer import Announcement, Announcer, Standing
+from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.control.warm_up import ANSWER_TOKENS, WarmUp
 from p2pkv.engine import commands as do
 from p2pkv.engine.liveness import Beat
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
-from p2pkv.links.shared_card import warn_of_turns
+from p2pkv.links.shared_gpu import warn_of_turns
 from p2pkv.protocol.handshake import fit
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self.options = describe.options_of(vllm_config)
         describe.refuse_what_cannot_pair(vllm_config)
         describe.refuse_what_cannot_move(vllm_config, kv_cache_config)
-        self.producing: ProducerScheduler | None = None
-        self.consuming: ConsumerScheduler | None = None
+        self.producer: ProducerScheduler | None = None
+        self.consumer: ConsumerScheduler | None = None
         self.worker: Worker | None = None
         self._announcer: Announcer | None = None
         self._beats: BeatListener | BeatSender | None = None
@@ -111,14 +111,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         for note in options.notes:
             log.warning("%s", note)
         pairs = Pairs(options.address, options.role, options.is_of_instance)
-        self._pace = IdlePace(config.max_concurrent_batches)
+        self._backoff = IdleBackoff(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
         self._longest_wait = pausing * options.idle_wait_ms / 1000 / config.max_concurrent_batches
-        self._rests = pausing and describe.on_one_host(config)
-        patches.ENGINE_CORE.rests |= self._rests
+        self._sleeps_when_idle = pausing and describe.on_one_host(config)
+        patches.ENGINE_CORE.sleeps_when_idle |= self._sleeps_when_idle
         patches.ENGINE_CORE.install(options.skip_patches)
-        self._news = False
+        self._outputs_changed = False
         self.generation = Generation(config)
         self.watches = options.watch_weights
         if self.watches:
@@ -134,14 +134,12 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             held_blocks = cache.num_blocks
             if options.decodes:
                 held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
-                for_prompts, for_loads = self._thirds(held_blocks)
+                for_prompts, for_loads = self._kv_both_quotas(held_blocks)
             held = HeldBlocks(held_blocks, options.held_share)
-            self.producing = ProducerScheduler(
-                pairs, tables, held, config.max_concurrent_batches, for_prompts
-            )
+            self.producer = ProducerScheduler(pairs, tables, held, config.max_concurrent_batches, for_prompts)
         if options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            self.consuming = ConsumerScheduler(pairs, options.engine_ranks, recompute, tables, for_loads)
+            self.consumer = ConsumerScheduler(pairs, options.engine_ranks, recompute, tables, for_loads)
             patches.DEFERRAL.install(options.skip_patches)
             patches.PAUSED_LOADS.install(options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
@@ -149,7 +147,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             local = range(options.engine_ranks // config.parallel_config.nnodes_within_dp)
             self._beats = BeatSender([str(options.address.shifted(rank)) for rank in local], self._beat)
 
-    def _thirds(self, third: int) -> tuple[Room, Room]:
+    def _kv_both_quotas(self, third: int) -> tuple[BlockQuota, BlockQuota]:
         """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
         config = self._vllm_config
         blocks = describe.request_blocks(config, self._kv_cache_config)
@@ -159,27 +157,27 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
                 f"instances and loads {third} each at most (a third, with kv_both): longer prompts are "
                 "computed where they are decoded; give the cache more memory, or lower --max-model-len"
             )
-        return Room(third, blocks), Room(third, blocks)
+        return BlockQuota(third, blocks), BlockQuota(third, blocks)
 
     # Scheduler side.
 
     @property
-    def _halves(self) -> list[ProducerScheduler | ConsumerScheduler]:
+    def _schedulers(self) -> list[ProducerScheduler | ConsumerScheduler]:
         """One, or P's and D's."""
-        return [half for half in (self.producing, self.consuming) if half is not None]
+        return [scheduler for scheduler in (self.producer, self.consumer) if scheduler is not None]
 
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
         return state_of(
             patches.ENGINE_CORE.core,
             steps=self._steps,
-            transfers=any(half.busy for half in self._halves),
+            transfers=any(scheduler.busy for scheduler in self._schedulers),
             orphaned=orphaned,
             is_loaded=self._is_loaded,
         )
 
     def _is_loaded(self, request_id: str) -> bool:
-        return self.consuming is not None and self.consuming.is_loaded(request_id)
+        return self.consumer is not None and self.consumer.is_loaded(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -187,17 +185,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """vLLM empties its caches, or has changed the weights: KV of before is not valid any more."""
-        for half in self._halves:
-            half.invalidate(self.generation.name)
-        if self._halves:
+        for scheduler in self._schedulers:
+            scheduler.invalidate(self.generation.name)
+        if self._schedulers:
             forget_prefixes(self._manager, self._requests)
-            self._hurry()
+            self._skip_next_wait()
         return True
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must go on with its steps although it has nothing to compute: a pause that keeps the
         requests ends when their KV has come in. (P's held blocks keep vLLM at work without this.)"""
-        return self.consuming is not None and self.consuming.loads
+        return self.consumer is not None and self.consumer.loads
 
     def on_new_request(self, request: Request) -> None:
         self._requests.add(request)
@@ -208,30 +206,30 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             if known not in (None, self._adapters[name]):
                 its = [each for each in self._requests if each.lora_request == adapter]
                 forget_prefixes(self._manager, its)
-        for half in self._halves:
-            half.new(request)
+        for scheduler in self._schedulers:
+            scheduler.new(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self.producing is not None and not self.producing.matched(request, num_computed_tokens):
+        if self.producer is not None and not self.producer.matched(request, num_computed_tokens):
             return None, False
-        if self.consuming is not None:
-            return self.consuming.matched(request, num_computed_tokens)
+        if self.consumer is not None:
+            return self.consumer.matched(request, num_computed_tokens)
         return 0, False
 
     def waits_for_load(self, request: Request) -> bool:
         """Whether `get_num_new_matched_tokens` answers "ask again" for want of KV, and not of room for a
         prompt that is computed for a D."""
-        return self.consuming is not None and request.request_id in self.consuming.undecided
+        return self.consumer is not None and request.request_id in self.consumer.undecided
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self.producing is not None:
-            self.producing.allocated(request)
-        if self.consuming is not None:
-            self.consuming.allocated(request, blocks, num_external_tokens)
+        if self.producer is not None:
+            self.producer.allocated(request)
+        if self.consumer is not None:
+            self.consumer.allocated(request, blocks, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Those whose window vLLM would compute again behind what was loaded, although a load brings it.
@@ -245,43 +243,43 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         self._steps += 1
-        meta, *others = (half.step(scheduler_output) for half in self._halves)
+        meta, *others = (scheduler.step(scheduler_output) for scheduler in self._schedulers)
         for other in others:
             meta = meta.with_loads(other)
-        changed, self._news = self._news or meta.orders, False
-        bell = patches.ENGINE_CORE.address if self._rests else ""
-        pause = self._pace.step(
-            *((REST, REST) if bell else (FIRST_WAIT, self._longest_wait)),
-            tokens=meta.work or (self.consuming is not None and self.consuming.resumes),
-            awaited=any(half.awaits_news for half in self._halves),
+        changed, self._outputs_changed = self._outputs_changed or meta.has_commands, False
+        wakeup_address = patches.ENGINE_CORE.address if self._sleeps_when_idle else ""
+        pause = self._backoff.step(
+            *((IDLE_SLEEP, IDLE_SLEEP) if wakeup_address else (FIRST_WAIT, self._longest_wait)),
+            tokens=meta.work or (self.consumer is not None and self.consumer.resumes),
+            awaited=any(scheduler.awaits_workers for scheduler in self._schedulers),
             changed=changed,
-            rung=patches.ENGINE_CORE.rung(),
+            woken=patches.ENGINE_CORE.take_wakeup(),
         )
         patches.SPIN_WAIT.idle = meta.idle = pause > 0
-        if bell:
+        if wakeup_address:
             patches.ENGINE_CORE.seconds = pause
-            meta.bell = "" if meta.work else bell
+            meta.wakeup_address = "" if meta.work else wakeup_address
         else:
             meta.idle_wait = pause
-        if meta.here and self._pace.still:
-            meta.idle_wait = HERE_WAIT
+        if meta.prefetched and self._backoff.no_tokens_in_flight:
+            meta.idle_wait = PREFETCHED_WAIT
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         sent, received = connector_output.finished_sending or (), connector_output.finished_recving or set()
-        news = connector_output.kv_connector_worker_meta
-        assert news is None or isinstance(news, WorkerNews)
-        if sent or received or news:
-            self._hurry()
-        if self.producing is not None:
-            self.producing.reported(sent)
-        if self.consuming is not None:
-            withheld = self.consuming.reported(news, received, connector_output.failed_recving)
+        metadata = connector_output.kv_connector_worker_meta
+        assert metadata is None or isinstance(metadata, WorkerMetadata)
+        if sent or received or metadata:
+            self._skip_next_wait()
+        if self.producer is not None:
+            self.producer.reported(sent)
+        if self.consumer is not None:
+            withheld = self.consumer.reported(metadata, received, connector_output.failed_recving)
             connector_output.finished_recving = received - withheld or None
 
-    def _hurry(self) -> None:
+    def _skip_next_wait(self) -> None:
         """Something has changed: the next step comes without a pause."""
-        self._news = True
+        self._outputs_changed = True
         patches.ENGINE_CORE.seconds = 0.0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -290,9 +288,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self.consuming is not None:
-            self.consuming.finished(request)
-        return self.producing is not None and self.producing.finished(request, block_ids), None
+        if self.consumer is not None:
+            self.consumer.finished(request)
+        return self.producer is not None and self.producer.finished(request, block_ids), None
 
     # Worker side.
 
@@ -406,23 +404,23 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             warm_up=plan if options.warm_up_seconds else None,
             log_level=log.getEffectiveLevel(),
         )
-        self._announcer = Announcer(announcement, self._pair, self._standing)
+        self._announcer = Announcer(announcement, self._set_partners, self._engine_health)
         self._announcer.start()
 
-    def _pair(self, partners: tuple[str, ...]) -> None:
+    def _set_partners(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
         assert self.worker is not None
         others = tuple(each for each in partners if each != str(self.options.address))
         self.worker.rank.do(do.NamePartners(others))
 
-    def _standing(self) -> Standing:
+    def _engine_health(self) -> EngineHealth:
         """Whether the proxies may send requests; for the announcer's thread."""
         assert self.worker is not None
         rank = self.worker.rank
-        standing, beat = Standing(rank.trouble(), rank.steps.paused), rank.steps.beat
+        health, beat = EngineHealth(rank.trouble(), rank.steps.paused), rank.steps.beat
         if beat is None or beat.workload is None:
-            return standing
-        return replace(standing, workload=beat.workload, at=beat.at)
+            return health
+        return replace(health, workload=beat.workload, at=beat.at)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
@@ -455,8 +453,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.results() if self.worker is not None else KVConnectorTransferResults()
 
-    def build_connector_worker_meta(self) -> WorkerNews | None:
-        return self.worker.news() if self.worker is not None else None
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        return self.worker.worker_metadata() if self.worker is not None else None
 
     def get_kv_connector_stats(self) -> P2pKvStats | None:
         return self.worker.stats() if self.worker is not None else None

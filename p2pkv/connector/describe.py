@@ -22,10 +22,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from p2pkv.config import ConfigError, Options
-from p2pkv.connector.block_room import RequestBlocks
+from p2pkv.connector.block_quota import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.planes import plane_views, row_form
-from p2pkv.connector.recurrent import conv_dim_first, is_recurrent, refuse_strange_state, state_groups
+from p2pkv.connector.recurrent import conv_dim_first, is_recurrent, refuse_unknown_state, state_groups
 from p2pkv.connector.rings import is_ring, ring_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import (
@@ -147,7 +147,7 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
             spec = _spec_of(group, name)
             if is_recurrent(spec):
                 tp = vllm_config.parallel_config.tensor_parallel_size
-                refuse_strange_state(name, spec, modules.get(name), tp)
+                refuse_unknown_state(name, spec, modules.get(name), tp)
             if keeps_state(spec):
                 continue
             if type(spec) not in ATTENTION:
@@ -396,7 +396,7 @@ def hello_of(
     config: VllmConfig, options: Options, cache: RankCache, shape: Cache, rank: int, link: str
 ) -> Hello:
     """This rank's Hello, without `to`; `shape`: its entry about the cache. That of an instance of both roles
-    is D's; `Context.hello_as` has P's."""
+    is D's; `Context.hello_for` has P's."""
     model, name = config.model_config, options.weights_name
     drafter = drafter_of(config, name)
     return Hello(
@@ -411,7 +411,7 @@ def hello_of(
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
         link=link,
-        ahead=options.decodes and options.prefetch_bytes > 0 and not options.data_parallel,
+        prefetch=options.decodes and options.prefetch_bytes > 0 and not options.data_parallel,
         instance=str(options.instance or ""),
         digest=cache.digest_name,
         verify=options.verify,

@@ -42,7 +42,7 @@ SAMPLE_BYTES = 1 << 12
 SAMPLES = 512
 """Places looked at in a file of which we do not know where its tensors lie."""
 
-MOST_HEADER_BYTES = 1 << 27
+MAX_HEADER_BYTES = 1 << 27
 """A longer header is none of safetensors'."""
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -222,7 +222,7 @@ def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
     """Where the tensors of a safetensors file lie in it; empty if it is not one."""
     data.seek(0)
     length = int.from_bytes(data.read(8), "little")
-    if not 0 < length <= min(size - 8, MOST_HEADER_BYTES):
+    if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
         return []
     try:
         header = json.loads(data.read(length))

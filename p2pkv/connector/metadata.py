@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from p2pkv.engine.commands import Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
+from p2pkv.engine.commands import Expect, HoldPrompt, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.engine.context import Counters
 
 
@@ -30,7 +30,7 @@ class PrefillStep:
 
 
 @dataclass
-class Ended:
+class EndedRequest:
     """A request that is over, and why if it was cut short."""
 
     request_id: str
@@ -47,20 +47,21 @@ class StepMetadata(KVConnectorMetadata):
     work: bool = False
     """Whether this step computes anything."""
     idle: bool = False
-    """Whether it computes nothing, no step before it is still out, and only news can change that."""
+    """Whether it computes nothing, no step before it is still out, and only the workers can change that."""
     idle_wait: float = 0.0
-    """Seconds that this step may wait for news of the transfers; 0 unless it is idle."""
-    bell: str = ""
-    """Where to ring when there is news after this step (`idle_steps.Bell`); "" unless it is idle."""
+    """Seconds that this step may wait for events of the transfers; 0 unless it is idle."""
+    wakeup_address: str = ""
+    """Where to send a wake-up when there are events after this step (`idle_steps.WakeupSender`); "" unless it
+    is idle."""
 
     # P
-    holds: list[Hold] = field(default_factory=list)
+    holds: list[HoldPrompt] = field(default_factory=list)
     offers: list[OfferPrompt] = field(default_factory=list)
     prefills: list[PrefillStep] = field(default_factory=list)
     revoked: list[str] = field(default_factory=list)
     stale: list[tuple[str, str]] = field(default_factory=list)
     """Keys of prompts that were computed with former weights, and why they are not sent any more."""
-    sent: list[Ended] = field(default_factory=list)
+    sent: list[EndedRequest] = field(default_factory=list)
     released: list[tuple[str, str]] = field(default_factory=list)
     """Keys of prompts for which no D will ask, and why."""
 
@@ -70,23 +71,23 @@ class StepMetadata(KVConnectorMetadata):
     """Loads that the workers have reported, which the workers must report again, as failed."""
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
-    here: bool = False
+    prefetched: bool = False
     """Whether one of these should load what has come ahead of its request."""
-    drops: list[Ended] = field(default_factory=list)
+    drops: list[EndedRequest] = field(default_factory=list)
 
     def with_loads(self, other: StepMetadata) -> StepMetadata:
         """These orders to P, and those of `other` to D, which are of the same step."""
-        to_d = ("invalidate", "withheld", "expects", "loads", "here", "drops")
+        to_d = ("invalidate", "withheld", "expects", "loads", "prefetched", "drops")
         return replace(self, **{name: getattr(other, name) for name in to_d})
 
     @property
-    def orders(self) -> bool:
+    def has_commands(self) -> bool:
         """Whether there is anything new for the workers."""
-        return self != StepMetadata(self.work, self.idle, self.idle_wait, self.bell)
+        return self != StepMetadata(self.work, self.idle, self.idle_wait, self.wakeup_address)
 
 
 @dataclass
-class WorkerNews(KVConnectorWorkerMetadata):
+class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, each step: requests of D by vLLM's id."""
 
     begun: dict[str, list[str | None]] = field(default_factory=dict)
@@ -94,12 +95,12 @@ class WorkerNews(KVConnectorWorkerMetadata):
     failed: dict[str, str] = field(default_factory=dict)
     """Transfers that failed before D had blocks for them, and why."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        assert isinstance(other, WorkerNews)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        assert isinstance(other, WorkerMetadata)
         begun = dict(self.begun)
         for request_id, offered in other.begun.items():
             begun[request_id] = begun.get(request_id, []) + offered
-        return WorkerNews(begun, {**self.failed, **other.failed})
+        return WorkerMetadata(begun, {**self.failed, **other.failed})
 
 
 # What a rank counts, in the forms that vLLM's log and its Prometheus page take.
@@ -126,7 +127,7 @@ class P2pKvStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-class Growth:
+class CounterDeltas:
     """Turns counters into what they have grown by since the last look."""
 
     def __init__(self, counters: Counters) -> None:

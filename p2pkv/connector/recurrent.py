@@ -47,7 +47,7 @@ def is_recurrent(spec: Any) -> bool:
     return isinstance(spec, MambaSpec)
 
 
-def refuse_strange_state(name: str, spec: Any, module: Any, tp: int) -> None:
+def refuse_unknown_state(name: str, spec: Any, module: Any, tp: int) -> None:
     """Raises ConfigError for a recurrent layer whose state this version does not move.
 
     It needs no registered tensors. Without a `module` (vLLM's scheduler often has no model) it looks at the

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from p2pkv.connector.block_room import HeldBlocks, Room
+from p2pkv.connector.block_quota import BlockQuota, HeldBlocks
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
-from p2pkv.connector.metadata import Ended, PrefillStep, StepMetadata, WorkerNews
+from p2pkv.connector.metadata import EndedRequest, PrefillStep, StepMetadata, WorkerMetadata
 from p2pkv.connector.recurrent import state_entry
 from p2pkv.connector.weights import other_weights
-from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
+from p2pkv.engine.commands import Blocks, Expect, HoldPrompt, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.first_token import FirstToken, found
 from p2pkv.log import RateLimit
 
@@ -44,7 +44,7 @@ class BlockTables:
     """Of the tables of recurrent layers and rings, vLLM's description of these layers."""
     tail: int = 1
     """The last tokens of a prompt, which D computes in any case; see `prompt_tail`."""
-    whole: bool = True
+    p_computes_last: bool = True
     """P computes these, too; see `computes_last_token`."""
     replayed: Mapping[int, int] = field(default_factory=dict)
     """Of the tables whose windows vLLM computes again behind a cached prefix: see `replayed_window`."""
@@ -52,7 +52,7 @@ class BlockTables:
     @property
     def left_out(self) -> int:
         """The last tokens of a prompt that P does not compute."""
-        return 0 if self.whole else self.tail
+        return 0 if self.p_computes_last else self.tail
 
     def of(self, blocks: Iterable[Iterable[int]], tokens: int) -> Blocks:
         """The tables as the engine wants them: of a state the block that holds it after so many tokens."""
@@ -67,19 +67,19 @@ class BlockTables:
         return [(size, table) for size, table in zip(self.sizes, tables, strict=False) if size]
 
 
-class Half:
-    """P's or D's part of the connector."""
+class ConnectorScheduler:
+    """The scheduler side of the connector, as P or as D."""
 
-    def __init__(self, pairs: Pairs, tables: BlockTables, room: Room | None) -> None:
-        """`room`: for the blocks of all requests of this half that wait for another instance; None: there is
+    def __init__(self, pairs: Pairs, tables: BlockTables, quota: BlockQuota | None) -> None:
+        """`quota`: for the blocks of all requests of this role that wait for another instance; None: there is
         no bound."""
         self._pairs = pairs
         self._tables = tables
-        self._room = room or Room()
+        self._quota = quota or BlockQuota()
         self._next = StepMetadata()
         self._generation = ""
 
-    def _orders(self, output: SchedulerOutput) -> StepMetadata:
+    def _take_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers are to do from this step on."""
         meta, self._next = self._next, StepMetadata()
         meta.work = output.total_num_scheduled_tokens > 0
@@ -123,14 +123,19 @@ class _Prompt:
     """Why what was computed of it, with former weights, is not sent any more."""
 
 
-class ProducerScheduler(Half):
+class ProducerScheduler(ConnectorScheduler):
     """A key is taken from the arrival of its request until the workers have reported it."""
 
     def __init__(
-        self, pairs: Pairs, tables: BlockTables, held: HeldBlocks, batches: int = 1, room: Room | None = None
+        self,
+        pairs: Pairs,
+        tables: BlockTables,
+        held: HeldBlocks,
+        batches: int = 1,
+        quota: BlockQuota | None = None,
     ) -> None:
         """`batches`: the most steps that vLLM has under way at once."""
-        super().__init__(pairs, tables, room)
+        super().__init__(pairs, tables, quota)
         self._held = held
         self._batches = batches
         self._steps = 0
@@ -178,11 +183,11 @@ class ProducerScheduler(Half):
         self._taken.add(paired.key)
         self._prompts[request.request_id] = prompt
         named = paired.prefill if paired.prefill != self._pairs.mine else None
-        self._next.holds.append(Hold(paired.key, paired.decode, named))
-        if not self._room.ever_admits(request.num_prompt_tokens):
+        self._next.holds.append(HoldPrompt(paired.key, paired.decode, named))
+        if not self._quota.ever_admits(request.num_prompt_tokens):
             prompt.stale = (
                 f"the prompt has {request.num_prompt_tokens} tokens, which take more than the "
-                f"{self._room.limit:g} KV blocks that P, an instance of both roles, has for prompts of others"
+                f"{self._quota.limit:g} KV blocks that P, an instance of both roles, has for others' prompts"
             )
             self._next.stale.append((paired.key, prompt.stale))
 
@@ -202,17 +207,17 @@ class ProducerScheduler(Half):
         """Whether its blocks may wait here for its D."""
         request = prompt.request
         if self._held.full(prompt.paired.decode):
-            self._room.leave(request.request_id)  # others need not wait behind it
+            self._quota.leave(request.request_id)  # others need not wait behind it
             return False
-        return self._room.admits(request.request_id, request.num_prompt_tokens, besides=self._held.all)
+        return self._quota.admits(request.request_id, request.num_prompt_tokens, other_blocks=self._held.all)
 
     def allocated(self, request: Request) -> None:
         if request.request_id in self._prompts:
-            self._room.enter(request.request_id, request.num_prompt_tokens)
+            self._quota.enter(request.request_id, request.num_prompt_tokens)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """This step's orders to the workers. Called before vLLM advances the computed tokens."""
-        meta = self._orders(output)
+        meta = self._take_metadata(output)
         self._note_loads(output)
         for request_id in output.preempted_req_ids or ():
             if prompt := self._prompts.get(request_id):
@@ -304,7 +309,7 @@ class ProducerScheduler(Half):
         return bool(self._prompts or self._ended)
 
     @property
-    def awaits_news(self) -> bool:
+    def awaits_workers(self) -> bool:
         """Whether blocks wait until the workers report that they are free."""
         return bool(self._ended)
 
@@ -314,7 +319,7 @@ class ProducerScheduler(Half):
         if prompt is None:
             self._duplicates.pop(request.request_id, None)
             return False
-        self._room.leave(request.request_id)
+        self._quota.leave(request.request_id)
         key = prompt.paired.key
         if prompt.unannounced is not None and not prompt.stale and request.status in COMPLETED:
             # vLLM has taken the results of the step in which another connector loaded a part of the prompt.
@@ -329,7 +334,7 @@ class ProducerScheduler(Half):
             other.offered = prompt.offered
             self._prompts[other.request.request_id] = other
             if prompt.offered:
-                self._room.enter(other.request.request_id, other.request.num_prompt_tokens)
+                self._quota.enter(other.request.request_id, other.request.num_prompt_tokens)
             return False
         if prompt.announced and not request.num_computed_tokens:
             # Preempted since the last step, so its blocks are gone already.
@@ -339,7 +344,7 @@ class ProducerScheduler(Half):
         reason = prompt.stale or ("" if whole else "P's request was aborted before its prefill ended")
         self._ended[request.request_id] = key
         self._held.hold(request.request_id, prompt.paired.decode, blocks)
-        self._next.sent.append(Ended(request.request_id, key, reason))
+        self._next.sent.append(EndedRequest(request.request_id, key, reason))
         if prompt.handed_on and request.status in STOPPED:
             self._next.released.append((key, ENDED_WITH_ITS_FIRST))
         return True
@@ -387,7 +392,9 @@ class LoadState(Enum):
 
 
 @dataclass
-class Asking:
+class PendingLoad:
+    """A request on D whose KV is to come from P, from its arrival until it has ended."""
+
     request: Request
     paired: Paired
     handed_on: bool = False
@@ -403,18 +410,18 @@ class Asking:
     """The load began before D's weights changed, so that it has to end as failed."""
 
 
-class ConsumerScheduler(Half):
+class ConsumerScheduler(ConnectorScheduler):
     """A key is D's from the arrival of its first request until that has ended."""
 
     def __init__(
-        self, pairs: Pairs, world: int, recompute: bool, tables: BlockTables, room: Room | None = None
+        self, pairs: Pairs, world: int, recompute: bool, tables: BlockTables, quota: BlockQuota | None = None
     ) -> None:
         """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead."""
-        super().__init__(pairs, tables, room)
+        super().__init__(pairs, tables, quota)
         self._too_long = RateLimit(seconds=TOO_LONG_SECONDS)
         self._world = world
         self._recompute = recompute
-        self.asking: dict[str, Asking] = {}
+        self.pending_loads: dict[str, PendingLoad] = {}
         """The first request of each key, by request id."""
         self._owners: dict[str, str] = {}
         self._siblings: dict[str, str] = {}
@@ -434,10 +441,10 @@ class ConsumerScheduler(Half):
         """The weights have changed, or the caches were reset: load nothing more of what is on its way."""
         self._generation = generation
         self._next.invalidate = Invalidate(generation, CHANGED_ON_D)
-        for request_id, asking in self.asking.items():
-            if asking.state is LoadState.LOADING and not asking.stale:
-                asking.stale = True
-                self._next.drops.append(Ended(request_id, asking.paired.key, CHANGED_ON_D))
+        for request_id, pending in self.pending_loads.items():
+            if pending.state is LoadState.LOADING and not pending.stale:
+                pending.stale = True
+                self._next.drops.append(EndedRequest(request_id, pending.paired.key, CHANGED_ON_D))
         self._decide(self.undecided.copy())
 
     def new(self, request: Request) -> None:
@@ -450,7 +457,7 @@ class ConsumerScheduler(Half):
             return
         self._owners[paired.key] = request.request_id
         handed_on = found(request.kv_transfer_params) is FirstToken.IN_PROMPT
-        self.asking[request.request_id] = Asking(request, paired, handed_on)
+        self.pending_loads[request.request_id] = PendingLoad(request, paired, handed_on)
         more = int(handed_on)
         tokens = request.num_prompt_tokens - more
         tokens -= self._tables.left_out if tokens > self._tables.left_out else 0
@@ -465,78 +472,78 @@ class ConsumerScheduler(Half):
         return tokens, later
 
     def _matched(self, request: Request, local: int) -> tuple[int | None, bool]:
-        asking = self.asking.get(request.request_id)
-        if asking is None:
+        pending = self.pending_loads.get(request.request_id)
+        if pending is None:
             # A further child of n waits until the first has loaded, and then takes the prefix cache.
-            owner = self.asking.get(self._owners.get(self._siblings.get(request.request_id, ""), ""))
+            owner = self.pending_loads.get(self._owners.get(self._siblings.get(request.request_id, ""), ""))
             return (0 if owner is None or owner.state is LoadState.SETTLED else None), False
-        asking.local, external = local, request.num_prompt_tokens - self._tables.tail - local
+        pending.local, external = local, request.num_prompt_tokens - self._tables.tail - local
         # A load begins behind what is cached here, so a shorter one would not bring the whole window.
         least = max(1, max(self._tables.replayed.values(), default=0) if local else 0)
-        if asking.state is not LoadState.WAITING or external < least or self._is_too_long(request):
+        if pending.state is not LoadState.WAITING or external < least or self._is_too_long(request):
             return 0, False
-        if self._failure(asking):
+        if self._failure(pending):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
             return (0, False) if self._recompute else (external, True)
-        begun = asking.handed_on or len(asking.begun) >= self._world
-        if begun and self._room.admits(request.request_id, request.num_prompt_tokens):
+        begun = pending.handed_on or len(pending.begun) >= self._world
+        if begun and self._quota.admits(request.request_id, request.num_prompt_tokens):
             return external, True
         return None, False
 
     def _is_too_long(self, request: Request) -> bool:
         """Whether it is computed here, because a load would take more blocks than all loads may."""
-        if self._room.ever_admits(request.num_prompt_tokens):
+        if self._quota.ever_admits(request.num_prompt_tokens):
             return False
         if self._too_long.admits():
             log.warning(
                 f"a prompt of {request.num_prompt_tokens} tokens is computed here and not loaded: it takes "
-                f"more than the {self._room.limit:g} KV blocks that an instance of both roles has for loads; "
-                "logged once a minute"
+                f"more than the {self._quota.limit:g} KV blocks that an instance of both roles has for "
+                "loads; logged once a minute"
             )
         return True
 
-    def _failure(self, asking: Asking) -> str:
+    def _failure(self, pending: PendingLoad) -> str:
         """Why nothing can be loaded for this request; "" if nothing is known against it."""
-        others = {*asking.begun} - {None, self._generation}
-        return asking.failure or (other_weights(others.pop(), self._generation) if others else "")
+        others = {*pending.begun} - {None, self._generation}
+        return pending.failure or (other_weights(others.pop(), self._generation) if others else "")
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has admitted the request: order the load, once."""
         self.undecided.discard(request.request_id)  # with prompt_logprobs vLLM does not ask again
-        asking = self.asking.get(request.request_id)
-        if asking is None or asking.state is not LoadState.WAITING:
+        pending = self.pending_loads.get(request.request_id)
+        if pending is None or pending.state is not LoadState.WAITING:
             return
-        key, rest = asking.paired.key, request.num_prompt_tokens - self._tables.tail
-        failure = self._failure(asking) if asking.local < rest else ""
+        key, rest = pending.paired.key, request.num_prompt_tokens - self._tables.tail
+        failure = self._failure(pending) if pending.local < rest else ""
         if external <= 0:
-            asking.state = LoadState.SETTLED
-            self._room.leave(request.request_id)
-            self._decided_now.update(self._room.first, self._children.get(key, ()))
+            pending.state = LoadState.SETTLED
+            self._quota.leave(request.request_id)
+            self._decided_now.update(self._quota.next_waiting, self._children.get(key, ()))
             if failure:
-                self._next.drops.append(Ended(request.request_id, key, failure, report=False))
+                self._next.drops.append(EndedRequest(request.request_id, key, failure, report=False))
             else:
                 self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
             return
-        asking.state = LoadState.LOADING
-        self._room.enter(request.request_id, request.num_prompt_tokens)
-        self._decided_now.update(self._room.first)
-        if self._tables.left_out and asking.local + external != rest:
+        pending.state = LoadState.LOADING
+        self._quota.enter(request.request_id, request.num_prompt_tokens)
+        self._decided_now.update(self._quota.next_waiting)
+        if self._tables.left_out and pending.local + external != rest:
             failure = failure or "vLLM wants a part of what P sends, and a state is all or nothing"
         if failure:
             # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
-            self._next.drops.append(Ended(request.request_id, key, failure))
+            self._next.drops.append(EndedRequest(request.request_id, key, failure))
             return
-        stop = asking.local + external
-        load = Load(key, asking.local, stop, self._tables.of(blocks.get_block_ids(), stop))
+        stop = pending.local + external
+        load = Load(key, pending.local, stop, self._tables.of(blocks.get_block_ids(), stop))
         self._next.loads.append((request.request_id, load))
-        self._next.here |= asking.handed_on
+        self._next.prefetched |= pending.handed_on
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        meta = self._orders(output)
+        meta = self._take_metadata(output)
         # A loaded request keeps its blocks until it runs: from then on vLLM may take them from it.
-        for request_id in output.num_scheduled_tokens.keys() & self._room.inside:
-            self._room.leave(request_id)
-            self._decided_now.update(self._room.first)
+        for request_id in output.num_scheduled_tokens.keys() & self._quota.admitted:
+            self._quota.leave(request_id)
+            self._decided_now.update(self._quota.next_waiting)
         self.resumes = not self.undecided.isdisjoint(self._decided_now)
         self._decide(self._decided_now)
         self._decided_now.clear()
@@ -545,24 +552,26 @@ class ConsumerScheduler(Half):
     @property
     def busy(self) -> bool:
         """Whether a request that a P prefills has not ended."""
-        return bool(self.asking)
+        return bool(self.pending_loads)
 
     def is_loaded(self, request_id: str) -> bool:
         """Whether the KV of this request's prompt is to come from a P."""
-        asking = self.asking.get(self._owners.get(self._siblings.get(request_id, ""), request_id))
-        return asking is not None and asking.state is not LoadState.SETTLED
+        pending = self.pending_loads.get(self._owners.get(self._siblings.get(request_id, ""), request_id))
+        return pending is not None and pending.state is not LoadState.SETTLED
 
     @property
     def loads(self) -> bool:
         """Whether KV may still be written into blocks of a request."""
-        return any(asking.state is LoadState.LOADING for asking in self.asking.values())
+        return any(pending.state is LoadState.LOADING for pending in self.pending_loads.values())
 
     @property
-    def awaits_news(self) -> bool:
+    def awaits_workers(self) -> bool:
         """Whether a request waits for P, or for its KV."""
-        return any(asking.state is not LoadState.SETTLED for asking in self.asking.values())
+        return any(pending.state is not LoadState.SETTLED for pending in self.pending_loads.values())
 
-    def reported(self, news: WorkerNews | None, received: set[str], failed: Container[str] = ()) -> set[str]:
+    def reported(
+        self, metadata: WorkerMetadata | None, received: set[str], failed: Container[str] = ()
+    ) -> set[str]:
         """What the workers report; `received`: loads that have ended, of which some `failed`.
 
         Returns those of `received` that are not reported to vLLM yet: their KV is not valid any more, so the
@@ -571,29 +580,29 @@ class ConsumerScheduler(Half):
         withheld: set[str] = set()
         decided: list[str] = []
         for request_id in received:
-            if asking := self.asking.get(request_id):
-                if asking.stale and request_id not in failed:
-                    log.warning("the KV of %s is not used: %s", asking.paired.key, CHANGED_ON_D)
+            if pending := self.pending_loads.get(request_id):
+                if pending.stale and request_id not in failed:
+                    log.warning("the KV of %s is not used: %s", pending.paired.key, CHANGED_ON_D)
                     withheld.add(request_id)
                 else:
-                    asking.state = LoadState.SETTLED
-                    decided += self._children.get(asking.paired.key, ())
+                    pending.state = LoadState.SETTLED
+                    decided += self._children.get(pending.paired.key, ())
         self._next.withheld += withheld
-        if news is not None:
-            for request_id, offered in news.begun.items():
-                if asking := self.asking.get(request_id):
-                    asking.begun += offered
-                    if len(asking.begun) >= self._world or self._failure(asking):
+        if metadata is not None:
+            for request_id, offered in metadata.begun.items():
+                if pending := self.pending_loads.get(request_id):
+                    pending.begun += offered
+                    if len(pending.begun) >= self._world or self._failure(pending):
                         decided.append(request_id)
-            for request_id, reason in news.failed.items():
+            for request_id, reason in metadata.failed.items():
                 self.fail(request_id, reason)
         self._decide(decided)
         return withheld
 
     def fail(self, request_id: str, reason: str) -> None:
         """Nothing comes from P for this request, if it is known; vLLM learns that in its next pass."""
-        if asking := self.asking.get(request_id):
-            asking.failure = reason
+        if pending := self.pending_loads.get(request_id):
+            pending.failure = reason
             self._decide([request_id])
 
     def _decide(self, request_ids: Iterable[str]) -> None:
@@ -610,12 +619,14 @@ class ConsumerScheduler(Half):
             if not self._children[key]:
                 del self._children[key]
         self.undecided.discard(request.request_id)
-        asking = self.asking.pop(request.request_id, None)
-        if asking is None:
+        pending = self.pending_loads.pop(request.request_id, None)
+        if pending is None:
             return
-        self._room.leave(request.request_id)
-        self._decide([*self._room.first, *self._children.get(asking.paired.key, ())])
-        self._owners.pop(asking.paired.key, None)
-        if asking.state is not LoadState.SETTLED:
-            loading, key = asking.state is LoadState.LOADING, asking.paired.key
-            self._next.drops.append(Ended(request.request_id, key, "D's request has ended", report=loading))
+        self._quota.leave(request.request_id)
+        self._decide([*self._quota.next_waiting, *self._children.get(pending.paired.key, ())])
+        self._owners.pop(pending.paired.key, None)
+        if pending.state is not LoadState.SETTLED:
+            loading, key = pending.state is LoadState.LOADING, pending.paired.key
+            self._next.drops.append(
+                EndedRequest(request.request_id, key, "D's request has ended", report=loading)
+            )

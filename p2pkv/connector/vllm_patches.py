@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.config import PatchName
 from p2pkv.connector.deferral import DeferringQueue
-from p2pkv.connector.idle_steps import LONGEST_NAP_MS, STEPLESS_MS
+from p2pkv.connector.idle_steps import MAX_SLEEP_MS, STEPLESS_MS
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler
 from p2pkv.plugin import doubt, vllm_version
@@ -235,13 +235,13 @@ def _watching(
 
 
 class EngineCore(Patch):
-    """Knows the engine core of this process, and lets it rest between two idle steps (`idle_steps`).
+    """Knows the engine core of this process, and lets it sleep between two idle steps (`idle_steps`).
 
-    vLLM calls `_process_input_queue` before each step. Where `rests`, that call waits first for up to
-    `seconds`, as vLLM itself does when no request is there at all: for the next item of the input queue. That
-    is a request, an abort, vLLM's own wake-up at its shutdown, or the same wake-up because a worker has rung
-    its `Bell`. Without it vLLM sleeps for a millisecond and steps again. The option `idle_wait_ms` 0 ends the
-    rests, too.
+    vLLM calls `_process_input_queue` before each step. Where `sleeps_when_idle`, that call waits first for up
+    to `seconds`, as vLLM itself does when no request is there at all: for the next item of the input queue.
+    That is a request, an abort, vLLM's own wake-up at its shutdown, or the same wake-up because a worker's
+    `WakeupSender` has sent one. Without it vLLM sleeps for a millisecond and steps again. The option
+    `idle_wait_ms` 0 ends these sleeps, too.
 
     The beats by which the ranks see how their engine core gets on (`core_beats`) need `core`.
     """
@@ -261,46 +261,46 @@ class EngineCore(Patch):
         "paused"
     )
 
-    rests = False
+    sleeps_when_idle = False
     seconds = 0.0
-    """How long to rest before the next step; used up by that rest."""
+    """How long to sleep before the next step; used up by that sleep."""
     address = ""
-    """Where bells ring: an abstract Unix socket. "" until an engine core of this process can rest."""
+    """Where wake-ups are sent: an abstract Unix socket. "" until an engine core of this process can sleep."""
     core: Any = None
     """vLLM's EngineCoreProc of this process, once its loop runs; None elsewhere."""
-    _rung = False
+    _woken = False
 
-    def rung(self) -> bool:
-        """Whether a bell has rung since this was last asked."""
-        rung, self._rung = self._rung, False
-        return rung
+    def take_wakeup(self) -> bool:
+        """Whether a worker has sent a wake-up since this was last asked."""
+        woken, self._woken = self._woken, False
+        return woken
 
     def instead_of_process_input_queue(self, original: Original, core: Any) -> None:
         self.core = core
-        if self.rests and not self.address:
-            self._open_bells(core.input_queue)
-        self._rest(core)
+        if self.sleeps_when_idle and not self.address:
+            self._listen_for_wakeups(core.input_queue)
+        self._sleep_until_input(core)
         original(core)
 
-    def _open_bells(self, requests: queue.Queue[Any]) -> None:
-        bells = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    def _listen_for_wakeups(self, requests: queue.Queue[Any]) -> None:
+        wakeups = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            bells.bind(f"\0p2pkv-{uuid.uuid4().hex}")
+            wakeups.bind(f"\0p2pkv-{uuid.uuid4().hex}")
         except OSError as error:
-            self.rests = False
+            self.sleeps_when_idle = False
             log.info("vLLM's engine core steps while it has nothing to compute: %s", error)
             return
 
         def pass_on() -> None:
             while True:  # also after an empty datagram; it ends with the process
-                bells.recv(1)
-                self._rung = True
+                wakeups.recv(1)
+                self._woken = True
                 requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-        threading.Thread(target=pass_on, name="p2pkv-bells", daemon=True).start()
-        self.address = bells.getsockname().decode()
+        threading.Thread(target=pass_on, name="p2pkv-wakeups", daemon=True).start()
+        self.address = wakeups.getsockname().decode()
 
-    def _rest(self, core: Any) -> None:
+    def _sleep_until_input(self, core: Any) -> None:
         seconds, self.seconds = self.seconds, 0.0
         if not seconds or not core.is_running():
             return
@@ -312,10 +312,10 @@ class EngineCore(Patch):
 
 
 class SpinWait(Patch):
-    """vLLM's wait for a message between its processes: a nap while `idle`, where vLLM spins for a second.
+    """vLLM's wait for a message between its processes: a sleep while `idle`, where vLLM spins for a second.
 
     vLLM calls `SpinCondition.wait` until the message is there. While `idle`, each call sleeps on the socket
-    of vLLM's own wake-ups, LONGEST_NAP_MS at most, instead of yielding the processor, and vLLM's extension in
+    of vLLM's own wake-ups, MAX_SLEEP_MS at most, instead of yielding the processor, and vLLM's extension in
     C does not spin before it. The option `idle_wait_ms` 0 switches it off, too.
     """
 
@@ -334,23 +334,23 @@ class SpinWait(Patch):
     """Whether this process waits for steps only, and so has nothing to compute while none comes."""
 
     def instead_of_wait(self, original: Original, condition: Any, timeout_ms: int | None = None) -> None:
-        nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
-        if not nap:
+        sleep_ms = self._sleep_ms(time.monotonic() - condition.last_read, condition.busy_loop_s)
+        if not sleep_ms:
             original(condition, timeout_ms)
             return
         busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
         try:
-            original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
+            original(condition, sleep_ms if timeout_ms is None else min(sleep_ms, timeout_ms))
         finally:
             condition.busy_loop_s = busy
 
-    def _nap(self, waited: float, busy: float) -> int:
+    def _sleep_ms(self, waited: float, busy: float) -> int:
         """Milliseconds to sleep after so many seconds; 0: do as vLLM does, which spins for `busy` seconds."""
         if waited > busy:
             return 0
         if self.idle:
-            return LONGEST_NAP_MS
-        return min(int(waited * 1000) // STEPLESS_MS, LONGEST_NAP_MS) if self.worker else 0
+            return MAX_SLEEP_MS
+        return min(int(waited * 1000) // STEPLESS_MS, MAX_SLEEP_MS) if self.worker else 0
 
     def instead_of_spinloop(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         return None if self.idle else original(*args, **kwargs)
@@ -402,10 +402,10 @@ class Deferral(Patch):
     without = "vLLM looks up each request that waits for P in every scheduling pass"
 
     def instead_of_add_request(self, original: Original, scheduler: Scheduler, request: Request) -> None:
-        half = getattr(scheduler.connector, "consuming", None)
-        if isinstance(half, ConsumerScheduler) and not isinstance(scheduler.waiting, DeferringQueue):
-            scheduler.waiting = queue = DeferringQueue(scheduler.waiting, half.undecided)
-            half.decided = queue.resume
+        consumer = getattr(scheduler.connector, "consumer", None)
+        if isinstance(consumer, ConsumerScheduler) and not isinstance(scheduler.waiting, DeferringQueue):
+            scheduler.waiting = queue = DeferringQueue(scheduler.waiting, consumer.undecided)
+            consumer.decided = queue.resume
         original(scheduler, request)
 
 

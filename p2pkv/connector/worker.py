@@ -1,7 +1,7 @@
 """The connector in vLLM's workers: what the forward thread does for p2pkv.
 
 During the forward it only appends to a queue. `preempt` waits for copies on the device, and `results` of an
-idle step waits for news.
+idle step waits for events.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from p2pkv.connector.idle_steps import Bell
-from p2pkv.connector.metadata import Ended, Growth, P2pKvStats, StepMetadata, WorkerNews
+from p2pkv.connector.idle_steps import WakeupSender
+from p2pkv.connector.metadata import CounterDeltas, EndedRequest, P2pKvStats, StepMetadata, WorkerMetadata
 from p2pkv.connector.vllm_patches import SPIN_WAIT
 from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
@@ -51,11 +51,11 @@ class Loads:
     """D's. The engine reports the end of each request once; only then is the request forgotten."""
 
     def __init__(self, rank: Rank) -> None:
-        self.rank: Rank | Asleep = rank
+        self.rank: Rank | SleepingRank = rank
         self._known: dict[str, _Load] = {}
         self._later: dict[str, _Load] = {}
         self._results = KVConnectorTransferResults()
-        self._news = WorkerNews()
+        self._metadata = WorkerMetadata()
 
     # Orders of vLLM's scheduler.
 
@@ -89,7 +89,7 @@ class Loads:
             self.rank.do(order)
         self._settle(order.key)
 
-    def _drop(self, ended: Ended) -> None:
+    def _drop(self, ended: EndedRequest) -> None:
         """The request has ended, or is to fail: load nothing more."""
         key = ended.key
         if (later := self._later.get(key)) and later.request_id == ended.request_id:
@@ -108,7 +108,7 @@ class Loads:
         match event:
             case do.Begun(key, generation) if key in self._known:
                 self._known[key].begun = True
-                self._news.begun[self._known[key].request_id] = [generation]
+                self._metadata.begun[self._known[key].request_id] = [generation]
             case do.Loaded(key) if key in self._known:
                 self._known[key].complete = True
                 self._settle(key)
@@ -116,7 +116,7 @@ class Loads:
                 load = self._known[key]
                 load.complete = False
                 if load.waited is None:
-                    self._news.failed[load.request_id] = reason
+                    self._metadata.failed[load.request_id] = reason
                 self._settle(key)
 
     def _settle(self, key: str) -> None:
@@ -149,12 +149,12 @@ class Loads:
     # What vLLM asks.
 
     @property
-    def anything_new(self) -> bool:
-        """Whether `results` or `news` would have anything."""
-        return bool(self._results.finished_recving or self._news.begun or self._news.failed)
+    def has_output(self) -> bool:
+        """Whether `results` or `metadata` would have anything."""
+        return bool(self._results.finished_recving or self._metadata.begun or self._metadata.failed)
 
     @property
-    def any_ended(self) -> bool:
+    def has_ended_loads(self) -> bool:
         """Whether `results` would have a load."""
         return bool(self._results.finished_recving)
 
@@ -163,13 +163,13 @@ class Loads:
         results, self._results = self._results, KVConnectorTransferResults()
         return results
 
-    def news(self) -> WorkerNews:
+    def worker_metadata(self) -> WorkerMetadata:
         """What the scheduler's side must learn besides, since the last call."""
-        news, self._news = self._news, WorkerNews()
-        return news
+        metadata, self._metadata = self._metadata, WorkerMetadata()
+        return metadata
 
 
-class Asleep:
+class SleepingRank:
     """In place of the rank while the instance sleeps: it does nothing, and nothing happens."""
 
     def __init__(self) -> None:
@@ -205,21 +205,21 @@ class Worker:
     def __init__(
         self, rank: Rank, indices: Mapping[str, int], device: torch.device, hooks: bool = True
     ) -> None:
-        self.rank: Rank | Asleep = rank
+        self.rank: Rank | SleepingRank = rank
         self._indices = indices
         self._layers = len(indices)
         self._hooks = hooks
         self.record = make_recorder(device)
         self._computed = ComputedLayers(self._layers, self.record)
-        self._growth = Growth(rank.counters)
+        self._deltas = CounterDeltas(rank.counters)
         # P, by key: prompts that the engine knows, requests that vLLM has ended and waits for, and prompts
         # whose blocks are free.
         self._held: set[str] = set()
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
-        self._idle_wait, self._here = 0.0, False
-        self._bell = Bell()
-        rank.call_on_event(self._bell.ring)
+        self._idle_wait, self._prefetched = 0.0, False
+        self._wakeup = WakeupSender()
+        rank.call_on_event(self._wakeup.send)
         self.loads = Loads(rank)
 
     # Before the forward.
@@ -235,8 +235,8 @@ class Worker:
         """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends."""
         if self.rank.failure:
             raise RuntimeError(self.rank.failure)
-        self._idle_wait, self._here = meta.idle_wait, meta.here
-        self._bell.address = meta.bell
+        self._idle_wait, self._prefetched = meta.idle_wait, meta.prefetched
+        self._wakeup.address = meta.wakeup_address
         SPIN_WAIT.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
@@ -290,11 +290,11 @@ class Worker:
         # An engine that is idle after this must not count as hung, and some runners leave out the end.
         self.rank.steps.end()
         self._take_events()
-        if self._idle_wait and not self.loads.anything_new and self._free.isdisjoint(self._ended):
+        if self._idle_wait and not self.loads.has_output and self._free.isdisjoint(self._ended):
             self.rank.wait_for_event(self._idle_wait)
             self._take_events()
-        if self._idle_wait and self._here and not self.loads.any_ended:
-            # That P has begun is no news of a load of what is here already.
+        if self._idle_wait and self._prefetched and not self.loads.has_ended_loads:
+            # That P has begun tells nothing of a load of what is on D already.
             self.rank.wait_for_event(self._idle_wait)
             self._take_events()
         results = self.loads.results()
@@ -312,31 +312,31 @@ class Worker:
             else:
                 self.loads.note(event)
 
-    def news(self) -> WorkerNews | None:
-        news = self.loads.news()
-        return news if news.begun or news.failed else None
+    def worker_metadata(self) -> WorkerMetadata | None:
+        metadata = self.loads.worker_metadata()
+        return metadata if metadata.begun or metadata.failed else None
 
     def stats(self) -> P2pKvStats | None:
-        return self._growth.since()
+        return self._deltas.since()
 
     def sleep(self) -> None:
         """Give the rank up, with its links and its memory: nothing reads or writes blocks any more."""
         self._take_events()
         self.rank.stop()  # which ends all transfers: `wake` decides what follows
-        self.rank = self.loads.rank = Asleep()
-        self._growth = Growth(self.rank.counters)
+        self.rank = self.loads.rank = SleepingRank()
+        self._deltas = CounterDeltas(self.rank.counters)
         _collect()
 
     def wake(self, rank: Rank) -> None:
         self._free |= self._held
         self.rank = rank
-        self._growth = Growth(rank.counters)
-        rank.call_on_event(self._bell.ring)
+        self._deltas = CounterDeltas(rank.counters)
+        rank.call_on_event(self._wakeup.send)
         self.loads.wake(rank)
 
     def stop(self) -> None:
         self.rank.stop()
-        self._bell.close()
+        self._wakeup.close()
 
 
 def _collect() -> None:

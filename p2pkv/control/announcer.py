@@ -5,7 +5,7 @@ no other thread of the worker runs. Pings from a thread would stop, and the prox
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
 The child's stdin and stdout are one socket, which keeps messages apart. The worker sends what to announce, a
-beat twice a second, and `STOP` at a clean end. A beat is its `Standing`. When the worker is silent,
+beat twice a second, and `STOP` at a clean end. A beat is its `EngineHealth`. When the worker is silent,
 the child goes on as before for `stall_seconds`, and then sends no
 ping until the worker beats again. When the worker dies, the socket ends, and so does the child. Both are in
 one process group: a signal that freezes or kills the whole instance reaches the child, too.
@@ -51,7 +51,7 @@ STOP = b"stop"
 """In place of the last beat."""
 
 
-class Standing(Struct, frozen=True):
+class EngineHealth(Struct, frozen=True):
     """Whether requests may come to the instance, as its worker sees it."""
 
     trouble: str = ""
@@ -88,20 +88,20 @@ class Announcer:
     """The worker's side: starts the child, beats, and starts it again should it end by itself.
 
     A thread of it calls `on_partners` with the partners that proxies have named, each time they change, and
-    `standing` before each beat. Raises ValueError for a malformed address of a proxy.
+    `health` before each beat. Raises ValueError for a malformed address of a proxy.
     """
 
     def __init__(
         self,
         announcement: Announcement,
         on_partners: OnPartners = lambda addresses: None,
-        standing: Callable[[], Standing] = Standing,
+        health: Callable[[], EngineHealth] = EngineHealth,
     ) -> None:
         for proxy in announcement.proxies:
             Address.parse(proxy)
         self._announcement = announcement
         self._on_partners = on_partners
-        self._standing = standing
+        self._engine_health = health
         self._trouble = ""
         self._partners: Addresses | None = None
         self._stopping = threading.Event()
@@ -185,7 +185,7 @@ class Announcer:
                 self._spawn(msgspec.structs.replace(self._announcement, warm_up=None))
 
     def _next_beat(self) -> bytes:
-        now = self._standing()
+        now = self._engine_health()
         if now.trouble and not self._trouble:
             log.warning("this instance is not announced any more: %s", now.trouble)
         elif self._trouble and not now.trouble:

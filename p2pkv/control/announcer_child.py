@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from p2pkv.control.announcer import BEAT_SECONDS, STOP, Announcement, Standing
+from p2pkv.control.announcer import BEAT_SECONDS, STOP, Announcement, EngineHealth
 from p2pkv.control.discovery import Ping, encode_partners
 from p2pkv.control.pinger import Addresses, Pinger
 from p2pkv.control.security import members_of
@@ -42,7 +42,7 @@ class _Worker:
         self._task = announcement
         self._beaten = time.monotonic()
         self._silent = False
-        self._last = self._shown = Standing()
+        self._last = self._shown = EngineHealth()
         """The last beat, and the last that was worth a ping of its own."""
         self._shown_at = 0.0
         self.announced = False
@@ -50,7 +50,7 @@ class _Worker:
 
     def follow(self, changed: Callable[[], None]) -> None:
         """Read the worker's beats, until it stops or is gone; for a thread. `changed`: called when a beat
-        has other news than the one before."""
+        reports something else than the one before."""
         while not self.stopping.is_set():
             ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
             # A process that the worker has forked may hold its end of the socket open.
@@ -73,7 +73,7 @@ class _Worker:
                 os._exit(0)
             changed()
             return
-        now = self._last = msgspec.json.decode(beat, type=Standing)
+        now = self._last = msgspec.json.decode(beat, type=EngineHealth)
         due = self._beaten - self._shown_at >= _WORKLOAD_SECONDS
         if (now.trouble, now.paused) != (self._shown.trouble, self._shown.paused) or (
             due and now.workload != self._shown.workload
@@ -123,7 +123,7 @@ def main() -> None:
         worker.ping,
         pass_on,
     )
-    threading.Thread(target=worker.follow, args=(pinger.hurry,), name="p2pkv-worker", daemon=True).start()
+    threading.Thread(target=worker.follow, args=(pinger.ping_soon,), name="p2pkv-worker", daemon=True).start()
     if announcement.warm_up is not None:
         warm_up(announcement.warm_up)
     worker.announced = True

@@ -22,9 +22,9 @@ import zmq
 
 from p2pkv.control.security import (
     HANDSHAKE_SECONDS,
+    HandshakeMonitor,
     Members,
     Server,
-    Watch,
     ZapHandler,
     limit_handshake,
     no_answer,
@@ -36,10 +36,10 @@ from p2pkv.trust import Networks
 BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
-MOST_TOGETHER = 256
+MAX_TOGETHER = 256
 """Messages that may come together."""
 
-MAX_STRANGERS = 4096
+MAX_UNKNOWN_PEERS = 4096
 """Connections that are remembered. Beyond this number, those without a Hello are forgotten."""
 
 MAX_SOCKETS = 16_384
@@ -91,7 +91,7 @@ class Connection:
         self.tag: object = None
         self._socket = socket
         self._identity = identity
-        self._watch: Watch | None = None
+        self._watch: HandshakeMonitor | None = None
         self._several = False
         self._held: list[bytes] = []
 
@@ -116,7 +116,7 @@ class Connection:
         """Hand over one message, which goes out at the next `flush` or `send`, together with others: each
         time that libzmq is handed something it may have to wake its own thread, and the peer's. False if the
         peer is gone or its queue is full."""
-        if not self._several or len(self._held) + 1 >= MOST_TOGETHER:
+        if not self._several or len(self._held) + 1 >= MAX_TOGETHER:
             return self.send(data)
         self._held.append(data)
         return self._socket is not None
@@ -237,7 +237,7 @@ class Endpoint:
         self._acts: dict[Any, Callable[[], object]] = {}
         """What is done as soon as there is something on one of these sockets."""
         self._watch_for(self._wake, lambda: os.eventfd_read(self._wake))
-        self._failures: deque[ConnectionFailure] = deque(maxlen=MAX_STRANGERS)
+        self._failures: deque[ConnectionFailure] = deque(maxlen=MAX_UNKNOWN_PEERS)
         self._answered: dict[bytes, Connection] = {}
         self._dialed: dict[zmq.Socket[bytes], Connection] = {}
         self._ready: list[Any] | None = None
@@ -247,7 +247,7 @@ class Endpoint:
         self._watch_for(self._asked, self._admit)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._watch = Watch(self._router)
+        self._watch = HandshakeMonitor(self._router)
         self._watch_for(self._watch.socket, self._refused)
         if address is not None:
             self._listen(address)
@@ -310,7 +310,7 @@ class Endpoint:
             socket.setsockopt(zmq.IPV6, ":" in address.host)
             # A host that was away and drops packets would be tried again up to two minutes after it is back.
             socket.setsockopt(zmq.CONNECT_TIMEOUT, 30_000)
-        connection._watch = watch = Watch(socket, dials=True)
+        connection._watch = watch = HandshakeMonitor(socket, dials=True)
         self._watch_for(watch.socket, lambda: self._look_after(connection, watch))
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
@@ -384,7 +384,7 @@ class Endpoint:
     def _answer(self, identity: bytes) -> Connection:
         connection = self._answered.get(identity)
         if connection is None:
-            if len(self._answered) >= MAX_STRANGERS:
+            if len(self._answered) >= MAX_UNKNOWN_PEERS:
                 # Of connections without a tag: a peer that is still there has to send a Hello.
                 self._answered = {key: each for key, each in self._answered.items() if each.tag is not None}
             connection = self._answered[identity] = Connection(None, self._router, identity)
@@ -410,7 +410,7 @@ class Endpoint:
                 reason = f"a connection to {self._address} was refused: {failure.detail}"
                 self._failures.append(ConnectionFailure(None, reason, quiet=not failure.spoke))
 
-    def _look_after(self, connection: Connection, watch: Watch) -> None:
+    def _look_after(self, connection: Connection, watch: HandshakeMonitor) -> None:
         failure, now = next(watch.failures(), None), time.monotonic()
         if failure is None:
             return
@@ -470,7 +470,7 @@ def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
     frames = [socket.recv(zmq.DONTWAIT)]
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv(zmq.DONTWAIT)
-        if len(frames) <= MOST_TOGETHER:
+        if len(frames) <= MAX_TOGETHER:
             frames.append(frame)
     return frames
 

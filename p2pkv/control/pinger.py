@@ -94,7 +94,7 @@ class Pinger:
     def start(self) -> None:
         self._thread.start()
 
-    def hurry(self) -> None:
+    def ping_soon(self) -> None:
         """Pings at once, not only when the next ping is due. For any thread."""
         self._hurried.set()
         self._endpoint.wake()

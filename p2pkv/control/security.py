@@ -157,7 +157,7 @@ _COURSE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCON
 _numbers = itertools.count()
 
 
-class Failure(NamedTuple):
+class HandshakeFailure(NamedTuple):
     """One handshake that failed, or, of a socket that dials, one connection that has ended."""
 
     detail: str
@@ -171,7 +171,7 @@ class Failure(NamedTuple):
     """The other side has not finished the handshake in time: nothing is known of it."""
 
 
-class Watch:
+class HandshakeMonitor:
     """Reports the failed handshakes of one socket, and with `dials` the end of its one connection. Close it
     before the socket."""
 
@@ -189,7 +189,7 @@ class Watch:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(address)
 
-    def failures(self) -> Iterator[Failure]:
+    def failures(self) -> Iterator[HandshakeFailure]:
         """Those since the last call, without waiting."""
         while True:
             try:
@@ -203,7 +203,7 @@ class Watch:
                 self.proven = True
             elif event == zmq.EVENT_DISCONNECTED:
                 # Some kinds of garbage end a connection without any other event.
-                yield Failure("it does not speak this protocol", lost=self.proven)
+                yield HandshakeFailure("it does not speak this protocol", lost=self.proven)
             else:
                 yield failure_of(event, value)
 
@@ -219,18 +219,18 @@ def event_of(frames: list[bytes]) -> tuple[int, int]:
     return int(event["event"]), int(event["value"])
 
 
-def failure_of(event: int, value: int) -> Failure:
+def failure_of(event: int, value: int) -> HandshakeFailure:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return Failure("not admitted", refused=True)
+        return HandshakeFailure("not admitted", refused=True)
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         if value == zmq.EAGAIN:
-            return Failure("the handshake took too long", spoke=False, late=True)
-        return Failure("the other side closed the connection in the handshake", spoke=False)
+            return HandshakeFailure("the handshake took too long", spoke=False, late=True)
+        return HandshakeFailure("the other side closed the connection in the handshake", spoke=False)
     if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return Failure("one side has a secret and the other has none")
+        return HandshakeFailure("one side has a secret and the other has none")
     if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-        return Failure("the two secrets differ")
-    return Failure("it does not speak this protocol")
+        return HandshakeFailure("the two secrets differ")
+    return HandshakeFailure("it does not speak this protocol")
 
 
 def limit_handshake(socket: zmq.Socket[Any], seconds: float | None = None) -> None:
@@ -239,7 +239,7 @@ def limit_handshake(socket: zmq.Socket[Any], seconds: float | None = None) -> No
     socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(limit * 1000)))
 
 
-def no_answer(address: object, failure: Failure, secret: bool) -> str:
+def no_answer(address: object, failure: HandshakeFailure, secret: bool) -> str:
     """The sentence for a process that has dialed `address` in vain, with a secret or without."""
     if failure.refused:
         return f"{address} refused us: is this address in its allowed_peers, and the secret the same?"

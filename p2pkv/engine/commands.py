@@ -27,7 +27,7 @@ class Event(Struct, frozen=True):
 # To P's engine.
 
 
-class Hold(Command, frozen=True):
+class HoldPrompt(Command, frozen=True):
     """P's scheduler has this request in its queue. `named`: the other engine of this instance that the
     request's id names; None: it names this one."""
 
@@ -135,7 +135,7 @@ class Drop(Command, frozen=True):
 
 
 class Forget(Command, frozen=True):
-    """The forward thread orders nothing more for this key. `role`: the half of the rank that had it, as one
+    """The forward thread orders nothing more for this key. `role`: the role of the rank that had it, as one
     key may go in both directions; "": whichever had it."""
 
     key: str

@@ -21,8 +21,8 @@ from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import Throttle
 from p2pkv.protocol.handshake import Refused, RowFormat, row_formats
-from p2pkv.protocol.machine import Terms
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
+from p2pkv.protocol.state_machine import Terms
 
 
 class Counters:
@@ -69,7 +69,7 @@ class Counters:
 _Value = TypeVar("_Value")
 
 
-class Remembered(Generic[_Value]):
+class ExpiringDict(Generic[_Value]):
     """Values by key, each for some seconds after it was added; of more than `most` the oldest go."""
 
     def __init__(self, seconds: float, most: int) -> None:
@@ -115,7 +115,7 @@ class _Launch:
     actions: deque[Action] = field(default_factory=deque)
 
 
-class Copies:
+class CopyQueue:
     """Launched copies. They share a stream, so they are done in their order. `wait` is for any thread."""
 
     def __init__(self, record: Callable[[], Fence] | None) -> None:
@@ -195,10 +195,10 @@ log.addFilter(Throttle())
 LOOK_SECONDS = 0.25
 """Seconds between two looks at the engine core and at all peers, also those that have nothing to do."""
 
-MOST_SPARE = 64
+MAX_IDLE_WORK = 64
 """Copies that may wait to be prepared; of more the oldest are not."""
 
-BURST, MOST_BURST, BURST_BYTES = 4, 32, 4 << 20
+BURST, MAX_BURST, BURST_BYTES = 4, 32, 4 << 20
 """Messages copied for one peer before the others, and the control plane, get their turn: as many as hold so
 many bytes, within these bounds; on a device, where a copy is only launched, the most. Each turn of the engine
 thread may have to wait for the interpreter's lock, so a few copies share one."""
@@ -212,10 +212,10 @@ class Context:
     """What one rank works with. `hello.to` is empty until a peer is dialed.
 
     Attributes:
-        copies_at_once: a copy has been made when its call returns, as on a CPU.
+        copies_synchronously: a copy has been made when its call returns, as on a CPU.
         outbox: peers that were handed messages which may still be held.
-        spare: what can be done ahead of a copy on a device, while the engine waits for a peer; the oldest may
-            be left out.
+        idle_work: what can be done ahead of a copy on a device, while the engine waits for a peer; the oldest
+            may be left out.
     """
 
     hello: Hello
@@ -226,37 +226,41 @@ class Context:
     steps: Liveness
     effects: Effects = field(default_factory=deque)
     outbox: deque[Peer] = field(default_factory=deque)
-    spare: deque[Callable[[], None]] = field(default_factory=partial(deque, maxlen=MOST_SPARE))
+    idle_work: deque[Callable[[], None]] = field(default_factory=partial(deque, maxlen=MAX_IDLE_WORK))
     timers: Timers = field(default_factory=Timers)
     counters: Counters = field(default_factory=Counters)
     revoked: Revocations = field(default_factory=Revocations)
-    copies: Copies = field(init=False)
+    copies: CopyQueue = field(init=False)
     terms: Terms = field(init=False)
-    copies_at_once: bool = field(init=False)
+    copies_synchronously: bool = field(init=False)
 
     def __post_init__(self) -> None:
         limits = self.options
         self.terms = Terms(
             limits.lease_seconds, limits.wait_seconds, limits.stall_seconds, limits.chunk_bytes
         )
-        self.copies_at_once = self.cache.fence() is PASSED
-        self.copies = Copies(None if self.copies_at_once else self.cache.fence)
+        self.copies_synchronously = self.cache.fence() is PASSED
+        self.copies = CopyQueue(None if self.copies_synchronously else self.cache.fence)
         self.counters.add_gauges(copies=lambda: len(self.copies), links_stuck=lambda: self.links.stuck)
 
-    def hello_as(self, role: Role) -> Hello:
+    def hello_for(self, role: Role) -> Hello:
         """Our Hello to the other role's ranks. On the wire each connection has one P and one D."""
         hello = self.hello
-        return hello if hello.role == role else replace(hello, role=role, ahead=hello.ahead and role == "D")
+        return (
+            hello
+            if hello.role == role
+            else replace(hello, role=role, prefetch=hello.prefetch and role == "D")
+        )
 
     def burst(self, nbytes: int) -> int:
         """How many messages of about this size are copied for one peer in a turn."""
-        if not self.copies_at_once:
-            return MOST_BURST
-        return max(BURST, min(MOST_BURST, BURST_BYTES // max(1, nbytes)))
+        if not self.copies_synchronously:
+            return MAX_BURST
+        return max(BURST, min(MAX_BURST, BURST_BYTES // max(1, nbytes)))
 
-    def holds_up(self, nbytes: int) -> bool:
+    def blocks_thread(self, nbytes: int) -> bool:
         """Whether a copy of so many bytes takes the engine's thread longer than sending what is held."""
-        return self.copies_at_once and nbytes >= LARGE_COPY
+        return self.copies_synchronously and nbytes >= LARGE_COPY
 
     def answer(self, connection: Connection, message: AnyMessage) -> bool:
         """Send this at once; False if the connection is gone or its queue is full."""

@@ -19,18 +19,18 @@ from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.context import LOOK_SECONDS, Context, Counters, log
 from p2pkv.engine.effects import Emit, SendMessage, Timer
-from p2pkv.engine.from_prefill import Arrived, PrefillPeer
+from p2pkv.engine.from_prefill import PrefillPeer, ReceiveDone
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role
-from p2pkv.engine.to_decode import Fill
+from p2pkv.engine.to_decode import FillSend
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import RateLimit
 from p2pkv.protocol.handshake import fit
-from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Report, Stranger, decode
+from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Report, UnknownPeer, decode
+from p2pkv.protocol.state_machine import RemoteProtocolError
 
-COPIES = (Fill, Arrived)
+COPIES = (FillSend, ReceiveDone)
 """Effects that copy a message."""
 
 TICK = 0.02
@@ -49,7 +49,7 @@ QUIET_SECONDS = 60.0
 """Between two lines about connections that sent nothing wrong and ended: a monitor may make many."""
 
 
-class HeldClock:
+class StallFreeClock:
     """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
     process, its machine): a silence counts against a peer only while its messages could have been read.
     `turned`: when the last turn began, by the owner's clock. `held`: seconds for which this one has stood.
@@ -124,10 +124,10 @@ class Core:
         self.decode = DecodeRole(self.context) if options.decodes else None
         self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]
         self.table = self._make_table()
-        self.clock = HeldClock()
-        self._soon = False
+        self.clock = StallFreeClock()
+        self._poll_soon = False
         self._tick = Timer(self.context.timers, self._check)
-        self._look = Timer(self.context.timers, self._look_around)
+        self._look = Timer(self.context.timers, self._check_peers)
         self._look.at(0.0)
         self._quiet = RateLimit(seconds=QUIET_SECONDS)
         self._trouble = ""
@@ -178,11 +178,11 @@ class Core:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     @property
-    def ordered(self) -> bool:
+    def has_commands(self) -> bool:
         return bool(self.commands)
 
     @property
-    def news(self) -> int:
+    def pending_events(self) -> int:
         """How many events the next `events` returns."""
         return len(self._events)
 
@@ -194,9 +194,9 @@ class Core:
         now, context, soon = self.clock.turn(now), self.context, False
         if context.steps.held != self.clock.held:
             context.steps.held_up(self.clock.held)
-        self._look_after_connections(now)
-        self._listen(now)
-        self._obey(now)
+        self._check_connections(now)
+        self._receive_messages(now)
+        self._run_commands(now)
         for role in self.roles:
             role.peers.poll(now)
         self._apply(now)
@@ -206,9 +206,9 @@ class Core:
         context.copies.poll(now)
         self._apply(now)
         self._flush(now)
-        self._soon = soon or len(context.copies) > 0
-        if context.spare:
-            context.spare.popleft()()
+        self._poll_soon = soon or len(context.copies) > 0
+        if context.idle_work:
+            context.idle_work.popleft()()
         if context.timers.due <= now:
             for timer in context.timers.take_due(now):
                 timer.act(now)
@@ -219,13 +219,13 @@ class Core:
 
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
-        if self.ordered and self._blocked():
+        if self.has_commands and self._blocked():
             # Each look at a fence is a call to the driver: look as often as at links only while one is busy.
-            seconds = self._poll_pause() if self._soon else FENCE_SECONDS
+            seconds = self._poll_pause() if self._poll_soon else FENCE_SECONDS
             pause = max(seconds, self.context.links.poll_seconds)
-        elif self.ordered or self.context.spare:
+        elif self.has_commands or self.context.idle_work:
             pause = 0.0
-        elif self._soon:
+        elif self._poll_soon:
             pause = self._poll_pause()
         else:
             pause = max(0.0, self.context.timers.due - (now - self.clock.held))
@@ -245,8 +245,8 @@ class Core:
         self._flush(now)
 
     @property
-    def over(self) -> bool:
-        return all(role.over for role in self.roles)
+    def finished(self) -> bool:
+        return all(role.finished for role in self.roles)
 
     @property
     def notified(self) -> bool:
@@ -264,7 +264,7 @@ class Core:
 
     # The parts of a turn.
 
-    def _listen(self, now: float) -> None:
+    def _receive_messages(self, now: float) -> None:
         messages, effects = self.table.messages, self.context.effects
         for connection, data in self.context.endpoint.receive():
             try:
@@ -273,14 +273,14 @@ class Core:
                 if take is not None:
                     take(peer, message, now)
                 else:
-                    self._take_unowned(connection, message, now)
+                    self._receive_unowned(connection, message, now)
             except (BadMessage, RemoteProtocolError) as error:
                 self.counters.add("messages_bad" if isinstance(error, BadMessage) else "messages_refused")
                 log.debug("dropped: %s", error)
             if effects:
                 self._apply(now)
 
-    def _take_unowned(self, connection: Connection, message: AnyMessage, now: float) -> None:
+    def _receive_unowned(self, connection: Connection, message: AnyMessage, now: float) -> None:
         """A message that its peer may not send, or that comes on a connection of no peer."""
         if isinstance(message, Inspect):
             self._inspect(connection)
@@ -292,12 +292,12 @@ class Core:
             raise RemoteProtocolError(
                 f"{type(message).__name__} is not for a rank of role {self.context.options.role}"
             )
-        elif self.prefill is not None and not isinstance(message, Stranger):
+        elif self.prefill is not None and not isinstance(message, UnknownPeer):
             # Two ranks of both roles would answer each other's Stranger without end. What comes to a D is
             # late: of ranks of P that are not its peers any more.
-            self.context.answer(connection, Stranger())
+            self.context.answer(connection, UnknownPeer())
 
-    def _obey(self, now: float) -> None:
+    def _run_commands(self, now: float) -> None:
         commands = self.commands
         while commands and not self._blocked():
             command = commands.popleft()
@@ -318,8 +318,8 @@ class Core:
         effects, outbox, table = self.context.effects, self.context.outbox, self.table.effects
         while effects:
             effect = effects.popleft()
-            if outbox and isinstance(effect, COPIES) and self.context.holds_up(effect.nbytes):
-                self._let_out(now)  # peers copy meanwhile
+            if outbox and isinstance(effect, COPIES) and self.context.blocks_thread(effect.nbytes):
+                self._flush_outbox(now)  # peers copy meanwhile
             table[type(effect)](effect, now)
 
     def _send(self, effect: SendMessage, now: float) -> None:
@@ -332,10 +332,10 @@ class Core:
     def _flush(self, now: float) -> None:
         """Let out what peers were sent in this turn, and do what follows from that."""
         while self.context.outbox:
-            self._let_out(now)
+            self._flush_outbox(now)
             self._apply(now)
 
-    def _let_out(self, now: float) -> None:
+    def _flush_outbox(self, now: float) -> None:
         outbox = self.context.outbox
         while outbox:
             peer = outbox.popleft()
@@ -347,7 +347,7 @@ class Core:
         if self._on_event is not None:
             self._on_event()
 
-    def _look_after_connections(self, now: float) -> None:
+    def _check_connections(self, now: float) -> None:
         for failure in self.context.endpoint.failures():
             self.counters.add("handshakes_failed")
             if failure.late:
@@ -366,13 +366,13 @@ class Core:
         for role in self.roles:
             role.check(now)
 
-    def _look_around(self, now: float) -> None:
+    def _check_peers(self, now: float) -> None:
         self._look.at(now + LOOK_SECONDS)
-        self._look_at_engine(now)
+        self._check_engine(now)
         for role in self.roles:
             role.look(now)
 
-    def _look_at_engine(self, now: float) -> None:
+    def _check_engine(self, now: float) -> None:
         """Take in the engine core's beats. Log when it stops getting on, and when it gets on again."""
         steps, address = self.steps, self.context.hello.address
         paused_since = steps.paused_since

@@ -21,15 +21,15 @@ from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
 from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
 from p2pkv.engine.prefetch import ArrivedChunk, PrefetchBuffer, PrefetchBuffers
-from p2pkv.kv.cache import KeptTables, Rectangles
+from p2pkv.kv.cache import CachedTables, Rectangles
 from p2pkv.kv.layouts import Bounds, Tokens
 from p2pkv.pairing import Address
-from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
+from p2pkv.protocol import state_machine
 from p2pkv.protocol.handshake import is_engine_of, unfit
-from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.pieces import Extents
 from p2pkv.protocol.receiver import LoadPhase, Receiver
+from p2pkv.protocol.state_machine import RemoteProtocolError
 
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
@@ -49,7 +49,7 @@ class RequestEntry:
         blocks, wanted, fence: those of `commands.Load`.
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
-        unasked: it has blocks, and P's offer has yet to come: D's router says that P has begun.
+        want_pending: it has blocks, and P's offer has yet to come: D's router says that P has begun.
         buffer: the memory of KV that came before the request; None: there is none.
         release_only: the request has ended; this only sends P's engine that nothing is wanted.
         release_at: the engine of P that has the request, and is to be released once the forward thread has
@@ -59,12 +59,12 @@ class RequestEntry:
     expect: do.Expect
     receiver: Receiver
     peers: dict[int, PrefillPeer] = field(default_factory=dict)
-    blocks: KeptTables = field(default_factory=KeptTables)
+    blocks: CachedTables = field(default_factory=CachedTables)
     fence: Fence | None = None
     wanted: tuple[int, int] = (0, 0)
     tries: int = 0
     lost: float | None = None
-    unasked: bool = False
+    want_pending: bool = False
     buffer: PrefetchBuffer | None = None
     release_only: bool = False
     release_at: Address | None = None
@@ -81,18 +81,18 @@ class RequestEntry:
         return self.fence is None or self.fence.ready()
 
     @property
-    def ahead(self) -> bool:
+    def prefetch(self) -> bool:
         """Whether P pushes it, although no request for it has come."""
-        return self.receiver.load.state is LoadPhase.AHEAD
+        return self.receiver.load.state is LoadPhase.PREFETCHING
 
     def rank_of(self, peer: PrefillPeer) -> int | None:
         """The rank of P that `peer` is for this request; None if it is none, or none is connected yet."""
         return next((rank for rank, each in self.peers.items() if each is peer), None)
 
-    def unwanted(self) -> None:
+    def drop_waiting(self) -> None:
         """It has ended: post no receive for its chunks any more."""
         for peer in self.peers.values():
-            peer.link.unwanted(self.expect.key)
+            peer.link.drop_waiting(self.expect.key)
 
     def extents(self, rank: int) -> Extents:
         """What this rank of P owes of the wanted tokens; only of a request that loads."""
@@ -113,13 +113,13 @@ class Decode:
         """Of D's weights; a prompt of others is not taken before its request comes."""
         self._count = context.counters.values
         self.entries: dict[str, RequestEntry] = {}
-        self._of: dict[str, dict[str, RequestEntry]] = {}
+        self._by_rank: dict[str, dict[str, RequestEntry]] = {}
         """The entries of each rank of P, by its address and by key: those connected to it, and those whose
         P has it as rank 0."""
         self._unconnected: dict[str, dict[str, RequestEntry]] = {}
         """Entries that are not connected yet, by the address of P's rank 0 and by key. One that has ended
         may stay until the next `connect`."""
-        self._kept: deque[RequestEntry] = deque()
+        self._prefetched: deque[RequestEntry] = deque()
         """Loads of which a part is in a prefetch buffer."""
         self._leases = Timer(context.timers, self._expire)
         self._beat = Timer(context.timers, self._send_heartbeats)
@@ -138,12 +138,12 @@ class Decode:
         entry = self.entries.get(command.key)
         if entry is not None and entry.release_only:
             self._forget(entry)
-        elif entry is not None and entry.receiver.ahead:
+        elif entry is not None and entry.receiver.prefetch:
             if entry.expect == command:
-                self._decided(entry, entry.receiver.adopt(now), now)
-                self._look_by(entry)
+                self._apply_decisions(entry, entry.receiver.adopt(now), now)
+                self._expire_by(entry)
                 return
-            self._decided(entry, entry.receiver.cancel("D has another request of this name"), now)
+            self._apply_decisions(entry, entry.receiver.cancel("D has another request of this name"), now)
         elif entry is not None:
             return
         self._enter(RequestEntry(command, self._receiver(command, now)), now)
@@ -156,28 +156,28 @@ class Decode:
             self._ctx.effects.append(Emit(do.LoadFailed(command.key, reason)))
         elif not entry.receiver.load.ended:
             start, stop = command.start, command.stop
-            entry.blocks, entry.wanted = KeptTables(command.blocks), (start, stop)
+            entry.blocks, entry.wanted = CachedTables(command.blocks), (start, stop)
             entry.fence = command.fence
-            entry.unasked = stop > start and entry.receiver.load.state is LoadPhase.WAITING
-            if not entry.unasked:
+            entry.want_pending = stop > start and entry.receiver.load.state is LoadPhase.WAITING
+            if not entry.want_pending:
                 self._want(entry, now)
 
     def _want(self, entry: RequestEntry, now: float) -> None:
         """P has begun this request, which has its blocks: ask for what it wants."""
-        entry.unasked = False
+        entry.want_pending = False
         try:
-            self._decided(entry, entry.receiver.want(*entry.wanted, now), now)
+            self._apply_decisions(entry, entry.receiver.want(*entry.wanted, now), now)
         except RemoteProtocolError as error:
-            self._breach(entry, error, now)
-        self._look_by(entry)  # a load may stall sooner
+            self._protocol_error(entry, error, now)
+        self._expire_by(entry)  # a load may stall sooner
         if entry.buffer is not None:
             for peer in entry.peers.values():
                 peer.link.admitted(entry.expect.key)
-            self._kept.append(entry)
+            self._prefetched.append(entry)
 
     def drop(self, command: do.Drop, now: float) -> None:
         if entry := self.entries.get(command.key):
-            self._decided(entry, entry.receiver.cancel(command.reason), now)
+            self._apply_decisions(entry, entry.receiver.cancel(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
         entry = self.entries.get(command.key)
@@ -186,19 +186,19 @@ class Decode:
             if entry.tries and not entry.peers:  # it ended before it was connected to the engine that has it
                 entry.release_at = entry.expect.prefill
             if entry.release_at is not None:
-                self._release_elsewhere(command.key, entry.release_at, now)
+                self._release_other_engine(command.key, entry.release_at, now)
 
     def _forget(self, entry: RequestEntry) -> None:
         if self.entries.pop(entry.expect.key, None):
             self._out_of_tables(entry)
-            entry.unwanted()
+            entry.drop_waiting()
 
     def invalidate(self, command: do.Invalidate, now: float) -> None:
         """D's weights have changed, or its caches were reset: let go of all that came before its request."""
         self._generation = command.generation
         for entry in list(self.entries.values()):
             if entry.buffer is not None:
-                self._decided(entry, entry.receiver.cancel(command.reason), now)
+                self._apply_decisions(entry, entry.receiver.cancel(command.reason), now)
 
     # The tables.
 
@@ -211,34 +211,34 @@ class Decode:
         """The request has to be connected to its ranks of P."""
         key = entry.expect.key
         self.entries[key] = entry
-        self._of.setdefault(entry.prefill, {})[key] = entry
+        self._by_rank.setdefault(entry.prefill, {})[key] = entry
         self._unconnected.setdefault(entry.prefill, {})[key] = entry
-        self._look_by(entry)
+        self._expire_by(entry)
 
     def _out_of_tables(self, entry: RequestEntry) -> None:
         for address in [entry.prefill, *(peer.address for peer in entry.peers.values())]:
-            for table in (self._of, self._unconnected):
+            for table in (self._by_rank, self._unconnected):
                 if (entries := table.get(address)) is not None:
                     entries.pop(entry.expect.key, None)
                     if not entries:
                         del table[address]
 
-    def of(self, peer: PrefillPeer) -> list[RequestEntry]:
+    def entries_of(self, peer: PrefillPeer) -> list[RequestEntry]:
         """The requests that need this rank of P."""
-        return list(self._of.get(peer.address, {}).values())
+        return list(self._by_rank.get(peer.address, {}).values())
 
     @property
     def used(self) -> set[str]:
         """The addresses of the ranks of P that requests need."""
-        return set(self._of)
+        return set(self._by_rank)
 
     def uses(self, peer: PrefillPeer) -> bool:
         """Whether a request is connected to this rank of P."""
-        return any(entry.rank_of(peer) is not None for entry in self.of(peer))
+        return any(entry.rank_of(peer) is not None for entry in self.entries_of(peer))
 
-    def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
+    def _receiver(self, expect: do.Expect, now: float, prefetch: bool = False) -> Receiver:
         request = expect.tokens, expect.digest, self._ctx.terms
-        return Receiver(expect.key, self._next_attempt(), *request, now, ahead)
+        return Receiver(expect.key, self._next_attempt(), *request, now, prefetch)
 
     def _next_attempt(self) -> int:
         self._attempt += 1
@@ -269,7 +269,7 @@ class Decode:
             return
         first = self._ranks.need(entry.expect.prefill, now)
         if first.dialing.reason:
-            self._decided(entry, entry.receiver.lost(first.dialing.reason), now)
+            self._apply_decisions(entry, entry.receiver.lost(first.dialing.reason), now)
             return
         if not first.welcomed:
             return
@@ -277,28 +277,32 @@ class Decode:
         peers = {rank: self._ranks.need(address, now) for rank, address in addresses.items()}
         if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
             return
-        if stray := next((peer for peer in peers.values() if not peer.is_of_the_engine_of(first)), None):
-            self._stray(entry, stray, first, now)
+        if mismatched := next((peer for peer in peers.values() if not peer.same_engine_as(first)), None):
+            self._mismatched(entry, mismatched, first, now)
             return
         entry.peers = peers
         self._unconnected.get(entry.prefill, {}).pop(entry.expect.key, None)
         for peer in peers.values():
-            self._of.setdefault(peer.address, {})[entry.expect.key] = entry
+            self._by_rank.setdefault(peer.address, {})[entry.expect.key] = entry
             beat = m.Heartbeat(((entry.expect.key, entry.receiver.attempt),))
             self._ctx.effects.append(SendMessage(peer, beat))
         assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
-        self._decided(entry, entry.receiver.attach(assignments, now), now)
+        self._apply_decisions(entry, entry.receiver.attach(assignments, now), now)
 
-    def _stray(self, entry: RequestEntry, stray: PrefillPeer, first: PrefillPeer, now: float) -> None:
+    def _mismatched(
+        self, entry: RequestEntry, mismatched: PrefillPeer, first: PrefillPeer, now: float
+    ) -> None:
         """Two ranks of P contradict each other. One may not know of a restart of its engine: ask it anew."""
-        reason = unfit(first.address, stray.address, "their Hellos describe their common engine differently")
+        reason = unfit(
+            first.address, mismatched.address, "their Hellos describe their common engine differently"
+        )
         entry.tries += 1
         if entry.tries > MAX_TRIES:
             advice = "start all ranks of that P anew, with the same options"
-            self._decided(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
-        self._ranks.lose(stray, reason, now)
+            self._apply_decisions(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
+        self._ranks.lose(mismatched, reason, now)
 
-    def prefetch(self, peer: PrefillPeer, message: m.Ahead, now: float) -> None:
+    def prefetch(self, peer: PrefillPeer, message: m.PrefetchOffer, now: float) -> None:
         """P has begun a prompt for which no request has come: take it if all its ranks are connected."""
         if message.key in self.entries or not peer.welcomed or peer.hello is None:
             return
@@ -312,7 +316,7 @@ class Decode:
         if buffer is None:
             return
         expect = do.Expect(message.key, first, message.tokens, message.digest)
-        entry = RequestEntry(expect, self._receiver(expect, now, ahead=True), buffer=buffer)
+        entry = RequestEntry(expect, self._receiver(expect, now, prefetch=True), buffer=buffer)
         self._enter(entry, now)
 
     # Messages of ranks of P.
@@ -326,7 +330,7 @@ class Decode:
                 entry.lost = None
                 entry.receiver.held(peer.rank, now)
 
-    def referred(self, peer: PrefillPeer, message: m.Referral, now: float) -> None:
+    def redirected(self, peer: PrefillPeer, message: m.Redirect, now: float) -> None:
         """Another engine of this P has the request: ask that one. Raises RemoteProtocolError."""
         if peer.hello is None:
             return
@@ -334,7 +338,7 @@ class Decode:
             raise RemoteProtocolError(f"{message.engine} is no engine of {peer.address}'s instance")
         entry, engine = self.entries.get(message.key), Address.parse(message.engine)
         if entry is None:
-            self._release_elsewhere(message.key, engine, now)
+            self._release_other_engine(message.key, engine, now)
         elif entry.receiver.attempt != message.attempt:
             return
         elif entry.receiver.load.ended:
@@ -343,7 +347,7 @@ class Decode:
             entry.tries += 1
             if entry.tries > MAX_TRIES:
                 reason = f"the engines of P at {entry.prefill} refer this request to one another"
-                self._decided(entry, entry.receiver.lost(reason), now)
+                self._apply_decisions(entry, entry.receiver.lost(reason), now)
                 return
             self._out_of_tables(entry)
             entry.expect = replace(entry.expect, prefill=engine)
@@ -351,7 +355,7 @@ class Decode:
             entry.peers = {}
             self._enter(entry, now)
 
-    def _release_elsewhere(self, key: str, engine: Address, now: float) -> None:
+    def _release_other_engine(self, key: str, engine: Address, now: float) -> None:
         """The request ended while D asked another engine of P: this one may free its blocks."""
         expect = do.Expect(key, engine, 0, b"")
         entry = RequestEntry(expect, self._receiver(expect, now), release_only=True)
@@ -367,7 +371,7 @@ class Decode:
             match message:
                 case m.Chunk():
                     decided = receiver.chunk(rank, message, now)
-                case m.Offer() if receiver.ahead and message.generation != self._generation:
+                case m.Offer() if receiver.prefetch and message.generation != self._generation:
                     decided = receiver.cancel("P computes it with other weights than D has")
                 case m.Offer():
                     decided = receiver.offer(rank, message, now)
@@ -376,27 +380,29 @@ class Decode:
                 case m.Failed():
                     decided = receiver.failed(rank, message)
         except RemoteProtocolError as error:
-            self._breach(entry, error, now)
+            self._protocol_error(entry, error, now)
         else:
-            self._decided(entry, decided, now)
+            self._apply_decisions(entry, decided, now)
 
     def sent(self, peer: PrefillPeer, message: m.Sent, now: float) -> None:
         if self._ranks.sent(peer, message, now):
             self.message(peer, message, now)
 
-    def _breach(self, entry: RequestEntry, error: RemoteProtocolError, now: float) -> None:
+    def _protocol_error(self, entry: RequestEntry, error: RemoteProtocolError, now: float) -> None:
         """A peer's breach of the protocol ends this transfer only."""
         self._ctx.counters.add("messages_refused")
-        self._decided(entry, entry.receiver.lost(f"P broke the protocol: {error}"), now)
+        self._apply_decisions(entry, entry.receiver.lost(f"P broke the protocol: {error}"), now)
 
     # What has happened to ranks of P.
 
     def lost(self, effect: from_prefill.PrefillLost, now: float) -> None:
         """This incarnation is gone. Requests that P had not begun ask the next one; all others fail."""
         peer, reason = effect.peer, effect.reason
-        for entry in self.of(peer):
+        for entry in self.entries_of(peer):
             receiver = entry.receiver
-            waiting = receiver.load.state is LoadPhase.WAITING and not (receiver.nothing or receiver.ahead)
+            waiting = receiver.load.state is LoadPhase.WAITING and not (
+                receiver.wants_nothing or receiver.prefetch
+            )
             entry.lost = now if entry.lost is None else entry.lost
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.
@@ -405,30 +411,30 @@ class Decode:
                 entry.peers = {}
                 self._await_connection(entry)
             else:
-                self._decided(entry, receiver.lost(reason, entry.rank_of(peer)), now)
+                self._apply_decisions(entry, receiver.lost(reason, entry.rank_of(peer)), now)
 
     def fail(self, effect: from_prefill.PrefillFailed, now: float) -> None:
         """End the requests of this rank of P; with `only_loading` those of them that load."""
-        for entry in self.of(effect.peer):
+        for entry in self.entries_of(effect.peer):
             receiver = entry.receiver
-            if not effect.only_loading or receiver.load.state in (LoadPhase.AHEAD, LoadPhase.LOADING):
-                self._decided(entry, receiver.lost(effect.reason, entry.rank_of(effect.peer)), now)
+            if not effect.only_loading or receiver.load.state in (LoadPhase.PREFETCHING, LoadPhase.LOADING):
+                self._apply_decisions(entry, receiver.lost(effect.reason, entry.rank_of(effect.peer)), now)
 
     # The data.
 
-    def posted(self, effect: from_prefill.Posted, now: float) -> None:
+    def posted(self, effect: from_prefill.ReceivePosted, now: float) -> None:
         """A receive is posted: grant it, whatever has become of the transfer."""
         peer, chunk = effect.peer, effect.chunk
         entry = self.entries.get(effect.key)
         if entry is not None and peer.hello is not None:
             entry.receiver.posted(peer.hello.rank, chunk)
-            if not self._ctx.copies_at_once:
-                self._ctx.spare.append(partial(self._prepare, entry, peer, chunk))
+            if not self._ctx.copies_synchronously:
+                self._ctx.idle_work.append(partial(self._prepare, entry, peer, chunk))
         grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
         # First, and in the order of the receives, which P has to keep: a write may be waiting.
         self._ctx.effects.appendleft(SendMessage(peer, grant))
 
-    def land(self, effect: from_prefill.Arrived, now: float) -> None:
+    def land(self, effect: from_prefill.ReceiveDone, now: float) -> None:
         """A receive is complete: write its bytes where they belong, unless the transfer has ended; in the
         next turn, if the step before may still write to those blocks."""
         peer, receiving = effect.peer, effect.receiving
@@ -449,27 +455,27 @@ class Decode:
             arrived = ArrivedChunk(peer, rank, chunk, receiving.sent, buffer, peer.rows, digest)
             if digest is not None and digest.known and arrived.differs():
                 self._corrupt(entry, entry.receiver, arrived, now)
-            elif entry.ahead:
-                self._keep(entry, arrived, now)
+            elif entry.prefetch:
+                self._store(entry, arrived, now)
             else:
                 self._write(entry, arrived, now)
         finally:
             self._ranks.landed(peer, receiving, now)
 
-    def _keep(self, entry: RequestEntry, arrived: ArrivedChunk, now: float) -> None:
+    def _store(self, entry: RequestEntry, arrived: ArrivedChunk, now: float) -> None:
         """The request has no blocks yet: copy the chunk to its buffer."""
         assert entry.buffer is not None
         self._buffers.keep(entry.buffer, arrived, now)
         self._ctx.copies.launched(entry.expect.key)
-        entry.receiver.kept(arrived.rank, arrived.chunk.chunk, now)
+        entry.receiver.stored(arrived.rank, arrived.chunk.chunk, now)
         self._count["bytes_prefetched"] += arrived.chunk.nbytes
 
-    def write_kept(self, now: float) -> bool:
+    def write_prefetched(self, now: float) -> bool:
         """Write what came before its request to the blocks that it has now, some of it each turn; whether
         there is more."""
-        waiting = self._kept
+        waiting = self._prefetched
         for _ in range(BURST):
-            while waiting and not (waiting[0].buffer and waiting[0].buffer.kept):
+            while waiting and not (waiting[0].buffer and waiting[0].buffer.chunks):
                 waiting.popleft()
             if not waiting or not waiting[0].writable:
                 return bool(waiting)
@@ -485,7 +491,7 @@ class Decode:
             self._scatter(entry, arrived)
         except ValueError as error:
             self._ctx.copies.launched(key)
-            self._decided(entry, receiver.cancel(f"D cannot write its blocks: {error}"), now)
+            self._apply_decisions(entry, receiver.cancel(f"D cannot write its blocks: {error}"), now)
             return
         if self._ctx.copies.launched(key):
             self._written(entry, receiver, arrived, now)
@@ -529,7 +535,7 @@ class Decode:
             return
         self._count["bytes_scattered"] += arrived.chunk.nbytes
         self._count["chunks_scattered"] += 1
-        self._decided(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
+        self._apply_decisions(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
 
     def _corrupt(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
         """The bytes are not what P gathered: end the transfer, and the link, which may spoil others."""
@@ -541,7 +547,7 @@ class Decode:
             f"chunk {sent.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its bytes "
             "changed on the way"
         )
-        self._decided(entry, receiver.cancel(reason), now)
+        self._apply_decisions(entry, receiver.cancel(reason), now)
         given_up = f"the link is given up: {reason}"
         self._ctx.effects.append(from_prefill.AbortPrefillLink(peer, sent.link, given_up))
 
@@ -554,18 +560,18 @@ class Decode:
         first = now + min(lease, self._ctx.terms.wait)
         for entry in list(self.entries.values()):
             peer = self._ranks.get(entry.prefill)
-            self._decided(entry, entry.receiver.tick(now, peer is not None and peer.reached), now)
+            self._apply_decisions(entry, entry.receiver.tick(now, peer is not None and peer.reached), now)
             ends = [entry.receiver.deadline or inf]
-            if entry.receiver.ahead and entry.buffer is not None:
+            if entry.receiver.prefetch and entry.buffer is not None:
                 ends.append(entry.buffer.touched + lease)
                 if now - entry.buffer.touched > lease:
                     reason = f"no request has asked for it here for {lease:g} s"
-                    self._decided(entry, entry.receiver.cancel(reason), now)
+                    self._apply_decisions(entry, entry.receiver.cancel(reason), now)
             first = min(first, *ends)
         if self.entries:
             self._leases.at(first)
 
-    def _look_by(self, entry: RequestEntry) -> None:
+    def _expire_by(self, entry: RequestEntry) -> None:
         """This request's next end may come before all others'."""
         self._leases.by(entry.receiver.deadline or inf)
 
@@ -576,7 +582,7 @@ class Decode:
             return
         self._beat.at(now + self._ctx.beat)
         for peer in self._ranks:
-            entries = self._of.get(peer.address, {}).values()
+            entries = self._by_rank.get(peer.address, {}).values()
             # P's rank 0 may send nothing to this rank, and then need not know of the request.
             ranks = ((entry.rank_of(peer), entry.receiver) for entry in entries)
             transfers = [(r.key, r.attempt) for rank, r in ranks if rank is not None and r.waits_for(rank)]
@@ -587,44 +593,46 @@ class Decode:
     def leave(self, reason: str, now: float) -> None:
         """This rank stops: nothing is loaded any more, and P need not keep anything."""
         for entry in list(self.entries.values()):
-            self._decided(entry, entry.receiver.cancel(reason), now)
+            self._apply_decisions(entry, entry.receiver.cancel(reason), now)
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return all(entry.receiver.load.ended for entry in self.entries.values())
 
-    def _decided(self, entry: RequestEntry, decided: list[machine.Decision], now: float) -> None:
+    def _apply_decisions(
+        self, entry: RequestEntry, decided: list[state_machine.Decision], now: float
+    ) -> None:
         effects, key = self._ctx.effects, entry.expect.key
         for each in decided:
             match each:
-                case machine.SendTo(rank, message):
+                case state_machine.SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
                         effects.append(SendMessage(peer, message))
-                case machine.Post(rank, chunk):
+                case state_machine.Post(rank, chunk):
                     if (peer := entry.peers.get(rank)) is not None:
-                        reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
-                        self._ranks.announced(peer, from_prefill.Announced(key, chunk, reserve))
-                case machine.Offered(generation):
+                        reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.prefetch else 0
+                        self._ranks.announced(peer, from_prefill.WaitingChunk(key, chunk, reserve))
+                case state_machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
-                    if entry.unasked and generation in (None, self._generation):
+                    if entry.want_pending and generation in (None, self._generation):
                         self._want(entry, now)
-                    elif entry.unasked:
+                    elif entry.want_pending:
                         reason = "P has computed it with other weights than D has"
-                        self._decided(entry, entry.receiver.cancel(reason), now)
-                case machine.Finished(ok, reason):
+                        self._apply_decisions(entry, entry.receiver.cancel(reason), now)
+                case state_machine.Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 
     def _finished(self, entry: RequestEntry, ok: bool, reason: str, now: float) -> None:
         """Emit the outcome once nothing writes to the request's blocks any more."""
         key = entry.expect.key
-        entry.unwanted()
+        entry.drop_waiting()
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None
         if entry.release_only:
             self._forget(entry)
             return
-        if entry.receiver.ahead:
+        if entry.receiver.prefetch:
             log.debug("let go of %s, which no request had asked for: %s", key, reason)
             self.forget(do.Forget(key), now)
             return

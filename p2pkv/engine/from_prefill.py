@@ -19,13 +19,13 @@ from msgspec.structs import replace
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Effect
-from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, log_connected, surplus
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected, surplus
 from p2pkv.kv.cache import Rectangles
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, Dialing, Refused, RowFormat, negotiate, unfit, verified
+from p2pkv.protocol.handshake import Assignment, DialState, Refused, RowFormat, negotiate, unfit, verified
 from p2pkv.protocol.messages import Chunk, Sent
 
 IDLE_SECONDS = 60.0
@@ -53,7 +53,7 @@ class PrefillFailed(Effect, frozen=True, eq=False):
     only_loading: bool = False
 
 
-class Posted(Effect, frozen=True, eq=False):
+class ReceivePosted(Effect, frozen=True, eq=False):
     """A receive is posted for this chunk, at `slot` of the link of that number: grant it."""
 
     peer: PrefillPeer
@@ -63,11 +63,11 @@ class Posted(Effect, frozen=True, eq=False):
     slot: int
 
 
-class Arrived(Effect, frozen=True, eq=False):
+class ReceiveDone(Effect, frozen=True, eq=False):
     """The oldest receive is complete: write its bytes, and call `landed`; or leave it for the next turn."""
 
     peer: PrefillPeer
-    receiving: Receiving
+    receiving: PostedReceive
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,7 @@ class AbortPrefillLink(Effect, frozen=True, eq=False):
     reason: str
 
 
-class Announced(NamedTuple):
+class WaitingChunk(NamedTuple):
     """A chunk that waits for a receive. `reserve`: bytes of the rank's staging that must stay free then."""
 
     key: str
@@ -91,7 +91,7 @@ class Announced(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Receiving:
+class PostedReceive:
     """A receive that is posted for an announced chunk, and P's `Sent` message, if it has come. `live`: its
     link is there, and the bytes have not been read yet."""
 
@@ -115,14 +115,14 @@ class InboundLink:
 
     ctx: Context
     number: int = -1
-    waiting: deque[Announced] = field(default_factory=deque)
-    posted: deque[Receiving] = field(default_factory=deque)
+    waiting: deque[WaitingChunk] = field(default_factory=deque)
+    posted: deque[PostedReceive] = field(default_factory=deque)
     burst: int = 0
     _waited: Chunk | None = None
     _inbound: Inbound | None = None
     _up: bool = False
     """Whether the link's two ends have met, or never will."""
-    _overdue: Overdue = field(default_factory=Overdue)
+    _overdue: StallTimer = field(default_factory=StallTimer)
 
     @property
     def linked(self) -> bool:
@@ -175,7 +175,7 @@ class InboundLink:
                 with contextlib.suppress(LinkError):  # the next `post` raises it
                     self._up = self._inbound.ready()
 
-    def post(self) -> Receiving | None:
+    def post(self) -> PostedReceive | None:
         """Post a receive for the next announced chunk, if there is room: chunks of requests that have blocks
         go before those that no request has asked for yet."""
         if self._inbound is None or not self.waiting:
@@ -193,7 +193,7 @@ class InboundLink:
                 self.ctx.counters.add("chunks_waited")
             return None
         self.waiting.popleft()
-        receiving = Receiving(receive, first.key, first.chunk)
+        receiving = PostedReceive(receive, first.key, first.chunk)
         self.posted.append(receiving)
         return receiving
 
@@ -208,7 +208,7 @@ class InboundLink:
         """This request has blocks now: its chunks may use all of the staging."""
         self.waiting = deque(each._replace(reserve=0) if each.key == key else each for each in self.waiting)
 
-    def unwanted(self, key: str) -> None:
+    def drop_waiting(self, key: str) -> None:
         """This transfer has ended: post no receive for its chunks any more."""
         self.waiting = deque(each for each in self.waiting if each.key != key)
 
@@ -225,14 +225,14 @@ class InboundLink:
         assert self._inbound is not None
         self._inbound.launch()
 
-    def next_arrived(self) -> Receiving | None:
+    def next_arrived(self) -> PostedReceive | None:
         """The oldest receive, if it is complete and more may land in this turn. Raises LinkError."""
         if not (self.burst and self.posted and self.posted[0].arrived):
             return None
         self.burst -= 1
         return self.posted[0]
 
-    def landed(self, receiving: Receiving) -> bool:
+    def landed(self, receiving: PostedReceive) -> bool:
         """The bytes of the oldest receive have been read; False if the link is gone."""
         if not receiving.live:
             return False
@@ -260,7 +260,7 @@ class PrefillPeer:
     ctx: Context
     address: str
     connection: Connection
-    dialing: Dialing
+    dialing: DialState
     link: InboundLink
     used: float = -inf
     hello: m.Hello | None = None
@@ -290,7 +290,7 @@ class PrefillPeer:
         """Whether a request has needed it. If none has, it was dialed ahead, and nothing depends on it."""
         return self.used > -inf
 
-    def is_of_the_engine_of(self, first: PrefillPeer) -> bool:
+    def same_engine_as(self, first: PrefillPeer) -> bool:
         """Whether both describe their engine alike; only of two that have been welcomed."""
         assert self.hello is not None and self.plan is not None
         assert first.hello is not None and first.plan is not None
@@ -326,18 +326,18 @@ class PrefillPeer:
     def flush(self) -> bool:
         return self.connection.flush()
 
-    def complain(self, reason: str) -> None:
+    def log_trouble(self, reason: str) -> None:
         log.log(logging.WARNING if self.needed else logging.DEBUG, "%s", reason)
 
-    def greet(self, now: float) -> None:
+    def send_hello(self, now: float) -> None:
         if self.dialing.due(now):
             self.ctx.endpoint.redial(self.connection)
-            self.send(replace(self.ctx.hello_as("D"), to=self.address), now)
+            self.send(replace(self.ctx.hello_for("D"), to=self.address), now)
             self.flush()
 
     def welcome(self, message: m.Welcome) -> None:
         """P has accepted our Hello; look at its. Raises Refused."""
-        mine, hello = self.ctx.hello_as("D"), message.hello
+        mine, hello = self.ctx.hello_for("D"), message.hello
         plan = negotiate(mine, hello)
         if message.plan != plan.digest or hello.address != self.address:
             raise Refused(
@@ -357,7 +357,7 @@ class PrefillPeer:
         self.unanswered_since = None
         self.hello = self.plan = None
         self.formats = self.rows = ()
-        self.greet(now)
+        self.send_hello(now)
 
     def abort(self, reason: str) -> None:
         """Give up the link; `reason`: for P."""
@@ -386,7 +386,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         """A rank of P that a request needs; notes whether its address accepts a connection."""
         peer = self.get(str(address))
         if peer is not None and not peer.needed and not peer.dialing.open:
-            peer.dialing = Dialing(now)  # a failed preconnect must not fail this request
+            peer.dialing = DialState(now)  # a failed preconnect must not fail this request
         peer = self.dial(address, now)
         peer.used, peer.reached = now, peer.connection.reached
         return peer
@@ -396,10 +396,10 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         peer = self.get(str(address))
         if peer is None:
             connection = self._ctx.endpoint.dial(address)
-            peer = PrefillPeer(self._ctx, str(address), connection, Dialing(now), InboundLink(self._ctx))
+            peer = PrefillPeer(self._ctx, str(address), connection, DialState(now), InboundLink(self._ctx))
             connection.assign(peer)
             self.add(peer)
-        peer.greet(now)
+        peer.send_hello(now)
         return peer
 
     # Their messages.
@@ -424,11 +424,11 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def refused(self, peer: PrefillPeer, reason: str, now: float) -> None:
         """There will be no transfers from it for a while."""
         self._ctx.counters.add("messages_refused")
-        peer.complain(f"no transfers from {peer.address}: {reason}")
+        peer.log_trouble(f"no transfers from {peer.address}: {reason}")
         peer.dialing.refuse(reason, now)
         self._ctx.effects.append(PrefillFailed(peer, reason))
 
-    def stranger(self, peer: PrefillPeer, message: m.Stranger, now: float) -> None:
+    def unknown_peer(self, peer: PrefillPeer, message: m.UnknownPeer, now: float) -> None:
         peer.unanswered_since = None
         if peer.dialing.open:
             reason = f"{peer.address} is gone: who answers there does not know this connection"
@@ -464,7 +464,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     def lose_link(self, peer: PrefillPeer, reason: str, now: float, notify: bool = True) -> None:
         """Give up this link; `notify`: whether P must be sent a LinkDown."""
-        peer.complain(reason)
+        peer.log_trouble(reason)
         if notify:
             peer.abort(reason)
         else:
@@ -477,7 +477,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     def lose(self, peer: PrefillPeer, reason: str, now: float) -> None:
         """This incarnation of a rank of P is gone."""
-        peer.complain(reason)
+        peer.log_trouble(reason)
         peer.lost(now)
         self._ctx.effects.append(PrefillLost(peer, reason))
 
@@ -493,7 +493,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         self._ctx.endpoint.hang_up(peer.connection)
         self.remove(peer)
 
-    def announced(self, peer: PrefillPeer, chunk: Announced) -> None:
+    def announced(self, peer: PrefillPeer, chunk: WaitingChunk) -> None:
         peer.link.waiting.append(chunk)
         self._active[peer] = None
 
@@ -514,7 +514,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def moving(self) -> bool:
         return any(peer.link.posted for peer in self._active)
 
-    def landed(self, peer: PrefillPeer, receiving: Receiving, now: float) -> None:
+    def landed(self, peer: PrefillPeer, receiving: PostedReceive, now: float) -> None:
         """The bytes of the oldest receive have been read."""
         try:
             if peer.link.landed(receiving):
@@ -527,13 +527,13 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         """Post receives for announced chunks while there is room; only one if other peers wait, too."""
         link, effects = peer.link, self._ctx.effects
         while link.waiting and (new := link.post()) is not None:
-            effects.append(Posted(peer, new.key, new.chunk, link.number, new.receive.remote_slot))
+            effects.append(ReceivePosted(peer, new.key, new.chunk, link.number, new.receive.remote_slot))
             if link.waiting and any(other.link.waiting for other in self.active if other is not peer):
                 break
 
     def _arrive(self, peer: PrefillPeer) -> None:
         if (receiving := peer.link.next_arrived()) is not None:
-            self._ctx.effects.append(Arrived(peer, receiving))
+            self._ctx.effects.append(ReceiveDone(peer, receiving))
 
     def _broken(self, peer: PrefillPeer, error: LinkError, now: float) -> None:
         self.lose_link(peer, f"the link from {peer.address} broke: {error}", now)

@@ -76,7 +76,7 @@ def log_connected(hello: Hello, formats: Sequence[RowFormat], verify: bool) -> N
     log.info("%s is connected; what travels: %s%s", rank, travels, sums)
 
 
-class Overdue:
+class StallTimer:
     """Whether a link stands still: whether one message has been its next one for too long. On a slow link the
     messages behind it wait longer."""
 

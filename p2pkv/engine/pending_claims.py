@@ -8,7 +8,7 @@ from math import inf
 from p2pkv.engine.to_decode import DecodePeer, DecodeRank
 from p2pkv.protocol.messages import Cancel, Want
 
-MOST_CLAIMS = 4096
+MAX_CLAIMS = 4096
 """The most prompts with such claims."""
 
 CLAIM_LEASES = 10
@@ -40,7 +40,7 @@ class PendingClaims:
 
     def note(self, key: str, peer: DecodePeer, attempt: int, step: int | None, now: float) -> bool:
         """Keep a claim; whether the step may still run in which P's scheduler may announce the prompt."""
-        if key not in self._claims and len(self._claims) >= MOST_CLAIMS:
+        if key not in self._claims and len(self._claims) >= MAX_CLAIMS:
             return False
         claims = self._claims.setdefault(key, {})
         claim, incarnation = claims.get(peer.key), peer.hello.incarnation

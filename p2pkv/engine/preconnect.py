@@ -20,7 +20,7 @@ from p2pkv.engine.effects import SendMessage
 from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
 from p2pkv.pairing import Address, PairingError
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.state_machine import RemoteProtocolError
 
 AT_ONCE = 4
 """Tries that may be made at once, so that a D which has just started does not build all its links together. A
@@ -77,7 +77,7 @@ class Preconnect:
         self._ctx = context
         self._peers = peers
         self._partners: dict[str, Partner] = {}
-        self._of: dict[str, Partner] = {}
+        self._by_address: dict[str, Partner] = {}
         """Partners by the addresses of the ranks that were dialed."""
         self._named: tuple[str, ...] = ()
         self._others: dict[str, Connection] = {}
@@ -129,7 +129,7 @@ class Preconnect:
 
     def keeps(self, peer: PrefillPeer) -> bool:
         """Whether a rank of P stays connected although no request needs it."""
-        partner = self._of.get(peer.address)
+        partner = self._by_address.get(peer.address)
         return partner is not None and (partner.up or partner.since is not None)
 
     def look(self, now: float) -> None:
@@ -147,7 +147,7 @@ class Preconnect:
         """This rank stops: nothing is begun any more."""
         self._on = False
         self._partners.clear()
-        self._of.clear()
+        self._by_address.clear()
         self._outdated.clear()
 
     def _begin(self, now: float) -> None:
@@ -162,7 +162,7 @@ class Preconnect:
             if room < partner.sources or fresh >= AT_ONCE:
                 return
             resting = partner.since is not None or partner.up or now < partner.next or partner.until < inf
-            if resting or partner.address in self._of or self._peers.get(partner.address) is not None:
+            if resting or partner.address in self._by_address or self._peers.get(partner.address) is not None:
                 continue
             partner.since = now
             self._dial(partner, (partner.address,), now)
@@ -177,7 +177,7 @@ class Preconnect:
 
     def _dial(self, partner: Partner, places: tuple[str, ...], now: float) -> list[PrefillPeer]:
         partner.places = places
-        self._of |= dict.fromkeys(places, partner)
+        self._by_address |= dict.fromkeys(places, partner)
         return [self._peers.dial(Address.parse(place), now) for place in places]
 
     def _look_at(self, partner: Partner, now: float) -> None:
@@ -264,7 +264,7 @@ class Preconnect:
             if not peer.needed:
                 self._peers.hang_up(peer, "D has no use for it now")
         for place in partner.places:
-            self._of.pop(place, None)
+            self._by_address.pop(place, None)
         partner.since, partner.places, partner.up = None, (), False
 
 

@@ -41,10 +41,10 @@ class PrefetchBuffer:
     offset: int
     touched: float
     filled: int = 0
-    kept: deque[ArrivedChunk] = field(default_factory=deque)
+    chunks: deque[ArrivedChunk] = field(default_factory=deque)
 
     def next(self) -> ArrivedChunk:
-        return self.kept.popleft()
+        return self.chunks.popleft()
 
 
 class PrefetchBuffers:
@@ -75,10 +75,10 @@ class PrefetchBuffers:
             np.copyto(room.numpy(), chunk.buffer.numpy())
         else:
             room.copy_(chunk.buffer, non_blocking=True)
-        buffer.kept.append(replace(chunk, buffer=room))
+        buffer.chunks.append(replace(chunk, buffer=room))
         buffer.filled += nbytes
         buffer.touched = now
 
     def give(self, buffer: PrefetchBuffer) -> None:
-        buffer.kept.clear()
+        buffer.chunks.clear()
         self._slots.give(buffer.offset)

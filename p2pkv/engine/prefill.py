@@ -13,21 +13,21 @@ from functools import partial
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
-from p2pkv.engine.context import Context, Remembered, log
-from p2pkv.engine.data_parallel import Referrals
+from p2pkv.engine.context import Context, ExpiringDict, log
+from p2pkv.engine.data_parallel import Redirects
 from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.pending_claims import PendingClaims
-from p2pkv.engine.to_decode import DecodePeer, DecodePeers, Flight
-from p2pkv.kv.cache import KeptTables, Rectangles
+from p2pkv.engine.to_decode import DecodePeer, DecodePeers, PendingSend
+from p2pkv.kv.cache import CachedTables, Rectangles
 from p2pkv.kv.layouts import Bounds, Tokens
 from p2pkv.links.base import Send
-from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
+from p2pkv.protocol import state_machine
 from p2pkv.protocol.handshake import is_engine_of
-from p2pkv.protocol.machine import RemoteProtocolError, Transmit
 from p2pkv.protocol.sender import PromptPhase, Sender
+from p2pkv.protocol.state_machine import RemoteProtocolError, Transmit
 
-MOST_ENDED = 1024
+MAX_ENDED = 1024
 """Failed transfers whose reasons are kept for late claims."""
 
 TransferMessage = m.Want | m.Grant | m.Done | m.Cancel
@@ -46,7 +46,7 @@ class PromptEntry:
 
     sender: Sender
     decode: str
-    blocks: KeptTables = field(default_factory=KeptTables)
+    blocks: CachedTables = field(default_factory=CachedTables)
     free: bool = False
     unoffered: bool = False
     peers: dict[int, DecodePeer] = field(default_factory=dict)
@@ -59,12 +59,12 @@ class Prefill:
         self._ctx = context
         self._ranks = ranks
         self._claims = PendingClaims(context.terms.lease)
-        self._referrals = Referrals(context)
-        self._ended = Remembered[str](context.terms.lease, MOST_ENDED)
+        self._redirects = Redirects(context)
+        self._ended = ExpiringDict[str](context.terms.lease, MAX_ENDED)
         """The reasons of transfers that have failed, by key."""
         self._count = context.counters.values
         self.entries: dict[str, PromptEntry] = {}
-        self._of: dict[str, dict[str, PromptEntry]] = {}
+        self._by_decode: dict[str, dict[str, PromptEntry]] = {}
         """The entries of each D, by the address of its rank 0 and by key."""
         self._leases = Timer(context.timers, self._expire)
         self._expiry = Timer(context.timers, self._expire_claims)
@@ -78,26 +78,26 @@ class Prefill:
 
     # The forward thread's commands.
 
-    def hold(self, command: do.Hold | do.OfferPrompt, now: float) -> None:
+    def hold(self, command: do.HoldPrompt | do.OfferPrompt, now: float) -> None:
         key, decode = command.key, str(command.decode)
         if key not in self.entries:
             self._ended.discard(key)
             sender = Sender(key, self._ctx.cache.layers, self._ctx.terms)
             entry = self.entries[key] = PromptEntry(sender, decode)
-            self._of.setdefault(decode, {})[key] = entry
+            self._by_decode.setdefault(decode, {})[key] = entry
             self._take_claims(key, now)
-            if isinstance(command, do.Hold) and command.named is not None:
-                self._referrals.announce(key, command.named, now)
+            if isinstance(command, do.HoldPrompt) and command.named is not None:
+                self._redirects.announce(key, command.named, now)
 
     def offer(self, command: do.OfferPrompt, now: float) -> None:
         self.hold(command, now)
         entry = self.entries[command.key]
         if not entry.sender.prompt.ended:
             effects = entry.sender.offer(command.tokens, command.digest, command.generation)
-            self._decided(entry, effects, now)
+            self._apply_decisions(entry, effects, now)
             entry.unoffered = True
             if not self._fits_one_message(command.tokens):
-                self._offer_unasked(entry)
+                self._offer_prefetch(entry)
 
     def _fits_one_message(self, tokens: int) -> bool:
         """Whether nothing of such a prompt is sent before its last layer: then what is said of it meanwhile
@@ -106,34 +106,39 @@ class Prefill:
         layers = sum(len(numbers) for numbers in cache.layers)
         return layers * cache.layer_bytes(tokens) <= self._ctx.options.chunk_bytes
 
-    def _offer_unasked(self, entry: PromptEntry) -> None:
+    def _offer_prefetch(self, entry: PromptEntry) -> None:
         """Offer this prompt to ranks of D that take it before its request comes (`prefetch_bytes`)."""
         if not entry.unoffered:
             return
         entry.unoffered = False
         sender = entry.sender
-        message = m.Ahead(sender.key, sender.tokens, sender.digest)
+        message = m.PrefetchOffer(sender.key, sender.tokens, sender.digest)
         for peer in self._ranks:
             decode, rank = peer.key
-            if decode == entry.decode and peer.hello.ahead and peer.assignment and rank not in sender.sends:
+            if (
+                decode == entry.decode
+                and peer.hello.prefetch
+                and peer.assignment
+                and rank not in sender.sends
+            ):
                 self._ctx.effects.append(SendMessage(peer, message))
 
     def blocks(self, command: do.PromptBlocks, now: float) -> None:
         for entry in self.live(command.key):
-            entry.blocks = KeptTables(command.blocks)
+            entry.blocks = CachedTables(command.blocks)
 
     def computed(self, command: do.Computed, now: float) -> None:
         for key, stop in command.prompts:
             for entry in self.live(key):
                 effects = entry.sender.computed(command.layer, command.layer_stop, stop, now)
-                self._decided(entry, effects, now)
+                self._apply_decisions(entry, effects, now)
                 if entry.sender.prompt.state is PromptPhase.COMPUTED:
-                    self._offer_unasked(entry)
+                    self._offer_prefetch(entry)
 
     def flush(self, command: do.Flush, now: float) -> None:
         for entry in self.live(*command.keys):
-            self._decided(entry, entry.sender.flush(), now)
-            self._offer_unasked(entry)
+            self._apply_decisions(entry, entry.sender.flush(), now)
+            self._offer_prefetch(entry)
 
     def revoke(self, command: do.Revoked, now: float) -> None:
         for entry in self.live(command.key):
@@ -142,25 +147,25 @@ class Prefill:
 
     def abort(self, command: do.Abort, now: float) -> None:
         for entry in self.live(command.key):
-            self._decided(entry, entry.sender.abort(command.reason), now)
+            self._apply_decisions(entry, entry.sender.abort(command.reason), now)
 
     def release(self, command: do.Release, now: float) -> None:
         for entry in self.live(command.key):
-            self._decided(entry, entry.sender.release(command.reason), now)
+            self._apply_decisions(entry, entry.sender.release(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
         if command.role == "D":
             return
-        self._referrals.forget(command.key)
+        self._redirects.forget(command.key)
         entry = self.entries.pop(command.key, None)
         if entry is not None:
             self._out_of_table(entry)
 
     def _out_of_table(self, entry: PromptEntry) -> None:
-        of_this_decode = self._of[entry.decode]
+        of_this_decode = self._by_decode[entry.decode]
         del of_this_decode[entry.sender.key]
         if not of_this_decode:
-            del self._of[entry.decode]
+            del self._by_decode[entry.decode]
 
     def live(self, *keys: str) -> Iterator[PromptEntry]:
         """The entries of these keys that have not ended."""
@@ -174,7 +179,7 @@ class Prefill:
         return not all(entry.sender.prompt.ended for entry in self._for(peer))
 
     def _for(self, peer: DecodePeer) -> list[PromptEntry]:
-        return list(self._of.get(peer.hello.addresses[0], {}).values())
+        return list(self._by_decode.get(peer.hello.addresses[0], {}).values())
 
     # Messages of ranks of D.
 
@@ -190,8 +195,8 @@ class Prefill:
             entry = self.entries.get(key)
             if entry is None and self._ranks.leaving:
                 reason = reason or self._ranks.leaving
-            if entry is None and reason is None and (engine := self._referrals.of(key, now)):
-                effects.append(SendMessage(peer, m.Referral(key, attempt, engine)))
+            if entry is None and reason is None and (engine := self._redirects.of(key, now)):
+                effects.append(SendMessage(peer, m.Redirect(key, attempt, engine)))
                 continue
             if reason is not None or (entry is not None and not self._is_for(entry, peer)):
                 another = f"P has this request paired with another D, {entry.decode if entry else ''}"
@@ -210,16 +215,16 @@ class Prefill:
                 return False
             self._out_of_table(entry)
             entry.decode = decode
-            self._of.setdefault(decode, {})[entry.sender.key] = entry
+            self._by_decode.setdefault(decode, {})[entry.sender.key] = entry
         return True
 
-    def elsewhere(self, connection: Connection, message: m.Elsewhere, now: float) -> None:
+    def prompt_owner(self, connection: Connection, message: m.PromptOwner, now: float) -> None:
         """Another engine of this instance has requests that name this one: refer D to it."""
-        self._referrals.received(message, now)
+        self._redirects.received(message, now)
         for key in message.keys:
             for rank, claim in self._claims.take(key).items() if key not in self.entries else ():
                 if peer := self._ranks.get(rank):
-                    moved = m.Referral(key, claim.attempt, message.engine)
+                    moved = m.Redirect(key, claim.attempt, message.engine)
                     self._ctx.effects.append(SendMessage(peer, moved))
 
     def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
@@ -233,10 +238,10 @@ class Prefill:
         entry.peers[rank] = peer
         sender.serves(peer.served)
         if peer.assignment is None:
-            self._decided(entry, [] if sender.prompt.ended else sender.flush(), now)
+            self._apply_decisions(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True
         effects = sender.claim(rank, peer.assignment, attempt, peer.link.limit, now)
-        self._decided(entry, effects, now)
+        self._apply_decisions(entry, effects, now)
         return sender.vouches(rank, attempt)
 
     def _take_claims(self, key: str, now: float) -> None:
@@ -278,7 +283,7 @@ class Prefill:
                 # D has posted a receive that no send of ours will fill, so the link is out of step.
                 self._ranks.lose_link(peer, f"{peer.address} granted what was not announced", now)
             effects = sender.lost(rank, str(error))
-        self._decided(entry, effects, now)
+        self._apply_decisions(entry, effects, now)
 
     def _unknown(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
         """P does not have this prompt, or has it for another D."""
@@ -301,12 +306,12 @@ class Prefill:
             if send is not None and peer.assignment is not None:
                 rank, limit = peer.hello.rank, peer.link.limit
                 effects = entry.sender.claim(rank, peer.assignment, send.attempt, limit, now)
-                self._decided(entry, effects, now)
+                self._apply_decisions(entry, effects, now)
 
     def unlinked(self, effect: to_decode.DecodeLinkLost, now: float) -> None:
         """What the link carried fails; a claim waits for the next link."""
         for entry in self._for(effect.peer):
-            self._decided(entry, entry.sender.unlinked(effect.peer.hello.rank, effect.reason), now)
+            self._apply_decisions(entry, entry.sender.unlinked(effect.peer.hello.rank, effect.reason), now)
         self._ranks.rebuild(effect.peer, now)
 
     def gone(self, effect: to_decode.DecodeGone, now: float) -> None:
@@ -314,11 +319,11 @@ class Prefill:
         for entry in self._for(effect.peer):
             if entry.peers.get(rank) is effect.peer:
                 del entry.peers[rank]
-            self._decided(entry, entry.sender.lost(rank, effect.reason, restarted=True), now)
+            self._apply_decisions(entry, entry.sender.lost(rank, effect.reason, restarted=True), now)
 
     # The gather.
 
-    def fill(self, effect: to_decode.Fill, now: float) -> None:
+    def fill(self, effect: to_decode.FillSend, now: float) -> None:
         """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile. On a
         device the gather is only queued: the send is ordered behind it, and taking blocks back waits for it.
         """
@@ -341,12 +346,12 @@ class Prefill:
         if peer.verify and not filler:
             digest = self._ctx.cache.digest(send.buffer)
             self._ctx.copies.launched(key)  # as it may only be queued
-        flight = Flight(send, key, order, filler, digest, summed=digest is None or digest.known)
+        flight = PendingSend(send, key, order, filler, digest, summed=digest is None or digest.known)
         self._count["chunks_filler" if filler else "chunks_sent"] += 1
         self._count["bytes_sent"] += 0 if filler else order.grant.nbytes
         self._ranks.commit(peer, flight, now)
         if entry is not None and wrong:
-            self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
+            self._apply_decisions(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if not flight.summed:
             self._ctx.copies.then(key, partial(self._ranks.summed, peer, flight), now)
 
@@ -387,12 +392,12 @@ class Prefill:
         entry, grant = self.entries.get(sent.key), sent.order.grant
         digest = b"" if sent.digest is None else sent.digest.value()
         if entry is not None and entry.peers.get(peer.hello.rank) is peer:
-            self._decided(entry, entry.sender.sent(sent.order, sent.filler, digest), now)
+            self._apply_decisions(entry, entry.sender.sent(sent.order, sent.filler, digest), now)
         else:
             message = m.Sent(sent.key, grant.attempt, grant.chunk, grant.link, sent.filler, digest)
             self._ctx.effects.append(SendMessage(peer, message))
 
-    def taken(self, effect: to_decode.Taken, now: float) -> None:
+    def taken(self, effect: to_decode.SendTaken, now: float) -> None:
         entry = self.entries.get(effect.key)
         if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
             self._count["bytes_before_last_layer"] += effect.nbytes
@@ -406,7 +411,7 @@ class Prefill:
         first = now + min(self._ctx.terms.lease, self._ctx.terms.wait)
         for entry in list(self.entries.values()):
             sender = entry.sender
-            self._decided(entry, sender.tick(now, paused_since), now)
+            self._apply_decisions(entry, sender.tick(now, paused_since), now)
             for end in (sender.deadline, sender.kept_until(paused_since)):
                 if end is not None and end < first:
                     first = end
@@ -434,28 +439,28 @@ class Prefill:
         for entry in self.live(*self.entries):
             if not (finish and entry.sender.awaited):
                 notified = notified or bool(entry.sender.sends)
-                self._decided(entry, entry.sender.abort(reason), now)
+                self._apply_decisions(entry, entry.sender.abort(reason), now)
         return notified
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return not any(self.live(*self.entries))
 
-    def _decided(self, entry: PromptEntry, decided: list[machine.Decision], now: float) -> None:
+    def _apply_decisions(self, entry: PromptEntry, decided: list[state_machine.Decision], now: float) -> None:
         effects = self._ctx.effects
         for each in decided:
             match each:
-                case machine.SendTo(rank, message):
+                case state_machine.SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
                         effects.append(SendMessage(peer, message))
-                        if isinstance(message, m.Chunk) and not self._ctx.copies_at_once:
-                            self._ctx.spare.append(partial(self._prepare, entry, peer, message))
-                case machine.Transmit(rank):
+                        if isinstance(message, m.Chunk) and not self._ctx.copies_synchronously:
+                            self._ctx.idle_work.append(partial(self._prepare, entry, peer, message))
+                case state_machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
                         self._ranks.order(peer, entry.sender.key, each, now)
-                case machine.Released():
+                case state_machine.Released():
                     self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
-                case machine.Finished(ok, reason):
+                case state_machine.Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 
     def _released(self, entry: PromptEntry) -> None:

@@ -29,7 +29,7 @@ connection of no peer (`unowned`), the connection."""
 
 
 class Role(ABC):
-    """P's half of a rank, or D's.
+    """What a rank does as P, or as D.
 
     Attributes:
         peers, peer: the table of its peers, and their class.
@@ -67,9 +67,9 @@ class Role(ABC):
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing is under way."""
-        return self.transfers.over
+        return self.transfers.finished
 
 
 class PrefillRole(Role):
@@ -85,7 +85,7 @@ class PrefillRole(Role):
         self.transfers = transfers = Prefill(context, peers)
         peers.used_by(transfers.uses)
         self.commands = {
-            do.Hold: transfers.hold,
+            do.HoldPrompt: transfers.hold,
             do.OfferPrompt: transfers.offer,
             do.PromptBlocks: transfers.blocks,
             do.Computed: transfers.computed,
@@ -104,13 +104,13 @@ class PrefillRole(Role):
             m.Done: transfers.message,
             m.Cancel: transfers.message,
         }
-        self.unowned = {m.Hello: peers.hello, m.Elsewhere: transfers.elsewhere}
+        self.unowned = {m.Hello: peers.hello, m.PromptOwner: transfers.prompt_owner}
         self.effects = {
             to_decode.DecodeLinked: transfers.linked,
             to_decode.DecodeLinkLost: transfers.unlinked,
             to_decode.DecodeGone: transfers.gone,
-            to_decode.Fill: transfers.fill,
-            to_decode.Taken: transfers.taken,
+            to_decode.FillSend: transfers.fill,
+            to_decode.SendTaken: transfers.taken,
             to_decode.SendDue: transfers.sent,
         }
 
@@ -122,8 +122,8 @@ class PrefillRole(Role):
         self.notified |= self.transfers.leave(reason, now, finish)
 
     @property
-    def over(self) -> bool:
-        return super().over and not self.peers.unfinished
+    def finished(self) -> bool:
+        return super().finished and not self.peers.unfinished
 
 
 class DecodeRole(Role):
@@ -150,10 +150,10 @@ class DecodeRole(Role):
         self.messages = {
             m.Welcome: peers.welcome,
             m.Refuse: peers.refuse,
-            m.Stranger: peers.stranger,
+            m.UnknownPeer: peers.unknown_peer,
             m.HeartbeatAck: transfers.acknowledged,
-            m.Referral: transfers.referred,
-            m.Ahead: transfers.prefetch,
+            m.Redirect: transfers.redirected,
+            m.PrefetchOffer: transfers.prefetch,
             m.LinkInvite: peers.invited,
             m.LinkDown: peers.link_down,
             m.Offer: transfers.message,
@@ -166,8 +166,8 @@ class DecodeRole(Role):
             from_prefill.PrefillWelcomed: lambda _, now: transfers.connect(now),
             from_prefill.PrefillLost: transfers.lost,
             from_prefill.PrefillFailed: transfers.fail,
-            from_prefill.Posted: transfers.posted,
-            from_prefill.Arrived: transfers.land,
+            from_prefill.ReceivePosted: transfers.posted,
+            from_prefill.ReceiveDone: transfers.land,
             from_prefill.AbortPrefillLink: peers.abort_link,
         }
 
@@ -176,7 +176,7 @@ class DecodeRole(Role):
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
 
     def after(self, now: float) -> bool:
-        return self.transfers.write_kept(now) or super().after(now)
+        return self.transfers.write_prefetched(now) or super().after(now)
 
     def check(self, now: float) -> None:
         self.transfers.connect(now)

@@ -25,7 +25,7 @@ from p2pkv.protocol.messages import Hello
 FINISH_SECONDS = 2.0
 """How long a rank that is stopped goes on with what is under way."""
 
-LAST_WORDS_SECONDS = 0.3
+NOTIFY_SECONDS = 0.3
 """How long peers may take to read that the rest has ended: what they have not read when we close is lost."""
 
 STOP_SECONDS = FINISH_SECONDS + 3.0
@@ -50,7 +50,7 @@ class Rank:
                 f"{error}; {options.ports}: give each instance of a host a kv_port of its own, and leave as "
                 "many ports behind it free as it has ranks in all its engines"
             ) from None
-        self._happened = threading.Event()
+        self._event_set = threading.Event()
         self._call: Callable[[], None] = lambda: None
         self.core = core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
         self.context, self.steps, self.counters = core.context, core.steps, core.counters
@@ -86,12 +86,12 @@ class Rank:
             self._endpoint.wake()
 
     def events(self) -> list[Event]:
-        self._happened.clear()  # before the look: what happens later ends the next wait
+        self._event_set.clear()  # before the look: what happens later ends the next wait
         return self.core.events()
 
     def wait_for_event(self, seconds: float) -> None:
         """Wait until something has happened since the last `events`, for so long at most, lock released."""
-        self._happened.wait(seconds)
+        self._event_set.wait(seconds)
 
     def call_on_event(self, call: Callable[[], None]) -> None:
         """The engine thread calls this when something has happened, once between two calls of `events`."""
@@ -123,8 +123,8 @@ class Rank:
     # The engine thread.
 
     def _report(self) -> None:
-        if not self._happened.is_set():  # else the next `events` is still to come, and will find this one
-            self._happened.set()
+        if not self._event_set.is_set():  # else the next `events` is still to come, and will find this one
+            self._event_set.set()
             self._call()
 
     def _main(self) -> None:
@@ -155,13 +155,13 @@ class Rank:
         """Carry out what was ordered before the stop, then end by a deadline what can end well."""
         hurried = partial(self._round, TICK)
         end, left = time.monotonic() + FINISH_SECONDS, False
-        while time.monotonic() < end and not (left and self.core.over):
+        while time.monotonic() < end and not (left and self.core.finished):
             self._guarded(hurried)
-            if not left and not self.core.ordered:
+            if not left and not self.core.has_commands:
                 left = True
                 self._guarded(lambda: self.core.leave(time.monotonic()))
         self._guarded(lambda: self.core.leave(time.monotonic(), finish=False))
-        end = time.monotonic() + LAST_WORDS_SECONDS
+        end = time.monotonic() + NOTIFY_SECONDS
         while self.core.notified and time.monotonic() < end:
             self._guarded(hurried)
 

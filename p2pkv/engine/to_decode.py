@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Effect
-from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, log_connected, surplus
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected, surplus
 from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import LinkError, Outbound, Send
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Assignment, Refused, negotiate, unfit, verified
-from p2pkv.protocol.machine import Transmit
+from p2pkv.protocol.state_machine import Transmit
 
 DecodeRank = tuple[str, int]
 """A rank of a D: the address of the engine's rank 0, and the rank."""
@@ -62,7 +62,7 @@ class DecodeLinkLost(Effect, frozen=True, eq=False):
     reason: str
 
 
-class Fill(Effect, frozen=True, eq=False):
+class FillSend(Effect, frozen=True, eq=False):
     """There is room for the send that D has granted: gather it, and call `commit`."""
 
     peer: DecodePeer
@@ -75,7 +75,7 @@ class Fill(Effect, frozen=True, eq=False):
         return self.order.grant.nbytes
 
 
-class Taken(Effect, frozen=True, eq=False):
+class SendTaken(Effect, frozen=True, eq=False):
     """D has taken so many bytes of this prompt."""
 
     key: str
@@ -86,11 +86,11 @@ class SendDue(Effect, frozen=True, eq=False):
     """The link may launch this send: send D its `Sent` message, after which the link launches it."""
 
     peer: DecodePeer
-    flight: Flight
+    flight: PendingSend
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class PendingSend:
     """A committed send that D has not taken yet. `digest`: None: none is wanted.
 
     Its `Sent` message waits for the checksum (`summed`), for those before it, and until the link may launch
@@ -130,15 +130,15 @@ class OutboundLink:
     linked: bool = False
     parked: bool = False
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
-    flights: deque[Flight] = field(default_factory=deque)
-    pending: deque[Flight] = field(default_factory=deque)
+    flights: deque[PendingSend] = field(default_factory=deque)
+    pending: deque[PendingSend] = field(default_factory=deque)
     _invitation: bytes | None = None
     """What D was invited with; None: it was not."""
     _outbound: Outbound | None = None
     _next: float = 0.0
     _pause: float = 0.0
     _waited: Transmit | None = None
-    _overdue: Overdue = field(default_factory=Overdue)
+    _overdue: StallTimer = field(default_factory=StallTimer)
 
     @property
     def invited(self) -> bool:
@@ -221,7 +221,7 @@ class OutboundLink:
         """Whether D has not taken the oldest send for a lease; to be asked often."""
         return self._overdue.check(self.flights[0] if self.flights else None, now, lease)
 
-    def taken(self) -> Iterator[Flight]:
+    def taken(self) -> Iterator[PendingSend]:
         """Sends that D has taken since the last call, in order. Raises LinkError."""
         while self.flights and self.flights[0].send.done():
             self._pause = 0.0
@@ -251,13 +251,13 @@ class OutboundLink:
         """Bytes of the oldest order; 0 if there is none."""
         return self.orders[0][1].grant.nbytes if self.orders else 0
 
-    def commit(self, flight: Flight) -> None:
+    def commit(self, flight: PendingSend) -> None:
         """This send is full. Raises LinkError."""
         flight.send.commit()
         self.flights.append(flight)
         self.pending.append(flight)
 
-    def next_due(self) -> Flight | None:
+    def next_due(self) -> PendingSend | None:
         """The oldest send that is pending and not due yet, when the link may launch it: then it is due.
         Raises LinkError."""
         if self._outbound is None:
@@ -370,11 +370,11 @@ class DecodePeer:
         ctx = self.link.ctx
         while (due := self.link.next_due()) is not None:
             ctx.effects.append(SendDue(self, due))
-        if self.link.announcing and ctx.holds_up(self.link.next_bytes):
+        if self.link.announcing and ctx.blocks_thread(self.link.next_bytes):
             return
         if self.burst and (found := self.link.next_send()) is not None:
             self.burst -= 1
-            ctx.effects.append(Fill(self, *found))
+            ctx.effects.append(FillSend(self, *found))
 
     def alive(self, wants: bool, now: float) -> None:
         """D has sent something. `wants`: it has named a transfer, so a parked link may be built again."""
@@ -408,7 +408,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     # Their messages.
 
     def hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
-        mine = self._ctx.hello_as("P")
+        mine = self._ctx.hello_for("P")
         try:
             if self.leaving:
                 raise Refused(self.leaving)
@@ -547,7 +547,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                     effects.append(DecodeLinked(peer))
                 for flight in link.taken():
                     if flight.nbytes:
-                        effects.append(Taken(flight.key, flight.nbytes))
+                        effects.append(SendTaken(flight.key, flight.nbytes))
                 peer.burst = self._ctx.burst(link.next_bytes)
                 peer.go_on()
             except LinkError as error:
@@ -559,14 +559,14 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     def moving(self) -> bool:
         return any(peer.link.busy for peer in self._active)
 
-    def commit(self, peer: DecodePeer, flight: Flight, now: float) -> None:
+    def commit(self, peer: DecodePeer, flight: PendingSend, now: float) -> None:
         try:
             peer.link.commit(flight)
             peer.go_on()
         except LinkError as error:
             self._broken(peer, error, now)
 
-    def summed(self, peer: DecodePeer, flight: Flight, now: float) -> None:
+    def summed(self, peer: DecodePeer, flight: PendingSend, now: float) -> None:
         """The checksum of this send is known, and those of all before it."""
         flight.summed = True
         try:

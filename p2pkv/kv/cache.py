@@ -43,7 +43,7 @@ BlockTables = Sequence[Sequence[int]]
 PlacedCut = tuple[Span, Cut, tuple[int, int]]
 """The layers of a span in a rectangle, and the bytes of the rectangle's buffer that are theirs."""
 
-MOST_KEPT = 64
+MAX_KEPT = 64
 """Parts of one request's block tables that are kept as arrays."""
 
 BATCH_BYTES = 1 << 20
@@ -52,7 +52,7 @@ BATCH_BYTES = 1 << 20
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class KeptTables(tuple[Sequence[int], ...]):
+class CachedTables(tuple[Sequence[int], ...]):
     """Block tables that do not change any more: what was looked up in them is kept."""
 
     @cached_property
@@ -61,7 +61,7 @@ class KeptTables(tuple[Sequence[int], ...]):
         return {}
 
     @cached_property
-    def kept(self) -> dict[tuple[int, int, int, int], Index]:
+    def cached(self) -> dict[tuple[int, int, int, int], Index]:
         """Checked block ids, by number of the table, first and last entry, and blocks of the cache."""
         return {}
 
@@ -225,14 +225,14 @@ class PagedCache:
             if max(layers[0], span.first) < min(layers[1], span.stop) and units[0] < units[1]:
                 self._table(span, units, blocks)
 
-    def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: KeptTables) -> None:
+    def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
         """A gather or a scatter of this rectangle will come: do now what needs no buffer. Raises
         ValueError as they do."""
         if isinstance(tokens, tuple):
             cuts = self._cuts(layers, tokens, heads, blocks)
             for span, cut, _ in cuts:
                 self.copier.prepare(span, cut)
-            if len(blocks.cuts) >= MOST_KEPT:
+            if len(blocks.cuts) >= MAX_KEPT:
                 blocks.cuts.clear()
             blocks.cuts[id(self), layers, tokens, heads] = cuts
 
@@ -241,7 +241,7 @@ class PagedCache:
     ) -> list[tuple[Span, Cut, torch.Tensor]]:
         """The rectangle, cut by spans of layers: span, cut, its part of the buffer."""
         cuts = None
-        if isinstance(blocks, KeptTables) and blocks.cuts and isinstance(tokens, tuple):
+        if isinstance(blocks, CachedTables) and blocks.cuts and isinstance(tokens, tuple):
             cuts = blocks.cuts.pop((id(self), layers, tokens, heads), None)
         if cuts is None:
             cuts = self._cuts(layers, tokens, heads, blocks)
@@ -263,8 +263,8 @@ class PagedCache:
         layer_bytes = count * (heads[1] - heads[0]) * self.row_bytes
         if not layer_bytes:
             return []
-        if not isinstance(blocks, KeptTables):
-            blocks = KeptTables(blocks)  # layers of separate storages mostly share one
+        if not isinstance(blocks, CachedTables):
+            blocks = CachedTables(blocks)  # layers of separate storages mostly share one
         runs = Runs(positions) if positions is not None else None
         found: list[PlacedCut] = []
         for span in self._spans:
@@ -306,8 +306,8 @@ class PagedCache:
         number, whole = pages.table, pages.block_units
         first, stop = units[0] // whole, -(-units[1] // whole)
         place = number, first, stop, pages.blocks
-        kept = blocks.kept if isinstance(blocks, KeptTables) else {}
-        if (known := kept.get(place)) is not None:
+        cached = blocks.cached if isinstance(blocks, CachedTables) else {}
+        if (known := cached.get(place)) is not None:
             return known
         if number >= len(blocks):
             raise ValueError(f"{len(blocks)} block tables given, but layer {span.first} uses number {number}")
@@ -320,9 +320,9 @@ class PagedCache:
         if int(table.min()) < 0 or int(table.max()) >= pages.blocks:
             wrong = next(int(block) for block in table if not 0 <= block < pages.blocks)
             raise ValueError(f"block table {number} names block {wrong}; the cache has {pages.blocks} blocks")
-        if len(kept) >= MOST_KEPT:
-            kept.clear()
-        kept[place] = table
+        if len(cached) >= MAX_KEPT:
+            cached.clear()
+        cached[place] = table
         return table
 
 
@@ -470,7 +470,7 @@ class DenseView:
                     wire[layer : layer + some, start - tokens[0] : stop - tokens[0]],
                 )
 
-    def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: KeptTables) -> None:
+    def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
         """Nothing can be done before."""
 
 

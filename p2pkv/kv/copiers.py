@@ -33,14 +33,14 @@ THREADS = 256
 WIDTHS = (16, 8, 4, 2, 1)
 """Bytes of one access; a copy takes the widest that everything in it is aligned to."""
 
-MOST_LANES = 32
+MAX_LANES = 32
 LOADS = 4
 """Accesses of one thread that are under way together, if a run is long enough."""
 
 FULL_LINE = 8
 """Lanes that must stand side by side before a thread takes a second access: 128 bytes of 16 each."""
 
-MOST_ROWS = 1 << 31
+MAX_ROWS = 1 << 31
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCKS_PER_PROCESSOR = 8
@@ -237,7 +237,7 @@ class KernelCopier:
         beside, run = runs_of(span, cut)
         units = cut.units[1] - cut.units[0]
         rows = (cut.layers[1] - cut.layers[0]) * units * beside
-        assert rows < MOST_ROWS, "no staging holds so many rows"
+        assert rows < MAX_ROWS, "no staging holds so many rows"
         width = width_of(span, cut, dense.data_ptr())
         lanes = lanes_for(run // width)
         high = THREADS // lanes
@@ -276,7 +276,7 @@ def width_of(span: Span, cut: Cut, dense: int) -> int:
 def lanes_for(elements: int) -> int:
     """Threads, a power of two, that share a run of so many accesses."""
     lanes = 1
-    while lanes < MOST_LANES and lanes < elements and (lanes < FULL_LINE or lanes * LOADS < elements):
+    while lanes < MAX_LANES and lanes < elements and (lanes < FULL_LINE or lanes * LOADS < elements):
         lanes *= 2
     return lanes
 
@@ -289,7 +289,7 @@ span."""
 # CuPy compiles the kernels, and the driver launches them. CuPy is imported only where a CUDA cache is made.
 
 _BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
-MOST_ARGUMENTS = 16
+MAX_ARGUMENTS = 16
 
 
 class PackedArguments(threading.local):
@@ -297,7 +297,7 @@ class PackedArguments(threading.local):
     driver has copied it when the call returns, so one is enough."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(8 * MOST_ARGUMENTS)
+        self.buffer = ctypes.create_string_buffer(8 * MAX_ARGUMENTS)
         self.size = ctypes.c_size_t()
         self.extra = (ctypes.c_void_p * 5)(
             _BUFFER, ctypes.addressof(self.buffer), _BUFFER_SIZE, ctypes.addressof(self.size), None
@@ -318,7 +318,7 @@ class DriverLauncher:
         self._functions = functions
         self._submit = submit
         self._packed = PackedArguments()
-        self._pack = {count: struct.Struct(f"={count}q").pack_into for count in range(1, MOST_ARGUMENTS + 1)}
+        self._pack = {count: struct.Struct(f"={count}q").pack_into for count in range(1, MAX_ARGUMENTS + 1)}
 
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
         """On the calling thread's current stream. Raises RuntimeError."""

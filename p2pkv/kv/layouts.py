@@ -28,7 +28,7 @@ Bounds = tuple[int, int]
 Tokens = Bounds | Index
 """An interval of a prompt's tokens; or some of them, in their order."""
 
-MOST_PLACES = 1 << 31
+MAX_PLACES = 1 << 31
 """The kernels' block tables are int32."""
 
 
@@ -207,7 +207,7 @@ class Runs:
         """The span whose blocks are the places where a run may lie, and the cut by such blocks; that of `cut`
         begins with the prompt's first block.
 
-        Raises ValueError for more than `MOST_PLACES` places.
+        Raises ValueError for more than `MAX_PLACES` places.
         """
         pages = span.pages
         run = gcd(pages.units, self._longest)  # no run lies in two kernel blocks
@@ -219,7 +219,7 @@ class Runs:
         return runs, cut._replace(units=(0, len(self._positions)), table=self._tables[kind])
 
     def _places(self, pages: LayerPages, table: Index, run: int, step: int) -> Index:
-        if pages.blocks * pages.ratio * (pages.block_stride // step) >= MOST_PLACES:
+        if pages.blocks * pages.ratio * (pages.block_stride // step) >= MAX_PLACES:
             raise ValueError(
                 f"{pages.blocks} blocks of {pages.block_stride * pages.ratio} bytes have too many places "
                 f"where {run} tokens of {pages.unit_stride} bytes may lie: set a larger "
@@ -260,13 +260,13 @@ class Grid(NamedTuple):
     """How the rows of a cut lie on a regular grid, whose places are `atom` bytes apart, as each row has.
 
     `run`: bytes that lie together in memory and on the wire, a multiple of `atom`; they hold `stride` units.
-    `beside`: runs of a unit.
+    `runs_per_unit`: runs of a unit.
     """
 
     atom: int
     run: int
     stride: int
-    beside: int
+    runs_per_unit: int
 
 
 def runs_of(span: Span, cut: Cut) -> tuple[int, int]:
@@ -279,24 +279,24 @@ def runs_of(span: Span, cut: Cut) -> tuple[int, int]:
 
 def grid_of(span: Span, cut: Cut) -> Grid:
     """The coarsest grid for a cut that is not empty."""
-    pages, (beside, run), stride = span.pages, runs_of(span, cut), 1
-    if beside == 1 and run == pages.unit_stride:
+    pages, (runs_per_unit, run), stride = span.pages, runs_of(span, cut), 1
+    if runs_per_unit == 1 and run == pages.unit_stride:
         stride = gcd(cut.units[0], cut.units[1], pages.units)
         run *= stride
     atom = gcd(run, pages.block_stride, stride * pages.unit_stride, span.grain)
-    return Grid(atom if beside == 1 else gcd(atom, pages.head_stride), run, stride, beside)
+    return Grid(atom if runs_per_unit == 1 else gcd(atom, pages.head_stride), run, stride, runs_per_unit)
 
 
 def locate(span: Span, cut: Cut) -> Rows:
     """The rows of a cut that is not empty."""
     layers, units, heads, table = cut.layers, cut.units, cut.heads, cut.table
     pages = span.pages
-    atom, run, stride, beside = grid_of(span, cut)
+    atom, run, stride, runs_per_unit = grid_of(span, cut)
     first = pages.offset + int(span.steps[layers[0] - span.first]) + heads[0] * pages.head_stride
     lift = span.steps[layers[0] - span.first : layers[1] - span.first] - span.steps[layers[0] - span.first]
     index = (lift // atom + first // atom)[:, None] + _unit_rows(pages, units, stride, atom, table)
-    if beside > 1:
-        index = index[..., None] + np.arange(beside) * (pages.head_stride // atom)
+    if runs_per_unit > 1:
+        index = index[..., None] + np.arange(runs_per_unit) * (pages.head_stride // atom)
     if run > atom:
         index = index[..., None] + np.arange(run // atom)
     return Rows(atom, first % atom, index.reshape(-1))

@@ -22,7 +22,7 @@ from p2pkv.kv.checksum import Queued
 
 Made = TypeVar("Made")
 
-MOST_RECENT = 8
+MAX_RECENT = 8
 """Arrays of which something is kept: the block tables of a model's KV groups, or rows in as many layouts."""
 
 RING_BYTES = 4 << 20
@@ -56,7 +56,7 @@ class Recent(Generic[Made]):
         return known if known is not None else self.add(array, make(), kind)
 
     def add(self, array: NDArray[Any], made: Made, kind: object = None) -> Made:
-        self._latest = (array, kind, made), *self._latest[: MOST_RECENT - 1]
+        self._latest = (array, kind, made), *self._latest[: MAX_RECENT - 1]
         return made
 
 

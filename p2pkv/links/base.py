@@ -76,7 +76,7 @@ class Send(Protocol):
         """Whether the peer's receive has taken the bytes. Raises LinkError if it never will."""
 
 
-class End(ABC):
+class LinkEnd(ABC):
     """Either end of a link."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class End(ABC):
         """Free every call of this end at once; what the peer still sends is dropped. Idempotent."""
 
 
-class Inbound(End):
+class Inbound(LinkEnd):
     """D's end of a link. `share`: what its posted receives hold of the rank's staging."""
 
     share: StagingShare
@@ -126,7 +126,7 @@ class Inbound(End):
         return self.share.held
 
 
-class Outbound(End):
+class Outbound(LinkEnd):
     """P's end of a link."""
 
     @abstractmethod
@@ -229,7 +229,7 @@ class LinkFactory(ABC):
 # The two blobs that set up a link: checked, bounded, no pickle.
 
 MAX_BLOB_BYTES = 4096
-MOST_STUCK = 16
+MAX_STUCK = 16
 NONCE_BYTES = 16
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -333,7 +333,7 @@ class Guard:
         )
 
 
-class GuardedEnd(End):
+class GuardedEnd(LinkEnd):
     """An end that its factory may close, too. `closed`: it was, or it was aborted. `up`: both ends are."""
 
     guard: Guard
@@ -430,7 +430,7 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
         """Raises LinkError if no end can be made any more."""
         if self._closed:
             raise LinkError("this rank's links are closed")
-        if self.stuck >= MOST_STUCK:
+        if self.stuck >= MAX_STUCK:
             raise LinkError(f"{self.stuck} {self.too_many_stuck}")
         for end in [end for end in self._ends if end.closed]:
             self._ends.discard(end)

@@ -29,10 +29,10 @@ PACED = 32
 EARLY = 0.5
 """Part of the time that an operation is thought to take, after which it is looked at."""
 
-MOST_PAUSE = 0.001
+MAX_PAUSE = 0.001
 """Seconds: an operation may have become much faster."""
 
-MOST_TENSORS = 256
+MAX_TENSORS = 256
 """Slots of which the tensor is kept."""
 
 Allocate = Callable[[int], torch.Tensor]
@@ -86,7 +86,7 @@ class CudaDevice:
     def stream(self) -> CudaStream:
         return CudaStream(self._index)
 
-    def here(self) -> CudaEvent:
+    def record_event(self) -> CudaEvent:
         """Record an event at this point of the calling thread's current stream."""
         return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
 
@@ -121,7 +121,7 @@ class PollTimer:
 
 def pause_of(pauses: Iterable[float], least: float) -> float:
     """The pause until the first of several operations may be done."""
-    return min(max(min(pauses, default=least), least), MOST_PAUSE)
+    return min(max(min(pauses, default=least), least), MAX_PAUSE)
 
 
 class DevicePool(Slots):
@@ -132,20 +132,20 @@ class DevicePool(Slots):
         """Raises ValueError if `nbytes` is not positive."""
         super().__init__(nbytes)
         self._bytes = allocate(self.capacity + beside)
-        self.beside = self._bytes[self.capacity :]
+        self.scratch = self._bytes[self.capacity :]
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the slot. Slots come again, so tensors are kept: torch takes long for one."""
         place = offset, nbytes
         if (tensor := self._tensors.get(place)) is None:
-            if len(self._tensors) >= MOST_TENSORS:
+            if len(self._tensors) >= MAX_TENSORS:
                 self._tensors.clear()
             tensor = self._tensors[place] = self._bytes[offset : offset + nbytes]
         return tensor
 
 
-class Helpers:
+class HelperThreads:
     """Runs work on daemon threads of its own. One that outlives its time is left behind, and counted."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from p2pkv.links.base import (
     LinkSettings,
     Nonce,
 )
-from p2pkv.links.listener import Door
+from p2pkv.links.listener import HandshakeListener
 from p2pkv.links.shared_memory import Arena, PidNamespace, SharedArena, SharedOutbound, this_namespace
 from p2pkv.links.staging import StagingBudget, StagingShare
 from p2pkv.links.tcp import MAGIC, TcpOutbound, TcpReader, is_loopback, listen, numeric
@@ -205,7 +205,7 @@ class HostInbound(GuardedInbound):
         self._arena: Arena | None = memory.create_arena(window, nonce, shared=shared)
         listener = listen(host)
         self.port = int(listener.getsockname()[1])
-        self._door = Door(listener, nonce, MAGIC)
+        self._door = HandshakeListener(listener, nonce, MAGIC)
         self._reader: TcpReader | None = None
         self._next = 0
         self._live: dict[int, HostReceive] = {}

@@ -20,9 +20,19 @@ import torch
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
-from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, PollTimer, wait_out
-from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Line, Record, listen, same_user
-from p2pkv.links.listener import Door
+from p2pkv.links.gpu import CudaDevice, DevicePool, HelperThreads, PollTimer, wait_out
+from p2pkv.links.ipc_socket import (
+    COMMITTED,
+    GOODBYE,
+    MAPPED,
+    TAKEN,
+    Closed,
+    Record,
+    RecordSocket,
+    listen,
+    same_user,
+)
+from p2pkv.links.listener import HandshakeListener
 from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
 
@@ -59,8 +69,8 @@ class IpcContext:
     pool: DevicePool | None
     block: ExportedBlock | None
     mapped: WeakValueDictionary[bytes, MappedBlock] = field(default_factory=WeakValueDictionary)
-    openings: Helpers = field(default_factory=Helpers)
-    aborts: Helpers = field(default_factory=Helpers)
+    openings: HelperThreads = field(default_factory=HelperThreads)
+    aborts: HelperThreads = field(default_factory=HelperThreads)
     _read: deque[tuple[CudaEvent, int]] = field(default_factory=deque)
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
@@ -70,7 +80,7 @@ class IpcContext:
         assert self.pool is not None
         self.pool.leave(offset)
         with self._reading:
-            self._read.append((self.device.here(), offset))
+            self._read.append((self.device.record_event(), offset))
         self.reap()
 
     def reap(self) -> None:
@@ -118,7 +128,7 @@ class IpcInbound(GuardedInbound):
         self._arrived = 0
         self._posted: deque[IpcReceive] = deque()  # P has not filled them yet
         self._held: set[IpcReceive] = set()  # filled, and not released
-        self._line: Line | None = None
+        self._line: RecordSocket | None = None
         self._left = False
         self._timer = PollTimer()
         self._announced = 0
@@ -126,7 +136,7 @@ class IpcInbound(GuardedInbound):
         self.name = secrets.token_bytes(NONCE_BYTES)
         """Where P finds this end."""
         try:
-            self._door = Door(listen(self.name), nonce, trusts=same_user)
+            self._door = HandshakeListener(listen(self.name), nonce, trusts=same_user)
         except OSError as error:
             raise LinkError(f"no unix socket for a CUDA IPC link: {error}") from None
 
@@ -150,7 +160,7 @@ class IpcInbound(GuardedInbound):
             if self._line is None:
                 if (caller := self._door.admit()) is not None:
                     assert self._shared.block is not None
-                    self._line = Line(caller)
+                    self._line = RecordSocket(caller)
                     self._line.send_fd(self._shared.block.fd)
                 return
             self._line.flush()
@@ -184,7 +194,7 @@ class IpcInbound(GuardedInbound):
         awaited = self._line if self._posted and not self._left else None
         self._posted.clear()
         self._held.clear()
-        read = self._shared.device.here()
+        read = self._shared.device.record_event()
         if self._line is not None:
             self._line.hang_up()
             if awaited is None:
@@ -229,7 +239,7 @@ class IpcInbound(GuardedInbound):
             self._held.add(receive)
         self._line.send(TAKEN, record.sequence)
 
-    def _give_back(self, read: CudaEvent, offsets: list[int], line: Line | None) -> None:
+    def _give_back(self, read: CudaEvent, offsets: list[int], line: RecordSocket | None) -> None:
         """On a helper thread: the slots are free when neither side reads or writes them any more."""
         self._shared.device.enter()
         if line is not None:
@@ -264,7 +274,7 @@ class IpcSend:
 class IpcOutbound(GuardedOutbound):
     """P's end. It needs no memory of this rank."""
 
-    def __init__(self, shared: IpcContext, line: Line, name: bytes, nbytes: int) -> None:
+    def __init__(self, shared: IpcContext, line: RecordSocket, name: bytes, nbytes: int) -> None:
         self.guard = Guard("the CUDA IPC link to a peer")
         self._shared = shared
         self._line = line
@@ -295,7 +305,7 @@ class IpcOutbound(GuardedOutbound):
 
     def commit(self, send: IpcSend) -> None:
         self.guard.check()
-        send.written = self._shared.device.here()
+        send.written = self._shared.device.record_event()
         if send is self._unannounced[0]:
             self._timer.begin(send.buffer.numel())
         self.poll()
@@ -326,7 +336,7 @@ class IpcOutbound(GuardedOutbound):
 
     def _free(self) -> None:
         """Leave D's memory, once no work of this process writes there."""
-        written, mapped = self._shared.device.here(), [self._block]
+        written, mapped = self._shared.device.record_event(), [self._block]
         self._block = self._opened = None
         self._unannounced.clear()
         self._unfinished.clear()

@@ -43,7 +43,7 @@ class Closed(Exception):
     """The other end has closed the socket, or its process has ended; or it sent what is no record."""
 
 
-class Line:
+class RecordSocket:
     """One end of a connected socket. Nothing waits, but `wait_for_end`. Raises Closed."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -131,7 +131,7 @@ def listen(name: bytes) -> socket.socket:
     return listener
 
 
-def dial(name: bytes, shown: bytes) -> Line:
+def dial(name: bytes, shown: bytes) -> RecordSocket:
     """P's line to the listener of that name. Raises OSError, PermissionError for one of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -143,7 +143,7 @@ def dial(name: bytes, shown: bytes) -> Line:
     except OSError:
         connection.close()
         raise
-    return Line(connection)
+    return RecordSocket(connection)
 
 
 def _address(name: bytes) -> bytes:

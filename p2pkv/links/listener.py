@@ -9,7 +9,7 @@ from collections.abc import Callable
 _GUESTS = 8
 
 
-class Door:
+class HandshakeListener:
     """Lets in the one connection that shows the nonce, and then closes. At most 8 may be undecided, then the
     oldest goes."""
 

@@ -13,7 +13,7 @@ import torch
 
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import Guard, LinkError
-from p2pkv.links.gpu import CudaDevice, CudaStream, DevicePool, Helpers, wait_out
+from p2pkv.links.gpu import CudaDevice, CudaStream, DevicePool, HelperThreads, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, Nccl, NcclError, advice
 from p2pkv.links.staging import StagingBudget
 
@@ -94,8 +94,8 @@ class NcclContext:
     """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
     NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
     busy_sends: BusyEnds = field(init=False)
-    openings: Helpers = field(default_factory=Helpers)
-    aborts: Helpers = field(default_factory=Helpers)
+    openings: HelperThreads = field(default_factory=HelperThreads)
+    aborts: HelperThreads = field(default_factory=HelperThreads)
 
     def __post_init__(self) -> None:
         self.busy_sends = self.busy
@@ -188,7 +188,7 @@ class Opening:
         call(buffer.data_ptr(), buffer.numel(), peer, comm, self.stream.number)
 
     def _carry_first_message(self, comm: Comm, stream: CudaStream) -> None:
-        self.queue(comm, self._shared.pool.beside[:FIRST_MESSAGE_BYTES])
+        self.queue(comm, self._shared.pool.scratch[:FIRST_MESSAGE_BYTES])
         self._settle(comm)
         event = stream.record()
         while not event.ready():

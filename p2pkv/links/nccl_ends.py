@@ -82,7 +82,7 @@ class NcclEnd(GuardedEnd):
         self.operations: set[Operation] = set()
         """The operations that hold a slot."""
         self._announced = announced
-        self._told = 0
+        self._launchable = 0
         """Operations at the front of the queue that `launch` was called for."""
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
@@ -106,7 +106,7 @@ class NcclEnd(GuardedEnd):
             raise self.guard.fail(str(error)) from None
         except RuntimeError as error:  # of `follow`
             raise self.guard.fail(f"the device has failed: {error}") from None
-        if not (self._on_device or self._told or (self._queue and not self._announced)):
+        if not (self._on_device or self._launchable or (self._queue and not self._announced)):
             self._busy.rest(self)
 
     def abort(self) -> None:
@@ -123,7 +123,7 @@ class NcclEnd(GuardedEnd):
         self._queue.clear()
         self._flying.clear()
         self._launching = None
-        self._told = 0
+        self._launchable = 0
         self._busy.leave(self)
         if comm is not None:
             self._abort_communicator(comm, [operation.offset for operation in under_way])
@@ -165,13 +165,13 @@ class NcclEnd(GuardedEnd):
 
     def want(self, operation: Operation) -> None:
         """Let `poll` launch it, when the work now on the current stream is done."""
-        operation.after = self.shared.device.here()
+        operation.after = self.shared.device.record_event()
         self._time(operation)
 
     def announce(self) -> None:
         """The next operation may be launched."""
-        assert self._announced and self._told < len(self._queue), "nothing is left to launch"
-        self._told += 1
+        assert self._announced and self._launchable < len(self._queue), "nothing is left to launch"
+        self._launchable += 1
 
     def free(self, operation: Operation) -> None:
         self.operations.discard(operation)
@@ -221,7 +221,7 @@ class NcclEnd(GuardedEnd):
         ):
             return False
         operation = self._queue.popleft()
-        self._told -= self._announced
+        self._launchable -= self._announced
         self._launching = operation  # from here on the device may touch its slot
         self._time(operation)
         with self._calling:
@@ -240,7 +240,7 @@ class NcclEnd(GuardedEnd):
             return False
         if not self._announced:
             return True
-        return self._told > 0 and self._busy.turn_of(self) and self._busy.enter(self)
+        return self._launchable > 0 and self._busy.turn_of(self) and self._busy.enter(self)
 
     def _ordered(self, operation: Operation) -> bool:
         """Whether the operation may be launched as far as this device is concerned: it is wanted, and what it
@@ -371,7 +371,7 @@ class NcclOutbound(NcclEnd, GuardedOutbound):
         """Whether the next send that is not announced may be: it is wanted, and not too many are announced.
         Only an end that is launched already may announce ahead, and none while others wait."""
         self.check()
-        number = self._told + before
+        number = self._launchable + before
         if number >= len(self._queue) or not self._ordered(self._queue[number]):
             return False
         pending = self._on_device + number

@@ -378,7 +378,7 @@ def _form(group: KvGroup) -> dict[str, object]:
     return form | {"memory layout": DENSE if _can_be_dense(group) else _as_it_lies(group)}
 
 
-class Dialing:
+class DialState:
     """D's view of one P rank: when to say Hello, and what came of it.
 
     `open`: both have accepted each other. `reason`: why one has refused the other; "" if none has.

@@ -131,7 +131,7 @@ class Hello(Message, frozen=True, tag="Hello"):
 
     `digest` is the checksum that this rank can compute, and `verify` whether it wants one of each chunk.
     `address` is where this rank listens, `addresses` those of all ranks of its engine in the order
-    of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank. `ahead`: this
+    of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank. `prefetch`: this
     rank of D has room for KV whose request has not come yet. `instance`: where the first engine of its
     data-parallel instance on this host listens, the others behind it with as many ports each; "": it has no
     other engine. `several`: this rank takes several messages that come together, a frame each.
@@ -150,7 +150,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     link: Name
     digest: Name
     verify: bool
-    ahead: bool = False
+    prefetch: bool = msgspec.field(default=False, name="ahead")
     instance: Annotated[str, Meta(max_length=300)] = ""
     several: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?several")
 
@@ -170,7 +170,7 @@ class Refuse(_Shortened, Message, frozen=True, tag="Refuse"):
     reason: Reason
 
 
-class Stranger(Message, frozen=True, tag="Stranger"):
+class UnknownPeer(Message, frozen=True, tag="Stranger"):
     """I have no Hello of this connection (I may have restarted): say Hello again."""
 
 
@@ -227,7 +227,7 @@ class Partners(Message, frozen=True, tag="Partners"):
     addresses: Annotated[tuple[Place, ...], Meta(max_length=1024)]
 
 
-class Elsewhere(Message, frozen=True, tag="Elsewhere"):
+class PromptOwner(Message, frozen=True, tag="Elsewhere"):
     """P to another engine of its instance, every third of a lease: `engine` (the address of its rank 0) has
     these requests, whose ids name you."""
 
@@ -235,13 +235,13 @@ class Elsewhere(Message, frozen=True, tag="Elsewhere"):
     keys: Annotated[tuple[Key, ...], Meta(max_length=1024)]
 
 
-class Referral(TransferMessage, frozen=True, tag="Referral"):
+class Redirect(TransferMessage, frozen=True, tag="Referral"):
     """P to D: another engine of this instance has this transfer's request: ask it, as if its id named it."""
 
     engine: Place
 
 
-class Ahead(Message, frozen=True, tag="Ahead"):
+class PrefetchOffer(Message, frozen=True, tag="Ahead"):
     """P to D: the prefill of this prompt, which is for you, has begun, and you have not asked for it yet."""
 
     key: Key
@@ -260,13 +260,13 @@ class Offer(TransferMessage, frozen=True, tag="Offer"):
 class Want(TransferMessage, frozen=True, tag="Want"):
     """D to P: send me the KV of tokens [start, stop); an empty range releases P.
 
-    `ahead`: no request has come for it yet, so keep the blocks, until the same is wanted without it; with an
-    empty range I have let go of it, as if I had never asked.
+    `prefetch`: no request has come for it yet, so keep the blocks, until the same is wanted without it; with
+    an empty range I have let go of it, as if I had never asked.
     """
 
     start: Count
     stop: Count
-    ahead: bool = False
+    prefetch: bool = msgspec.field(default=False, name="ahead")
 
     @property
     def empty(self) -> bool:
@@ -330,9 +330,9 @@ class Cancel(_Shortened, TransferMessage, frozen=True, tag="Cancel"):
 
 
 AnyMessage = (
-    Hello | Welcome | Refuse | Stranger | Inspect | Report | LinkInvite | LinkAccept | LinkDown | Heartbeat
-    | HeartbeatAck | Partners | Elsewhere | Referral | Ahead | Offer | Want | Chunk | Grant | Sent | Done
-    | Failed | Cancel
+    Hello | Welcome | Refuse | UnknownPeer | Inspect | Report | LinkInvite | LinkAccept | LinkDown | Heartbeat
+    | HeartbeatAck | Partners | PromptOwner | Redirect | PrefetchOffer | Offer | Want | Chunk | Grant | Sent
+    | Done | Failed | Cancel
 )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from math import gcd
 from msgspec import Struct
 
 from p2pkv.interleave import Common
-from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
+from p2pkv.protocol.state_machine import RemoteProtocolError
 
 WIDEST = 16
 """Bytes that a thread of a GPU reads or writes at once, at the most."""

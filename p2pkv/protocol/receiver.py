@@ -15,7 +15,9 @@ from enum import Enum, auto
 from math import lcm
 
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.machine import (
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Offer, Piece, Sent, Want
+from p2pkv.protocol.pieces import Coverage
+from p2pkv.protocol.state_machine import (
     Decision,
     Finished,
     Machine,
@@ -26,14 +28,12 @@ from p2pkv.protocol.machine import (
     Table,
     Terms,
 )
-from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Coverage
 
 
 class LoadPhase(Enum):
     WAITING = auto()  # P has not begun
     OFFERED = auto()  # every source has begun
-    AHEAD = auto()  # P pushes it, although no request for it has come to D
+    PREFETCHING = auto()  # P pushes it, although no request for it has come to D
     LOADING = auto()  # D has said what it wants
     DONE = auto()  # all of it is in D's blocks
     ENDED = auto()  # failed or cancelled
@@ -41,7 +41,7 @@ class LoadPhase(Enum):
 
 class LoadEvent(Enum):
     OFFERED = auto()
-    AHEAD = auto()
+    PREFETCHING = auto()
     WANT = auto()
     NOTHING = auto()
     COMPLETE = auto()
@@ -51,8 +51,8 @@ class LoadEvent(Enum):
 _S, _E = LoadPhase, LoadEvent
 LOAD: Table[LoadPhase, LoadEvent] = {
     _S.WAITING: {_E.OFFERED: _S.OFFERED, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.OFFERED: {_E.AHEAD: _S.AHEAD, _E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.AHEAD: {_E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.OFFERED: {_E.PREFETCHING: _S.PREFETCHING, _E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
+    _S.PREFETCHING: {_E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
     _S.LOADING: {_E.COMPLETE: _S.DONE, _E.END: _S.ENDED},
     _S.DONE: {},
     _S.ENDED: {},
@@ -71,7 +71,7 @@ class _Announced:
     chunk: Chunk
     posted: bool = False
     sent: bool = False
-    kept: bool = False
+    stored: bool = False
 
 
 @dataclass
@@ -87,13 +87,13 @@ class Source:
     chunks: dict[int, _Announced] = field(default_factory=dict)
     _unsent: int = 0
     """Of `chunks`, those that P has not sent."""
-    _kept_bytes: int = 0
+    _stored_bytes: int = 0
     """Of chunks that have arrived and wait for blocks."""
 
     @property
     def satisfied(self) -> bool:
         """Whether this rank of P has sent all that it owes."""
-        return self._coverage is not None and self._coverage.left == self._kept_bytes
+        return self._coverage is not None and self._coverage.left == self._stored_bytes
 
     @property
     def complete(self) -> bool:
@@ -154,17 +154,17 @@ class Source:
     def keep(self, chunk: int, now: float) -> None:
         """Its bytes are on D, and wait there for blocks."""
         announced = self.chunks[chunk]
-        assert announced.sent and not announced.kept
-        announced.kept = True
-        self._kept_bytes += announced.chunk.nbytes
+        assert announced.sent and not announced.stored
+        announced.stored = True
+        self._stored_bytes += announced.chunk.nbytes
         self.last_heard = now
 
     def fill(self, chunk: int, now: float) -> None:
         announced = self.chunks.pop(chunk)
         assert self._coverage is not None and announced.sent
         self._coverage.filled(announced.chunk.nbytes)
-        if announced.kept:
-            self._kept_bytes -= announced.chunk.nbytes
+        if announced.stored:
+            self._stored_bytes -= announced.chunk.nbytes
         self.last_heard = now
 
 
@@ -179,9 +179,9 @@ class Receiver:
         digest: bytes,
         terms: Terms,
         now: float,
-        ahead: bool = False,
+        prefetch: bool = False,
     ) -> None:
-        """`ahead`: P has begun it, and no request for it has come to D yet; the caller bounds how long."""
+        """`prefetch`: P has begun it, and no request for it has come to D yet; the caller bounds how long."""
         self.key = key
         self.attempt = attempt
         self.tokens = tokens
@@ -195,9 +195,9 @@ class Receiver:
         """When it began to wait for P, or for blocks on D."""
         self.generation: str | None = None
         """Of the weights with which P computes the prompt; None before its first offer."""
-        self.nothing = False
+        self.wants_nothing = False
         """D has said that it wants none of it."""
-        self.ahead = ahead
+        self.prefetch = prefetch
 
     # What D's own engine does.
 
@@ -206,7 +206,7 @@ class Receiver:
         if self.sources or self.load.state is not LoadPhase.WAITING:
             return []
         self.sources = {rank: Source(assignment, now) for rank, assignment in assignments.items()}
-        if self.nothing:
+        if self.wants_nothing:
             return self._let_go()
         if self.sources:
             return []
@@ -216,9 +216,9 @@ class Receiver:
 
     def adopt(self, now: float) -> list[Decision]:
         """The request for what P has begun ahead has come to D."""
-        self.ahead = False
+        self.prefetch = False
         self.waits_since = now
-        return [Offered(self.generation)] if self.load.state is LoadPhase.AHEAD else []
+        return [Offered(self.generation)] if self.load.state is LoadPhase.PREFETCHING else []
 
     def want(self, start: int, stop: int, now: float) -> list[Decision]:
         """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P. Raises
@@ -226,7 +226,7 @@ class Receiver:
         if self.load.ended:
             return []
         if stop <= start:
-            self.nothing = True
+            self.wants_nothing = True
             return self._let_go() if self.sources or self._idle else []
         unit = lcm(*(source.assignment.unit for source in self.sources.values()))
         if start < 0 or stop > self.tokens or start % unit:
@@ -237,9 +237,9 @@ class Receiver:
         if self._idle:
             return self._let_go()
         self._moved = now
-        ahead = self.load.state is LoadPhase.AHEAD
+        prefetch = self.load.state is LoadPhase.PREFETCHING
         self.load.local(LoadEvent.WANT)
-        if ahead:
+        if prefetch:
             # A rank of P that has sent all that was taken ahead is released.
             stops = {rank: 0 if each.satisfied else self.tokens for rank, each in self.sources.items()}
             rest = [SendTo(rank, Want(self.key, self.attempt, 0, stop)) for rank, stop in stops.items()]
@@ -251,9 +251,9 @@ class Receiver:
         for rank, source in self.sources.items():
             source.want(start, stop, now)
             # Of rows for several tokens a short prompt has none.
-            none = source.complete and not self.ahead
+            none = source.complete and not self.prefetch
             wanted = (0, 0) if none else (start, stop)
-            out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.ahead)))
+            out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.prefetch)))
         return out
 
     def _completed(self) -> list[Decision]:
@@ -270,7 +270,7 @@ class Receiver:
     def again(self, attempt: int, lease_from: float) -> Receiver:
         """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
         known = self.tokens, self.digest, self.terms
-        other = Receiver(self.key, attempt, *known, lease_from, self.ahead)
+        other = Receiver(self.key, attempt, *known, lease_from, self.prefetch)
         other.waits_since = self.waits_since
         return other
 
@@ -300,9 +300,9 @@ class Receiver:
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(LoadEvent.OFFERED)
             self.waits_since = now
-            if not self.ahead:
+            if not self.prefetch:
                 return [Offered(self.generation)]
-            self.load.local(LoadEvent.AHEAD)
+            self.load.local(LoadEvent.PREFETCHING)
             return self._ask(0, self.tokens, now)
         return []
 
@@ -355,9 +355,9 @@ class Receiver:
         source = self._source(rank, attempt)
         return source.pieces(chunk) if source is not None else ()
 
-    def kept(self, rank: int, chunk: int, now: float) -> None:
+    def stored(self, rank: int, chunk: int, now: float) -> None:
         """The bytes of this chunk are on D, and wait there for blocks. This rank of P has delivered them."""
-        assert self.load.state is LoadPhase.AHEAD
+        assert self.load.state is LoadPhase.PREFETCHING
         self.sources[rank].keep(chunk, now)
 
     def scattered(self, rank: int, chunk: int, now: float) -> list[Decision]:
@@ -396,7 +396,7 @@ class Receiver:
         """The end of what this state may last although P answers; None if another bounds it."""
         if self.load.state is LoadPhase.LOADING:
             return self._moved + self.terms.stall
-        return None if self.ahead or self._idle else self.waits_since + self.terms.wait
+        return None if self.prefetch or self._idle else self.waits_since + self.terms.wait
 
     def tick(self, now: float, reached: bool = False) -> list[Decision]:
         """End what has outlived its lease or its bound. `reached`: there is a connection to P's rank 0, which
@@ -461,7 +461,7 @@ class Receiver:
         if self.load.ended:
             return []
         # P keeps what was begun ahead for a request that may still come.
-        last = Want(self.key, self.attempt, 0, 0, ahead=True) if self.ahead else farewell
+        last = Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
         self.load.local(LoadEvent.END)
         ends = [SendTo(rank, last) for rank in self.sources if rank != but]
         return [*ends, Finished(False, reason)]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.machine import (
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
+from p2pkv.protocol.pieces import Computed, Cutter
+from p2pkv.protocol.state_machine import (
     Decision,
     Finished,
     LocalProtocolError,
@@ -26,8 +28,6 @@ from p2pkv.protocol.machine import (
     Terms,
     Transmit,
 )
-from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Computed, Cutter
 
 
 class PromptPhase(Enum):
@@ -69,7 +69,7 @@ PROMPT: Table[PromptPhase, PromptEvent] = {
 
 class SendPhase(Enum):
     CLAIMED = auto()  # D's rank waits for this prompt
-    AHEAD = auto()  # it takes all of it, although no request for it has come; the blocks stay
+    PREFETCHING = auto()  # it takes all of it, although no request for it has come; the blocks stay
     SENDING = auto()  # it said which tokens it wants
     DRAINED = auto()  # all of them have been read from the blocks
     DONE = auto()  # and are in D's blocks
@@ -77,7 +77,7 @@ class SendPhase(Enum):
 
 
 class SendEvent(Enum):
-    AHEAD = auto()
+    PREFETCHING = auto()
     WANT = auto()
     NOTHING = auto()
     DRAIN = auto()
@@ -87,8 +87,13 @@ class SendEvent(Enum):
 
 _S, _SE = SendPhase, SendEvent
 SEND: Table[SendPhase, SendEvent] = {
-    _S.CLAIMED: {_SE.AHEAD: _S.AHEAD, _SE.WANT: _S.SENDING, _SE.NOTHING: _S.DONE, _SE.END: _S.ENDED},
-    _S.AHEAD: {_SE.WANT: _S.SENDING, _SE.NOTHING: _S.DONE, _SE.END: _S.ENDED},
+    _S.CLAIMED: {
+        _SE.PREFETCHING: _S.PREFETCHING,
+        _SE.WANT: _S.SENDING,
+        _SE.NOTHING: _S.DONE,
+        _SE.END: _S.ENDED,
+    },
+    _S.PREFETCHING: {_SE.WANT: _S.SENDING, _SE.NOTHING: _S.DONE, _SE.END: _S.ENDED},
     _S.SENDING: {_SE.DRAIN: _S.DRAINED, _SE.END: _S.ENDED},
     _S.DRAINED: {_SE.DONE: _S.DONE, _SE.END: _S.ENDED},
     _S.DONE: {},
@@ -132,7 +137,7 @@ class SendState:
         extents = self.assignment.extents(message.start, message.stop)
         if self.cutter is not None and self.cutter.extents != extents:
             raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.extents}")
-        self.machine.remote(SendEvent.AHEAD if message.ahead else SendEvent.WANT)
+        self.machine.remote(SendEvent.PREFETCHING if message.prefetch else SendEvent.WANT)
         self.cutter = self.cutter or Cutter(extents)
 
     def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
@@ -337,7 +342,7 @@ class Sender:
         send = self._live(rank, message.attempt)
         if send is None:
             return []
-        if message.ahead:
+        if message.prefetch:
             self._withdraw(rank)
             return []
         send.machine.remote(SendEvent.NOTHING)
@@ -374,7 +379,7 @@ class Sender:
         send = self.sends.get(rank)
         if send is None:
             return []
-        if send.machine.state is SendPhase.AHEAD:
+        if send.machine.state is SendPhase.PREFETCHING:
             self._withdraw(rank, restarted)
             return [SendTo(rank, Failed(self.key, send.attempt, reason))]
         # After a restart D may count its attempts from the start again.
@@ -442,7 +447,7 @@ class Sender:
     def tick(self, now: float, paused_since: float | None = None) -> list[Decision]:
         """End what has outlived its lease, or P's patience."""
         for rank, send in self._open():
-            if send.machine.state is SendPhase.AHEAD and now - send.last_heard >= self.terms.lease:
+            if send.machine.state is SendPhase.PREFETCHING and now - send.last_heard >= self.terms.lease:
                 self._withdraw(rank)
         leased, kept = self._leased_until, self.kept_until(paused_since)
         if leased is not None and now >= leased:
@@ -497,7 +502,7 @@ class Sender:
                 send.machine.local(SendEvent.DRAIN)
         if self.prompt.state not in (PromptPhase.OFFERED, PromptPhase.COMPUTED) or not self._all_claimed():
             return []
-        reading = SendPhase.CLAIMED, SendPhase.AHEAD, SendPhase.SENDING
+        reading = SendPhase.CLAIMED, SendPhase.PREFETCHING, SendPhase.SENDING
         if any(send.machine.state in reading for send in self.sends.values()):
             return []
         self.prompt.local(PromptEvent.RELEASE)

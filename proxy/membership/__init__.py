@@ -45,7 +45,7 @@ class Membership:
         """One ping, from a discovery socket or made up for a listed instance."""
         now = self.clock()
         if self.registry.observe(ping, now, source) is not None:
-            self.prober.hurry.set()
+            self.prober.wakeup.set()
         self.partners.answer(ping, source, now)
 
     def on_change(self, call: Callable[[], None]) -> None:

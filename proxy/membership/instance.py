@@ -1,8 +1,8 @@
 """One engine as its pings and its answers show it: what it serves, whether it is well, how busy it is.
 
-How busy it is (`in_flight`, `places`, `alone`, `coming`, `tokens`) only its own methods write. They keep
-`order` up to date, by which policies compare instances: so choosing the least busy one of a thousand computes
-nothing. No IO, no clock; all `now` are seconds of one monotonic clock.
+How busy it is (`in_flight`, `places`, `decode_alone`, `expected`, `tokens`) only its own methods write. They
+keep `order` up to date, by which policies compare instances: so choosing the least busy one of a thousand
+computes nothing. No IO, no clock; all `now` are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ InstanceRole = Literal["P", "D", "both"]
 InstanceKey = tuple[InstanceRole, Address, int]
 ROLE_NAMES: dict[InstanceRole, str] = {"P": "prefill", "D": "decode", "both": "prefill and decode"}
 Kind = tuple[frozenset[str], str, int]
-Loss = Literal["gone", "silent", "hung", "stopped", "late", "moved"]
+LossReason = Literal["gone", "silent", "hung", "stopped", "late", "moved"]
 """Why a call to an instance is given up; blame.CallEnd explains each."""
 VOUCHING_VERSION = 4
 """From this version of the pings on, an instance sends none while its engine does not get on."""
@@ -69,7 +69,7 @@ class PingSource(Protocol):
     def member(self) -> bool:
         """Whether it has shown the members' key."""
 
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether it has not been closed."""
 
     def answer(self, frame: bytes) -> bool:
@@ -85,7 +85,7 @@ class ListedSource:
     pinged: bool = False
     member: bool = False
 
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         return self.answers
 
     def answer(self, frame: bytes) -> bool:
@@ -181,7 +181,7 @@ class Breaker:
         return now - self._last_failure > _BREAKER_FORGET_SECONDS
 
 
-class _Candidacy:
+class _RoutingFlag:
     """Something that decides whether an instance is given requests; false at first. It calls `changed` when
     it is set."""
 
@@ -217,11 +217,11 @@ class Instance:
         cache: names its cache of KV, which is empty after a restart.
         point: where it lies on the ring of partners; the same after a restart.
         places: requests that have a place at this D and have not ended.
-        alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
-        coming: requests that this P has been chosen for, and that are not in flight yet.
+        decode_alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
+        expected: requests that this P has been chosen for, and that are not in flight yet.
         tokens: of prompts, estimated: those that this P has to compute, coming and in flight; or those of
             the requests that have a place at this D.
-        ahead: tokens of prompts whose KV this D takes before it is asked for them.
+        prefetch_tokens: tokens of prompts whose KV this D takes before it is asked for them.
         turn: the number of the latest choice that fell on it.
         order: the smaller, the less busy: work in tokens, requests, turn.
         full: the D's whose `room` for places is taken; it is in there, too, while it is one of them.
@@ -229,7 +229,7 @@ class Instance:
         left: when it said goodbye; None if it has not.
     """
 
-    healthy, drained, paused = _Candidacy(), _Candidacy(), _Candidacy()
+    healthy, drained, paused = _RoutingFlag(), _RoutingFlag(), _RoutingFlag()
 
     ping: Ping
     last_seen: float
@@ -239,10 +239,10 @@ class Instance:
     context: int = 0
     in_flight: int = 0
     places: int = 0
-    alone: int = 0
-    coming: int = 0
+    decode_alone: int = 0
+    expected: int = 0
     tokens: int = 0
-    ahead: int = 0
+    prefetch_tokens: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     order: tuple[float, int, int] = (0.0, 0, 0)
@@ -253,7 +253,7 @@ class Instance:
     neighbours: Callable[[], Iterable[Instance]] = field(default=tuple)
     room: float = float("inf")
     full: set[Instance] = field(default_factory=set)
-    _ends: set[Callable[[Loss], None]] = field(default_factory=set)
+    _ends: set[Callable[[LossReason], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         ping, self.last_sign = self.ping, self.last_seen
@@ -274,7 +274,7 @@ class Instance:
         self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
         self.changed()
 
-    def may_be(self, role: Role) -> bool:
+    def has_role(self, role: Role) -> bool:
         """Whether it can be the P, or the D, of a request."""
         return self.role in (role, "both")
 
@@ -299,7 +299,7 @@ class Instance:
     @property
     def load(self) -> int:
         """Requests that are here or on their way."""
-        expected = self.in_flight + self.coming
+        expected = self.in_flight + self.expected
         return expected if expected > self.places else self.places
 
     def state(self, now: float, *, needed: bool) -> str:
@@ -351,11 +351,11 @@ class Instance:
             return mine.fit == theirs.fit
         return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
 
-    def count_place(self, more: int, *, alone: bool, tokens: int = 0) -> None:
+    def count_place(self, more: int, *, decode_alone: bool, tokens: int = 0) -> None:
         """This D gets so many requests `more`, of so many tokens each; -1: one has ended, or goes elsewhere.
-        `alone`: it computes the prompt in a P's place."""
+        `decode_alone`: it computes the prompt in a P's place."""
         self.places += more
-        self.alone += more * alone
+        self.decode_alone += more * decode_alone
         self._weigh(more * tokens)
         if self.places >= self.room:
             self.full.add(self)
@@ -365,11 +365,11 @@ class Instance:
     def expect(self, more: int, tokens: int = 0) -> None:
         """This P has been chosen for so many requests `more`; -1: one is in flight, has ended, or goes
         elsewhere."""
-        self.coming += more
+        self.expected += more
         self._weigh(more * tokens)
 
     @contextmanager
-    def busy(self, end: Callable[[Loss], None], tokens: int = 0) -> Iterator[None]:
+    def busy(self, end: Callable[[LossReason], None], tokens: int = 0) -> Iterator[None]:
         """Counts one request as in flight here, with the `tokens` that it computes, if it is a P's; `end`
         is called if the instance is lost."""
         self.in_flight += 1
@@ -382,10 +382,10 @@ class Instance:
             self._weigh(-tokens)
             self._ends.discard(end)
 
-    def expect_ahead(self, tokens: int) -> None:
+    def count_prefetch(self, tokens: int) -> None:
         """So many more tokens of KV come to this D before it is asked for them; less than 0: they have been
         taken, or will not come."""
-        self.ahead += tokens
+        self.prefetch_tokens += tokens
 
     def take_turn(self, turn: int) -> None:
         self.turn = turn
@@ -406,7 +406,7 @@ class Instance:
         for each in (self, *self.neighbours()):
             each.healthy = False
 
-    def lost(self, loss: Loss) -> None:
+    def lost(self, loss: LossReason) -> None:
         """It gets no more requests, and the calls in flight end."""
         self.healthy = False
         for end in list(self._ends):
@@ -419,13 +419,13 @@ class Instance:
 
 def least_busy(instances: Sequence[Instance]) -> Instance:
     """The one with the least to do, of at least one; among equals, the one whose turn was longest ago. Of
-    more than `MOST_COMPARED` so many are drawn, and compared."""
-    if len(instances) > MOST_COMPARED:
-        instances = random.choices(instances, k=MOST_COMPARED)
+    more than `MAX_COMPARED` so many are drawn, and compared."""
+    if len(instances) > MAX_COMPARED:
+        instances = random.choices(instances, k=MAX_COMPARED)
     return min(instances, key=_ORDER)
 
 
-MOST_COMPARED = 128
+MAX_COMPARED = 128
 _ORDER = attrgetter("order")
 
 

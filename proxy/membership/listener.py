@@ -14,7 +14,14 @@ import zmq
 import zmq.asyncio
 
 from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping
-from p2pkv.control.security import Members, Watch, ZapHandler, event_of, failure_of, limit_handshake
+from p2pkv.control.security import (
+    HandshakeMonitor,
+    Members,
+    ZapHandler,
+    event_of,
+    failure_of,
+    limit_handshake,
+)
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -34,7 +41,7 @@ class PingConnection:
     identity: bytes
     member: bool
 
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         """An empty message, which no instance reads, could be sent to it."""
         return isinstance(self._send(b""), zmq.Again | None)
 
@@ -69,7 +76,7 @@ class Listener:
         self._zap = ZapHandler(members, None)
         self._asked = cast("zmq.asyncio.Socket", self._zap.open(self._context))
         self._router = self._context.socket(zmq.ROUTER)
-        self._watch = Watch(self._router)
+        self._watch = HandshakeMonitor(self._router)
         self._failures = cast("zmq.asyncio.Socket", self._watch.socket)
         try:
             _configure(self._router, ipv6="[" in endpoint)

@@ -81,7 +81,7 @@ class PartnerLists:
         return self._rings[decode.kind]
 
 
-class Nearby:
+class LinkedPairs:
     """With which D's a P makes pairs in a fleet where an instance keeps links to `most` others only: those
     that connect to it before any request, as `PartnerLists` has told them. A request for another pair would
     have to build a link, and close one that others need."""
@@ -95,7 +95,7 @@ class Nearby:
         self._usual = max(2, self._each * len(self._ds) // len(self._ps))
 
     @classmethod
-    def of(cls, prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> Nearby | None:
+    def of(cls, prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> LinkedPairs | None:
         """None if all links can stand, or nothing is known about that."""
         most = min((each.ping.partners for each in decoders), default=0)
         if not most or max(len(prefillers), len(decoders)) <= most:

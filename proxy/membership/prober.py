@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
-_MOST_BYTES = 16 << 20  # of a list of models
+_MAX_BYTES = 16 << 20  # of a list of models
 _COMPLAIN_SECONDS = 600.0  # between two lines about one instance whose engine seems to hang
 _GOODBYE_SECONDS = 1.0
 """After a goodbye, for the answers that were complete."""
@@ -58,7 +58,7 @@ class Prober:
     _registry: Registry
     _clock: Callable[[], float]
     changed: Callable[[], None] = lambda: None
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    wakeup: asyncio.Event = field(default_factory=asyncio.Event)
     """A new instance is there: probe without waiting for the next round."""
     _complaints: RateLimit = field(default_factory=lambda: RateLimit(seconds=_COMPLAIN_SECONDS))
     _gone: set[Instance] = field(default_factory=set)
@@ -67,14 +67,14 @@ class Prober:
     async def run(self) -> None:
         """Probes until cancelled."""
         while True:
-            self.hurry.clear()
+            self.wakeup.clear()
             try:
                 await self.round()
             except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
-                    await self.hurry.wait()
+                    await self.wakeup.wait()
             except TimeoutError:
                 continue
 
@@ -153,8 +153,8 @@ class Prober:
                     body = bytearray()
                     async for chunk in answer.content.iter_any():
                         body += chunk
-                        if len(body) > _MOST_BYTES:
-                            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+                        if len(body) > _MAX_BYTES:
+                            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
                     listed = _models.decode(body).data
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)

@@ -167,14 +167,14 @@ class Registry:
         if isinstance(known.source, ListedSource) and known.source != source:
             known.source.pinged, known.source = True, source
             known.learn(known.names, known.context)
-        elif known.source is None or (source != known.source and not known.source.stands()):
+        elif known.source is None or (source != known.source and not known.source.is_connected()):
             known.source = source
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
         for each in self._instances.values():
             same = (
-                (newcomer.role == "both" or each.may_be(newcomer.role))
+                (newcomer.role == "both" or each.has_role(newcomer.role))
                 and each.zmq_address == newcomer.zmq_address
                 and each.url != newcomer.url
             )
@@ -189,7 +189,7 @@ class Registry:
             return False
         if newcomer.source is not None and newcomer.source.member and not holder.source.member:
             return False
-        return now - holder.last_seen <= self.life * _DOUBT and holder.source.stands()
+        return now - holder.last_seen <= self.life * _DOUBT and holder.source.is_connected()
 
     def _refuse(self, newcomer: Instance, holder: Instance, now: float) -> None:
         self.claims_refused += 1
@@ -326,12 +326,12 @@ class Registry:
 
     def known(self, role: Role) -> list[Instance]:
         """Those that can be P, or D, instances of both roles included."""
-        return [instance for instance in self._instances.values() if instance.may_be(role)]
+        return [instance for instance in self._instances.values() if instance.has_role(role)]
 
     def routable(self, role: Role, now: float) -> list[Instance]:
         """Those that are neither gone nor drained nor paused, and were healthy when they were last asked; of
         these some may be silent."""
-        return [each for each in self.candidates() if each.may_be(role) and self.alive(each, now)]
+        return [each for each in self.candidates() if each.has_role(role) and self.alive(each, now)]
 
     def candidates(self) -> list[Instance]:
         """Those that are neither drained nor paused, and were healthy when they were last asked."""
@@ -345,7 +345,9 @@ class Registry:
         """Whether it pings, or its connection stands and its lease is not over."""
         if not instance.silent(now):
             return True
-        return not self.overdue(instance, now) and instance.source is not None and instance.source.stands()
+        return (
+            not self.overdue(instance, now) and instance.source is not None and instance.source.is_connected()
+        )
 
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""

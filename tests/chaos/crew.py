@@ -35,7 +35,7 @@ class Crew:
     def do(self, command: do.Command) -> None:
         """Every rank carries it out."""
         match command:
-            case do.Expect(key) | do.Hold(key):
+            case do.Expect(key) | do.HoldPrompt(key):
                 self._keys[key] = _Key()
             case do.Load(key):
                 self._keys[key].ordered = True

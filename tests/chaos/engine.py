@@ -26,8 +26,6 @@ from chaos.forward import Forward
 from chaos.model import ONE_GROUP, Memory, Model, RankPages, Violation, hello_of, make_rank_pages
 from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
-from engine_support import BUSY, soon_on_engine_thread
-from faulty_links import Faults, FaultyLinks
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
@@ -37,12 +35,14 @@ from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
+from support.engine.engines import BUSY, soon_on_engine_thread
+from support.links.faulty import Faults, FaultyLinks
 
 SECRET = b"a secret of the chaos run"
 STAGING = 1 << 20
 """Of a rank."""
 
-MOST_TP = 2
+MAX_TP = 2
 """Two cores and six engines, each rank a thread: more of them would be late because of each other."""
 
 TURN_SECONDS = 0.003
@@ -127,7 +127,7 @@ class Side:
         )
         self.links = [FaultyLinks(links(inside.host), Faults()) for _ in range(build.ranks)]
         # What a P sends in shared memory lies in the windows of the D's ranks, each within its own staging.
-        self._staging = STAGING * (MOST_TP * len(DECODES) if role == "P" else 1)
+        self._staging = STAGING * (MAX_TP * len(DECODES) if role == "P" else 1)
         room = {"staging_bytes": STAGING, "prefetch_bytes": STAGING, "chunk_bytes": 16384}
         options = build.options(role, outside, secret=SECRET, **room)
         pages = build.pages()

@@ -8,11 +8,11 @@ import threading
 
 import zmq
 from chaos.engine import SECRET
-from hostile_support import RAW, dealer, nonsense, shout
 
 from p2pkv.control.security import members_of
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
+from support.hostile import RAW, dealer, nonsense, shout
 
 MESSAGES = 100
 ANSWER_SECONDS = 3.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chaos.engine import MOST_TP, Build
+from chaos.engine import MAX_TP, Build
 from chaos.hostile import harass
 from chaos.jobs import GRACE, Jobs, Run
 from chaos.machines import Machine, hear
@@ -43,7 +43,7 @@ def draw_machines(seed: int | str, model: Model) -> list[Machine]:
     draw, groups = random.Random(f"ranks {seed}"), random.Random(f"groups {seed}").choice(GROUPS)
     machines = []
     for names in (PREFILLS, DECODES):
-        builds = [Build(model, draw.randint(1, MOST_TP)) for _ in names]
+        builds = [Build(model, draw.randint(1, MAX_TP)) for _ in names]
         first = None
         if names[0][0] in groups:
             builds = [replace(builds[0], index=each, engines=len(names)) for each in range(len(names))]

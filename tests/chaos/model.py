@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import lcm
 
-import engine_support
 import torch
 
 from p2pkv.config import Options
@@ -20,6 +19,7 @@ from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.kv.layouts import plane_of
 from p2pkv.protocol.messages import Cache, Hello, KvGroup
 from p2pkv.sharding import Shape
+from support.engine import engines as engine_support
 
 CANARY = 0x5AFE5AFE
 """What free blocks hold: who finds something else has found a write into a block that nobody had."""

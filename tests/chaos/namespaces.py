@@ -27,7 +27,7 @@ TOOLS = ("unshare", "nsenter", "ip", "tc")
 SECONDS = 10.0
 """No command takes so long."""
 
-MOST_SECONDS = 900
+MAX_SECONDS = 900
 """The namespaces go by themselves after this, whatever becomes of the test."""
 
 
@@ -73,7 +73,7 @@ class Cable:
     def _keep(self, side: str, before: list[str], *kinds: str) -> None:
         """A process that keeps a new namespace open."""
         keeper = subprocess.Popen(
-            [*before, "unshare", *kinds, "sleep", str(MOST_SECONDS)],
+            [*before, "unshare", *kinds, "sleep", str(MAX_SECONDS)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )

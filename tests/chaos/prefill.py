@@ -9,10 +9,10 @@ from typing import Any
 
 from chaos.forward import LAYER_SECONDS, Forward
 from chaos.model import NULL, Tables
-from engine_support import READY
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.engine.engines import READY
 
 
 @dataclass
@@ -45,7 +45,9 @@ class PrefillSide(Forward):
         self._prompts[prompt.key] = prompt
         self._queue.append(prompt)
         here = self.crew.ranks[0].context.hello.addresses[0]
-        self.crew.do(do.Hold(prompt.key, prompt.decode, None if here == str(prompt.named) else prompt.named))
+        self.crew.do(
+            do.HoldPrompt(prompt.key, prompt.decode, None if here == str(prompt.named) else prompt.named)
+        )
 
     def empty(self) -> bool:
         """A P keeps nothing."""

@@ -18,12 +18,12 @@ from functools import partial
 
 import msgspec
 from chaos.engine import STAGING
-from faulty_links import WrappedLinks
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.links.base import Inbound, LinkFactory, decode_blob, encode_blob
 from p2pkv.links.host import HostAcceptance, HostLinks
 from p2pkv.pairing import Address
+from support.links.faulty import WrappedLinks
 
 THERE, BACK = "there", "back"
 """The ways of a connection: from whoever dialed, and to it."""

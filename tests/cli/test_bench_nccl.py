@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from nccl_fakes import UNIQUE_ID, fake_cupy
 
 from p2pkv.bench import fanout, nccl
 from p2pkv.bench.fanout import FAN_OUTS, FanOut, device_of, fan_out
@@ -29,6 +28,7 @@ from p2pkv.bench.harness import (
 from p2pkv.bench.memory import HEADS, TOKEN_BYTES, Memory
 from p2pkv.bench.nccl import SIZES, messages
 from p2pkv.cli import main
+from support.nccl.fakes import UNIQUE_ID, fake_cupy
 
 SMALL = [64 << 10, 1 << 20]
 ROW = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "link": [1e9], "push": [1e9]}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_support import Geometry, make_engine
-from ipc_simulated import SimulatedGpu, SimulatedMemory
-from memory_links import MemoryNetwork
-from nccl_fakes import fake_cupy, install
 
 from p2pkv.cli import main
 from p2pkv.cli.doctor import Finding, examine, ipc_sentence
 from p2pkv.trust import SECRET_VARIABLE
+from support.cuda.ipc import SimulatedGpu, SimulatedMemory
+from support.engine.engines import Geometry, make_engine
+from support.links.memory import MemoryNetwork
+from support.nccl.fakes import fake_cupy, install
 
 SECRET = "a secret of the tests"
 

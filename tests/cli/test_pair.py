@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_support import Geometry, engines
-from links_support import nccl_links
-from memory_links import MemoryNetwork
 
 from p2pkv.cli import main, pair
 from p2pkv.cli.doctor import Finding
@@ -24,6 +21,9 @@ from p2pkv.links.base import LinkError, LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE
+from support.engine.engines import Geometry, engines
+from support.links.memory import MemoryNetwork
+from support.links.pairs import nccl_links
 
 ROOT = Path(__file__).parents[2]
 SECRET, OTHER = "a secret of the tests", "another one of the tests"

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_sources import Sources
+
+from support.connector.vllm_sources import Sources
 
 
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    """Starts engines of real ranks: see `real_ranks_support.starting`."""
-    from real_ranks_support import starting
+    """Starts engines of real ranks: see `real_ranks.starting`."""
+    from support.connector.real_ranks import starting
 
     with starting() as start:
         yield start

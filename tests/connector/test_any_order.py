@@ -1,6 +1,6 @@
 """Whatever happens in whatever order: nothing hangs, nothing leaks, vLLM is told of each request once.
 
-The made-up engine of connector_support refuses every command that the real one could not carry out.
+The made-up engine of support/connector refuses every command that the real one could not carry out.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable
 
 import pytest
-from connector_support import Fact, FakeRank, Instance, inner_id, pair_id, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
 from p2pkv.connector.metadata import StepMetadata
+from support.connector.instances import Fact, FakeRank, Instance, inner_id, pair_id, tokens
 
 pytestmark = pytest.mark.vllm
 

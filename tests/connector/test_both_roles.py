@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from connector_support import inner_id, make_request, pair_id, tokens
-from real_ranks_support import ask, ask_both, finish, listening, pings, run
 
 from p2pkv.control.discovery import encode_partners
+from support.connector.instances import inner_id, make_request, pair_id, tokens
+from support.connector.real_ranks import ask, ask_both, finish, listening, pings, run
 from support.waiting import wait_for
 
 BOTH = ("both", "both")
@@ -39,7 +39,7 @@ def test_a_request_that_names_the_instance_twice_is_a_plain_one(engines: Any) ->
     finish(a, b)
     assert a.ended == {request.request_id: "length", "a plain one": "length"}
     assert sum(a.computed.values()) == 88
-    assert not [meta for meta in a.metas if meta.orders], "no transfer"
+    assert not [meta for meta in a.metas if meta.has_commands], "no transfer"
 
 
 def test_what_one_role_has_loaded_is_a_prefix_for_the_other(engines: Any) -> None:

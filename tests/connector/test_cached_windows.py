@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from connector_support import ATTENTION, BLOCK, kv_groups, make_request, tokens
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from p2pkv.connector import describe
 from p2pkv.protocol.handshake import row_format
 from p2pkv.protocol.messages import KvGroup
+from support.connector.instances import ATTENTION, BLOCK, kv_groups, make_request, tokens
 
 
 def _sees_window(window: int, ahead: int, block: int) -> SlidingWindowSpec:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from connector_support import inner_id, pair_id, tokens
-from real_ranks_support import Engine, run
 from vllm.v1.request import Request
 
 from p2pkv.connector.scheduler import LoadState
 from p2pkv.engine.context import Context
+from support.connector.instances import inner_id, pair_id, tokens
+from support.connector.real_ranks import Engine, run
 
 pytestmark = pytest.mark.vllm
 
@@ -48,8 +48,8 @@ class Play:
 
     # Of D
 
-    def asking(self) -> Any:
-        return self.d.scheduler.connector.consuming.asking[self.id]
+    def pending_loads(self) -> Any:
+        return self.d.scheduler.connector.consumer.pending_loads[self.id]
 
     def ended(self, engine: Engine) -> bool:
         return self.id in engine.ended
@@ -81,21 +81,21 @@ class Play:
         self.ask_both()
         self.p.step()
         run([self.d], lambda: self.d.count("bytes_scattered"))
-        assert self.asking().state is LoadState.LOADING
+        assert self.pending_loads().state is LoadState.LOADING
 
     def d_waiting_for_admission(self) -> None:
         """P has computed it, and D has no room for it."""
         self.d.admits(False)
         self.ask_both()
-        self.both_until(lambda: self.asking().begun and self.ended(self.p))
-        assert self.asking().state is LoadState.WAITING
+        self.both_until(lambda: self.pending_loads().begun and self.ended(self.p))
+        assert self.pending_loads().state is LoadState.WAITING
 
     def just_admitted(self) -> None:
         """D's scheduler has given it pages, and its workers have not heard of it."""
         self.d_waiting_for_admission()
         self.d.admits(True)
         self.d.scheduled = self.d.scheduler.schedule()
-        assert self.asking().state is LoadState.LOADING
+        assert self.pending_loads().state is LoadState.LOADING
         self.d._running.append((self.d.scheduled, self.d._run(self.d.scheduled)))
 
     def decoding(self) -> None:

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_support import Instance, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 
@@ -24,6 +23,7 @@ from p2pkv.connector.core_beats import BEAT_SECONDS, BeatListener, BeatSender, s
 from p2pkv.control.discovery import Workload
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine.liveness import Beat
+from support.connector.instances import Instance, inner_id, pair_id, tokens
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm

@@ -6,8 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from connector_support import tokens
-from real_ranks_support import Engine, ask, finish, preempt_all, run
+
+from support.connector.instances import tokens
+from support.connector.real_ranks import Engine, ask, finish, preempt_all, run
 
 pytestmark = pytest.mark.vllm
 
@@ -58,9 +59,9 @@ def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engi
         at_p(p, d, index)
     for index in (1, 0):
         at_d(p, d, index)
-    begun = d.scheduler.connector.consuming.asking
+    begun = d.scheduler.connector.consumer.pending_loads
     d.admits(False)
-    run([p, d], lambda: [asking.begun for asking in begun.values()] == [[""], [""]])
+    run([p, d], lambda: [pending.begun for pending in begun.values()] == [[""], [""]])
     d.admits(True)
     finish(p, d)
     assert list(d.ended.values()) == ["length"] * 2

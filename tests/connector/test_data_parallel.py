@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import zmq
-from connector_support import BLOCK, inner_id, pair_id, tokens
-from real_ranks_support import ask, finish, run
 
 from p2pkv.pairing import Address
-from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.messages import Elsewhere, Referral, encode
+from p2pkv.protocol.messages import PromptOwner, Redirect, encode
+from p2pkv.protocol.state_machine import RemoteProtocolError
+from support.connector.instances import BLOCK, inner_id, pair_id, tokens
+from support.connector.real_ranks import ask, finish, run
 
 pytestmark = pytest.mark.vllm
 
@@ -76,7 +76,7 @@ def test_p_is_released_whichever_of_its_engines_d_has_asked(engines: Any, why: s
 
 
 def test_referrals_to_engines_of_other_instances_are_refused(engines: Any) -> None:
-    """`Elsewhere` to a P, and `Referral` to a D."""
+    """`PromptOwner` to a P, and `Redirect` to a D."""
     group = engines(1, 1, data_parallel=(2, 1))
     p, d = group[0], group[2]
     counted = p.workers[0].rank.counters.values
@@ -85,12 +85,12 @@ def test_referrals_to_engines_of_other_instances_are_refused(engines: Any) -> No
         line.connect(f"tcp://{p.address}")
         for stranger in (str(p.address), "10.0.0.9:21001", "no address"):
             before = counted["messages_refused"]
-            line.send(encode(Elsewhere(stranger, ("k",))))
+            line.send(encode(PromptOwner(stranger, ("k",))))
             run(group, lambda before=before: counted["messages_refused"] == before + 1)
-    assert not p.workers[0].rank.core.roles[0].transfers._referrals._elsewhere
+    assert not p.workers[0].rank.core.roles[0].transfers._redirects._owners
     peer = SimpleNamespace(hello=p.workers[0].rank.context.hello, address=str(p.address))
     with pytest.raises(RemoteProtocolError, match="no engine of"):
-        d.workers[0].rank.core.roles[0].transfers.referred(peer, Referral("k", 1, "10.0.0.9:21001"), 0.0)
+        d.workers[0].rank.core.roles[0].transfers.redirected(peer, Redirect("k", 1, "10.0.0.9:21001"), 0.0)
 
 
 def test_an_id_that_names_another_instance_is_served_alone(
@@ -99,7 +99,7 @@ def test_an_id_that_names_another_instance_is_served_alone(
     p, d = engines(2, 1, data_parallel=(1, 1))
     for name in (p.address.shifted(1), Address("127.0.0.1", p.address.port - 2), Address("10.0.0.9", 1)):
         p.ask(inner_id(pair_id(f"{name}", prefill=name, decode=d.address)), tokens(20), max_tokens=1)
-        assert p.scheduler.connector.producing is not None
-        assert not p.scheduler.connector.producing.busy
+        assert p.scheduler.connector.producer is not None
+        assert not p.scheduler.connector.producer.busy
         assert "served here, alone" in caplog.text
         caplog.clear()

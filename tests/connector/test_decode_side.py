@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from connector_support import BLOCK, Instance, asked, each_pace, each_policy, inner_id, pair_id, tokens
 from vllm.v1.core.sched.interface import PauseState
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.connector.instances import (
+    BLOCK,
+    Instance,
+    asked,
+    each_pace,
+    each_policy,
+    inner_id,
+    pair_id,
+    tokens,
+)
 
 pytestmark = pytest.mark.vllm
 

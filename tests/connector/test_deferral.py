@@ -5,16 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, Instance, asked, each_pace, inner_id, make_request, pair_id, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from multi_support import MultiInstance
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.connector.instances import (
+    BLOCK,
+    Instance,
+    asked,
+    each_pace,
+    inner_id,
+    make_request,
+    pair_id,
+    tokens,
+)
+from support.connector.multi import MultiInstance
 
 pytestmark = pytest.mark.vllm
 

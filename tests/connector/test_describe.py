@@ -14,21 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from connector_support import (
-    ATTENTION,
-    BLOCK,
-    FULL,
-    LAYERS,
-    P_ADDRESS,
-    SMALL,
-    be_data_parallel,
-    caches_of,
-    hello_with,
-    kv_cache_config,
-    kv_groups,
-    vllm_config,
-    write,
-)
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -59,6 +44,21 @@ from p2pkv.connector.describe import (
 )
 from p2pkv.connector.identity import ENDS_BYTES, fingerprint
 from p2pkv.protocol.messages import Hello
+from support.connector.instances import (
+    ATTENTION,
+    BLOCK,
+    FULL,
+    LAYERS,
+    P_ADDRESS,
+    SMALL,
+    be_data_parallel,
+    caches_of,
+    hello_with,
+    kv_cache_config,
+    kv_groups,
+    vllm_config,
+    write,
+)
 
 pytestmark = pytest.mark.vllm
 

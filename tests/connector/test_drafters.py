@@ -9,7 +9,32 @@ from typing import Any
 
 import pytest
 import torch
-from connector_support import (
+from msgspec import structs
+from vllm.config import LoadConfig, VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from p2pkv.config import ConfigError
+from p2pkv.connector import describe
+from p2pkv.connector.describe import (
+    Layers,
+    cache_of,
+    local_groups,
+    prompt_tail,
+    refuse_what_cannot_pair,
+)
+from p2pkv.connector.identity import Pairs, drafter_of
+from p2pkv.connector.metadata import WorkerMetadata
+from p2pkv.connector.scheduler import (
+    BlockTables,
+    ConsumerScheduler,
+    HeldBlocks,
+    ProducerScheduler,
+)
+from p2pkv.demo.tiny_model import TinyLlama
+from p2pkv.engine import commands as do
+from p2pkv.protocol.handshake import Refused, fit, negotiate
+from p2pkv.protocol.messages import Hello
+from support.connector.instances import (
     BLOCK,
     D_ADDRESS,
     FULL,
@@ -28,32 +53,7 @@ from connector_support import (
     vllm_config,
     write,
 )
-from msgspec import structs
-from tiny_eagle import TinyEagle
-from vllm.config import LoadConfig, VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
-
-from p2pkv.config import ConfigError
-from p2pkv.connector import describe
-from p2pkv.connector.describe import (
-    Layers,
-    cache_of,
-    local_groups,
-    prompt_tail,
-    refuse_what_cannot_pair,
-)
-from p2pkv.connector.identity import Pairs, drafter_of
-from p2pkv.connector.metadata import WorkerNews
-from p2pkv.connector.scheduler import (
-    BlockTables,
-    ConsumerScheduler,
-    HeldBlocks,
-    ProducerScheduler,
-)
-from p2pkv.demo.tiny_model import TinyLlama
-from p2pkv.engine import commands as do
-from p2pkv.protocol.handshake import Refused, fit, negotiate
-from p2pkv.protocol.messages import Hello
+from support.models.eagle import TinyEagle
 
 pytestmark = pytest.mark.vllm
 
@@ -238,7 +238,7 @@ def test_p_with_a_drafter_sends_from_the_prompts_blocks() -> None:
 
 def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     """As where layers see a window or keep a state."""
-    tables = BlockTables((BLOCK,), tail=3, whole=False)
+    tables = BlockTables((BLOCK,), tail=3, p_computes_last=False)
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
         p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
         request = make_request(inner_id(pair_id()), tokens(length))
@@ -255,10 +255,10 @@ def test_of_a_state_d_takes_all_or_nothing() -> None:
     """If vLLM asked for fewer tokens than P sends, a state would be that of later ones."""
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     for whole, external, wanted in ((True, 20, True), (False, 29, True), (False, 20, False)):
-        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,), whole=whole))
+        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,), p_computes_last=whole))
         request = make_request(inner_id(pair_id()), tokens(30))
         d.new(request)
-        d.reported(WorkerNews(begun={request.request_id: [""]}), set())
+        d.reported(WorkerMetadata(begun={request.request_id: [""]}), set())
         assert d.matched(request, 0) == (29, True)
         d.allocated(request, blocks, external)  # type: ignore[arg-type]
         meta = d.step(SchedulerOutput.make_empty())

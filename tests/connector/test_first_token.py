@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from connector_support import Instance, inner_id, make_request, pair_id, tokens
 from vllm.v1.request import Request
 
 from p2pkv.connector.identity import prompt_digest
 from p2pkv.engine import commands as do
 from p2pkv.first_token import FIRST_TOKEN, FirstToken, found, params
 from p2pkv.pairing import transfer_key
+from support.connector.instances import Instance, inner_id, make_request, pair_id, tokens
 
 pytestmark = pytest.mark.vllm
 

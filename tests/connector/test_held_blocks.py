@@ -6,12 +6,12 @@ import itertools
 import logging
 
 import pytest
-from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
 from vllm.v1.request import Request
 
-from p2pkv.connector.block_room import HeldBlocks, RequestBlocks, Room
+from p2pkv.connector.block_quota import BlockQuota, HeldBlocks, RequestBlocks
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.connector.instances import BLOCK, Instance, inner_id, pair_id, tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -90,7 +90,7 @@ def test_a_prompt_that_has_begun_is_finished_although_its_d_is_full_meanwhile() 
     p.scheduler._preempt_request(last, 0.0)
     p.scheduler.running.remove(last)
     assert p.scheduler.connector is not None
-    p.scheduler.connector.producing._held.hold("another", STUCK, [list(range(1, BLOCKS))])
+    p.scheduler.connector.producer._held.hold("another", STUCK, [list(range(1, BLOCKS))])
     p.run_until(last.is_finished)
 
 
@@ -139,21 +139,21 @@ def test_prompts_without_blocks_do_not_count() -> None:
 
 
 def test_a_room_admits_up_to_its_limit_and_who_has_waited_longest_first() -> None:
-    room = Room(10, lambda tokens: -(-tokens // BLOCK))
+    room = BlockQuota(10, lambda tokens: -(-tokens // BLOCK))
     assert room.ever_admits(160) and not room.ever_admits(161)
     assert room.admits("a", 80)
     room.enter("a", 80)
     assert not room.admits("long", 100)
     assert not room.admits("short", 16), "it would fit, but came later"
-    assert not room.admits("long", 100, besides=5)
+    assert not room.admits("long", 100, other_blocks=5)
     room.leave("a")
-    assert room.first == ["long"] and room.admits("long", 100)
+    assert room.next_waiting == ["long"] and room.admits("long", 100)
     room.enter("long", 100)
-    assert room.first == ["short"] and not room.admits("short", 16, besides=3)
-    assert room.admits("short", 16, besides=2)
+    assert room.next_waiting == ["short"] and not room.admits("short", 16, other_blocks=3)
+    assert room.admits("short", 16, other_blocks=2)
     room.leave("short")
     room.leave("long")
-    assert (room.taken, room.first, room.inside) == (0, [], [])
+    assert (room.taken, room.next_waiting, room.admitted) == (0, [], [])
 
 
 def test_blocks_of_a_request_are_bounded_by_what_vllm_keeps_of_the_longest() -> None:

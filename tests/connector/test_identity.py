@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from connector_support import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -30,6 +29,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from p2pkv.connector import identity
 from p2pkv.connector.identity import Pairs, prompt_digest
+from support.connector.instances import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id
 
 pytestmark = pytest.mark.vllm
 

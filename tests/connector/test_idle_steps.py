@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import zmq
-from connector_support import Instance, asked, each_pace, inner_id, pair_id, tokens, vllm_config
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.engine import EngineCoreRequestType
@@ -21,15 +20,16 @@ from vllm.v1.engine import core as engine_core
 from p2pkv.connector import P2pKvConnector, describe
 from p2pkv.connector.idle_steps import (
     FIRST_WAIT,
-    LONGEST_NAP_MS,
-    REST,
+    IDLE_SLEEP,
+    MAX_SLEEP_MS,
     STEPLESS_MS,
-    Bell,
-    IdlePace,
+    IdleBackoff,
+    WakeupSender,
 )
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.vllm_patches import ENGINE_CORE, SPIN_WAIT, EngineCore, SpinWait
 from p2pkv.engine import commands as do
+from support.connector.instances import Instance, asked, each_pace, inner_id, pair_id, tokens, vllm_config
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
@@ -37,29 +37,29 @@ pytestmark = pytest.mark.vllm
 BOUND = 0.005
 
 
-def idle(pace: IdlePace, steps: int = 1) -> list[float]:
+def idle(pace: IdleBackoff, steps: int = 1) -> list[float]:
     return [pace.step(FIRST_WAIT, BOUND, tokens=False, awaited=True, changed=False) for _ in range(steps)]
 
 
 class TestPace:
     def test_a_pause_grows_to_the_longest_while_nothing_happens(self) -> None:
-        assert idle(IdlePace(1), 5) == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, BOUND, BOUND]
+        assert idle(IdleBackoff(1), 5) == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, BOUND, BOUND]
 
-    @pytest.mark.parametrize("what", ["tokens", "changed", "rung"])
+    @pytest.mark.parametrize("what", ["tokens", "changed", "woken"])
     def test_it_is_short_again_once_something_has_happened(self, what: str) -> None:
-        pace = IdlePace(1)
+        pace = IdleBackoff(1)
         idle(pace, 5)
-        happened = {"tokens": False, "changed": False, "rung": False} | {what: True}
+        happened = {"tokens": False, "changed": False, "woken": False} | {what: True}
         pace.step(FIRST_WAIT, BOUND, awaited=True, **happened)
         assert idle(pace)[0] <= 2 * FIRST_WAIT
 
     @pytest.mark.parametrize(("tokens", "awaited"), [(True, True), (False, False)])
     def test_no_step_pauses_that_has_tokens_or_awaits_no_news(self, tokens: bool, awaited: bool) -> None:
-        assert IdlePace(1).step(FIRST_WAIT, BOUND, tokens=tokens, awaited=awaited, changed=False) == 0
+        assert IdleBackoff(1).step(FIRST_WAIT, BOUND, tokens=tokens, awaited=awaited, changed=False) == 0
 
     @pytest.mark.parametrize("batches", [2, 3])
     def test_none_pauses_while_a_step_with_tokens_may_be_out(self, batches: int) -> None:
-        pace = IdlePace(batches)
+        pace = IdleBackoff(batches)
         for _ in range(3):
             pace.step(FIRST_WAIT, BOUND, tokens=True, awaited=True, changed=False)
             assert idle(pace, batches - 1) == [0.0] * (batches - 1)
@@ -67,9 +67,9 @@ class TestPace:
 
     @pytest.mark.parametrize("batches", [1, 2, 4])
     def test_nor_while_a_step_may_be_out_that_brings_what_was_rung_for(self, batches: int) -> None:
-        pace = IdlePace(batches)
+        pace = IdleBackoff(batches)
         idle(pace, 5)
-        rung = pace.step(FIRST_WAIT, BOUND, tokens=False, awaited=True, changed=False, rung=True)
+        rung = pace.step(FIRST_WAIT, BOUND, tokens=False, awaited=True, changed=False, woken=True)
         assert [rung, *idle(pace, batches)].count(0.0) == batches - 1
 
 
@@ -91,8 +91,8 @@ class TestScheduling:
         for name, value in parallel.items():
             setattr(config.parallel_config, name, value)
         made = P2pKvConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
-        waiting = SimpleNamespace(step=lambda scheduled: StepMetadata(), awaits_news=True, resumes=resumes)
-        made.consuming = waiting  # type: ignore[assignment]
+        waiting = SimpleNamespace(step=lambda scheduled: StepMetadata(), awaits_workers=True, resumes=resumes)
+        made.consumer = waiting  # type: ignore[assignment]
         return [made.build_connector_meta(None) for _ in range(5)]  # type: ignore[arg-type]
 
     def test_ranks_of_other_replicas_are_not_kept_waiting(
@@ -101,7 +101,7 @@ class TestScheduling:
         """They may need a batch of this one that computes nothing."""
         assert not any(meta.idle for meta in self.idle_steps(monkeypatch, data_parallel_size=2))
         assert ENGINE_CORE.seconds == 0
-        assert {meta.bell for meta in self.idle_steps(monkeypatch)} == {bell}
+        assert {meta.wakeup_address for meta in self.idle_steps(monkeypatch)} == {bell}
 
     def test_none_pauses_before_vllm_looks_at_a_request_that_is_back_in_its_queue(
         self, monkeypatch: pytest.MonkeyPatch, bell: str
@@ -114,7 +114,7 @@ class TestScheduling:
         self, monkeypatch: pytest.MonkeyPatch, bell: str, change: dict[str, Any]
     ) -> None:
         metas = self.idle_steps(monkeypatch, **change)
-        assert all(meta.idle and meta.idle_wait and not meta.bell for meta in metas)
+        assert all(meta.idle and meta.idle_wait and not meta.wakeup_address for meta in metas)
 
     @each_pace
     def test_it_rests_after_an_idle_step_until_there_are_news(self, bell: str, ahead: int) -> None:
@@ -123,8 +123,8 @@ class TestScheduling:
         for _ in range(12):
             d.step()
             rests.append(ENGINE_CORE.seconds)
-        assert rests[-1] == REST and not d.rank.waits
-        assert all(bool(meta.bell) != meta.work for meta in d.metas)
+        assert rests[-1] == IDLE_SLEEP and not d.rank.waits
+        assert all(bool(meta.wakeup_address) != meta.work for meta in d.metas)
         d.rank.begin(d.key(request))
         d.step(1 + ahead)
         assert ENGINE_CORE.seconds == 0.0
@@ -166,7 +166,7 @@ class TestScheduling:
         assert not p.rank.waits
         p.step(6)
         assert p.rank.waits
-        (hold,) = p.rank.said(do.Hold)
+        (hold,) = p.rank.said(do.HoldPrompt)
         p.rank.meanwhile = lambda: p.rank.free(hold.key) if hold.key in p.rank.facts else None
         p.run_until(lambda: request.request_id in p.reported, most=2 + ahead)
 
@@ -209,7 +209,7 @@ class TestRest:
         original = inspect.unwrap(engine_core.EngineCoreProc._process_input_queue)
         monkeypatch.setattr(engine_core.EngineCoreProc, "_process_input_queue", original)
         made = EngineCore()
-        made.rests = True
+        made.sleeps_when_idle = True
         made.install()
         return made
 
@@ -221,42 +221,42 @@ class TestRest:
     def test_it_rests_once_for_the_time_that_it_was_told(self, rest: EngineCore) -> None:
         core = Core()
         rest.seconds = 0.05
-        assert core.take() >= 0.05 and not rest.seconds and not core.handled and not rest.rung()
+        assert core.take() >= 0.05 and not rest.seconds and not core.handled and not rest.take_wakeup()
 
     def test_a_request_ends_the_rest_and_is_handled(self, rest: EngineCore) -> None:
         core = Core()
         rest.seconds = self.LONG
         threading.Timer(0.05, core.input_queue.put, ((EngineCoreRequestType.ADD, None),)).start()
         core.take()
-        assert core.handled == [EngineCoreRequestType.ADD] and not rest.rung()
+        assert core.handled == [EngineCoreRequestType.ADD] and not rest.take_wakeup()
 
     @pytest.fixture
-    def rung(self, rest: EngineCore) -> Iterator[tuple[Core, Bell]]:
+    def rung(self, rest: EngineCore) -> Iterator[tuple[Core, WakeupSender]]:
         """An engine core that has looked for requests, and a bell that has been rung for it."""
-        core, bell = Core(), Bell()
+        core, bell = Core(), WakeupSender()
         core.take()
         bell.address = rest.address
-        bell.ring()
+        bell.send()
         yield core, bell
         bell.close()
 
     def test_a_bell_ends_the_rest_even_if_it_was_rung_before(
-        self, rest: EngineCore, rung: tuple[Core, Bell]
+        self, rest: EngineCore, rung: tuple[Core, WakeupSender]
     ) -> None:
         core, bell = rung
         for _ in range(2):
             rest.seconds = self.LONG
-            threading.Timer(0.05, bell.ring).start()
+            threading.Timer(0.05, bell.send).start()
             core.take()
-            assert rest.rung()
+            assert rest.take_wakeup()
 
     def test_a_bell_counts_although_vllm_itself_takes_the_wake_up(
-        self, rest: EngineCore, rung: tuple[Core, Bell]
+        self, rest: EngineCore, rung: tuple[Core, WakeupSender]
     ) -> None:
         core, _ = rung
         wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
         core.take()
-        assert rest.rung() and not rest.rung()
+        assert rest.take_wakeup() and not rest.take_wakeup()
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:
         core = Core()
@@ -320,7 +320,7 @@ class TestSpinning:
         for waited in (0.0, 0.003, 0.5):
             waits(condition, waited)
         assert not condition.yields
-        assert polled == [LONGEST_NAP_MS] * 3
+        assert polled == [MAX_SLEEP_MS] * 3
         assert condition.busy_loop_s == 1, "vLLM's own setting is back"
         waits(condition, 2.0)
         assert polled[3:] == [5000], "it waits as vLLM does"
@@ -335,13 +335,13 @@ class TestSpinning:
         waits(condition, 0.5)
         spinning.worker = False
         condition.wait(timeout_ms=5000)
-        assert condition.yields == 3 and polled == [1, LONGEST_NAP_MS]
+        assert condition.yields == 3 and polled == [1, MAX_SLEEP_MS]
 
     def test_a_wake_up_ends_the_nap(
         self, condition: Any, spinning: SpinWait, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         spinning.idle = True
-        monkeypatch.setattr("p2pkv.connector.vllm_patches.LONGEST_NAP_MS", 60_000)
+        monkeypatch.setattr("p2pkv.connector.vllm_patches.MAX_SLEEP_MS", 60_000)
         poll, ended = condition.poller.poll, []
         condition.poller = SimpleNamespace(poll=lambda timeout: ended.append(poll(timeout)) or ended[-1])
         threading.Timer(0.05, condition.writer.notify).start()

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from connector_support import ATTENTION, BLOCK, kv_cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.kv_cache_interface import SparseCacheRole
-from vllm_sources import LayerKind, Sources
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.describe import refuse_what_cannot_move
 from p2pkv.connector.recurrent import STATE_KINDS, Sizes
+from support.connector.instances import ATTENTION, BLOCK, kv_cache_config, vllm_config
+from support.connector.vllm_sources import LayerKind, Sources
 
 pytestmark = pytest.mark.vllm
 

@@ -6,14 +6,14 @@ import contextlib
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from multi_support import OURS, MultiInstance, StoreMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.request import Request
 
 from p2pkv.engine import commands as do
+from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
+from support.connector.multi import OURS, MultiInstance, StoreMetadata
 
 pytestmark = pytest.mark.vllm
 
@@ -174,7 +174,7 @@ def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead
     p.finish(alone, shared, other)
     p.step()
     assert [each.stop for each in p.prefills()] == [30, WHOLE + 3]
-    p.assert_at_rest(*(hold.key for hold in p.rank.said(do.Hold)))
+    p.assert_at_rest(*(hold.key for hold in p.rank.said(do.HoldPrompt)))
 
 
 @each_pace
@@ -237,7 +237,7 @@ def test_blocks_are_kept_until_both_have_done_with_them(store_first: bool, saved
     assert p.reported == [request.request_id]
     p.store.saves = False
     p.finish(p.ask(inner_id(outer), PROMPT, max_tokens=1))
-    assert len(p.rank.said(do.Hold)) == 2, "the key is free again"
+    assert len(p.rank.said(do.HoldPrompt)) == 2, "the key is free again"
     push()
     p.assert_at_rest()
 

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from connector_support import kv_cache_config, vllm_config
 from vllm.config import set_current_vllm_config
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
@@ -37,6 +36,7 @@ from p2pkv.connector.planes import INDEXER, LATENT, MIXED_SCALES, RowForm, plane
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.protocol.handshake import row_format
 from p2pkv.protocol.messages import KvGroup
+from support.connector.instances import kv_cache_config, vllm_config
 
 pytestmark = pytest.mark.vllm
 

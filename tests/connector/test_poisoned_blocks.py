@@ -1,6 +1,6 @@
 """No block that P or D reads, or keeps under a hash, holds what was in it before: KV groups of every kind.
 
-vLLM's schedulers and block managers, real ranks and links; `real_ranks_support` poisons each block that vLLM
+vLLM's schedulers and block managers, real ranks and links; `real_ranks.starting` poisons each block that vLLM
 gives out, and checks what every forward reads and what every prefix cache keeps.
 """
 
@@ -10,11 +10,12 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from connector_support import BLOCK, tokens
-from kinds_support import ATTENTION, GEMMA, KINDS, QWEN, Kind
-from real_ranks_support import Engine, ask_both, finish, preempt_all, run
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
+
+from support.connector.instances import BLOCK, tokens
+from support.connector.kinds import ATTENTION, GEMMA, KINDS, QWEN, Kind
+from support.connector.real_ranks import Engine, ask_both, finish, preempt_all, run
 
 pytestmark = pytest.mark.vllm
 

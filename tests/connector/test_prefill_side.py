@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 import torch
-from connector_support import (
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from p2pkv.connector.block_quota import HeldBlocks
+from p2pkv.connector.identity import Pairs, prompt_digest
+from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
+from p2pkv.engine import commands as do
+from support.connector.instances import (
     BLOCK,
     D_ADDRESS,
     LAYERS,
@@ -19,13 +26,6 @@ from connector_support import (
     pair_id,
     tokens,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
-
-from p2pkv.connector.block_room import HeldBlocks
-from p2pkv.connector.identity import Pairs, prompt_digest
-from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
-from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +38,7 @@ def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead:
         p.step()
         blocks = p.blocks(request) or blocks
     key = p.held_key
-    assert p.rank.said(do.Hold) == [do.Hold(key, D_ADDRESS)]
+    assert p.rank.said(do.HoldPrompt) == [do.HoldPrompt(key, D_ADDRESS)]
     assert p.rank.said(do.OfferPrompt) == [do.OfferPrompt(key, D_ADDRESS, 150, prompt_digest(request))]
     said = p.prefills(key)
     assert [each.stop for each in said] == [64, 128, 150]
@@ -124,7 +124,7 @@ def test_the_pages_are_kept_until_nothing_reads_them_and_no_longer(ahead: int) -
     p.finish(*requests)
     p.step(4)
     held = p.free
-    keys = [hold.key for hold in p.rank.said(do.Hold)]
+    keys = [hold.key for hold in p.rank.said(do.HoldPrompt)]
     for rank in p.ranks:
         rank.free(keys[1])
         p.step(2 + ahead)
@@ -218,7 +218,7 @@ def test_a_transfer_id_names_the_transfer_on_both_sides() -> None:
     for instance in (p, d):
         instance.ask(inner_id(pair_id()), tokens(40), params={"transfer_id": "tx-1"}, max_tokens=1)
         instance.step()
-    (hold,), (expect,) = p.rank.said(do.Hold), d.rank.said(do.Expect)
+    (hold,), (expect,) = p.rank.said(do.HoldPrompt), d.rank.said(do.Expect)
     assert hold.key == expect.key == "tx:tx-1/0"
 
 
@@ -238,7 +238,7 @@ def test_of_a_repeated_request_the_second_pushes_what_the_aborted_first_did_not(
     p.finish(second)
     key = p.held_key
     assert not p.rank.said(do.Abort)
-    assert len(p.rank.said(do.Hold)) == len(p.rank.said(do.OfferPrompt)) == 1
+    assert len(p.rank.said(do.HoldPrompt)) == len(p.rank.said(do.OfferPrompt)) == 1
     assert p.prefills(key)[-1].stop == 150
     p.assert_at_rest(key)
     assert p.reported == [second.request_id]
@@ -262,7 +262,7 @@ def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
     prompt, request_id = tokens(20), inner_id(pair_id(7))
     shared = make_request(request_id, prompt)
     shared.prompt_token_ids = prompt
-    tables = BlockTables((BLOCK,), whole=False)
+    tables = BlockTables((BLOCK,), p_computes_last=False)
     producer = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
     producer.new(shared)
     assert (shared.num_prompt_tokens, shared.prompt_token_ids) == (19, prompt[:-1])
@@ -277,7 +277,7 @@ def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_sa
     request = make_request(
         inner_id(pair_id()), tokens(20), prompt_embeds=embeds, prompt_is_token_ids=list(which)
     )
-    tables = BlockTables((BLOCK,), tail=3, whole=False)
+    tables = BlockTables((BLOCK,), tail=3, p_computes_last=False)
     ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5)).new(request)
     assert request.num_prompt_tokens == len(request.all_token_ids) == 17
     assert torch.equal(request.prompt_embeds, embeds[:17])

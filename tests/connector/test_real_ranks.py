@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_support import BLOCK, tokens
-from real_ranks_support import ask_both, finish, listening, pings
 
 from p2pkv.connector import connector
-from p2pkv.control.announcer import Announcement, Announcer, Standing
+from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
 from p2pkv.control.discovery import DISCOVERY_VERSION, encode_partners
 from p2pkv.protocol.messages import PROTOCOL_VERSION
+from support.connector.instances import BLOCK, tokens
+from support.connector.real_ranks import ask_both, finish, listening, pings
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
@@ -52,7 +52,7 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
     class Recorder(Announcer):
         def __init__(self, announcement: Announcement, hear: Any, standing: Any) -> None:
             made.append(announcement)
-            assert standing() == Standing(), "both may get requests"
+            assert standing() == EngineHealth(), "both may get requests"
             super().__init__(announcement, hear, standing)
 
         def start(self) -> None:

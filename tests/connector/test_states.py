@@ -1,6 +1,6 @@
 """The states of recurrent layers from any P to any D: the plan, gather and scatter are the real ones.
 
-The shapes are vLLM's own. How vLLM divides a state over its ranks is written down in `states_support`, as the
+The shapes are vLLM's own. How vLLM divides a state over its ranks is written down in support/`states`, as the
 elements of one global state that each rank holds.
 """
 
@@ -13,11 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from connector_support import kv_groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shapes_support import cut
-from states_support import (
+
+from p2pkv.config import ConfigError
+from p2pkv.connector.describe import Layers, refuse_what_cannot_move
+from p2pkv.connector.recurrent import conv_dim_first, state_groups
+from p2pkv.connector.stage_layers import Layer
+from p2pkv.plan import make_plan
+from p2pkv.protocol.handshake import GroupAssignment, row_formats, shapes
+from p2pkv.protocol.pieces import Coverage, Cutter, Extents
+from support.connector.instances import kv_groups
+from support.connector.states import (
     LAYERS,
     MODELS,
     TOKENS,
@@ -34,14 +41,7 @@ from states_support import (
     conv_layout,
     spec_of,
 )
-
-from p2pkv.config import ConfigError
-from p2pkv.connector.describe import Layers, refuse_what_cannot_move
-from p2pkv.connector.recurrent import conv_dim_first, state_groups
-from p2pkv.connector.stage_layers import Layer
-from p2pkv.plan import make_plan
-from p2pkv.protocol.handshake import GroupAssignment, row_formats, shapes
-from p2pkv.protocol.pieces import Coverage, Cutter, Extents
+from support.kv.shapes import cut
 
 pytestmark = pytest.mark.vllm
 

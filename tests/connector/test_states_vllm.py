@@ -13,18 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from connector_support import BLOCK, FULL, kv_groups, make_request, tokens, vllm_config
-from states_support import (
-    WIDTH,
-    DeltaNet,
-    KimiDeltaNet,
-    Mamba1,
-    Mamba2,
-    Model,
-    ShortConv,
-    conv_layout,
-    spec_of,
-)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -45,6 +33,18 @@ from vllm.v1.request import Request
 
 from p2pkv.connector.recurrent import form_of, state_entry, state_groups
 from p2pkv.connector.stage_layers import Layer
+from support.connector.instances import BLOCK, FULL, kv_groups, make_request, tokens, vllm_config
+from support.connector.states import (
+    WIDTH,
+    DeltaNet,
+    KimiDeltaNet,
+    Mamba1,
+    Mamba2,
+    Model,
+    ShortConv,
+    conv_layout,
+    spec_of,
+)
 
 pytestmark = pytest.mark.vllm
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_support import vllm_config
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import Growth
+from p2pkv.connector.metadata import CounterDeltas
 from p2pkv.engine.context import Counters
+from support.connector.instances import vllm_config
 
 pytestmark = pytest.mark.vllm
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 def test_counts_are_reported_as_their_growth() -> None:
     counters = Counters()
     counters.add("bytes_sent", 100)
-    growth = Growth(counters)
+    growth = CounterDeltas(counters)
     assert growth.since() is None
     counters.add("bytes_sent", 5)
     counters.add("chunks_sent", 1)

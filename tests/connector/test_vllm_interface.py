@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_sources import Sources, signature, table
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.recurrent import STATE_KINDS
 from p2pkv.connector.vllm_patches import PATCHES, Function
 from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION
+from support.connector.vllm_sources import Sources, signature, table
 
 pytestmark = pytest.mark.vllm
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from connector_support import vllm_config
-from vllm_sources import table
 
 import p2pkv
 from p2pkv.config import ConfigError, PatchName
 from p2pkv.connector.describe import options_of
 from p2pkv.connector.vllm_patches import PATCHES, Function, Patch
 from p2pkv.plugin import TESTED
+from support.connector.instances import vllm_config
+from support.connector.vllm_sources import table
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = [(patch, function) for patch in PATCHES for function in patch.replaced if not function.only_if]

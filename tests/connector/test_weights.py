@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_support import Instance
 from vllm.v1.engine.core import EngineCore
 
 from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION, Generation
+from support.connector.instances import Instance
 
 pytestmark = pytest.mark.vllm
 

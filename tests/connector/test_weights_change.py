@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_support import (
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request
+
+from p2pkv.connector.scheduler import CHANGED_ON_D, CHANGED_ON_P
+from p2pkv.engine import commands as do
+from support.connector.instances import (
     BLOCK,
     Instance,
     asked,
@@ -17,11 +22,6 @@ from connector_support import (
     pair_id,
     tokens,
 )
-from vllm.lora.request import LoRARequest
-from vllm.v1.request import Request
-
-from p2pkv.connector.scheduler import CHANGED_ON_D, CHANGED_ON_P
-from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
 
@@ -54,7 +54,7 @@ def test_p_names_its_weights_in_each_offer_and_sends_nothing_of_before(ahead: in
     done, half, waiting = (p.ask(inner_id(pair_id(n)), tokens(100, n), max_tokens=1) for n in range(3))
     p.run_until(lambda: half.num_computed_tokens and done.request_id in p.ended)
     assert half.num_computed_tokens < 100 and not waiting.num_computed_tokens
-    keys = [hold.key for hold in p.rank.said(do.Hold)]
+    keys = [hold.key for hold in p.rank.said(do.HoldPrompt)]
     before = len(p.rank.said(do.Computed))
     name = change(p)
     p.finish(half, waiting)
@@ -76,7 +76,7 @@ def test_a_preempted_prompt_of_before_is_revoked_all_the_same() -> None:
     """P may still read the blocks for D when vLLM takes them back."""
     p, request = asked("P", tokens(100), max_tokens=1, budget=64)
     p.step()
-    (hold,) = p.rank.said(do.Hold)
+    (hold,) = p.rank.said(do.HoldPrompt)
     change(p)
     p.scheduler._preempt_request(p.scheduler.running.pop(), 0.0)
     p.scheduler.prev_step_scheduled_req_ids.clear()

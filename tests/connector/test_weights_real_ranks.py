@@ -12,11 +12,11 @@ import weakref
 from typing import Any
 
 import pytest
-from connector_support import tokens
-from real_ranks_support import Engine, ask, ask_both, finish, preempt_all, run
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo.processes import free_ports
+from support.connector.instances import tokens
+from support.connector.real_ranks import Engine, ask, ask_both, finish, preempt_all, run
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
@@ -162,8 +162,8 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
         ask(p, p, d, 0, tokens(70))
     if moment != "queued":
         ask(d, p, d, 0, tokens(70), 3)
-        (asking,) = d.scheduler.connector.consuming.asking.values()
-        run([p, d], lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
+        (pending,) = d.scheduler.connector.consumer.pending_loads.values()
+        run([p, d], lambda: len(pending.begun) == (moment == "begun") and bool(d.workers[0].loads._known))
     assert d.scheduler.reset_connector_cache()
     d.sleep()
     if moment == "queued":

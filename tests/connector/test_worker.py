@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from connector_support import BLOCK, LAYERS, FakeRank, kv_cache_config, vllm_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -26,11 +25,12 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import Ended, PrefillStep, StepMetadata
+from p2pkv.connector.metadata import EndedRequest, PrefillStep, StepMetadata
 from p2pkv.connector.vllm_patches import EARLY_REVOCATION, SPIN_WAIT
 from p2pkv.connector.worker import Worker
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.connector.instances import BLOCK, LAYERS, FakeRank, kv_cache_config, vllm_config
 
 pytestmark = pytest.mark.vllm
 
@@ -41,7 +41,7 @@ LAST = list(LAYERS)[-1]
 def prefill_step(stop: int, *, first: bool) -> StepMetadata:
     meta = StepMetadata(work=True, prefills=[PrefillStep(do.PromptBlocks("k", ([1, 2],)), 0, 0, stop)])
     if first:
-        meta.holds, meta.offers = [do.Hold("k", D)], [do.OfferPrompt("k", D, 32, b"digest")]
+        meta.holds, meta.offers = [do.HoldPrompt("k", D)], [do.OfferPrompt("k", D, 32, b"digest")]
     return meta
 
 
@@ -179,7 +179,7 @@ def test_every_layer_is_said_by_the_end_of_the_step_or_the_beginning_of_the_next
     assert [flush.keys for flush in rank.said(do.Flush)] == [("k",), ("k",)]
     assert rank.steps.running is None
     kinds = [type(command).__name__ for command in rank.log]
-    assert kinds[:3] == ["Hold", "OfferPrompt", "PromptBlocks"]
+    assert kinds[:3] == ["HoldPrompt", "OfferPrompt", "PromptBlocks"]
 
 
 def test_a_rank_is_in_a_step_while_it_computes_and_idle_ever_after(make: Make) -> None:
@@ -300,7 +300,7 @@ def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
     rank.free("k")
     told += [runner.step(StepMetadata()) for _ in range(2)]
     assert not any(each.finished_sending for each in told)
-    told = [runner.step(StepMetadata(sent=[Ended("r", "k", "")]))]
+    told = [runner.step(StepMetadata(sent=[EndedRequest("r", "k", "")]))]
     told += [runner.step(StepMetadata()) for _ in range(3)]
     assert [set(each.finished_sending or ()) for each in told] == [{"r"}, set(), set(), set()]
     assert rank.log[-1] == do.Forget("k", "P")
@@ -418,7 +418,7 @@ def test_news_ring_the_bell_after_an_idle_step_only(make: Make) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bells:
         bells.bind(f"\0p2pkv-test-{uuid.uuid4().hex}")
         bells.setblocking(False)
-        idle = StepMetadata(idle=True, bell=bells.getsockname().decode())
+        idle = StepMetadata(idle=True, wakeup_address=bells.getsockname().decode())
         runner.step(StepMetadata(expects=[(name, expected(name)) for name in "abc"]))
         rank.begin("a")
         with pytest.raises(BlockingIOError):
@@ -441,5 +441,5 @@ def test_free_blocks_are_news_once_vllm_waits_for_them(make: Make) -> None:
     rank.free("k")
     runner.step(IDLE)
     assert len(rank.waits) == 1
-    runner.step(StepMetadata(idle=True, idle_wait=0.005, sent=[Ended("r", "k", "")]))
+    runner.step(StepMetadata(idle=True, idle_wait=0.005, sent=[EndedRequest("r", "k", "")]))
     assert len(rank.waits) == 1

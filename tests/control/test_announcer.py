@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from links_support import Peer, starting
 
 from p2pkv.control import announcer_child, pinger
 from p2pkv.control.announcer import Announcement, Announcer
@@ -25,9 +24,10 @@ from p2pkv.control.discovery import Ping, Workload, decode_ping, encode_partners
 from p2pkv.control.security import Members
 from p2pkv.control.warm_up import REQUEST_MARK, WarmUp
 from p2pkv.demo.processes import free_ports
+from support.links.pairs import Peer, starting
 from support.waiting import wait_for
 
-SCRIPT = Path(__file__).parents[1] / "announcer_peer.py"
+SCRIPT = Path(__file__).with_name("announcer_peer.py")
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
 SECRET = b"a secret of the tests"
 INTERVAL = 0.1

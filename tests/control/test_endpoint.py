@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from hostile_support import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
 
 from p2pkv.control import endpoint as module
 from p2pkv.control.endpoint import Connection, ConnectionFailure, Endpoint
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
+from support.hostile import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
 
 DEADLINE = 10.0
 
@@ -124,7 +124,7 @@ def test_messages_that_are_held_go_out_together_and_in_order(endpoint: Endpoint)
         assert connection.send(b"3") and connection.flush()
         endpoint.wait(DEADLINE)
         assert [data for _, data in endpoint.receive()] == [b"1", b"2", b"3"], "they came together"
-        many = [b"%d" % number for number in range(3 * module.MOST_TOGETHER)]
+        many = [b"%d" % number for number in range(3 * module.MAX_TOGETHER)]
         held = [connection.hold(each) for each in many]
         assert all(held) and connection.flush()
         assert heard(endpoint, len(many)) == many

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import ipc_simulated
-import nccl_simulated
 import pytest
-from engine_support import Engine, Geometry, Make, engine_maker, engines, make_engine, plain_links
-from links_support import NCCL_KINDS, ipc_links, nccl_links
 
 from p2pkv.links.base import LinkFactory
+from support.cuda import ipc as ipc_simulated
+from support.engine.engines import Engine, Geometry, Make, engine_maker, engines, make_engine, plain_links
+from support.links.pairs import NCCL_KINDS, ipc_links, nccl_links
+from support.nccl import simulated as nccl_simulated
 
 
 @pytest.fixture(params=["memory", "shared-memory", "nccl-polled"])

@@ -7,8 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-import transfers
-from engine_support import (
+
+from p2pkv.engine import commands as do
+from p2pkv.engine.roles import DecodeRole
+from support.engine import transfers
+from support.engine.engines import (
     Engine,
     Geometry,
     Make,
@@ -21,11 +24,8 @@ from engine_support import (
     prefill,
     soon_on_engine_thread,
 )
-from memory_links import MemoryNetwork
-from transfers import ask, begin, ends, failure, rest
-
-from p2pkv.engine import commands as do
-from p2pkv.engine.roles import DecodeRole
+from support.engine.transfers import ask, begin, ends, failure, rest
+from support.links.memory import MemoryNetwork
 from support.waiting import wait_for
 
 ONE = Geometry((8,))

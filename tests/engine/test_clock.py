@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_support import Geometry, engines, plain_links, prefill, step
-from transfers import BLOCKS, arrives, ask, rest
 
 import p2pkv
 from p2pkv.engine import commands as do
+from support.engine.engines import Geometry, engines, plain_links, prefill, step
+from support.engine.transfers import BLOCKS, arrives, ask, rest
 from support.waiting import wait_for
 
 ONE = Geometry()

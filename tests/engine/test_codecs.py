@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import Geometry, engines, other_group, plain_links, prefill, step, wrong_cells
 from msgspec.structs import replace
-from transfers import arrives, ask, ends, failure, load, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context
 from p2pkv.protocol.handshake import Refused
+from support.engine.engines import Geometry, engines, other_group, plain_links, prefill, step, wrong_cells
+from support.engine.transfers import arrives, ask, ends, failure, load, rest, value
 from support.waiting import wait_for
 
 TOKENS = 300

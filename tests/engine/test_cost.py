@@ -7,8 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_support import Geometry, prefill
-from transfers import ends, expect, load
 from virtual.network import Line
 from virtual.pair import VirtualEngine, VirtualPair
 
@@ -19,6 +17,8 @@ from p2pkv.engine.from_prefill import InboundLink, PrefillPeer
 from p2pkv.engine.prefill import Prefill, PromptEntry
 from p2pkv.engine.to_decode import DecodePeer, OutboundLink
 from p2pkv.protocol import messages as m
+from support.engine.engines import Geometry, prefill
+from support.engine.transfers import ends, expect, load
 
 TOKENS, BLOCKS = 33, [0, 1, 2]
 LEASE = 6.0
@@ -39,7 +39,7 @@ class Rig(VirtualPair):
         keys = [f"{p.address}-{d.address}-{each}" for each in range(number)]
         expect(p, d, *keys, tokens=TOKENS)
         for key in keys:
-            p.do(do.Hold(key, d.address))
+            p.do(do.HoldPrompt(key, d.address))
         self.clock.pass_by(3.0)
         return keys
 

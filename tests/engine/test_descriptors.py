@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hostile_support import shout
-from links_support import Peer, starting
 
 from p2pkv.pairing import Address
+from support.hostile import shout
+from support.links.pairs import Peer, starting
 from support.waiting import wait_for
 
-PEER = Path(__file__).parents[1] / "descriptors_peer.py"
+PEER = Path(__file__).with_name("descriptors_peer.py")
 LIMIT, FLOOD = 128, 140
 SECRET = "a secret of the tests"
 

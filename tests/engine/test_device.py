@@ -7,12 +7,21 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_support import Engine, Forward, Geometry, break_link, engines, on_engine_thread, plain_links, step
-from fake_device import Device, DeviceCache, OrderedLinks
-from faulty_links import Faults, FaultyLinks
-from transfers import BLOCKS, TOKENS, arrives, ask, begin, ends, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
+from support.engine.engines import (
+    Engine,
+    Forward,
+    Geometry,
+    break_link,
+    engines,
+    on_engine_thread,
+    plain_links,
+    step,
+)
+from support.engine.fake_device import Device, DeviceCache, OrderedLinks
+from support.engine.transfers import BLOCKS, TOKENS, arrives, ask, begin, ends, load, rest, scribble, value
+from support.links.faulty import Faults, FaultyLinks
 from support.waiting import wait_for
 
 ONE = Geometry()

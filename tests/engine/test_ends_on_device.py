@@ -1,6 +1,6 @@
 """How ranks and links end on a device: nothing is freed that is still used, nothing is used that has ended.
 
-The device is tests/cuda_simulated.py; it refuses what a real one refuses, or crashes for.
+The device is tests/support/cuda/device.py; it refuses what a real one refuses, or crashes for.
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import ipc_simulated
-import nccl_simulated
 import numpy as np
 import pytest
 import torch
-from cuda_simulated import CUDA, CardMemory, CardNccl, SimulatedCuda
-from engine_support import Geometry, engine_maker, make_pages, soon_on_engine_thread
-from kernel_support import NO_GCC, CpuLauncher, compiled
-from links_support import NCCL_KINDS
-from transfers import arrives, begin, half, load
 
 from p2pkv.device import make_recorder, own_stream
 from p2pkv.kv.cache import PagedCache, RankCache
@@ -34,6 +27,13 @@ from p2pkv.links.base import LinkFactory, Receive, Send
 from p2pkv.links.gpu import CudaDevice
 from p2pkv.links.ipc import IpcLinks
 from p2pkv.links.nccl import NcclLinks
+from support.cuda import ipc as ipc_simulated
+from support.cuda.device import CUDA, CardMemory, CardNccl, SimulatedCuda
+from support.cuda.kernels import NO_GCC, CpuLauncher, compiled
+from support.engine.engines import Geometry, engine_maker, make_pages, soon_on_engine_thread
+from support.engine.transfers import arrives, begin, half, load
+from support.links.pairs import NCCL_KINDS
+from support.nccl import simulated as nccl_simulated
 from support.waiting import wait_for
 
 KINDS = ("ipc", *NCCL_KINDS)
@@ -92,7 +92,7 @@ class OwnThread:
     """A thread with a stream of its own that does what it is told, as a rank's does; `kept` is its own."""
 
     def __init__(self, *kept: object) -> None:
-        self.kept = kept
+        self.chunks = kept
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -122,7 +122,7 @@ class OwnThread:
                 except BaseException as error:
                     self._answers.put((None, error))
                 del act
-        self.kept = ()
+        self.chunks = ()
 
 
 # torch's pinned buffers, which outlive the rank.

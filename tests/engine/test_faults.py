@@ -7,13 +7,25 @@ import time
 
 import msgspec
 import pytest
-from engine_support import Geometry, on_engine_thread, other_group, prefill, says, vanish
-from transfers import BLOCKS, TOKENS, arrives, begin, ends, expect, failure, half, load, push, value
 
 from p2pkv.control.endpoint import PortTaken
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
+from support.engine.engines import Geometry, on_engine_thread, other_group, prefill, says, vanish
+from support.engine.transfers import (
+    BLOCKS,
+    TOKENS,
+    arrives,
+    begin,
+    ends,
+    expect,
+    failure,
+    half,
+    load,
+    push,
+    value,
+)
 from support.waiting import wait_for
 
 ONE = Geometry()
@@ -136,7 +148,7 @@ def test_a_second_instance_on_the_same_port(make_memory):
 
 def test_a_request_paired_with_another_d(make_memory):
     p, d = make_memory("P"), make_memory("D")
-    p.do(do.Hold("k", NOWHERE))
+    p.do(do.HoldPrompt("k", NOWHERE))
     wait_for(lambda: value(p, "prompts"))
     expect(p, d)
     assert str(NOWHERE) in failure(d)

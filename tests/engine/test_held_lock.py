@@ -9,15 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_support import engine_maker, plain_links
-from links_support import starting
-from transfers import TOKENS, arrives, load, rest
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.engine.engines import engine_maker, plain_links
+from support.engine.transfers import TOKENS, arrives, load, rest
+from support.links.pairs import starting
 
-SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
+SCRIPT = Path(__file__).with_name("stop_peer.py")
 SECRET = b"a secret of the tests"
 LEASE = 30.0
 

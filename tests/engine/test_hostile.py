@@ -9,17 +9,17 @@ import socket
 import msgspec
 import pytest
 import zmq
-from engine_support import Geometry, engines, on_engine_thread, plain_links, step
-from hostile_support import RAW, dealer, nonsense, shout
 from protocol.samples import KINDS, example
-from transfers import BLOCKS, arrives, expect, half, push, rest, value
 
-from p2pkv.control.endpoint import MOST_TOGETHER
+from p2pkv.control.endpoint import MAX_TOGETHER
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import negotiate
+from support.engine.engines import Geometry, engines, on_engine_thread, plain_links, step
+from support.engine.transfers import BLOCKS, arrives, expect, half, push, rest, value
+from support.hostile import RAW, dealer, nonsense, shout
 from support.waiting import wait_for
 
 SECRET = b"a secret of the tests"
@@ -101,7 +101,7 @@ def test_every_truncation_and_wrong_value_from_a_d_that_was_welcomed(pair):
             line.send(m.encode(example(kind)))
         assert reported(line)
     assert pair.counters("P")["messages_refused"] > 0
-    for command in (do.Hold("x", pair.d.address), do.Abort("x", "the test is over"), do.Forget("x")):
+    for command in (do.HoldPrompt("x", pair.d.address), do.Abort("x", "the test is over"), do.Forget("x")):
         pair.p.do(command)  # P would keep for ten leases what was said of this key
     pair.serves()
 
@@ -137,7 +137,7 @@ def test_empty_frames_and_many(pair, role):
         for frames in ([b""], [b"", b""], [b"", b"x"], [b"x"] * 20_000, [m.encode(m.Inspect())] * 2):
             line.send_multipart(frames)
         assert reported(line)
-    assert pair.counters(role)["messages_bad"] == 1 + 2 + 2 + MOST_TOGETHER
+    assert pair.counters(role)["messages_bad"] == 1 + 2 + 2 + MAX_TOGETHER
     pair.serves()
 
 

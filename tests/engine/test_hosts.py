@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from engine_support import Engine, Geometry, make_rank
-from transfers import push
 
 from p2pkv.cli import pair
 from p2pkv.control.security import members_of
 from p2pkv.demo.processes import free_ports
 from p2pkv.links import make_factory
 from p2pkv.pairing import Address
+from support.engine.engines import Engine, Geometry, make_rank
+from support.engine.transfers import push
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 SECRET = b"a secret of the tests"

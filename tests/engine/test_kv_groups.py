@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 from chaos.model import CANARY, Group, Memory, Model, Tables, hello_of, make_rank_pages
-from engine_support import DEFAULTS, READY, Engine, TestRank, break_link, plain_links
-from faulty_links import Faults, FaultyLinks
-from transfers import ends, expect, failure, rest, value
 
 from p2pkv.config import Options
 from p2pkv.demo.processes import free_ports
@@ -23,6 +20,9 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
+from support.engine.engines import DEFAULTS, READY, Engine, TestRank, break_link, plain_links
+from support.engine.transfers import ends, expect, failure, rest, value
+from support.links.faulty import Faults, FaultyLinks
 from support.waiting import wait_for
 
 TOKENS, STOP = 80, 79

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from engine_support import Geometry, break_link, engines, plain_links, prefill, step
-from faulty_links import Faults, FaultyLinks
-from transfers import BLOCKS, arrives, begin, ends, failure, load, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.to_decode import OutboundLink
 from p2pkv.protocol import messages as m
+from support.engine.engines import Geometry, break_link, engines, plain_links, prefill, step
+from support.engine.transfers import BLOCKS, arrives, begin, ends, failure, load, rest, value
+from support.links.faulty import Faults, FaultyLinks
 from support.waiting import wait_for
 
 ONE = Geometry()
@@ -25,7 +25,7 @@ def test_only_what_it_carried_fails(links, side, begun):
     with engines(ONE, ONE, links, lease_seconds=60.0) as (p, d):
         for key in ("carried", "queued"):
             d.do(do.Expect(key, p.address, 96, b"digest"))
-            p.do(do.Hold(key, d.address))
+            p.do(do.HoldPrompt(key, d.address))
         p.do(do.OfferPrompt("carried", d.address, 96, b"digest"))
         load(d, "carried")
         step(p, "carried", BLOCKS, 0, 48)

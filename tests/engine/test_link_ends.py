@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from memory_links import MemoryNetwork
 
 from p2pkv.engine.context import Counters
-from p2pkv.engine.from_prefill import InboundLink, Receiving
-from p2pkv.engine.to_decode import Flight, OutboundLink
+from p2pkv.engine.from_prefill import InboundLink, PostedReceive
+from p2pkv.engine.to_decode import OutboundLink, PendingSend
 from p2pkv.links.base import LinkError
 from p2pkv.protocol.messages import LinkAccept
+from support.links.memory import MemoryNetwork
 
 WINDOW = 4096
 
@@ -49,8 +49,8 @@ def test_what_waits_behind_others_on_a_slow_link_is_not_overdue(side: str) -> No
 
     def begin(count: int) -> None:
         for _ in range(count):
-            send = Flight(unused, "k", unused, True, None, True)
-            under_way.append(send if side == "P" else Receiving(unused, "k", unused))
+            send = PendingSend(unused, "k", unused, True, None, True)
+            under_way.append(send if side == "P" else PostedReceive(unused, "k", unused))
 
     begin(3)
     for second in range(3):
@@ -80,7 +80,7 @@ def test_a_receive_that_has_arrived_is_not_overdue_and_a_broken_link_is_left_to_
     unused: Any = None
     sent: Any = object()
     inlet = InboundLink(unused)
-    here, broken = (Receiving(Landed(each), "k", unused, sent) for each in (False, True))  # type: ignore[arg-type]
+    here, broken = (PostedReceive(Landed(each), "k", unused, sent) for each in (False, True))  # type: ignore[arg-type]
     inlet.posted.append(here)
     assert not inlet.overdue(0.0, lease=2.0) and not inlet.overdue(9.0, lease=2.0)
     inlet.posted[0] = broken

@@ -7,8 +7,9 @@ import sys
 from contextlib import closing
 
 import pytest
-from engine_support import Geometry, plain_links
-from ranks_support import Crew, Processes, Prompt, plan_of, push, shape
+
+from support.engine.engines import Geometry, plain_links
+from support.engine.many_ranks import Crew, Processes, Prompt, plan_of, push, shape
 
 SHAPES = {
     "TP 8 to TP 8": (shape((8,), 8, 8), shape((8,), 8, 8)),

@@ -10,9 +10,6 @@ import time
 import msgspec
 import pytest
 import zmq
-from engine_support import Geometry, prefill
-from hostile_support import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
-from transfers import failure, push, value
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import Members, Server
@@ -20,6 +17,9 @@ from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.trust import Networks
+from support.engine.engines import Geometry, prefill
+from support.engine.transfers import failure, push, value
+from support.hostile import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
 from support.waiting import wait_for
 
 ONE = Geometry()

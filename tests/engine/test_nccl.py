@@ -6,11 +6,11 @@ import threading
 import time
 
 import pytest
-from engine_support import Forward, Make, break_link, on_engine_thread, prefill, step
-from links_support import nccl_of
-from transfers import BLOCKS, arrives, ask, failure, load, push, value
 
 from p2pkv.engine import commands as do
+from support.engine.engines import Forward, Make, break_link, on_engine_thread, prefill, step
+from support.engine.transfers import BLOCKS, arrives, ask, failure, load, push, value
+from support.links.pairs import nccl_of
 from support.waiting import wait_for
 
 TOKENS = 32

@@ -1,6 +1,6 @@
 """What engines over NCCL links leave of the device to the model, while P is held up and when it is killed.
 
-Not verified on a GPU: see tests/nccl_simulated_gpu.py for the rules of the simulated one.
+Not verified on a GPU: see tests/support/nccl/gpu.py for the rules of the simulated one.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import nccl_simulated
 import pytest
-from engine_support import Engine, Geometry, hold_back, make_engine, vanish, wrong_cells
-from links_support import NCCL_KINDS, nccl_links, simulated
-from nccl_simulated_gpu import Model, SimulatedGpu
-from transfers import begin, load, push
 
 from p2pkv.engine import commands as do
+from support.engine.engines import Engine, Geometry, hold_back, make_engine, vanish, wrong_cells
+from support.engine.transfers import begin, load, push
+from support.links.pairs import NCCL_KINDS, nccl_links, simulated
+from support.nccl import simulated as nccl_simulated
+from support.nccl.gpu import Model, SimulatedGpu
 from support.waiting import wait_for
 
 BLOCKS = list(range(6))

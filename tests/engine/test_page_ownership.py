@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 import torch
-from engine_support import Forward, Geometry, compute, engines, plain_links, step
-from transfers import arrives, ask, begin, ends, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
 from p2pkv.kv.cache import PagedCache
+from support.engine.engines import Forward, Geometry, compute, engines, plain_links, step
+from support.engine.transfers import arrives, ask, begin, ends, load, rest, scribble, value
 from support.waiting import wait_for
 
 ONE = Geometry()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_device import Device
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pkv.engine.context import Copies, Remembered
+from p2pkv.engine.context import CopyQueue, ExpiringDict
 from p2pkv.engine.peers import surplus
 from p2pkv.engine.prefetch import PrefetchBuffers
+from support.engine.fake_device import Device
 
 # Which links are closed when there are too many.
 
@@ -46,7 +46,7 @@ def test_what_was_given_is_not_exceeded(room: int) -> None:
 
 def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> None:
     """A key may end again, as when a client sends the same request id again."""
-    ends = Remembered[str](10.0, 1024)
+    ends = ExpiringDict[str](10.0, 1024)
     ends.add("a", "first", 0.0)
     ends.expire(10.0)
     assert ends.get("a") == "first" and ends.get("b") is None
@@ -59,7 +59,7 @@ def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> Non
 
 
 def test_they_are_bounded_in_number() -> None:
-    ends = Remembered[str](1e9, most=100)
+    ends = ExpiringDict[str](1e9, most=100)
     for number in range(200):
         ends.add(f"k{number}", "over", float(number))
     assert len(ends) == 100 and ends.get("k0") is None and ends.get("k199") == "over"
@@ -70,7 +70,7 @@ def test_they_are_bounded_in_number() -> None:
 
 def test_actions_come_in_order_behind_the_last_copy_of_their_own_transfer():
     device, seen = Device(), []
-    copies = Copies(device.fence)
+    copies = CopyQueue(device.fence)
     for number, key in enumerate("aba"):
         device.queue(lambda: None)
         copies.launched(key)
@@ -92,7 +92,7 @@ def test_actions_come_in_order_behind_the_last_copy_of_their_own_transfer():
 
 def test_an_action_that_fails_does_not_keep_the_others():
     device, seen = Device(), []
-    copies = Copies(device.fence)
+    copies = CopyQueue(device.fence)
     device.queue(lambda: None)
     copies.launched("k")
 
@@ -113,7 +113,7 @@ def test_an_action_that_fails_does_not_keep_the_others():
 def test_a_copy_behind_one_that_is_under_way_waits_its_turn():
     """Fences pass in order, but the one behind may be asked first."""
     device, seen = Device(), []
-    copies = Copies(device.fence)
+    copies = CopyQueue(device.fence)
     device.queue(lambda: None)
     copies.launched("a")
     device.run()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-from engine_support import Geometry, engines, prefill, step, wrong_cells
-from links_support import NCCL_KINDS
-from transfers import arrives, ask, begin, ends, expect, load, rest, scribble, value
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.from_prefill import Receiving
+from p2pkv.engine.from_prefill import PostedReceive
+from support.engine.engines import Geometry, engines, prefill, step, wrong_cells
+from support.engine.transfers import arrives, ask, begin, ends, expect, load, rest, scribble, value
+from support.links.pairs import NCCL_KINDS
 from support.waiting import wait_for
 
 ONE = Geometry()
@@ -39,7 +39,7 @@ def test_bytes_on_d_equal_bytes_on_p(pair, tokens, cached):
     p_blocks, d_blocks = list(range(10, 20)), list(range(40, 30, -1))
     p, d = pair
     expect(p, d, tokens=tokens)
-    p.do(do.Hold("k", d.address))
+    p.do(do.HoldPrompt("k", d.address))
     prefill(p, "k", d.address, tokens, p_blocks, chunk=40)
     load(d, "k", tokens, d_blocks, cached)
     arrives(d, "k", tokens, d_blocks, cached)
@@ -89,8 +89,8 @@ def test_nothing_wanted_releases_p(pair):
 
 
 def test_a_claim_that_outlives_its_prompt_ends_with_the_transfer(pair, monkeypatch):
-    gate, arrived = threading.Event(), Receiving.arrived.fget
-    monkeypatch.setattr(Receiving, "arrived", property(lambda posted: gate.is_set() and arrived(posted)))
+    gate, arrived = threading.Event(), PostedReceive.arrived.fget
+    monkeypatch.setattr(PostedReceive, "arrived", property(lambda posted: gate.is_set() and arrived(posted)))
     p, d = pair
     begin(p, d, tokens=20, blocks=[3, 4])
     load(d, tokens=20, blocks=[5, 6])

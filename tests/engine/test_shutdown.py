@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from engine_support import Engine, Geometry, Make, engine_maker, plain_links, step, wrong_cells
-from links_support import leftovers
-from transfers import BLOCKS, arrives, begin, load, push, rest, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import FINISH_SECONDS
+from support.engine.engines import Engine, Geometry, Make, engine_maker, plain_links, step, wrong_cells
+from support.engine.transfers import BLOCKS, arrives, begin, load, push, rest, value
+from support.links.pairs import leftovers
 from support.waiting import wait_for
 
 ONE = Geometry()
@@ -82,7 +82,7 @@ def test_a_p_that_stops_ends_at_once_what_it_has_not_computed(make: Make) -> Non
     for key in ("half", "queued", "unheard of"):
         d.do(do.Expect(key, p.address, 96, b"digest"))
     p.do(do.OfferPrompt("half", d.address, 96, b"digest"))
-    p.do(do.Hold("queued", d.address))
+    p.do(do.HoldPrompt("queued", d.address))
     load(d, "half")
     step(p, "half", BLOCKS, 0, 48)
     wait_for(lambda: value(d, "bytes_scattered"))

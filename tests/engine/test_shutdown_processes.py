@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine_support import Engine, at_baseline, engine_maker, plain_links, prefill, step
-from links_support import Peer, leftovers, starting
-from transfers import BLOCKS, arrives, expect, failure, load, rest, value
 
 from p2pkv.control.discovery import Ping, decode_ping
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
+from support.engine.engines import Engine, at_baseline, engine_maker, plain_links, prefill, step
+from support.engine.transfers import BLOCKS, arrives, expect, failure, load, rest, value
+from support.links.pairs import Peer, leftovers, starting
 from support.waiting import wait_for
 
-SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
+SCRIPT = Path(__file__).with_name("stop_peer.py")
 LEASE = 2.0
 EXIT_SECONDS = 15.0
 """For the interpreter to end too; the rank itself takes two at most."""

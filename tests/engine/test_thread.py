@@ -10,8 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from engine_support import Geometry, TestRank, make_rank
-from memory_links import MemoryNetwork
 
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
@@ -20,6 +18,8 @@ from p2pkv.engine import commands as do
 from p2pkv.engine import thread as engine_thread
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Beat
 from p2pkv.pairing import Address
+from support.engine.engines import Geometry, TestRank, make_rank
+from support.links.memory import MemoryNetwork
 from support.waiting import wait_for
 
 
@@ -95,7 +95,7 @@ def test_an_event_ends_the_forward_threads_wait(memory_pair):
         d.do(do.Expect("k", Address("127.0.0.1", 1), 96, b"digest"))
         d.do(do.Drop("k", "over"))
         if not meanwhile:
-            wait_for(lambda: rank.core.news)
+            wait_for(lambda: rank.core.pending_events)
         rank.wait_for_event(300.0)
         assert [type(event) for event in rank.events()] == [do.LoadFailed]
         d.do(do.Forget("k"))
@@ -104,12 +104,12 @@ def test_an_event_ends_the_forward_threads_wait(memory_pair):
 def test_an_event_is_called_out_once_until_it_has_been_heard(memory_pair):
     _, d = memory_pair
     rank, calls = d.ranks[0].rank, []
-    rank.call_on_event(lambda: calls.append(rank.core.news))
+    rank.call_on_event(lambda: calls.append(rank.core.pending_events))
     for heard in (1, 2):
         for key in "ab":
             d.do(do.Expect(key, Address("127.0.0.1", 1), 96, b"digest"))
             d.do(do.Drop(key, "over"))
-        wait_for(lambda: rank.core.news == 2)
+        wait_for(lambda: rank.core.pending_events == 2)
         assert len(calls) == heard
         assert len(rank.events()) == 2
         for key in "ab":

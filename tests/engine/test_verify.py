@@ -7,21 +7,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
-import nccl_simulated
 import pytest
-from engine_support import Engine, Geometry, make_engine, on_engine_thread, plain_links, step, wrong_cells
-from fake_device import DeviceCache
-from faulty_links import Faults, FaultyLinks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from links_support import nccl_links
-from transfers import TOKENS, ask, begin, ends, load, rest, value
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, XXH3
 from p2pkv.protocol.messages import Sent, decode, encode
+from support.engine.engines import (
+    Engine,
+    Geometry,
+    make_engine,
+    on_engine_thread,
+    plain_links,
+    step,
+    wrong_cells,
+)
+from support.engine.fake_device import DeviceCache
+from support.engine.transfers import TOKENS, ask, begin, ends, load, rest, value
+from support.links.faulty import Faults, FaultyLinks
+from support.links.pairs import nccl_links
+from support.nccl import simulated as nccl_simulated
 from support.waiting import wait_for
 
 ONE = Geometry()

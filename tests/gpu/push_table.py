@@ -25,7 +25,7 @@ sys.path.append(str(ROOT))  # this is a script
 
 from p2pkv.bench.harness import RawNccl, environment, new_name, one_torch_thread  # noqa: E402
 from p2pkv.bench.nccl import messages  # noqa: E402
-from p2pkv.links.shared_card import mps_runs, pipe_directory  # noqa: E402
+from p2pkv.links.shared_gpu import mps_runs, pipe_directory  # noqa: E402
 
 SIZES_KIB = (64, 1024, 4096, 8192, 16384, 65536)
 TOTAL_MIB = 512

@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from kv_support import POISON, check_exchange
 
 from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, Memory
 from p2pkv.device import make_recorder, own_stream
@@ -16,6 +15,7 @@ from p2pkv.kv import PagedCache, copiers
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import KernelCopier
 from p2pkv.kv.uploads import Ring
+from support.kv.pages import POISON, check_exchange
 
 pytestmark = pytest.mark.gpu
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from kernel_support import NO_GCC, CpuLauncher, compiled
+
+from support.cuda.kernels import NO_GCC, CpuLauncher, compiled
 
 
 @pytest.fixture(scope="session")

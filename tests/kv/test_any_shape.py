@@ -14,8 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_support import LAYOUTS, TOKENS_TOGETHER
-from shapes_support import BITS, Elements, Held, Side, cut
 
 from p2pkv.kv import DENSE
 from p2pkv.kv.cache import seen_as
@@ -25,6 +23,8 @@ from p2pkv.protocol.handshake import GroupAssignment, row_format
 from p2pkv.protocol.messages import Piece
 from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 from p2pkv.sharding import Shape
+from support.kv.pages import LAYOUTS, TOKENS_TOGETHER
+from support.kv.shapes import BITS, Elements, Held, Side, cut
 
 CODECS = [DENSE, *PACKINGS]
 

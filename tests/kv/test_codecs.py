@@ -7,11 +7,11 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from cpu_pages import pack, unpack
-from gil_support import lets_others_run
 
 from p2pkv.kv import cpu_codec
 from p2pkv.packings import PACKINGS
+from support.gil import lets_others_run
+from support.kv.cpu_pages import pack, unpack
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gil_support import lets_others_run
 
 from p2pkv.kv import PagedCache, host
 from p2pkv.kv.copiers import StorageCopier, columns_on_device
 from p2pkv.kv.host import HostCopier, columns_on_host
 from p2pkv.kv.layouts import Columns, pages_of
+from support.gil import lets_others_run
 
 ROWS, ROW, LAYERS, BLOCKS = 8, 96, 3, 9
 TABLE = [3, 6, 7, 8, 5, 2]  # three of them follow each other

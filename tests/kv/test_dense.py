@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_pages import unpack
 
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.kv import cache as module
 from p2pkv.kv.cache import DenseView, seen_as
 from p2pkv.packings import PACKINGS
+from support.kv.cpu_pages import unpack
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 32, 64
 TABLE = [3, 0, 4]

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import xxhash
-from gil_support import lets_others_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_support import CpuLauncher
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, XXH3, Checksum, digest_by_torch, digest_on_host
+from support.cuda.kernels import CpuLauncher
+from support.gil import lets_others_run
 
 MASK = (1 << 64) - 1
 SIZES = st.one_of(st.integers(1, 40), st.integers(1, 20_000))

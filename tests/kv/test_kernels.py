@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_support import CpuLauncher
-from kv_support import Memory, check_exchange
 
 from p2pkv.kv import PagedCache
-from p2pkv.kv.copiers import LOADS, MOST_LANES, WIDTHS, lanes_for
+from p2pkv.kv.copiers import LOADS, MAX_LANES, WIDTHS, lanes_for
 from p2pkv.kv.layouts import plane_of
+from support.cuda.kernels import CpuLauncher
+from support.kv.pages import Memory, check_exchange
 
 BLOCK, HEADS, CONTENT = 16, 8, 256
 ROW = CONTENT * 2
@@ -82,7 +82,7 @@ def test_a_warm_up_loads_every_kernel_and_moves_nothing(launcher: CpuLauncher) -
 )
 def test_lanes_fill_whole_lines_and_then_load_several_times(elements: int, lanes: int) -> None:
     assert lanes_for(elements) == lanes
-    assert lanes == MOST_LANES or lanes <= 8 or lanes * LOADS >= elements
+    assert lanes == MAX_LANES or lanes <= 8 or lanes * LOADS >= elements
 
 
 @pytest.mark.parametrize("tokens", [255 * 4, 256 * 4])

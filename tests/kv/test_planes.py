@@ -16,7 +16,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from shapes_support import cut
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.layouts import plane_of
@@ -25,6 +24,7 @@ from p2pkv.protocol.handshake import Assignment, row_format
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.protocol.pieces import Coverage, Cutter
 from p2pkv.sharding import Shape
+from support.kv.shapes import cut
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_support import check_exchange
+
+from support.kv.pages import check_exchange
 
 
 @given(draw=st.randoms())

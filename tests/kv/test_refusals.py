@@ -9,7 +9,7 @@ import torch
 
 from p2pkv.kv import DENSE, PagedCache, cpu_codec
 from p2pkv.kv import cache as module
-from p2pkv.kv.cache import KeptTables, RankCache, seen_as
+from p2pkv.kv.cache import CachedTables, RankCache, seen_as
 
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
@@ -106,7 +106,7 @@ def test_the_cache_says_what_it_is() -> None:
 
 
 def test_block_ids_that_one_cache_has_accepted_are_checked_for_a_smaller_one() -> None:
-    tables = KeptTables([[3, 1], [0]])
+    tables = CachedTables([[3, 1], [0]])
     large, small = (
         PagedCache.from_tensors([torch.zeros(blocks, 1, 4, 8, dtype=torch.uint8)], block_size=4)
         for blocks in (4, 3)

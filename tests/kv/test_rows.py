@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv_support import Memory
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.copiers import StorageCopier
 from p2pkv.kv.layouts import Rows
+from support.kv.pages import Memory
 
 BLOCK, HEADS, CONTENT = 16, 8, 256
 ROW = CONTENT * 2

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import Device
-from kernel_support import CpuLauncher
-from kv_support import Memory
 
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import Columns, Copier, KernelCopier, StorageCopier, columns_on_device
 from p2pkv.kv.layouts import LayerPages, Rows, pages_of
-from p2pkv.kv.uploads import DIGESTS, MOST_RECENT, SEGMENTS, Digests, Ring, Uploads
+from p2pkv.kv.uploads import DIGESTS, MAX_RECENT, SEGMENTS, Digests, Ring, Uploads
+from support.cuda.kernels import CpuLauncher
+from support.engine.fake_device import Device
+from support.kv.pages import Memory
 from support.waiting import wait_for
 
 CUDA = torch.device("cuda", 0)
@@ -221,12 +221,12 @@ def test_without_cupy_rows_are_listed_and_uploaded_once_for_layers_that_lie_alik
 def test_few_arrays_are_kept(cuda: PretendCuda) -> None:
     cuda.device.free()
     uploads = Uploads(CUDA, torch.int32)
-    arrays = [np.array([number]) for number in range(MOST_RECENT + 1)]
+    arrays = [np.array([number]) for number in range(MAX_RECENT + 1)]
     for array in [*arrays, *arrays[1:]]:
         assert uploads(array).tolist() == array.tolist()
-    assert len(cuda.copied) == MOST_RECENT + 1
+    assert len(cuda.copied) == MAX_RECENT + 1
     uploads(arrays[0])
-    assert len(cuda.copied) == MOST_RECENT + 2
+    assert len(cuda.copied) == MAX_RECENT + 2
 
 
 def test_after_a_warm_up_no_call_takes_memory_loads_a_kernel_or_waits(

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import ipc_simulated
-import nccl_simulated
 import pytest
-from links_support import HOST_WINDOW, KINDS, NCCL_KINDS, make_factories
 
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
+from support.cuda import ipc as ipc_simulated
+from support.links.pairs import HOST_WINDOW, KINDS, NCCL_KINDS, make_factories
+from support.nccl import simulated as nccl_simulated
 
 
 @pytest.fixture(params=KINDS)

@@ -7,10 +7,10 @@ import threading
 import msgspec
 import pytest
 import torch
-from links_support import KINDS, connect, make_factories
 
 from p2pkv.links import host, ipc, nccl
 from p2pkv.links.base import LinkError, LinkFactory, SetupBlob
+from support.links.pairs import KINDS, connect, make_factories
 from support.waiting import wait_for
 
 Factories = tuple[LinkFactory, LinkFactory]

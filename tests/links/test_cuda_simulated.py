@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_simulated import CUDA, INVALID_HANDLE, LOOKS, CardMemory, SimulatedCuda, launch_on
 
 from p2pkv.device import CudaEvent, own_stream
 from p2pkv.links.cuda_memory import allocate, open_block
+from support.cuda.device import CUDA, INVALID_HANDLE, LOOKS, CardMemory, SimulatedCuda, launch_on
 
 
 @pytest.fixture

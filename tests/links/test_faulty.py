@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faulty_links import Faults, FaultyLinks
-from links_support import Pair, connect, noise
-from memory_links import MemoryNetwork
 
 from p2pkv.links.base import LinkError
+from support.links.faulty import Faults, FaultyLinks
+from support.links.memory import MemoryNetwork
+from support.links.pairs import Pair, connect, noise
 
 WINDOW = 1 << 16
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from links_support import HOST_WINDOW as WINDOW
-from links_support import Pair, accepted, connect
 
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkError, decode_blob, encode_blob
@@ -20,6 +18,8 @@ from p2pkv.links.host import HostAcceptance, HostInvitation, HostLinks
 from p2pkv.links.shared_memory import SharedArena, SharedOutbound, arena_bytes
 from p2pkv.links.tcp import TcpOutbound
 from p2pkv.trust import Networks
+from support.links.pairs import HOST_WINDOW as WINDOW
+from support.links.pairs import Pair, accepted, connect
 from support.waiting import wait_for
 
 

@@ -6,12 +6,12 @@ import socket
 
 import msgspec
 import pytest
-from links_support import HOST_WINDOW as WINDOW
-from links_support import Pair, accepted, connect
 
 from p2pkv.links.base import LinkError, decode_blob, encode_blob
 from p2pkv.links.host import HostInbound, HostInvitation, HostLinks
 from p2pkv.links.tcp import HEADER, MAGIC, TAKEN
+from support.links.pairs import HOST_WINDOW as WINDOW
+from support.links.pairs import Pair, accepted, connect
 from support.waiting import wait_for
 
 

@@ -6,12 +6,12 @@ import gc
 import os
 
 import pytest
-from links_support import HOST_WINDOW as WINDOW
-from links_support import connect, leftovers
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.host import HostLinks
 from p2pkv.links.shared_memory import ENTRIES
+from support.links.pairs import HOST_WINDOW as WINDOW
+from support.links.pairs import connect, leftovers
 
 
 def mapped() -> int:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ipc_simulated import GRANULARITY, SimulatedGpu, SimulatedMemory
-from links_support import Pair, connect, ipc_links
 
 from p2pkv.links import base, cuda_memory, ipc, ipc_ends, ipc_socket
 from p2pkv.links.base import LinkError
 from p2pkv.links.cuda_memory import CudaError, allocate, open_block
 from p2pkv.links.ipc import IpcAcceptance, IpcInvitation, IpcLinks
+from support.cuda.ipc import GRANULARITY, SimulatedGpu, SimulatedMemory
+from support.links.pairs import Pair, connect, ipc_links
 from support.waiting import wait_for
 
 WINDOW = 1 << 20
@@ -132,7 +132,7 @@ def test_a_frozen_p_keeps_its_slots_and_is_counted(
     p: IpcLinks, d: IpcLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc_ends, "ABORT_SECONDS", 0.0)
-    monkeypatch.setattr(base, "MOST_STUCK", 2)
+    monkeypatch.setattr(base, "MAX_STUCK", 2)
     pairs = [connect((p, d), 64) for _ in range(2)]
     for pair in pairs:
         pair.inbound.post(64)

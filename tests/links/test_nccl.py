@@ -10,14 +10,13 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from links_support import connect, nccl_links, simulated
-from nccl_simulated import SimulatedNccl
-from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
 from p2pkv.bench.nccl import PARTS, parts_of, parts_table
 from p2pkv.links import nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
+from support.links.pairs import connect, nccl_links, simulated
+from support.nccl.simulated import SimulatedDevice, SimulatedEvent, SimulatedNccl
 from support.waiting import wait_for
 
 WINDOW = 1 << 16
@@ -90,7 +89,7 @@ def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
 
 
 def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv.links.base.MOST_STUCK", 2)
+    monkeypatch.setattr("p2pkv.links.base.MAX_STUCK", 2)
     p, d = both(True, init_seconds=0.01)
     for _ in range(2):
         inbound, _ = d.accept(p.invite(), WINDOW)
@@ -228,7 +227,7 @@ def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     pair = connect(both(blocking), WINDOW)
     before = SimulatedEvent(None, lambda: True)
     true, launched = SimulatedNccl.queue, list[str]()
-    monkeypatch.setattr(SimulatedDevice, "here", lambda self: before)
+    monkeypatch.setattr(SimulatedDevice, "record_event", lambda self: before)
     monkeypatch.setattr(
         SimulatedNccl, "queue", lambda *given: launched.append("S" if given[2].send else "R") or true(*given)
     )

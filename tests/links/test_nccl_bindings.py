@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
 from p2pkv import device
 from p2pkv.links import gpu, make_factory, nccl_bindings
@@ -27,6 +26,7 @@ from p2pkv.links.nccl_bindings import (
     load_nccl,
     version_name,
 )
+from support.nccl.fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
 NOBODY = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__nccl": None}
 

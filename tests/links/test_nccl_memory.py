@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from links_support import nccl_links
 
 from p2pkv.links.nccl_memory import (
     BUFFER_VARIABLES,
@@ -20,6 +19,7 @@ from p2pkv.links.nccl_memory import (
     buffer_settings,
     end_bytes,
 )
+from support.links.pairs import nccl_links
 
 PAGE = (Path(__file__).parents[2] / "docs" / "decisions" / "nccl-memory.md").read_text()
 

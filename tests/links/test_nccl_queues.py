@@ -14,13 +14,13 @@ from functools import partial
 
 import pytest
 import torch
-from links_support import NCCL_KINDS, connect, nccl_links, noise, simulated
-from nccl_simulated_gpu import Model, SimulatedGpu
 
 from p2pkv.links.base import Guard, Inbound, Outbound, Receive, Send
 from p2pkv.links.nccl import NcclLinks
 from p2pkv.links.nccl_communicator import BusyEnds
 from p2pkv.links.nccl_ends import NcclEnd
+from support.links.pairs import NCCL_KINDS, connect, nccl_links, noise, simulated
+from support.nccl.gpu import Model, SimulatedGpu
 from support.waiting import wait_for
 
 ANNOUNCED = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import torch
-from nccl_simulated import SimulatedNccl
 
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS
+from support.nccl.simulated import SimulatedNccl
 from support.waiting import wait_for
 
 

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from p2pkv.links import gpu
-from p2pkv.links.gpu import EARLY, LEAST_PACED, MOST_PAUSE, PACED, PollTimer, pause_of
+from p2pkv.links.gpu import EARLY, LEAST_PACED, MAX_PAUSE, PACED, PollTimer, pause_of
 
 MIB = 1 << 20
 LEAST = 20e-6
@@ -67,4 +67,4 @@ def test_the_pause_of_several_links_is_that_of_the_first_and_has_bounds() -> Non
     assert pause_of([], LEAST) == LEAST
     assert pause_of([-1.0, 0.0005], LEAST) == LEAST
     assert pause_of([0.0005, 0.0002, inf], LEAST) == 0.0002
-    assert pause_of([inf], LEAST) == pause_of([1.0], LEAST) == MOST_PAUSE
+    assert pause_of([inf], LEAST) == pause_of([1.0], LEAST) == MAX_PAUSE

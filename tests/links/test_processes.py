@@ -8,12 +8,21 @@ from contextlib import suppress
 
 import pytest
 import torch
-from links_support import NCCL_KINDS, Peer, leftovers, links_of, nccl_links, receive_all, send_all, starting
 
 from p2pkv.links import ipc_ends
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Receive, Send
 from p2pkv.links.shared_memory import SharedOutbound
 from p2pkv.links.tcp import TcpOutbound
+from support.links.pairs import (
+    NCCL_KINDS,
+    Peer,
+    leftovers,
+    links_of,
+    nccl_links,
+    receive_all,
+    send_all,
+    starting,
+)
 from support.waiting import wait_for
 
 SIZES = [1, 4096, 100_001, 1 << 21, (1 << 22) + 7]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from links_support import KINDS, connect, make_factories, noise
 
 from p2pkv.links.staging import ALIGNMENT, Slots, aligned
+from support.links.pairs import KINDS, connect, make_factories, noise
 from support.waiting import wait_for
 
 

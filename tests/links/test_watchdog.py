@@ -6,12 +6,12 @@ import threading
 import time
 
 import pytest
-from links_support import Pair, connect, nccl_links, simulated
-from nccl_simulated_gpu import SimulatedGpu
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl import NcclInbound, NcclLinks
 from p2pkv.links.watchdog import Watchdog
+from support.links.pairs import Pair, connect, nccl_links, simulated
+from support.nccl.gpu import SimulatedGpu
 from support.waiting import wait_for
 
 WINDOW = 1 << 16

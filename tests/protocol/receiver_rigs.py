@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from p2pkv.plan import Edge, make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
-from p2pkv.protocol.machine import Decision, Post, Terms
 from p2pkv.protocol.messages import Chunk, Offer, Piece, Sent
 from p2pkv.protocol.receiver import LoadPhase, Receiver
+from p2pkv.protocol.state_machine import Decision, Post, Terms
 from p2pkv.sharding import Shape
 
 KEY, ATTEMPT, TOKENS, DIGEST, ROW, LEASE = "k", 7, 10, b"prompt", 3, 30.0
@@ -22,9 +22,12 @@ def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Assignment]
 
 
 def make(
-    assignments: dict[int, Assignment] | None = None, unit: int = 1, attach: bool = True, ahead: bool = False
+    assignments: dict[int, Assignment] | None = None,
+    unit: int = 1,
+    attach: bool = True,
+    prefetch: bool = False,
 ) -> Receiver:
-    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Terms(LEASE), now=0.0, ahead=ahead)
+    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Terms(LEASE), now=0.0, prefetch=prefetch)
     if attach:
         made.attach(owed(unit=unit) if assignments is None else assignments, now=0.0)
     return made
@@ -54,10 +57,10 @@ def offered(made: Receiver) -> Receiver:
     return made
 
 
-def ahead(made: Receiver) -> Receiver:
+def prefetch(made: Receiver) -> Receiver:
     for rank in made.sources:
         made.offer(rank, offer(), now=1.0)
-    assert made.load.state is LoadPhase.AHEAD
+    assert made.load.state is LoadPhase.PREFETCHING
     return made
 
 

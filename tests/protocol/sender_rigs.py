@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
-from p2pkv.protocol.machine import Decision, SendTo, Terms, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.sender import PromptPhase, Sender, SendPhase
+from p2pkv.protocol.state_machine import Decision, SendTo, Terms, Transmit
 from p2pkv.sharding import Shape
 
 KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
@@ -47,9 +47,9 @@ class Rig:
         return self.sender.computed(*layers, stop, self.now)
 
     def want(
-        self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1, ahead: bool = False
+        self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1, prefetch: bool = False
     ) -> list[Decision]:
-        return self.sender.want(rank, Want(KEY, attempt, start, stop, ahead), self.now)
+        return self.sender.want(rank, Want(KEY, attempt, start, stop, prefetch), self.now)
 
     def grant(self, number: int, nbytes: int, rank: int = 0, attempt: int = 1) -> list[Decision]:
         return self.sender.grant(rank, grant(number, nbytes, attempt), self.now)
@@ -129,9 +129,9 @@ def claimed() -> Rig:
     return rig
 
 
-def ahead() -> Rig:
+def prefetch() -> Rig:
     rig = claimed()
-    rig.want(ahead=True)
+    rig.want(prefetch=True)
     return rig
 
 

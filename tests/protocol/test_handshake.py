@@ -15,7 +15,7 @@ from p2pkv.protocol.handshake import (
     FIRST_RETRY,
     LAST_RETRY,
     REFUSED_FOR,
-    Dialing,
+    DialState,
     Refused,
     fit,
     negotiate,
@@ -281,10 +281,10 @@ RESTS = st.fixed_dictionaries(
         "link": st.sampled_from(["host", "nccl 2.27.3"]),
         "digest": st.sampled_from(["xxh3-64", "fold-64"]),
         "verify": st.booleans(),
-        "ahead": st.booleans(),
+        "prefetch": st.booleans(),
     }
 )
-FREE = {"layers", "tp", "unit_tokens", "codec", "block", "digest", "ahead"}
+FREE = {"layers", "tp", "unit_tokens", "codec", "block", "digest", "prefetch"}
 """What a P and a D that negotiate accepts may differ in."""
 
 
@@ -326,7 +326,7 @@ def test_whoever_judge_accepts_has_the_same_fingerprint(
 def test_what_may_differ_is_not_in_the_fingerprint() -> None:
     p = hello("P", verify=False)
     others = [
-        hello("D", cache(layers=(4,), tp=4), model="another", digest="fold-64", ahead=True, address="e:1"),
+        hello("D", cache(layers=(4,), tp=4), model="another", digest="fold-64", prefetch=True, address="e:1"),
         hello("D", cache(codec="page:vec", unit_tokens=32, row_bytes=64 * 32)),
         hello("D", cache(codec="page:amx", unit_tokens=128, row_bytes=64 * 128)),
     ]
@@ -344,14 +344,14 @@ def test_whatever_a_hello_says_its_fingerprint_fits_into_a_ping_and_is_its_own(o
 # The dial.
 
 
-def asked(dialing: Dialing, start: float, stop: float) -> list[float]:
+def asked(dialing: DialState, start: float, stop: float) -> list[float]:
     """When Hello is said, looked at every hundredth of a second."""
     times = [start + tick / 100 for tick in range(round((stop - start) * 100))]
     return [round(time - start, 2) for time in times if dialing.due(time)]
 
 
 def test_hello_is_said_at_once_and_then_with_growing_pauses() -> None:
-    times = asked(Dialing(now=100.0), 100.0, 106.0)
+    times = asked(DialState(now=100.0), 100.0, 106.0)
     pauses = [round(after - before, 2) for before, after in pairwise(times)]
     assert times[0] == 0.0
     for before, after in pairwise(pauses):
@@ -361,7 +361,7 @@ def test_hello_is_said_at_once_and_then_with_growing_pauses() -> None:
 
 
 def test_an_open_dial_asks_nobody_until_it_is_lost_and_then_at_once() -> None:
-    dialing = Dialing(now=0.0)
+    dialing = DialState(now=0.0)
     assert dialing.due(0.0)
     dialing.welcomed()
     assert dialing.open and asked(dialing, 0.0, 5.0) == []
@@ -370,7 +370,7 @@ def test_an_open_dial_asks_nobody_until_it_is_lost_and_then_at_once() -> None:
 
 
 def test_a_peer_that_is_lost_again_and_again_is_not_asked_without_end() -> None:
-    dialing = Dialing(now=0.0)
+    dialing = DialState(now=0.0)
     hellos = 0
     for tick in range(1000):
         dialing.lost(tick / 100)
@@ -379,7 +379,7 @@ def test_a_peer_that_is_lost_again_and_again_is_not_asked_without_end() -> None:
 
 
 def test_a_refused_peer_is_asked_again_only_after_a_while_and_if_somebody_needs_it() -> None:
-    dialing = Dialing(now=0.0)
+    dialing = DialState(now=0.0)
     assert dialing.due(0.0)
     dialing.refuse("other weights", 0.0)
     assert dialing.reason == "other weights"
@@ -390,7 +390,7 @@ def test_a_refused_peer_is_asked_again_only_after_a_while_and_if_somebody_needs_
 
 
 def test_a_welcome_after_a_refusal_is_taken_and_clears_the_reason() -> None:
-    dialing = Dialing(now=0.0)
+    dialing = DialState(now=0.0)
     dialing.refuse("other weights", 0.0)
     dialing.welcomed()
     assert dialing.open and dialing.reason == ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from p2pkv.protocol import receiver, sender
-from p2pkv.protocol.machine import LocalProtocolError, Machine, ProtocolError, RemoteProtocolError
+from p2pkv.protocol.state_machine import LocalProtocolError, Machine, ProtocolError, RemoteProtocolError
 
 TABLES: list[tuple[dict[Any, dict[Any, Any]], type[Enum], type[Enum]]] = [
     (dict(sender.PROMPT), sender.PromptPhase, sender.PromptEvent),

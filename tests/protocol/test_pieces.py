@@ -9,12 +9,12 @@ from math import gcd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes_support import cut
 
 from p2pkv.kv.copiers import WIDTHS
-from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
 from p2pkv.protocol.pieces import WIDEST, Coverage, Cutter, Extent, Extents
+from p2pkv.protocol.state_machine import RemoteProtocolError
+from support.kv.shapes import cut
 
 Row = tuple[int, int, int]
 """A (group, layer, first token) of the wire."""

@@ -11,7 +11,6 @@ from protocol.receiver_rigs import (
     KEY,
     LEASE,
     TOKENS,
-    ahead,
     chunk,
     loading,
     make,
@@ -19,13 +18,14 @@ from protocol.receiver_rigs import (
     offered,
     one_source,
     owed,
+    prefetch,
     take,
     whole,
 )
 
-from p2pkv.protocol.machine import Decision, Finished, LocalProtocolError, Offered, SendTo, Terms
 from p2pkv.protocol.messages import Done, Failed, Piece, Sent, Want
 from p2pkv.protocol.receiver import LOAD, LoadEvent, LoadPhase, Receiver
+from p2pkv.protocol.state_machine import Decision, Finished, LocalProtocolError, Offered, SendTo, Terms
 
 # One load, from end to end.
 
@@ -89,7 +89,7 @@ def test_a_rank_that_nobody_owes_anything_waits_for_nobody() -> None:
 PATHS: dict[LoadPhase, Callable[[], Receiver]] = {
     LoadPhase.WAITING: make,
     LoadPhase.OFFERED: lambda: offered(make()),
-    LoadPhase.AHEAD: lambda: ahead(make(ahead=True)),
+    LoadPhase.PREFETCHING: lambda: prefetch(make(prefetch=True)),
     LoadPhase.LOADING: lambda: loading(one_source()),
     LoadPhase.DONE: lambda: (made := make(), made.want(0, 0, 0.0))[0],
     LoadPhase.ENDED: lambda: (made := make(), made.cancel("no"))[0],
@@ -100,8 +100,8 @@ def do(made: Receiver, event: LoadEvent) -> list[Decision]:
     match event:
         case LoadEvent.OFFERED:
             return [effect for rank in made.sources for effect in made.offer(rank, offer(), 1.0)]
-        case LoadEvent.AHEAD:
-            made.load.local(LoadEvent.AHEAD)  # `offer` goes this way without a stop; see PATHS
+        case LoadEvent.PREFETCHING:
+            made.load.local(LoadEvent.PREFETCHING)  # `offer` goes this way without a stop; see PATHS
             return []
         case LoadEvent.WANT:
             return made.want(0, 9, 1.0)

@@ -20,9 +20,9 @@ from protocol.receiver_rigs import (
 )
 
 from p2pkv.protocol import receiver as module
-from p2pkv.protocol.machine import Finished, RemoteProtocolError, SendTo
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Sent
 from p2pkv.protocol.receiver import LoadPhase
+from p2pkv.protocol.state_machine import Finished, RemoteProtocolError, SendTo
 
 # What P may not say.
 

@@ -15,7 +15,6 @@ from protocol.sender_rigs import (
     WHOLE,
     WIRE,
     Rig,
-    ahead,
     cancelled,
     chunk,
     claimed,
@@ -27,6 +26,7 @@ from protocol.sender_rigs import (
     held,
     offer,
     offered,
+    prefetch,
     released,
     sending,
     sent,
@@ -34,9 +34,9 @@ from protocol.sender_rigs import (
 
 from p2pkv.protocol import sender as module
 from p2pkv.protocol.handshake import RowFormat
-from p2pkv.protocol.machine import Decision, Finished, Released, RemoteProtocolError, SendTo, Transmit
 from p2pkv.protocol.messages import Chunk, Failed, Piece
 from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEvent, SendPhase
+from p2pkv.protocol.state_machine import Decision, Finished, Released, RemoteProtocolError, SendTo, Transmit
 
 # One transfer, from end to end.
 
@@ -156,7 +156,7 @@ def test_every_row_of_the_prompts_table(state: PromptPhase, event: PromptEvent) 
 
 LEGS: dict[SendPhase, Callable[[], Rig]] = {
     SendPhase.CLAIMED: claimed,
-    SendPhase.AHEAD: ahead,
+    SendPhase.PREFETCHING: prefetch,
     SendPhase.SENDING: sending,
     SendPhase.DRAINED: drained,
     SendPhase.DONE: done,
@@ -164,7 +164,7 @@ LEGS: dict[SendPhase, Callable[[], Rig]] = {
 }
 
 REMOTE: dict[SendEvent, Callable[[Rig], list[Decision]]] = {
-    SendEvent.AHEAD: lambda rig: rig.want(ahead=True),
+    SendEvent.PREFETCHING: lambda rig: rig.want(prefetch=True),
     SendEvent.WANT: lambda rig: rig.want(),
     SendEvent.NOTHING: lambda rig: rig.want(0, 0),
     SendEvent.DONE: lambda rig: rig.done(),
@@ -183,7 +183,9 @@ def test_every_row_of_the_legs_table(state: SendPhase, event: SendEvent) -> None
     assert rig.states[1] == [SEND[state][event]]
 
 
-@pytest.mark.parametrize("state", [SendPhase.CLAIMED, SendPhase.AHEAD, SendPhase.SENDING, SendPhase.DRAINED])
+@pytest.mark.parametrize(
+    "state", [SendPhase.CLAIMED, SendPhase.PREFETCHING, SendPhase.SENDING, SendPhase.DRAINED]
+)
 def test_every_other_word_of_d_is_its_error(state: SendPhase) -> None:
     for event in REMOTE.keys() - SEND[state].keys():
         rig = LEGS[state]()

@@ -27,7 +27,9 @@ from protocol.sender_rigs import (
 )
 
 from p2pkv.protocol.handshake import RowFormat
-from p2pkv.protocol.machine import (
+from p2pkv.protocol.messages import Chunk, Failed, Piece
+from p2pkv.protocol.sender import PromptPhase, SendPhase
+from p2pkv.protocol.state_machine import (
     Finished,
     LocalProtocolError,
     Released,
@@ -35,8 +37,6 @@ from p2pkv.protocol.machine import (
     SendTo,
     Transmit,
 )
-from p2pkv.protocol.messages import Chunk, Failed, Piece
-from p2pkv.protocol.sender import PromptPhase, SendPhase
 
 # What D may not say.
 

@@ -74,14 +74,14 @@ def held(deployment: Deployment) -> dict[str, int]:
     }
     return gauges | {
         "seats": sum(instance.places for instance in deployment.everyone()),
-        "ahead": sum(instance.ahead for instance in deployment.everyone()),
-        "coming": sum(instance.coming for instance in deployment.everyone()),
+        "ahead": sum(instance.prefetch_tokens for instance in deployment.everyone()),
+        "coming": sum(instance.expected for instance in deployment.everyone()),
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
-        "lingering": len(proxy.lingering),
+        "lingering": len(proxy.background),
         "handlers": len(proxy.active),
         "connections": sum(
             len(each.connector._acquired)
-            for each in (proxy.session.kept, proxy.session._fresh)
+            for each in (proxy.session.pooled, proxy.session._fresh)
             if each.connector
         ),
     }
@@ -126,7 +126,7 @@ class Line:
     full: bool = False
     told: list[bytes] = field(default_factory=list)
 
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         return self.open
 
     def answer(self, frame: bytes) -> bool:

@@ -31,7 +31,7 @@ from test_failures import OFF
 from test_given_up import after_p
 
 from p2pkv_proxy.attempt import Dispatch
-from p2pkv_proxy.blame import Again, Blame, CallEnd, Charge, Verdict, assign_blame
+from p2pkv_proxy.blame import Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Role
 from support.waiting import eventually
@@ -40,7 +40,13 @@ MISTAKE = answer_error(400)
 # The rules.
 
 P, D, PROXY, CLIENT, NONE = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NONE
-NO, ELSEWHERE, ALONE, SAME, GOES_ON = Again.NO, Again.ELSEWHERE, Again.ALONE, Again.SAME, Again.GOES_ON
+NO, ELSEWHERE, ALONE, SAME, GOES_ON = (
+    RetryKind.NO,
+    RetryKind.ELSEWHERE,
+    RetryKind.ALONE,
+    RetryKind.SAME,
+    RetryKind.GOES_ON,
+)
 NOW, IF_D, IF_P = Charge.NOW, Charge.IF_D_ACCEPTS, Charge.IF_P_ACCEPTS
 E = CallEnd
 DEAD = (E.ERROR, E.CLOSED, E.UNREACHABLE, E.BROKEN, E.GONE, E.LATE)
@@ -307,15 +313,15 @@ async def test_what_the_proxy_lacks_is_no_instance_s_failure(
     """Descriptors, ports, memory for one connection more."""
     session = concurrent.proxy.session
     place = (concurrent.p if role == "P" else concurrent.d).http_address.rpartition(":")[2]
-    makes = session.kept.connector._socket_factory
+    makes = session.pooled.connector._socket_factory
 
     def make(address: Any) -> Any:
         if str(address[4][1]) == place:
             raise OSError(number, os.strerror(number))
         return makes(address)
 
-    await session.kept.connector.close()
-    session.kept._connector = aiohttp.TCPConnector(limit=0, socket_factory=make)
+    await session.pooled.connector.close()
+    session.pooled._connector = aiohttp.TCPConnector(limit=0, socket_factory=make)
     if role == "P":
         concurrent.d.behaviour = never
     for _ in range(6):
@@ -324,7 +330,7 @@ async def test_what_the_proxy_lacks_is_no_instance_s_failure(
         message = (await response.json())["error"]["message"]
         assert message.startswith("This proxy has no descriptor or port left")
     assert all(each.healthy and False not in outcomes(each) for each in concurrent.everyone())
-    assert concurrent.proxy.counters.retried == concurrent.proxy.counters.alone == 0
+    assert concurrent.proxy.counters.retried == concurrent.proxy.counters.decode_alone == 0
     concurrent.d.behaviour = answer_json
-    session.kept._connector = aiohttp.TCPConnector(limit=0)
+    session.pooled._connector = aiohttp.TCPConnector(limit=0)
     assert (await concurrent.post()).status == 200

@@ -20,10 +20,10 @@ REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")
 
 def test_the_one_that_is_far_less_busy_serves_a_request_whole() -> None:
     router, (busy, idle) = fleet("both", "both")
-    busy.count_place(1, alone=False, tokens=10_000)
+    busy.count_place(1, decode_alone=False, tokens=10_000)
     choice = router.choose(REQUEST, 0.0)
-    assert (choice.prefill, choice.decode, choice.whole) == (None, idle, True)
-    assert not (choice.missed or choice.in_share), "it takes no place of a D without P"
+    assert (choice.prefill, choice.decode, choice.single_instance) == (None, idle, True)
+    assert not (choice.prefill_unavailable or choice.in_share), "it takes no place of a D without P"
 
 
 def test_each_of_a_pool_comes_to_have_either_role() -> None:
@@ -36,11 +36,11 @@ def test_each_of_a_pool_comes_to_have_either_role() -> None:
         choice = router.choose(RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), ""), 0.0)
         as_p[choice.prefill] += 1
         as_d[choice.decode] += 1
-        choice.decode.count_place(1, alone=False, tokens=tokens)
+        choice.decode.count_place(1, decode_alone=False, tokens=tokens)
         under_way.append((choice, tokens))
         if len(under_way) > 8:
             ended, tokens = under_way.popleft()
-            ended.decode.count_place(-1, alone=False, tokens=tokens)
+            ended.decode.count_place(-1, decode_alone=False, tokens=tokens)
     assert min(as_p[each] for each in pool) > 10 < min(as_d[each] for each in pool)
 
 

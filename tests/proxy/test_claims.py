@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hostile_support import dealer
 from proxy_fakes import Deployment, Line, deployed, fail, join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, encode_ping, goodbye
@@ -19,6 +18,7 @@ from p2pkv_proxy.membership.instance import LIFE, Instance, Role
 from p2pkv_proxy.membership.registry import LEASE, Registry
 from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import Router
+from support.hostile import dealer
 from support.waiting import eventually
 
 MEMBERS = Members(b"a secret of the tests")

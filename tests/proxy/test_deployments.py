@@ -20,7 +20,6 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from environments import Unavailable, environment
-from examples_support import EXAMPLES, option, options_of
 from proxy_behaviours import after, answer_json
 from proxy_fakes import deployed
 
@@ -28,6 +27,7 @@ from p2pkv.config import Options
 from p2pkv.pairing import Address
 from p2pkv_proxy import options
 from p2pkv_proxy.access import Access
+from support.examples import EXAMPLES, option, options_of
 from support.waiting import eventually
 
 SECRET = "0123456789abcdef" * 4

@@ -83,7 +83,9 @@ async def test_one_instance_does_it_all(concurrent: Deployment, path: str) -> No
     (d,) = concurrent.d.requests
     assert (d.path, d.body) == (path, body_of(path))
     assert find_pair(d.request_id) is None
-    assert concurrent.proxy.counters.alone == 0, "it does not count in the share for prompts without a P"
+    assert concurrent.proxy.counters.decode_alone == 0, (
+        "it does not count in the share for prompts without a P"
+    )
 
 
 async def test_another_instance_is_asked_if_the_first_fails() -> None:

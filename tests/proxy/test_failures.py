@@ -161,7 +161,7 @@ async def test_ps_failure_cancels_d_which_is_asked_without_it_or_it_is_a_502(
             assert shows_no_address(deployment, await response.text())
         await eventually(lambda: deployment.d.requests[0].aborted)
         assert ["_addr_" in seen.request_id for seen in deployment.d.requests] == [True, False][: 1 + alone]
-        assert (deployment.proxy.counters.alone, deployment.proxy.counters.retried) == (alone, 0)
+        assert (deployment.proxy.counters.decode_alone, deployment.proxy.counters.retried) == (alone, 0)
         assert deployment.known(deployment.d).breaker.closed
 
 

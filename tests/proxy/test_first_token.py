@@ -33,7 +33,7 @@ from test_resume import same
 from p2pkv.first_token import FirstToken
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation
-from p2pkv_proxy.first_token import FirstTokens, HandOver
+from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
 from p2pkv_proxy.limits import Limits, RequestCounters
 from support.waiting import eventually
 
@@ -67,7 +67,7 @@ def handed_on(
     assert transcript is not None
     tokens = FirstTokens(True, RequestCounters())
     most = transcript.wanted.most_tokens(0)
-    plan = HandOver(FirstToken.HANDED_ON, most, None)
+    plan = FirstTokenPlan(FirstToken.HANDED_ON, most, None)
     asked = json.loads(bytes(parse(json.dumps(body).encode(), path).for_first_token({}, None)))
     asked.pop(PARAMS)
     head = b"".join(engine.events(path, asked, "id-0"))

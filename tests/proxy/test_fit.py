@@ -41,9 +41,9 @@ def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
 
 def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
     router, _, (old, new) = pools([OLD, NEW], [OLD, NEW], room=1)
-    old.count_place(1, alone=False)
+    old.count_place(1, decode_alone=False)
     assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
-    new.count_place(1, alone=False)
+    new.count_place(1, decode_alone=False)
     with pytest.raises(Full):
         router.choose(RoutingRequest("m"), 0.0)
 
@@ -60,10 +60,10 @@ def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> None:
-    router, *_ = pools([OLD, OLD], [OTHER_LINK], alone=alone)
+    router, *_ = pools([OLD, OLD], [OTHER_LINK], decode_alone=alone)
     if alone:
         choice = router.choose(RoutingRequest("m"), 0.0)
-        assert (choice.prefill, choice.missed) == (None, True)
+        assert (choice.prefill, choice.prefill_unavailable) == (None, True)
     else:
         with pytest.raises(NoInstance, match=r"fits a decode instance for this model: they differ in link\."):
             router.choose(RoutingRequest("m"), 0.0)

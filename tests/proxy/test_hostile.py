@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 import zmq
-from hostile_support import RAW, dealer, shout
 from proxy_fakes import Deployment, deployed, pinging
 
 from p2pkv.control import security
 from p2pkv.control.discovery import Ping, encode_ping, goodbye
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
+from support.hostile import RAW, dealer, shout
 from support.waiting import eventually
 
 FORGED = Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10")

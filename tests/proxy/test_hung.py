@@ -21,7 +21,7 @@ from proxy_behaviours import (
     streams,
 )
 from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, outcomes, take_turns
-from test_alone import paired
+from test_decode_alone import paired
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits

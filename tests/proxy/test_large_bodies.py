@@ -20,7 +20,7 @@ from proxy_fakes import Deployment, all_do, connect, deployed, error_of, quiet
 
 from p2pkv_proxy import bodies
 from p2pkv_proxy.bodies import Content, parse
-from p2pkv_proxy.body_limits import MOST_ESCAPES, MOST_NUMBERS, check_values, values_in
+from p2pkv_proxy.body_limits import MAX_ESCAPES, MAX_NUMBERS, check_values, values_in
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.http import PAIRED
 from p2pkv_proxy.limits import Limits
@@ -217,18 +217,18 @@ async def test_texts_pictures_and_token_ids_are_no_values_however_long_they_are(
 
 
 async def test_numbers_and_escaped_characters_have_bounds_of_their_own() -> None:
-    ids = body_of("prompt", b"0", 2 * MOST_NUMBERS + 100)
+    ids = body_of("prompt", b"0", 2 * MAX_NUMBERS + 100)
     assert (await refusal(ids))[
         0
-    ] == f"The request body has more than {MOST_NUMBERS} numbers, such as token ids."
-    escapes = bytearray(b'{"prompt":"' + b"\\n" * (MOST_ESCAPES + 1) + b'"}')
-    assert (await refusal(escapes))[0] == f"The request body has more than {MOST_ESCAPES} escaped characters."
+    ] == f"The request body has more than {MAX_NUMBERS} numbers, such as token ids."
+    escapes = bytearray(b'{"prompt":"' + b"\\n" * (MAX_ESCAPES + 1) + b'"}')
+    assert (await refusal(escapes))[0] == f"The request body has more than {MAX_ESCAPES} escaped characters."
 
 
 async def test_what_a_text_begins_with_does_not_hide_the_rest_of_it() -> None:
     numbers, _ = await refusal(body_of("messages", b"1", 4 * MIB), token_ids=False)
     assert "more than 131072 values" in numbers, "vLLM expects no numbers there"
-    escapes = bytearray(b'{"prompt":"' + b"," * MIB + b"\\n" * (MOST_ESCAPES + 1) + b'"}')
+    escapes = bytearray(b'{"prompt":"' + b"," * MIB + b"\\n" * (MAX_ESCAPES + 1) + b'"}')
     assert "escaped characters" in (await refusal(escapes))[0]
 
 

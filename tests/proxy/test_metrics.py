@@ -144,7 +144,7 @@ async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
 
         counted, now = deployment.proxy.counted(), await page(deployment)
         assert now.value("shed_total", reason="full") == counted["refused_full"] == 1
-        assert now.value("decode_alone_total") == counted["alone"] == 1
+        assert now.value("decode_alone_total") == counted["decode_alone"] == 1
         assert now.value("admitted_total") == counted["admitted"] == 2
         assert now.value("instance_requests_total", role="P", outcome="failed") == 1
 
@@ -216,7 +216,7 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     for instance in (p, d):
         metrics.record_outcome(instance, True)
     metrics.first_token(d.ping.http_address, "pair", 0.1)
-    metrics.pace(d.ping.http_address, b"data: x\n\n").beat(b"data: y\n\n")
+    metrics.pace(d.ping.http_address, b"data: x\n\n").chunk_arrived(b"data: y\n\n")
     both = {p.ping.http_address, d.ping.http_address}
     assert shown() == both
     here.remove(d)
@@ -270,7 +270,7 @@ def test_gaps_fall_into_the_right_buckets() -> None:
     pace = metrics.pace("d", b"")
     for gap in (0.001, 0.004, 0.004, 99.0):
         now += gap
-        pace.beat(b"data: x\n\ndata: y\n\n")
+        pace.chunk_arrived(b"data: x\n\ndata: y\n\n")
     buckets = dict(metrics.gaps["d"].buckets())
     assert buckets["0.0025"] - buckets["0.001"] == 0 and buckets["0.005"] == 3
     assert (buckets["10.0"], buckets["+Inf"]) == (3, 4)

@@ -13,7 +13,7 @@ from proxy_fakes import Deployment, join, ping, pinging, prompt_of
 
 from p2pkv.control.discovery import Ping, decode_partners, goodbye
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, Nearby, PartnerLists
+from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, LinkedPairs, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policy import Routing, RoutingRequest
 from p2pkv_proxy.routing import Router
@@ -152,7 +152,7 @@ def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_c
     for _ in range(40 * p_count):
         choice = router.choose(RoutingRequest(), rig.now)
         assert choice.prefill is not None
-        choice.decode.count_place(1, alone=False)
+        choice.decode.count_place(1, decode_alone=False)
         loads[choice.decode] += 1
         pairs.add((choice.prefill, choice.decode))
     of_p, of_d = (Counter(pair[side] for pair in pairs) for side in (0, 1))
@@ -184,8 +184,8 @@ def test_where_all_pairs_keep_their_links_any_d_is_chosen() -> None:
     rig = PartnerRig()
     ps = [rig.join("P", 8100 + each)[0] for each in range(16)]
     ds = [rig.join("D", 8200 + each, partners=16)[0] for each in range(16)]
-    assert Nearby.of(ps, ds) is None
-    assert Nearby.of([*ps, rig.join("P", 8300)[0]], ds) is not None
+    assert LinkedPairs.of(ps, ds) is None
+    assert LinkedPairs.of([*ps, rig.join("P", 8300)[0]], ds) is not None
 
 
 def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
@@ -195,7 +195,7 @@ def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
         rig.join("P", 20_000 + each)
     router = Router(rig.registry, room=1)
     for _ in ds:
-        router.choose(RoutingRequest(), rig.now).decode.count_place(1, alone=False)
+        router.choose(RoutingRequest(), rig.now).decode.count_place(1, decode_alone=False)
     assert [d.places for d in ds] == [1] * 20
 
 

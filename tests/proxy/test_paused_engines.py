@@ -35,7 +35,7 @@ def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -
     """As vLLM's /pause or /resume."""
     pinger = deployment.pingers[instance.http_address]
     pinger._current = lambda: replace(instance.ping, paused=paused)
-    pinger.hurry()
+    pinger.ping_soon()
 
 
 def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:

@@ -35,7 +35,7 @@ from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance, WorkloadReport
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.placement import MOST_COMPARED, EngineCosts, LeastSquares, PlacedRequest, PlacementCosts
+from p2pkv_proxy.placement import MAX_COMPARED, EngineCosts, LeastSquares, PlacedRequest, PlacementCosts
 from p2pkv_proxy.policy import Routing, RoutingRequest
 from p2pkv_proxy.routing import PrefillMode, Router
 from support.waiting import eventually
@@ -47,8 +47,8 @@ def request(tokens: int) -> RoutingRequest:
     return RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), "")
 
 
-def fleet(*roles: Any, alone: int = 0, routing: Routing = AUTO) -> tuple[Router, list[Instance]]:
-    return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, alone=alone)
+def fleet(*roles: Any, decode_alone: int = 0, routing: Routing = AUTO) -> tuple[Router, list[Instance]]:
+    return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, decode_alone=decode_alone)
 
 
 # What is learned.
@@ -144,7 +144,7 @@ def test_an_idle_pool_serves_a_request_whole() -> None:
     for each in pool:
         learned(router, each, 0.1, 0.02)
     choice = router.choose(request(64), 0.0)
-    assert choice.whole and choice.prefill is None
+    assert choice.single_instance and choice.prefill is None
     assert choice.prediction is not None and choice.prediction.way == "whole"
     assert choice.prediction.other is not None and choice.prediction.other > choice.prediction.cost
 
@@ -198,21 +198,23 @@ def test_of_a_fleet_who_has_the_prompt_is_always_compared() -> None:
 @pytest.mark.parametrize("alone", [0, 4])
 def test_fixed_roles_stay(alone: int) -> None:
     """A D computes a prompt by itself only within its share."""
-    router, (p, d) = fleet("P", "D", alone=alone)
+    router, (p, d) = fleet("P", "D", decode_alone=alone)
     learned(router, p, 10.0, 0.02)
     learned(router, d, 0.01, 0.02)
     choice = router.choose(request(64), 0.0)
-    assert (choice.prefill, choice.decode, choice.spared) == ((None, d, True) if alone else (p, d, False))
+    assert (choice.prefill, choice.decode, choice.prefill_skipped) == (
+        (None, d, True) if alone else (p, d, False)
+    )
 
 
 def test_after_a_failed_prefill_another_place_is_chosen_by_cost() -> None:
     """A D computes no prompt then, although it may compute some."""
-    router, (failed, p, d, both) = fleet("both", "P", "D", "both", alone=4)
+    router, (failed, p, d, both) = fleet("both", "P", "D", "both", decode_alone=4)
     for each, prompt in ((failed, 0.01), (p, 0.2), (d, 0.01), (both, 0.1)):
         learned(router, each, prompt, 0.02)
     after = {"mode": PrefillMode.NEEDED, "avoid": frozenset({failed})}
     choice = router.choose(request(256), 0.0, **after)
-    assert choice.decode is both and choice.whole and choice.prediction is not None
+    assert choice.decode is both and choice.single_instance and choice.prediction is not None
     router.costs.of(both).prompt_placed(4000, 0.0)
     assert router.choose(request(256), 0.0, **after).prefill is p
 
@@ -230,13 +232,13 @@ def test_of_many_instances_few_are_compared() -> None:
         choice = router.choose(request(100), 0.0)
         assert choice.decode in pool
     assert len(router.costs._engines) <= 100
-    assert 2 < len(set(router.costs.some(pool))) <= MOST_COMPARED
+    assert 2 < len(set(router.costs.some(pool))) <= MAX_COMPARED
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2000), st.floats(0.0, 3.0)), max_size=80))
 def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int, float]]) -> None:
     """Whatever order the ends of their parts come in, and whichever of these are missing."""
-    router, pool = fleet("both", "both", "P", "D", alone=2)
+    router, pool = fleet("both", "both", "P", "D", decode_alone=2)
     admission = Admission(router, Limits(), RequestCounters(), lambda: now)
     now, places = 0.0, []
 

@@ -181,7 +181,7 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
         admission.advance()
         chosen = [(await each).choice.prefill for each in asked]
         assert (chosen.count(busier), chosen.count(idler)) == (4, 5)
-    assert (busier.coming, idler.coming) == (0, 0)
+    assert (busier.expected, idler.expected) == (0, 0)
 
 
 async def test_a_p_is_busy_until_it_has_answered_and_no_longer(either: Deployment) -> None:

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from proxy_draws import json_values
 from proxy_fakes import prompt_of
 
-from p2pkv_proxy.bodies import BYTES_PER_TOKEN, DATA_BYTES_PER_TOKEN, MOST_PIECES, PIECE_TOKENS, Chain, Prompt
-from p2pkv_proxy.prefixes import MOST_HOLDERS, PrefixIndex
+from p2pkv_proxy.bodies import BYTES_PER_TOKEN, DATA_BYTES_PER_TOKEN, MAX_PIECES, PIECE_TOKENS, Chain, Prompt
+from p2pkv_proxy.prefixes import MAX_HOLDERS, PrefixIndex
 
 PIECE = PIECE_TOKENS * BYTES_PER_TOKEN
 """Bytes."""
@@ -128,8 +128,8 @@ def test_a_chain_costs_no_more_than_its_beginning(fields: dict[str, Any]) -> Non
     prompt = prompt_of(fields)
     tracemalloc.start()
     try:
-        assert len(prompt.chain) <= MOST_PIECES
-        assert tracemalloc.get_traced_memory()[1] < 4 * MOST_PIECES * PIECE
+        assert len(prompt.chain) <= MAX_PIECES
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_PIECES * PIECE
     finally:
         tracemalloc.stop()
 
@@ -174,9 +174,9 @@ def test_prompts_that_begin_alike_have_chains_that_begin_alike(kind: str) -> Non
 
 
 def test_of_a_very_long_prompt_only_the_beginning_counts() -> None:
-    long = text(1) * (MOST_PIECES + 10)
-    for fields in ({"prompt": long}, {"prompt": [1] * (MOST_PIECES + 10) * PIECE_TOKENS}):
-        assert len(chain(fields)) == MOST_PIECES
+    long = text(1) * (MAX_PIECES + 10)
+    for fields in ({"prompt": long}, {"prompt": [1] * (MAX_PIECES + 10) * PIECE_TOKENS}):
+        assert len(chain(fields)) == MAX_PIECES
 
 
 # The index.
@@ -207,14 +207,14 @@ def test_a_shared_beginning_forgets_holders() -> None:
     index = PrefixIndex(1000)
     for restart in range(500):
         index.add([b"system prompt"], restart)
-    assert set(index.held((b"system prompt",))) == set(range(500 - MOST_HOLDERS, 500))
-    assert index._size == MOST_HOLDERS
+    assert set(index.held((b"system prompt",))) == set(range(500 - MAX_HOLDERS, 500))
+    assert index._size == MAX_HOLDERS
 
 
 def test_who_has_more_of_a_prompt_is_found_however_many_have_its_beginning() -> None:
     index = PrefixIndex(1000)
     index.add([b"system prompt", b"turn", b"next turn"], "one")
-    for other in range(2 * MOST_HOLDERS):
+    for other in range(2 * MAX_HOLDERS):
         index.add([b"system prompt"], other)
     assert index.held((b"system prompt", b"turn", b"other turn"))["one"] == 2
 

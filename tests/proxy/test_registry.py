@@ -9,7 +9,7 @@ import pytest
 from proxy_fakes import Line, fleet, join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
-from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss, Role, least_busy
+from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, LossReason, Role, least_busy
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import NoInstance, PrefillMode, Router
@@ -93,7 +93,7 @@ def test_of_very_many_some_are_compared() -> None:
     registry, chosen = Registry(1e9), Counter[Instance]()
     pool = [join(registry, ping("D", 1000 + number)) for number in range(512)]
     for busy in pool[::2]:
-        busy.count_place(1, alone=False)
+        busy.count_place(1, decode_alone=False)
     for turn in range(600):
         least = least_busy(pool)
         chosen[least] += 1
@@ -112,7 +112,7 @@ def test_the_least_busy_comes_first() -> None:
 def test_one_that_is_dead_ends_what_it_has_and_gets_no_more() -> None:
     registry = Registry()
     instance = join(registry, ping("D"))
-    ended: list[tuple[str, Loss]] = []
+    ended: list[tuple[str, LossReason]] = []
     with instance.busy(lambda loss: ended.append(("over before", loss))):
         pass
     with instance.busy(lambda loss: ended.append(("under way", loss))):
@@ -162,7 +162,7 @@ def test_names_are_those_listed_last_and_the_pings_own() -> None:
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_two_models_that_do_not_match_make_no_pair(alone: int) -> None:
-    router, (_, d) = fleet(("P", {"model": "a"}), ("D", {"model": "b"}), alone=alone)
+    router, (_, d) = fleet(("P", {"model": "a"}), ("D", {"model": "b"}), decode_alone=alone)
     if alone:
         choice = router.choose(RoutingRequest("b"), 0.0)
         assert (choice.prefill, choice.decode) == (None, d)

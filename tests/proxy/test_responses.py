@@ -85,7 +85,7 @@ async def test_a_conversation_goes_on_at_the_d_that_has_it(dispatch: Dispatch, s
                 assert answer["output"] == [f"{who}{each}" for each in range(turn + 1)]
                 assert answer["previous_response_id"] == before["id"]
         assert len(deployment.p.requests) == 3, "of those that go on with one P does not know the prompt"
-        assert deployment.proxy.counters.alone == 0, "which costs no place of D's share for prompts"
+        assert deployment.proxy.counters.decode_alone == 0, "which costs no place of D's share for prompts"
 
 
 async def test_it_is_said_why_one_cannot_go_on(dispatch: Dispatch) -> None:

@@ -48,13 +48,13 @@ CHATTED: dict[str, Any] = {
 GREEDY = COMPLETION | {"temperature": 0}
 UNBOUNDED = {name: value for name, value in CHATTED.items() if name != "max_tokens"}
 
-Loss = tuple[Step, ...]
+LossReason = tuple[Step, ...]
 """The last steps of a stream."""
-DIES: Loss = (die,)
-HANGS: Loss = (forever,)
-FAILS: Loss = (b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n', DONE)
+DIES: LossReason = (die,)
+HANGS: LossReason = (forever,)
+FAILS: LossReason = (b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n', DONE)
 """As an API server whose engine core has died."""
-GIVES_UP: Loss = (
+GIVES_UP: LossReason = (
     b'data: {"id":"x","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"abort",'
     b'"token_ids":[]}]}\n\n',
     DONE,
@@ -62,7 +62,7 @@ GIVES_UP: Loss = (
 """As a vLLM that is stopped."""
 
 
-def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: Loss = DIES) -> Behaviour:
+def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: LossReason = DIES) -> Behaviour:
     """Streams the engine's answer; `lost_after`: events after which it is lost, 0 for never, or how many of
     the last ones are lost as a negative number."""
 
@@ -84,7 +84,7 @@ def pausing(pause: Step) -> Behaviour:
     return by_kind(chosen(streamed), answer_json)
 
 
-def the_first_is_lost(instances: list[FakeInstance], lost_after: int = 9, loss: Loss = DIES) -> None:
+def the_first_is_lost(instances: list[FakeInstance], lost_after: int = 9, loss: LossReason = DIES) -> None:
     """Of these the first that is asked loses its answer; the others do not."""
     take_turns(instances, generates(lost_after=lost_after, loss=loss), generates())
 
@@ -133,7 +133,7 @@ async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(
 
 
 @pytest.mark.parametrize("loss", [DIES, FAILS, GIVES_UP, HANGS], ids=["dies", "fails", "gives up", "hangs"])
-async def test_each_way_to_lose_a_d(loss: Loss) -> None:
+async def test_each_way_to_lose_a_d(loss: LossReason) -> None:
     async with deployed("concurrent", 1, 2, limits=Limits(event_seconds=0.5)) as deployment:
         the_first_is_lost(deployment.decodes, loss=loss)
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
@@ -168,7 +168,7 @@ async def test_ds_that_died_together_are_no_tries() -> None:
     ids=["no other D", "its own error", "no tries", "no memory"],
 )
 async def test_where_none_goes_on_the_stream_ends_with_an_error(
-    decode: int, limits: Limits, loss: Loss, said: str
+    decode: int, limits: Limits, loss: LossReason, said: str
 ) -> None:
     async with deployed("concurrent", 1, decode, limits=limits) as deployment:
         the_first_is_lost(deployment.decodes, loss=loss)

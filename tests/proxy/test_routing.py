@@ -76,13 +76,13 @@ def test_two_proxies_take_idle_instances_in_different_orders() -> None:
 
 def test_ds_work_is_its_requests_and_their_tokens() -> None:
     few, many, long = instances(3, "D")
-    few.count_place(1, alone=False, tokens=100)
+    few.count_place(1, decode_alone=False, tokens=100)
     for _ in range(3):
-        many.count_place(1, alone=False, tokens=1)
-    long.count_place(1, alone=False, tokens=10 * REQUEST_TOKENS)
+        many.count_place(1, decode_alone=False, tokens=1)
+    long.count_place(1, decode_alone=False, tokens=10 * REQUEST_TOKENS)
     ranked = sorted([long, many, few], key=work)
     assert ranked == [few, many, long]
-    few.count_place(-1, alone=False, tokens=100)
+    few.count_place(-1, decode_alone=False, tokens=100)
     assert (work(few), few.tokens) == (0, 0)
 
 
@@ -221,7 +221,7 @@ def test_four_ranks_compute_all_of_it_sooner_than_one_computes_half() -> None:
 
 def test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt() -> None:
     """It has been tried without one, or that is decided elsewhere."""
-    router, (p, d) = fleet("P", "D", alone=1)
+    router, (p, d) = fleet("P", "D", decode_alone=1)
     fail(p)
     assert router.able(RoutingRequest(), 0.1, mode=PrefillMode.WANTED) == ([], [d])
     with pytest.raises(NoInstance):
@@ -234,7 +234,7 @@ def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() 
         choice = router.choose(asked(LONG + 60), 0.0)
         assert choice.prefill is not None
         choice.prefill.expect(1, choice.prefill_tokens)
-    loads = [p.coming for p in prefills]
+    loads = [p.expected for p in prefills]
     assert max(loads) - min(loads) <= 2 * LONG // 60 + 1, "apart by what the cache is worth, and no more"
 
 

@@ -32,7 +32,7 @@ from proxy_fakes import Deployment, connect, deployed, quiet
 from p2pkv_proxy.app import make_runner
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.logs import Garbage
+from p2pkv_proxy.logs import BadRequestFilter
 from support.waiting import eventually
 
 BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
@@ -190,7 +190,7 @@ async def test_large_heads_count_among_the_bytes_that_are_held() -> None:
 async def test_of_many_heads_that_never_end_the_large_ones_go(
     short: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("p2pkv_proxy.connections._MOST_HEADS", 1 << 20)
+    monkeypatch.setattr("p2pkv_proxy.connections._MAX_HEADS", 1 << 20)
     async with contextlib.AsyncExitStack() as cleanup, asyncio.timeout(20):
         for _ in range(3):
             client = await cleanup.enter_async_context(Client(short))
@@ -207,7 +207,7 @@ def parse_error(line: logging.LogRecord) -> bool:
 def test_garbage_makes_one_line_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     logger = logging.getLogger("a logger of the tests")
-    logger.addFilter(Garbage(lambda: now))
+    logger.addFilter(BadRequestFilter(lambda: now))
     for step in range(101):
         now = step * 0.1
         try:

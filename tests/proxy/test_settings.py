@@ -193,4 +193,4 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_the_share_of_d_alone_in_places(arguments: list[str], places: int) -> None:
-    assert options.limits(options.make_parser().parse_args(arguments)).alone == places
+    assert options.limits(options.make_parser().parse_args(arguments)).decode_alone == places

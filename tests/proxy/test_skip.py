@@ -8,7 +8,7 @@ import random
 from proxy_behaviours import dies, never, with_a_p
 from proxy_fakes import Deployment, all_do, asked, deployed
 from test_admission import ask, slow
-from test_alone import paired
+from test_decode_alone import paired
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
@@ -25,7 +25,7 @@ def random_text(length: int, seed: int = 1) -> str:
 
 def counted(deployment: Deployment) -> tuple[int, int, int, int]:
     counters = deployment.proxy.counters
-    return counters.spared, counters.alone, counters.refused_alone, counters.retried
+    return counters.prefill_skipped, counters.decode_alone, counters.refused_alone, counters.retried
 
 
 async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch) -> None:
@@ -44,7 +44,7 @@ async def test_beyond_the_share_short_prompts_get_a_p() -> None:
             tasks = [ask(deployment, SHORT) for _ in range(5)]
             await eventually(lambda: len(deployment.d.requests) == 5)
             assert sorted(paired(deployment.d)) == [False] * 2 + [True] * 3
-            assert deployment.proxy.gauges()["alone"] == 2
+            assert deployment.proxy.gauges()["decode_alone"] == 2
         assert await asyncio.gather(*tasks) == [200] * 5
         assert counted(deployment) == (2, 0, 0, 0)
 

@@ -47,7 +47,7 @@ from support.waiting import eventually
 
 CLIENTS = 48
 PATIENCE = 60.0
-MOST_GROWTH = 5 << 20
+MAX_GROWTH = 5 << 20
 EVENTS = 6
 # Requests between two changes of who is closed.
 CLOSED_FOR = 60
@@ -306,7 +306,7 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
         assert last_held.tasks == first_held.tasks
         assert last_held.objects == {}, "objects of requests that have ended are left"
         assert last_held.descriptors <= first_held.descriptors
-        assert last_held.memory - first_held.memory < MOST_GROWTH, f"{first_held} then {last_held}"
+        assert last_held.memory - first_held.memory < MAX_GROWTH, f"{first_held} then {last_held}"
         proxy.terminate()
         await proxy.ended()
 

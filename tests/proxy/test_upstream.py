@@ -117,8 +117,8 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
 async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> None:
     """Its server does so after five idle seconds."""
     async with Client() as client:
-        assert client.kept.connector is not None
-        assert 1.0 <= client.kept.connector._keepalive_timeout <= 4.0
+        assert client.pooled.connector is not None
+        assert 1.0 <= client.pooled.connector._keepalive_timeout <= 4.0
 
 
 async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it(
@@ -130,7 +130,7 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it(
     response = await concurrent.begin()
     (p,) = concurrent.registry.known("P")
     await eventually(lambda: p.load == 0)
-    (transport,) = {each.transport for each in concurrent.proxy.session.kept.connector._acquired}
+    (transport,) = {each.transport for each in concurrent.proxy.session.pooled.connector._acquired}
     sock = transport.get_extra_info("socket")
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
@@ -220,8 +220,8 @@ async def test_a_connection_that_is_new_is_not_made_again() -> None:
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
         (p,) = deployment.registry.known("P")
         deployment.p.behaviour = dies
-        await deployment.proxy.session.kept.connector.close()
-        deployment.proxy.session.kept._connector = aiohttp.TCPConnector(limit=0)
+        await deployment.proxy.session.pooled.connector.close()
+        deployment.proxy.session.pooled._connector = aiohttp.TCPConnector(limit=0)
         assert (await deployment.post()).status == 502
         assert len(deployment.p.requests) == 1
         deployment.p.behaviour = answer_json

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples_support import EXAMPLES, options_of
 
 from p2pkv.config import Options
 from p2pkv.pairing import Address
+from support.examples import EXAMPLES, options_of
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, sys, time

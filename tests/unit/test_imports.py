@@ -263,10 +263,10 @@ def later():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("p2pkv.plan", "p2pkv.protocol.machine"),
+        ("p2pkv.plan", "p2pkv.protocol.state_machine"),
         ("p2pkv.links.host", "p2pkv.kv.cache"),
         ("p2pkv.protocol.sender", "p2pkv.links.base"),
-        ("p2pkv.protocol.messages", "p2pkv.protocol.machine"),
+        ("p2pkv.protocol.messages", "p2pkv.protocol.state_machine"),
         ("p2pkv.engine.loop", "p2pkv.connector"),
         ("p2pkv.pairing", "p2pkv.config"),
         ("p2pkv.plugin", "p2pkv.connector"),

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pictures
 import pytest
-from options_page import DEPENDS, PAGE, SECTIONS, declared, page
 
 import p2pkv
 from p2pkv import config
 from p2pkv.config import MIB, Options
 from p2pkv_proxy.options import make_parser
+from tools import pictures
+from tools.options_page import DEPENDS, PAGE, SECTIONS, declared, page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

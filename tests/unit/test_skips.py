@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import FAULTS, PRODUCT, ROOT, Mutant, Stale
-from skips import ALLOWED
+
+from support.skips import ALLOWED
+from tools.mutants import FAULTS, PRODUCT, ROOT, Mutant, Stale
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = """
-import skips
-from skips import Allowed, pytest_addoption, pytest_configure
+from support import skips
+from support.skips import Allowed, pytest_addoption, pytest_configure
 
 skips.ALLOWED = Allowed("way_", "no gcc", ""), Allowed("way_", "no GPU", "", on_ci=True)
 """
@@ -61,7 +62,7 @@ def test_it_fails_unless_the_table_has_it(
 
 def test_a_failed_test_stays_a_failed_test(tmp_path: Path) -> None:
     code, said = run(tmp_path, "no idea", fine="def test_bad(): assert False\n")
-    assert code == 1 and "1 failed" in said and "not in tests/skips.py" in said
+    assert code == 1 and "1 failed" in said and "not in tests/support/skips.py" in said
 
 
 def test_each_place_of_the_table_is_there() -> None:

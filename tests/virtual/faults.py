@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chaos.schedule import LEASE
-from hostile_support import nonsense
 from protocol.samples import KINDS, example
 from virtual.network import Endpoint, Network
 
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
+from support.hostile import nonsense
 
 if TYPE_CHECKING:
     from virtual.machine import Machine
@@ -29,7 +29,7 @@ Heal = tuple[float, Callable[[], None]]
 """After so many seconds, do this."""
 
 
-class Stranger:
+class UnknownPeer:
     """A bad member: it connects, says what it should not, and listens to nobody."""
 
     def __init__(self, network: Network) -> None:
@@ -170,7 +170,7 @@ def slow_down(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 def harass(world: World, machine: Machine, draw: random.Random) -> Heal:
     """A bad member says wrong things, and right ones that are not for this rank."""
-    world.stranger.harass(machine, draw)
+    world.unknown_peer.harass(machine, draw)
     return 0.0, lambda: None
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from chaos.engine import Build
 from chaos.model import RankPages, Violation, hello_of
 from chaos.schedule import LEASE
-from engine_support import BUSY
-from faulty_links import Faults, FaultyLinks
 from virtual.clock import Alarm, Clock
 from virtual.network import Endpoint, Network
 
@@ -17,6 +15,8 @@ from p2pkv.engine.core import Core
 from p2pkv.pairing import Address
 from p2pkv.protocol import sender
 from p2pkv.protocol.receiver import MAX_CHUNKS
+from support.engine.engines import BUSY
+from support.links.faulty import Faults, FaultyLinks
 
 STAGING, CHUNKS = 1 << 18, (4096, 16384)
 """Bytes of a rank; of a message, one of these in all engines of a run. Some short ones hold one KV group."""
@@ -58,7 +58,7 @@ class Worker:
         self.machine.note("turn", self.machine.name, self.core.context.hello.rank)
         self.core.turn(now)
         self.machine.look(self.core)
-        if self.core.news:
+        if self.core.pending_events:
             self.life.step_in(self.machine.jitter())
         self._turns.within(max(self.core.pause(now), self.machine.jitter()))
 
@@ -116,11 +116,11 @@ class Life:
         if seconds is None:
             self._working = None
         for worker in self.workers:
-            if worker.core.ordered:
+            if worker.core.has_commands:
                 worker.ring()
         if seconds is not None:
             self.step_in(seconds + self.machine.jitter())
-        elif not self.forward.idle or any(worker.core.news for worker in self.workers):
+        elif not self.forward.idle or any(worker.core.pending_events for worker in self.workers):
             self.step_in(0.002 + 4 * self.machine.jitter())
 
     def hang(self, until: float) -> None:

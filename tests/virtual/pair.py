@@ -1,4 +1,4 @@
-"""A P and a D of one rank each on the virtual clock: a test orders and waits as with engine_support's.
+"""A P and a D of one rank each on the virtual clock: a test orders and waits as with support/engine's.
 
 Both are the product's own cores. The network, the links and the time are made up, so a wait of many leases
 costs nothing, and a test may say to the moment how long something lasts.
@@ -9,8 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import transfers
-from engine_support import (
+from virtual.clock import Alarm, Clock
+from virtual.network import Endpoint, Network
+
+from p2pkv.config import Options
+from p2pkv.engine import commands as do
+from p2pkv.engine.core import Core
+from p2pkv.engine.liveness import Beat
+from p2pkv.kv.cache import RankCache
+from p2pkv.pairing import Address
+from support.engine import transfers
+from support.engine.engines import (
     DEFAULTS,
     Engine,
     Geometry,
@@ -22,17 +31,8 @@ from engine_support import (
     prefill,
     step,
 )
-from memory_links import MemoryNetwork
-from transfers import BLOCKS, TOKENS, value
-from virtual.clock import Alarm, Clock
-from virtual.network import Endpoint, Network
-
-from p2pkv.config import Options
-from p2pkv.engine import commands as do
-from p2pkv.engine.core import Core
-from p2pkv.engine.liveness import Beat
-from p2pkv.kv.cache import RankCache
-from p2pkv.pairing import Address
+from support.engine.transfers import BLOCKS, TOKENS, value
+from support.links.memory import MemoryNetwork
 
 TURN = 0.001
 """Seconds between something that wakes an engine's thread and its turn."""
@@ -207,7 +207,7 @@ def offered(pair: VirtualPair) -> None:
 def queued(pair: VirtualPair) -> None:
     """D waits for a prompt that P has in its queue."""
     expect(pair)
-    pair.p.do(do.Hold("k", pair.d.address))
+    pair.p.do(do.HoldPrompt("k", pair.d.address))
 
 
 def load(pair: VirtualPair, key: str = "k") -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import step
-from transfers import arrives, begin, load
 from virtual.pair import BLOCKS, HALF, LEASE, TOKENS, VirtualPair, half_a_push, nothing_was_lost, value
 
 from p2pkv.engine import commands as do
 from p2pkv.protocol import messages as m
+from support.engine.engines import step
+from support.engine.transfers import arrives, begin, load
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_a_stranger_is_not_answered_with_a_stranger(pair: VirtualPair) -> None:
     taken: list[object] = []
     for engine in (pair.p, pair.d):
         core = engine.rank.core
-        take = core._take_unowned
-        core._take_unowned = lambda *args, take=take: (taken.append(args), take(*args))  # type: ignore
+        take = core._receive_unowned
+        core._receive_unowned = lambda *args, take=take: (taken.append(args), take(*args))  # type: ignore
     connection = pair.p.rank.endpoint.dial(pair.d.address)
-    pair.until(lambda: connection.send(m.encode(m.Stranger())), what="a connection")
+    pair.until(lambda: connection.send(m.encode(m.UnknownPeer())), what="a connection")
     pair.until(lambda: taken, what="its arrival")
     pair.lasts(lambda: len(taken) == 1, 1.0)
 

@@ -4,8 +4,6 @@ one whose step hangs. And each state of a transfer ends by itself, however livel
 from __future__ import annotations
 
 import pytest
-from engine_support import step
-from transfers import arrives, ask
 from virtual.pair import (
     BLOCKS,
     GRACE,
@@ -30,6 +28,8 @@ from virtual.pair import (
 )
 
 from p2pkv.engine import commands as do
+from support.engine.engines import step
+from support.engine.transfers import arrives, ask
 
 WAIT = 60.0
 """`wait_seconds`: longer than a stall and a lease."""
@@ -71,7 +71,7 @@ def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, tro
     if when == "begun":
         ask(pair.p, pair.d)
     else:
-        pair.p.do(do.Hold("k", pair.d.address))
+        pair.p.do(do.HoldPrompt("k", pair.d.address))
     pair.until(lambda: value(pair.p, "prompts"), what="P's word of it")
     pair.lasts(lambda: kept(pair), 2.0)
     strike(pair.p, trouble)
@@ -143,7 +143,7 @@ def test_a_rank_whose_core_never_beats_is_judged_by_its_steps(pair: VirtualPair)
     """As where Ray started the workers."""
     silent = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL)
     expect(silent)
-    silent.p.do(do.Hold("k", silent.d.address))
+    silent.p.do(do.HoldPrompt("k", silent.d.address))
     silent.lasts(lambda: kept(silent), STALL + LEASE + GRACE)
 
 
@@ -240,7 +240,7 @@ def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: Vi
         pair.lasts(lambda: True, LEASE)
         pair.p.rank.vanish()
         pair.p = pair.engine("P", 7000)
-        pair.p.do(do.Hold("k", pair.d.address))
+        pair.p.do(do.HoldPrompt("k", pair.d.address))
     assert WAIT - GRACE < pair.clock.now - began < WAIT + LEASE + GRACE
 
 

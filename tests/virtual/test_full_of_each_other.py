@@ -12,9 +12,9 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from connector_support import LAYERS, Instance, inner_id, pair_id, tokens
 
 from p2pkv.engine import commands as do
+from support.connector.instances import LAYERS, Instance, inner_id, pair_id, tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -22,7 +22,7 @@ BLOCKS = 31
 """Of 16 tokens; vLLM keeps one. A third is 10, which two prompts of 80 tokens take."""
 
 LENGTH, COUNT = 80, 6
-MOST_STEPS = 600
+MAX_STEPS = 600
 
 
 class Pool:
@@ -66,7 +66,7 @@ class Pool:
             instance.step()
             self._read(instance)
             connector: Any = instance.scheduler.connector
-            assert connector.producing._held.all <= self.most_held
+            assert connector.producer._held.all <= self.most_held
         for p, d in ((self.a, self.b), (self.b, self.a)):
             self._move(p, d)
 
@@ -99,7 +99,7 @@ class Pool:
                 p.rank.free(key)
 
     def finish(self) -> None:
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not (self.a.scheduler.requests or self.b.scheduler.requests):
                 break
             self.step()

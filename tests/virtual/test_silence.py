@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import step, wrong_cells
-from transfers import arrives, ask
 from virtual.pair import (
     BLOCKS,
     GRACE,
@@ -28,6 +26,8 @@ from virtual.pair import (
 )
 
 from p2pkv.engine import commands as do
+from support.engine.engines import step, wrong_cells
+from support.engine.transfers import arrives, ask
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def pair() -> VirtualPair:
 def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wakes(pair: VirtualPair) -> None:
     half_a_push(pair)
     expect(pair, "queued", 32)
-    pair.p.do(do.Hold("queued", pair.d.address))
+    pair.p.do(do.HoldPrompt("queued", pair.d.address))
     pair.p.hang()
     pair.lasts(lambda: not pair.d.failures, STALL - 0.3)
     pair.until(lambda: len(pair.d.failures) == 2, LEASE + GRACE)

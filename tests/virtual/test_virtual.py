@@ -74,7 +74,7 @@ def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
 def test_data_parallel_engines_behind_a_router_that_names_any_of_them(groups: str) -> None:
     """No invariant is broken, and D finds the engine of P to which the request has come."""
     world = World(11, model=ONE_GROUP, tps=(1, 2), groups=groups)
-    with patch.object(Decode, "referred", autospec=True, side_effect=Decode.referred) as referred:
+    with patch.object(Decode, "referred", autospec=True, side_effect=Decode.redirected) as referred:
         world.run(SHORT)
     assert world.jobs.outcomes["loaded"] > 10
     assert referred.called == ("P" in groups)

@@ -16,13 +16,13 @@ from chaos.engine import Build
 from chaos.jobs import GRACE, Jobs, Run
 from chaos.model import Model, draw_model
 from chaos.schedule import LEASE
-from memory_links import MemoryNetwork
 from virtual.clock import Clock
-from virtual.faults import WEIGHTS, Fault, Heal, Stranger
+from virtual.faults import WEIGHTS, Fault, Heal, UnknownPeer
 from virtual.machine import CHUNKS, Machine
 from virtual.network import Network
 
 from p2pkv.protocol.handshake import REFUSED_FOR
+from support.links.memory import MemoryNetwork
 
 LONGEST = 220
 """Tokens of a prompt, at most."""
@@ -93,7 +93,7 @@ class World(Run):
                 build = replace(builds[first], index=index, engines=engines)
             self.machines[name] = Machine(name, build, 7000 + 10 * first, self)
         self.decode_ranks = sum(each.build.ranks for each in self.of("D"))
-        self.stranger = Stranger(self.network)
+        self.unknown_peer = UnknownPeer(self.network)
         for machine in self.machines.values():
             machine.start()
         self._sweep()

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from probes import Compared
-from vllm_support import MODEL, Fleet, assert_at_rest, start_all, start_fleet
 
 from p2pkv.demo.processes import ServerProcess
 from p2pkv.demo.tiny_model import ensure_model
+from support.servers.fleet import MODEL, Fleet, assert_at_rest, start_all, start_fleet
+from support.servers.probes import Compared
 
 _started: list[ServerProcess] = []
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from chaos.namespaces import HOSTS
-from data_parallel_support import serves_as_one
-from vllm_support import GAUGES, SETTINGS, by_vllm_serve, probing_server
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import members_of
@@ -25,6 +23,8 @@ from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE
+from support.servers.data_parallel import serves_as_one
+from support.servers.fleet import GAUGES, SETTINGS, by_vllm_serve, probing_server
 
 SECRET = "a secret that all instances of these tests share"
 FIRST, SECOND = HOSTS["P"], HOSTS["D"]

@@ -3,7 +3,7 @@
 Loaded by real vLLM servers through `kv_connector_module_path`. For each transfer it appends one JSON
 line to `$P2PKV_PROBE_DIR/P.<rank's address>.jsonl` when P's request has ended, or to `D.<address>.jsonl`
 when D's load has: the key, the rank, the first token, and for each KV group, layer and head of this rank one
-short hash per token, over that token's K and V. tests/probes.py reads them.
+short hash per token, over that token's K and V. tests/support/servers/probes.py reads them.
 
 Of rows that stand for several tokens each of their tokens has the row's hash.
 

@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_parallel_support import known
-from probes import Compared
-from vllm_deployments import TOKEN, http_address, order, states
-from vllm_support import (
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import GREEDY, Answer
+from p2pkv.demo.processes import free_ports, wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.data_parallel import known
+from support.servers.deployments import TOKEN, http_address, order, states
+from support.servers.fleet import (
     FORKED,
     MODEL_NAME,
     ask_all,
@@ -31,11 +35,7 @@ from vllm_support import (
     probing_server,
     tokens,
 )
-
-from p2pkv.demo import answers, client
-from p2pkv.demo.answers import GREEDY, Answer
-from p2pkv.demo.processes import free_ports, wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.probes import Compared
 
 Start = Callable[..., Any]
 

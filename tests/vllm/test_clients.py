@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from clients_support import (
+
+from support.servers.clients import (
     CURLS,
     adaptive,
     conversation,
@@ -23,7 +24,7 @@ from clients_support import (
     thinking,
     tool_of_a_message,
 )
-from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes
+from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes
 
 pytestmark = pytest.mark.usefixtures("compared")
 

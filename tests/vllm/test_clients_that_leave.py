@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm_support import (
+
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo import answers
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import VllmServer
+from p2pkv.pairing import Address
+from support.servers.fleet import (
     CHUNK,
     LEASE,
     MODEL_NAME,
@@ -21,12 +27,6 @@ from vllm_support import (
     paired_headers,
     tokens,
 )
-
-from p2pkv.control.endpoint import inspect
-from p2pkv.demo import answers
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import VllmServer
-from p2pkv.pairing import Address
 
 LONG = 600
 """Tokens of an answer that takes seconds."""

@@ -20,10 +20,15 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from probes import Compared
 from safetensors.torch import load_file, save_file
-from tiny_llava import TinyLlava
-from vllm_support import (
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+from support.models.llava import TinyLlava
+from support.servers.fleet import (
     BLOCK,
     CHUNK,
     FORKED,
@@ -48,12 +53,7 @@ from vllm_support import (
     probing_server,
     tokens,
 )
-
-from p2pkv.demo import answers, client
-from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
-from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
-from p2pkv.demo.tiny_model import ensure_model
+from support.servers.probes import Compared
 
 # With the servers that all tests share.
 

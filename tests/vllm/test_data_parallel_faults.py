@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_parallel_support import answered, engines
-from tiny_moe import TinyMoe
-from vllm_deployments import (
+
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+from support.models.families import TinyMoe
+from support.servers.data_parallel import answered, engines
+from support.servers.deployments import (
     PROXYS,
     TOKEN,
     Deployment,
@@ -23,11 +27,7 @@ from vllm_deployments import (
     started_again,
     works_after,
 )
-from vllm_support import needs_cpu_build, plugin_environment
-
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
-from p2pkv.demo.tiny_model import ensure_model
+from support.servers.fleet import needs_cpu_build, plugin_environment
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_parallel_support import answered, engines, known, serves_as_one
-from router_support import MODES, original_router, vllm_router
-from tiny_moe import TinyMoe
-from vllm_support import (
+
+from p2pkv.demo.processes import ServerProcess, free_ports
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+from support.models.families import TinyMoe
+from support.servers.data_parallel import answered, engines, known, serves_as_one
+from support.servers.fleet import (
     DISPATCHES,
     SETTINGS,
     Fleet,
@@ -28,10 +31,7 @@ from vllm_support import (
     probing_server,
     start_all,
 )
-
-from p2pkv.demo.processes import ServerProcess, free_ports
-from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
-from p2pkv.demo.tiny_model import ensure_model
+from support.servers.routers import MODES, original_router, vllm_router
 
 
 def test_a_p_of_two_engines_and_a_d_of_one(

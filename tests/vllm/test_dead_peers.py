@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_deployments import (
+
+from p2pkv.demo import client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.deployments import (
     LEASE,
     LENGTH,
     PROXYS,
@@ -27,12 +32,7 @@ from vllm_deployments import (
     grows,
     instance,
 )
-from vllm_support import assert_same, complete, metric, worker_of
-
-from p2pkv.demo import client
-from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.fleet import assert_same, complete, metric, worker_of
 
 pytestmark = pytest.mark.long
 
@@ -74,7 +74,7 @@ def done(pair: Deployment) -> dict[str, float]:
         "computed by P": metric(pair.p, "vllm:prompt_tokens_total"),
         "loaded by D": metric(pair.d, "p2pkv_transfers_loaded_total"),
         "failed on D": metric(pair.d, "p2pkv_transfers_failed_total"),
-        "alone": pair.page("health")["counters"]["alone"],
+        "alone": pair.page("health")["counters"]["decode_alone"],
     }
 
 

@@ -10,10 +10,13 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
-from data_parallel_support import answered, engines, known
-from probes import Compared
-from tiny_deepseek_v4 import TinyDeepseekV4
-from vllm_support import (
+
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+from support.models.deepseek_v4 import TinyDeepseekV4
+from support.servers.data_parallel import answered, engines, known
+from support.servers.fleet import (
     DISPATCHES,
     FORKED,
     MODEL_NAME,
@@ -30,10 +33,7 @@ from vllm_support import (
     start_all,
     tokens,
 )
-
-from p2pkv.demo.answers import Answer
-from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
-from p2pkv.demo.tiny_model import ensure_model
+from support.servers.probes import Compared
 
 CHUNK = 512
 SHORT = (20, 300)

@@ -10,9 +10,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
 
 from p2pkv.demo.client import get
+from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes, letters, tokens
 
 pytestmark = pytest.mark.usefixtures("compared")
 
@@ -172,7 +172,7 @@ def test_responses_that_repeat_their_metadata_pause_no_instance(
         assert answer.metadata == {"finish_reason": "abort"} and answer.usage.output_tokens == WORDS
     after = health(proxy)
     assert after["gauges"]["breakers_open"] == 0
-    for name in ("breakers_opened", "retried", "alone"):
+    for name in ("breakers_opened", "retried", "decode_alone"):
         assert after["counters"][name] == before["counters"][name], name
 
 

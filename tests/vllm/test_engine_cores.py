@@ -14,7 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_deployments import (
+
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.pairing import Address
+from support.servers.deployments import (
     LEASE,
     PROXYS,
     PROXYS_LEASE,
@@ -27,13 +33,7 @@ from vllm_deployments import (
     started_again,
     works_after,
 )
-from vllm_support import assert_same, complete, paired_headers
-
-from p2pkv.control.endpoint import inspect
-from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
-from p2pkv.pairing import Address
+from support.servers.fleet import assert_same, complete, paired_headers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -8,7 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from vllm_support import (
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.processes import ServerFailed, wait_until
+from p2pkv.demo.tiny_model import TinyLlama, ensure_model
+from support.servers.fleet import (
     MODEL_NAME,
     Fleet,
     assert_same,
@@ -18,10 +22,6 @@ from vllm_support import (
     probing_server,
     tokens,
 )
-
-from p2pkv.demo import answers, client
-from p2pkv.demo.processes import ServerFailed, wait_until
-from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 
 SMALL = {"lease_seconds": 4, "chunk_bytes": 16384}
 

@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_deployments import PROXYS, SHORT, TOKEN, Deployment, cores_of, deployed, instance, started_again
-from vllm_support import MODEL_NAME, assert_same, metric, tokens
 
 from p2pkv.demo import client
 from p2pkv.demo.answers import GREEDY, Answer, answer_of
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.deployments import (
+    PROXYS,
+    SHORT,
+    TOKEN,
+    Deployment,
+    cores_of,
+    deployed,
+    instance,
+    started_again,
+)
+from support.servers.fleet import MODEL_NAME, assert_same, metric, tokens
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
 

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_deployments import Deployment, deployed, instance
-from vllm_support import assert_same, at_rest, complete, metric, tokens
 
 from p2pkv.demo import client
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer
+from support.servers.deployments import Deployment, deployed, instance
+from support.servers.fleet import assert_same, at_rest, complete, metric, tokens
 
 pytestmark = pytest.mark.long
 

@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from probes import Compared
-from tiny_deepseek_v4 import TinyDeepseekV4
-from tiny_gemma import TinyGemma
-from tiny_qwen import TinyQwen
-from vllm_deployments import LEASE, PROXYS, Deployment, deployed, grows
-from vllm_support import (
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer
+from p2pkv.demo.tiny_model import TinyFiles, ensure_model
+from support.models.deepseek_v4 import TinyDeepseekV4
+from support.models.families import TinyGemma, TinyQwen
+from support.servers.deployments import LEASE, PROXYS, Deployment, deployed, grows
+from support.servers.fleet import (
     MODEL_NAME,
     Caller,
     assert_same,
@@ -27,12 +31,7 @@ from vllm_support import (
     probing_server,
     tokens,
 )
-
-from p2pkv.demo import answers, client
-from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer
-from p2pkv.demo.tiny_model import TinyFiles, ensure_model
+from support.servers.probes import Compared
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -6,13 +6,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
-from vllm_support import CHUNK, MODEL_NAME, Fleet, assert_same, paired_headers, tokens
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo import answers
 from p2pkv.demo.processes import group_members, wait_until
 from p2pkv.demo.servers import VllmServer
 from p2pkv.pairing import Address
+from support.servers.fleet import CHUNK, MODEL_NAME, Fleet, assert_same, paired_headers, tokens
 
 SECONDS = 2.0
 MOST = 0.5

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_support import (
+from p2pkv.demo import answers
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.fleet import (
     BLOCK,
     MODEL_NAME,
     Fleet,
@@ -14,9 +16,6 @@ from vllm_support import (
     kv_bytes,
     tokens,
 )
-
-from p2pkv.demo import answers
-from p2pkv.demo.servers import ProxyServer, VllmServer
 
 
 def listed(server: VllmServer) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from chaos.namespaces import Cable, laid
-from vllm_support import needs_cpu_build
+
+from support.servers.fleet import needs_cpu_build
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -20,13 +20,13 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from clients_support import GREEDY, NAMED, WEATHER, WORDS, said, story
 from environments import Unavailable, environment
-from vllm_support import DISPATCHES, MODEL_NAME, Fleet, each_dispatch
 
 from p2pkv.demo import client
 from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
 from p2pkv.demo.servers import LOOPBACK, ProxyServer
+from support.servers.clients import GREEDY, NAMED, WEATHER, WORDS, said, story
+from support.servers.fleet import DISPATCHES, MODEL_NAME, Fleet, each_dispatch
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.usefixtures("compared")]
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
 
 from p2pkv.demo import answers
 from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.fleet import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
 
 pytestmark = pytest.mark.long
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from probes import Compared
-from vllm_support import (
+
+from p2pkv.demo import answers, client
+from support.servers.fleet import (
     BLOCK,
     CHUNK,
     MODEL_NAME,
@@ -24,8 +25,7 @@ from vllm_support import (
     streamed,
     tokens,
 )
-
-from p2pkv.demo import answers, client
+from support.servers.probes import Compared
 
 pytestmark = pytest.mark.usefixtures("compared")
 

@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 from environments import Unavailable, environment
-from vllm_support import (
+
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo import client
+from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
+from p2pkv.demo.servers import LOOPBACK, VllmServer, cpu_environment
+from p2pkv.pairing import Address, find_pair
+from support.servers.fleet import (
     BLOCK,
     CHUNK,
     MODEL,
@@ -28,12 +34,6 @@ from vllm_support import (
     letters,
     tokens,
 )
-
-from p2pkv.control.endpoint import inspect
-from p2pkv.demo import client
-from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
-from p2pkv.demo.servers import LOOPBACK, VllmServer, cpu_environment
-from p2pkv.pairing import Address, find_pair
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

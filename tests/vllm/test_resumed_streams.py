@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_deployments import (
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import GREEDY, Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.deployments import (
     PROXYS,
     TOKEN,
     Deployment,
@@ -23,12 +28,7 @@ from vllm_deployments import (
     instance,
     started_again,
 )
-from vllm_support import MODEL_NAME, assert_same, joined, metric, tokens
-
-from p2pkv.demo import answers, client
-from p2pkv.demo.answers import GREEDY, Answer
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+from support.servers.fleet import MODEL_NAME, assert_same, joined, metric, tokens
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_support import MODES, RouterProcess, original_router, vllm_router
-from vllm_support import (
+
+from p2pkv.demo import answers, client
+from support.servers.fleet import (
     CHUNK,
     MODEL_NAME,
     Fleet,
@@ -29,8 +30,7 @@ from vllm_support import (
     letters,
     tokens,
 )
-
-from p2pkv.demo import answers, client
+from support.servers.routers import MODES, RouterProcess, original_router, vllm_router
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compared")]
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from probes import Compared, notes
 from safetensors.torch import load_file, save_file
-from tiny_deepseek import TinyDeepseek
-from tiny_eagle import TinyEagle
-from tiny_gemma import TinyGemma
-from tiny_gpt_oss import TinyGptOss
-from tiny_hybrids import TinyFalconH1, TinyLfm2
-from tiny_qwen import TinyQwen
-from vllm_support import (
+
+from p2pkv.demo import answers
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.servers import VllmServer
+from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
+from support.models.eagle import TinyEagle
+from support.models.families import TinyDeepseek, TinyFalconH1, TinyGemma, TinyGptOss, TinyLfm2, TinyQwen
+from support.servers.fleet import (
     FORKED,
     MODEL,
     MODEL_NAME,
@@ -40,11 +40,7 @@ from vllm_support import (
     start_all,
     tokens,
 )
-
-from p2pkv.demo import answers
-from p2pkv.demo.answers import Answer
-from p2pkv.demo.servers import VllmServer
-from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
+from support.servers.probes import Compared, notes
 
 CHUNK = 256
 """Prompt tokens that an instance computes in one step."""

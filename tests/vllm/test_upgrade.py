@@ -29,8 +29,6 @@ from pathlib import Path
 
 import pytest
 from environments import environment
-from vllm_deployments import TOKEN, http_address, order, states
-from vllm_support import MODEL_NAME, SETTINGS, ask_all, at_rest, streamed, tokens
 
 import p2pkv
 from p2pkv.control.endpoint import inspect
@@ -40,6 +38,8 @@ from p2pkv.demo.processes import ServerProcess, wait_until
 from p2pkv.demo.servers import ProxyServer, Role, VllmServer
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION
+from support.servers.deployments import TOKEN, http_address, order, states
+from support.servers.fleet import MODEL_NAME, SETTINGS, ask_all, at_rest, streamed, tokens
 
 pytestmark = pytest.mark.long
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from vllm_support import (
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+from support.servers.fleet import (
     BLOCK,
     MODEL,
     MODEL_NAME,
@@ -20,12 +26,6 @@ from vllm_support import (
     start_all,
     tokens,
 )
-
-from p2pkv.demo import answers, client
-from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
-from p2pkv.demo.tiny_model import ensure_model
 
 pytestmark = pytest.mark.long
 

@@ -1,7 +1,7 @@
 """Lets vLLM's CPU build serve DeepSeek V4 on a machine without Triton and AMX.
 
 vLLM 0.32's CPU kernels for this model need neither, but the code around them does. Nothing here reads or
-writes KV. A plug-in of vLLM, for the servers of tests: see `plugin_environment` in `vllm_support`.
+writes KV. A plug-in of vLLM, for the servers of tests: see `plugin_environment` in `support.servers`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lets a server of the tests start in half the time: its engine and its ranks are forks.
 
 On a GPU vLLM forks them by itself; on a CPU it spawns them, and each imports torch and vLLM anew. A plug-in
-of vLLM, for the servers of tests: see `plugin_environment` in `vllm_support`.
+of vLLM, for the servers of tests: see `plugin_environment` in `support.servers`.
 """
 
 from __future__ import annotations

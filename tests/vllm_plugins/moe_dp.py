@@ -2,7 +2,7 @@
 
 Each layer gathers the tokens of all ranks before its experts, and gives each rank its sums back after them.
 vLLM 0.32 has neither collective for the CPU, and its kernel for experts takes all of them to be on this rank.
-A plug-in of vLLM, for the servers of tests: see `plugin_environment` in `vllm_support`.
+A plug-in of vLLM, for the servers of tests: see `plugin_environment` in `support.servers`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""Where `p2pkv waterfall` looks at a request in vLLM's processes: see `p2pkv.stamps`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from p2pkv.stamps import Stamps
+
+
+def install(stamps: Stamps) -> None:
+    """In any process of vLLM's."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    stamps.wrap(
+        AsyncLLM, "_add_request", "server: tokenized", lambda _, request, *__, **___: [request.request_id]
+    )
+    stamps.wrap(
+        OutputProcessor,
+        "process_outputs",
+        "server: first token",
+        lambda _, outputs, *__, **___: [each.request_id for each in outputs if each.new_token_ids],
+    )
+
+    from p2pkv.connector.connector import P2pKvConnector
+    from p2pkv.connector.worker import Loads, Worker
+    from p2pkv.engine import commands as do
+    from p2pkv.engine.decode import Decode
+
+    def one(_: Any, request: Any, *__: Any, **___: Any) -> Iterable[str]:
+        return [request.request_id]
+
+    def scheduled(_: Any, output: SchedulerOutput, *__: Any, **___: Any) -> Iterable[str]:
+        return [*output.num_scheduled_tokens]
+
+    def computed(worker: Any, *_: Any) -> Iterable[str]:
+        return [key for key, _ in worker._computed.prompts]
+
+    def received(_: Any, output: Any) -> Iterable[str]:
+        return output.finished_recving or ()
+
+    stamps.wrap(Scheduler, "add_request", "core: request", one)
+    stamps.wrap(Scheduler, "_update_after_schedule", "core: step", scheduled)
+    stamps.wrap(GPUModelRunner, "execute_model", "worker: step begins", scheduled)
+    stamps.wrap(GPUModelRunner, "execute_model", "worker: step has ended", scheduled, after=True)
+    stamps.wrap(P2pKvConnector, "update_state_after_alloc", "core: blocks", one)
+    stamps.wrap(P2pKvConnector, "update_connector_output", "core: load seen", received)
+    stamps.wrap(
+        Scheduler, "update_from_output", "core: step's result", lambda _, output, *__: scheduled(_, output)
+    )
+    stamps.wrap(Worker, "layer", "worker: first layer", computed)
+    stamps.wrap(Worker, "end", "worker: forward has ended", computed, again=True)
+    stamps.wrap(Decode, "prefetch", "engine: KV is announced", lambda _, __, message, ___: [message.key])
+    stamps.wrap(Decode, "_store", "engine: KV is ahead", lambda _, entry, *__: [entry.expect.key], again=True)
+    stamps.wrap(Decode, "load", "engine: load", lambda _, command, __: [command.key])
+    stamps.wrap(
+        Decode, "_written", "engine: KV is in blocks", lambda _, entry, *__: [entry.expect.key], again=True
+    )
+    stamps.wrap(Decode, "expect", "engine: request", lambda _, command, __: [command.key])
+
+    def note(kind: type[Any]) -> Any:
+        return lambda _, event: [str(event.key)] if isinstance(event, kind) else []
+
+    stamps.wrap(Loads, "note", "worker: P has begun", note(do.Begun))
+    stamps.wrap(Loads, "note", "worker: loaded", note(do.Loaded))

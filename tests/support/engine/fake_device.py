@@ -1,0 +1,193 @@
+"""A device whose copies are made only when a test says so, and a link that is ordered behind them.
+
+As on CUDA: a call queues work and returns, a stream's work is done later in the order of the calls (CUDA
+Programming Guide 13, "Asynchronous Execution"), and a fence is a place in that order (CUDA Driver API,
+cuEventRecord and cuEventQuery). All threads share one order here, where CUDA has one for each stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from p2pkv.kv import PagedCache
+from p2pkv.kv.checksum import FOLD, digest_by_torch
+from p2pkv.links.base import Inbound, Outbound
+from support.links.faulty import WrappedEnd, WrappedLinks
+from support.links.memory import MemoryLinks, MemoryReceive, MemorySend
+
+WAIT_SECONDS = 20.0
+
+
+class Device:
+    """Work is queued by any thread and done by whoever calls `run`; `free` lets all of it be done at once."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        """Threads that wait for a fence now."""
+        self._changed = threading.Condition()
+        self._work: deque[Callable[[], object]] = deque()
+        self._queued = self._done = 0
+        self._free = False
+
+    def queue(self, work: Callable[[], object]) -> None:
+        with self._changed:
+            self._queued += 1
+            self._work.append(work)
+            if self._free:
+                self._advance(len(self._work))
+
+    def run(self, count: int = 1) -> int:
+        """Do the next pieces of work, at most `count`; how many were left to do."""
+        with self._changed:
+            return self._advance(count)
+
+    def free(self) -> None:
+        """From now on work is done when it is queued."""
+        with self._changed:
+            self._free = True
+            self._advance(len(self._work))
+
+    def fence(self) -> FakeFence:
+        with self._changed:
+            return FakeFence(self, self._queued)
+
+    def passed(self, place: int) -> bool:
+        with self._changed:
+            return self._done >= place
+
+    def wait(self, place: int) -> None:
+        with self._changed:
+            self.waiting += 1
+            assert self._changed.wait_for(lambda: self._done >= place, WAIT_SECONDS), "nobody ran the device"
+            self.waiting -= 1
+
+    def _advance(self, count: int) -> int:
+        there = min(count, len(self._work))
+        for _ in range(there):
+            self._work.popleft()()
+            self._done += 1
+        self._changed.notify_all()
+        return there
+
+
+@dataclass(frozen=True)
+class FakeFence:
+    device: Device
+    place: int
+
+    def ready(self) -> bool:
+        return self.device.passed(self.place)
+
+    def wait(self) -> None:
+        self.device.wait(self.place)
+
+
+@dataclass
+class Later:
+    """A checksum that nobody may read before the device has come to it."""
+
+    said: bytes | None = None
+    known = False
+
+    def value(self) -> bytes:
+        assert self.said is not None, "the checksum is read before the device has computed it"
+        return self.said
+
+
+class DeviceCache(PagedCache):
+    """A cache whose copies are queued on a Device. Wrong arguments are refused in the call, as on CUDA."""
+
+    device_queue: Device
+
+    @classmethod
+    def on(cls, device: Device) -> Callable[[PagedCache], PagedCache]:
+        """For engines' `device`."""
+
+        def wrap(cache: PagedCache) -> PagedCache:
+            wrapped = cls.__new__(cls)
+            wrapped.__dict__.update(cache.__dict__, device_queue=device, digest_name=FOLD)
+            return wrapped
+
+        return wrap
+
+    def gather(self, out: torch.Tensor, *cut: Any) -> None:
+        parts = self.parts(out, *cut)
+        self.device_queue.queue(lambda: [self.copier.take(*part) for part in parts])
+
+    def scatter(self, src: torch.Tensor, *cut: Any) -> None:
+        parts = self.parts(src, *cut)
+        self.device_queue.queue(lambda: [self.copier.put(*part) for part in parts])
+
+    def digest(self, buffer: torch.Tensor) -> Later:
+        later = Later()
+        self.device_queue.queue(lambda: setattr(later, "said", digest_by_torch(buffer).value()))
+        return later
+
+    def fence(self) -> FakeFence:  # type: ignore[override]
+        return self.device_queue.fence()
+
+
+class OrderedLinks(WrappedLinks):
+    """Memory links that keep the rule for devices: commit and release are ordered behind the copies."""
+
+    def __init__(self, inner: MemoryLinks, device: Device) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
+        inbound, acceptance = super().accept(invitation, window)
+        return _OrderedInbound(inbound, self._device), acceptance
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
+        return _OrderedOutbound(super().complete(invitation, acceptance), self._device)
+
+
+class _OrderedEnd(WrappedEnd):
+    """Calls that the device's order holds back until `poll`."""
+
+    def __init__(self, inner: Inbound | Outbound, device: Device) -> None:
+        super().__init__(inner)
+        self._device = device
+        self._due: deque[Callable[[], None]] = deque()
+
+    def later(self, call: Callable[[], None]) -> None:
+        self._device.queue(lambda: self._due.append(call))
+
+    def poll(self) -> None:
+        while self._due:
+            self._due.popleft()()
+        super().poll()
+
+    def abort(self) -> None:
+        self._due.clear()
+        super().abort()
+
+
+class _OrderedOutbound(_OrderedEnd, Outbound):
+    def reserve(self, nbytes: int, remote_slot: int) -> _OrderedSend | None:
+        send = self.inner.reserve(nbytes, remote_slot)
+        return None if send is None else _OrderedSend(self, send)
+
+
+class _OrderedInbound(_OrderedEnd, Inbound):  # type: ignore[misc]
+    def post(self, nbytes: int) -> _OrderedReceive | None:
+        receive = self.inner.post(nbytes)
+        return None if receive is None else _OrderedReceive(self, receive)
+
+
+class _OrderedSend:
+    def __init__(self, link: _OrderedEnd, inner: MemorySend) -> None:
+        self.buffer, self.done = inner.buffer, inner.done
+        self.commit = lambda: link.later(inner.commit)
+
+
+class _OrderedReceive:
+    def __init__(self, link: _OrderedEnd, inner: MemoryReceive) -> None:
+        self.buffer, self.remote_slot, self.done = inner.buffer, inner.remote_slot, inner.done
+        self.release = lambda: link.later(inner.release)

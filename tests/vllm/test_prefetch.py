@@ -1,0 +1,86 @@
+"""A D that takes KV before its request has come, with a P that is asked first and a D that is asked then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import VllmServer
+from support.servers.fleet import (
+    BLOCK,
+    CHUNK,
+    FORKED,
+    Fleet,
+    ask_pair,
+    assert_same,
+    at_rest,
+    complete,
+    counter,
+    kv_bytes,
+    probing_server,
+    tokens,
+)
+from support.servers.probes import Compared
+
+ROOM = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def taker(fleet_keeper, tiny_model: Path) -> Iterator[VllmServer]:
+    """A second D of the fleet's P, with room for KV that comes ahead; it also asks for checksums."""
+    probes = fleet_keeper.fleet().probes
+    d = probing_server(
+        tiny_model,
+        "D",
+        probes,
+        name="taker",
+        plugins=FORKED,
+        extra_config={"prefetch_bytes": ROOM, "verify": True},
+        load_failure_policy="fail",
+    )
+    with d:
+        d.wait_ready()
+        # It dials P for its first request; from then on P can push to it.
+        ask_pair(fleet_keeper.fleet().p, d, tokens(9, "acquaint"), at_once=False)
+        yield d
+
+
+@pytest.fixture(autouse=True)
+def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
+    """After every test the pages of D were those of P, and neither holds anything any more."""
+    compared = Compared(fleet.probes)
+    yield
+    compared.spans()
+    at_rest(fleet.p)
+    at_rest(taker)
+    for name in ("transfers_failed", "chunks_corrupt"):
+        assert counter(taker, name) == 0
+
+
+def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
+    """All of these at once, and the answers are a single server's."""
+    before, nbytes = counter(taker, "bytes_prefetched"), sum(kv_bytes(0, len(prompt)) for prompt in prompts)
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda prompt: ask_pair(fleet.p, taker, prompt, at_once=False), prompts))
+    assert_same([complete(fleet.single, prompt) for prompt in prompts], got)
+    # vLLM shows counters when it steps.
+    wait_until(lambda: counter(taker, "bytes_prefetched") - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
+
+
+@pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 2 * CHUNK + 40])
+def test_the_answer_is_a_single_servers(fleet: Fleet, taker: VllmServer, length: int) -> None:
+    come_ahead(fleet, taker, tokens(length, f"ahead {length}"))
+
+
+def test_a_prompt_half_cached_on_d(fleet: Fleet, taker: VllmServer) -> None:
+    prompt = tokens(2 * CHUNK + 40, "ahead, half cached")
+    complete(taker, [*prompt[: 5 * BLOCK], 299], 1)
+    come_ahead(fleet, taker, prompt)
+
+
+def test_sixteen_at_once(fleet: Fleet, taker: VllmServer) -> None:
+    come_ahead(fleet, taker, *(tokens(40 + 17 * number, f"ahead, crowd {number}") for number in range(16)))
