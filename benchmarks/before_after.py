@@ -4,7 +4,7 @@
         --tokens that no cache knows. Seconds from the question to the end of an answer of one token, with P
         and D asked at once and with P first; and D's leg: D's first token after P's answer, P first.
     engine: CPU time of the engine thread per transfer, with 16 and with 1,000 requests that wait, on P and on
-        D: one round of each version's own engine_cost.py.
+        D: one round of each version's own bench_push.py.
     proxy: CPU time of the proxy per short request, with stub instances that answer at once, and per event of
         a streamed answer, less that of the request.
 
@@ -32,10 +32,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from decode_leg_report import description
-from proxy_side_by_side import HERE, Router, pings, short, streams, stubs, until_ready
-from side_by_side_load import Asker, Taken, asking, paired_ratio
-from side_by_side_systems import MODEL, MODEL_SAID, NAME, pair_headers
+from bench_proxy import HERE, Router, pings, short, streams, stubs, until_ready
+from bench_servers import MODEL, MODEL_SAID, NAME, pair_headers
+from clients import Asker, Taken, asking, description, paired_ratio
 
 from p2pkv.demo.processes import ending_on_signals
 from p2pkv.demo.servers import ProxyServer, VllmServer
@@ -60,6 +59,12 @@ def importable(trees: dict[str, Path]) -> Iterator[dict[str, dict[str, str]]]:
             (path / "p2pkv_proxy").symlink_to(tree / "proxy")
             made[name] = {"PYTHONPATH": str(path), "PYTHONSAFEPATH": "1"}
         yield made
+
+
+def push_script(tree: Path) -> Path:
+    """Of a version; until 1.0.0rc1 it had another name."""
+    names = (tree / "benchmarks" / name for name in ("bench_push.py", "engine_cost.py"))
+    return next(path for path in names if path.exists())
 
 
 class Run:
@@ -127,8 +132,8 @@ class Run:
             if not turn:
                 continue
             with tempfile.TemporaryDirectory() as out:
-                command = [sys.executable, str(self._trees[version] / "benchmarks" / "engine_cost.py")]
-                command += ["--peers", "1", "--waiting", "16", "1000", "--rounds", "1", "--out", out]
+                command = [sys.executable, str(push_script(self._trees[version])), "--out", out]
+                command += ["--peers", "1", "--waiting", "16", "1000", "--rounds", "1"]
                 path = os.pathsep.join(
                     [environments[version]["PYTHONPATH"], str(self._trees[version] / "benchmarks")]
                 )
@@ -136,7 +141,7 @@ class Run:
                 subprocess.run(
                     command, env=env, cwd=self._trees[version], check=True, stdout=subprocess.DEVNULL
                 )
-                rows = json.loads((Path(out) / "engine_cost.json").read_text())["rows"]
+                rows = json.loads(next(Path(out).glob("*.json")).read_text())["rows"]
             for row in rows:
                 figure = f"engine thread of {row['side']}, a transfer, {row['waiting']:,} waiting"
                 self._note(version, figure, statistics.median(row["transfer"]))
@@ -209,7 +214,7 @@ def main() -> int:
         for part in (args.only,) if args.only else PARTS:
             getattr(run, part)(environments)
     found: Found = {**kept.get("found", {}), **run.found}
-    facts = {name: value for name, value in description(args).items() if name not in ("command", "tokens")}
+    facts = {name: value for name, value in description().items() if name != "command"}
     about = f"{facts['date']}; {facts['cpu']}, {facts['cores']} cores; {facts['versions']}"
     args.out.mkdir(parents=True, exist_ok=True)
     written.write_text(json.dumps({"about": facts, "found": found}) + "\n")

@@ -1,4 +1,4 @@
-"""What fleet_simulation.py models: a clock whose time is virtual, P's, D's and the links between them.
+"""What bench_fleet.py models: a clock whose time is virtual, P's, D's and the links between them.
 
 A P computes one prompt after another, and keeps blocks of 512 tokens, least recently used out. A D decodes
 its streams in a batch. A rank keeps at most `max_links` links, the longest unused out.

@@ -1,6 +1,6 @@
 """The plug-in's vLLM side: the only part of p2pkv that imports vLLM.
 
-docs/design.md, "When vLLM calls what", has a map of its files.
+CONTRIBUTING.md, "Where what is", has a map of its files.
 """
 
 from p2pkv.connector.connector import P2pKvConnector, P2pNcclConnector

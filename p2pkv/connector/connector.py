@@ -1,6 +1,6 @@
 """P2pKvConnector: vLLM's KV connector interface, handed on to the parts that do the work.
 
-docs/design.md, "When vLLM calls what", has the order of the calls.
+tests/connector/vllm_interface.md has the order of the calls.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ def test_what_changes_weights_goes_through_the_call_that_p2pkv_replaces(sources:
 
 # The methods.
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HOOKS = Path(__file__).with_name("vllm_interface.md")
 SINCE_33 = {"restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"}
 
@@ -87,7 +86,7 @@ def test_the_page_says_of_every_memory_option_what_p2pkv_does(sources: Sources) 
         and isinstance(node.args[0], ast.Constant)
     }
     memory = {option for group, option in taken if group in ("cache_group", "offload_group")}
-    said = table(PAGE, "memory options")
+    said = table(HOOKS, "memory options")
     assert len(memory) > 25 and memory <= said.keys()
     assert said.keys() <= {option for _, option in taken}, "vLLM has no such option"
     for option, (answer, how, *_) in said.items():
@@ -165,7 +164,7 @@ CALLS = {
         {"has_connector_metadata", "wait_for_layer_load", "save_kv_layer"},
     ),
 }
-"""What vLLM calls, by file: docs/design.md has the order."""
+"""What vLLM calls, by file: vllm_interface.md has the order."""
 
 
 @pytest.mark.parametrize("file", CALLS)

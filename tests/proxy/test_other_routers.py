@@ -1,7 +1,7 @@
 """What an instance needs to be found by other people's routers, and what they send it.
 
 The original connector's example proxy is a stand-in that is written from the protocol's description
-(benchmarks/classic_router.py). tests/vllm/test_routers.py has it and vllm-router in front of real servers.
+(tests/support/classic_router.py). tests/vllm/test_routers.py has it and vllm-router in front of real servers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
-from classic_router import ClassicRouter, by_aiohttp
 from proxy_behaviours import answer_json
 from proxy_fakes import FakeInstance, pinging, serve
 
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import find_pair
+from support.classic_router import ClassicRouter, by_aiohttp
 from support.waiting import eventually
 
 LIFE = 1.0

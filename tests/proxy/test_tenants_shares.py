@@ -1,5 +1,5 @@
 """What a tenant notices of another that sends ten times its share: the proxy's own queue and limits in
-virtual time, in front of a P and a D that are only modelled. benchmarks/tenants.py does it by HTTP."""
+virtual time, in front of a P and a D that are only modelled. By HTTP: docs/decisions/figures.md."""
 
 from __future__ import annotations
 

@@ -73,9 +73,6 @@ ALLOWED = (
         "cannot be imported here|NCCL",
         "CuPy and nccl4py come with the requirements for CUDA",
     ),
-    Allowed(
-        "tests/benchmarks/test_side_by_side.py", "matplotlib", "it draws plots where somebody wants them"
-    ),
     Allowed("tests/proxy/test_records.py", "opentelemetry", "the extra `traces`"),
     Allowed("tests/proxy/test_deployments.py", "pip", "validators, from a package index"),
     Allowed("tests/vllm/test_routers.py", "pip", "vllm-router, from a package index"),

@@ -44,11 +44,12 @@ Every option of an instance and of the proxy. `make pages` writes this page from
 
 Write an instance's options under `kv_connector_extra_config` of `--kv-transfer-config`; only `kv_port` and
 `kv_load_failure_policy` stand beside it. Numbers may be strings. `null` and `""` mean "not set". An unknown
-option is refused at start. "Same" is whether P and D must have the same value; an empty cell: no.
+option is refused at start. In brackets: the default, if there is one; and what must be the
+same on P and D.
 """
 VLLMS_OWN = (
-    "| `kv_load_failure_policy` | `fail` | D's counts "
-    "| vLLM's own: `fail` or `recompute` a prompt whose KV did not come |"
+    "- `kv_load_failure_policy` (`fail`; D's counts): vLLM's own: `fail` or `recompute` a prompt whose KV "
+    "did not come"
 )
 FORMER = f"""
 {" and ".join(f"`{name}`" for name in config._FORMER)} of `P2pNcclConnector` are accepted without effect, with
@@ -92,20 +93,25 @@ def default(name: str, unit: str) -> str:
 def instance_rows() -> Iterator[str]:
     for name in config.OPTIONS:
         if name in SECTIONS:
-            yield f"\n## {SECTIONS[name]}\n\n| option | default | same | meaning |\n|---|---|---|---|"
+            yield f"\n## {SECTIONS[name]}\n"
         unit, same, meaning = declared()[name]
         if name == "link":
             kinds = "; ".join(f"`{kind.name}` {kind.between}" for kind in KINDS.values())
             meaning = meaning.format(kinds=kinds)
         if unit.startswith("networks"):
             meaning = f"{unit}: {meaning}"
-        cells = [f"`{name}`", default(name, unit), "" if same == "no" else same, meaning]
-        yield f"| {' | '.join(cells)} |".replace("|  |", "| |")
+        same = "" if same == "no" else f"same: {same.removeprefix('yes: ')}"
+        yield item(name, default(name, unit), same, meaning)
     yield VLLMS_OWN
 
 
+def item(name: str, default: str, same: str, meaning: str) -> str:
+    """One option."""
+    remarks = "; ".join(filter(None, [default if default not in ("none", "off") else "", same]))
+    return f"- `{name}` ({remarks}): {meaning}" if remarks else f"- `{name}`: {meaning}"
+
+
 def proxy_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
-    yield "| option | default | meaning |\n|---|---|---|"
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._VersionAction):
             continue
@@ -117,7 +123,7 @@ def proxy_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         given = action.default
         shown = f"`{given:g}`" if isinstance(given, float) else f"`{given}`"
         shown = "off" if given is False else "none" if given in (None, "", []) else shown
-        yield f"| `{action.option_strings[0]}` | {shown} | {meaning} |"
+        yield item(action.option_strings[0], shown, "", meaning)
 
 
 def page() -> str:

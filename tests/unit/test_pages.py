@@ -149,7 +149,7 @@ def test_no_request_is_ticked_without_a_test() -> None:
     assert [row for row in ticked if "`test_" not in row and "`tests/" not in row] == []
 
 
-# The table of refused shapes on docs/compatibility.md against the code.
+# The table of refused shapes against the code.
 
 
 PRODUCT = Path(p2pkv.__file__).parent
@@ -185,8 +185,7 @@ def test_each_refusal_of_a_shape_is_a_line_with_its_reason() -> None:
         for function in refusals(ast.parse((PRODUCT / file).read_text()))
         if function not in OTHER
     )
-    page = (PRODUCT.parent / "docs" / "compatibility.md").read_text()
-    lines = page.partition("### Shapes that are refused")[2].partition("\n### ")[0].splitlines()
+    lines = (ROOT / "tests" / "connector" / "refused_shapes.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][
         1:
     ]

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-import classic_router
 import pytest
 from environments import Unavailable, environment
 
 from p2pkv.demo.processes import ServerProcess, free_ports
 from p2pkv.demo.servers import LOOPBACK
+from support import classic_router
 
 VLLM_ROUTER = "vllm-router==0.1.17"
 MODES = {"default": (), "moriio-write": ("--kv-connector", "moriio")}
