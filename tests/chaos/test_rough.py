@@ -6,6 +6,7 @@ relay that is rough with them.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 import socket
@@ -108,7 +109,8 @@ def test_short_stalls_cost_nothing_but_time(live: LiveRun, treat: Treat) -> None
 def test_a_cut_that_cuts_nothing_is_noticed(live: LiveRun) -> None:
     """So the tests of partitions cannot pass without one."""
     with pytest.raises(AssertionError, match="should have been cut"):
-        live.nothing_comes_through(LEASE)
+        for _ in range(10):  # on a busy machine a request may take longer than the first time
+            live.nothing_comes_through(LEASE)
 
 
 @pytest.mark.slow
@@ -201,15 +203,19 @@ def relayed() -> Iterator[Callable[[Manner], tuple[socket.socket, socket.socket]
         each.close()
 
 
-def test_a_relay_slices_and_delays_and_changes_nothing(relayed: Any) -> None:
+def test_a_relay_slices_and_delays_and_changes_nothing(relayed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slices: list[bytes] = []
+    write = asyncio.StreamWriter.write
+    monkeypatch.setattr(
+        asyncio.StreamWriter, "write", lambda sink, data: slices.append(data) or write(sink, data)
+    )
     client, server = relayed(Manner(slice=13, late=0.01))
     sent = random.Random(1).randbytes(20_000)
     client.sendall(sent)
-    got, pieces = b"", 0
+    got = b""
     while len(got) < len(sent):
         got += server.recv(1 << 16)
-        pieces += 1
-    assert got == sent and pieces > 5
+    assert got == sent == b"".join(slices) and max(map(len, slices)) == 13
 
 
 def test_a_relay_resets_in_mid_message(relayed: Any) -> None:

@@ -59,7 +59,7 @@ def test_what_one_role_has_loaded_is_a_prefix_for_the_other(engines: Any) -> Non
 def test_traffic_both_ways_with_prefixes_and_aborts(engines: Any, seed: int) -> None:
     """Every block that any forward reads holds what it should: `Engine.forward` looks."""
     draw = random.Random(seed)
-    a, b = engines(*draw.choice([(1, 1), (2, 1)]), roles=BOTH, blocks=40, budget=48, lease_seconds=2)
+    a, b = engines(*draw.choice([(1, 1), (2, 1)]), roles=BOTH, blocks=40, budget=48, lease_seconds=1)
     prefixes = [tokens(48, f"prefix {n}") for n in range(3)]
     for index in range(24):
         p, d = draw.sample([a, b], 2)

@@ -21,8 +21,10 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("first", ["P", "D"])
-@pytest.mark.parametrize("named", ["the engines", "the first engines"])
-@pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("named", "tp_p", "tp_d"),
+    [("the engines", 1, 1), *(("the first engines", *tps) for tps in ((1, 1), (2, 1), (1, 2)))],
+)
 def test_each_engine_of_p_serves_each_engine_of_d(
     engines: Any, first: str, named: str, tp_p: int, tp_d: int
 ) -> None:

@@ -92,17 +92,6 @@ def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
     assert d.reported.count(paired.request_id) == (moment in ("loading", "failed", "loaded", "decoding"))
 
 
-@pytest.mark.parametrize("steps", range(4))
-def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
-    """With steps scheduled ahead, the abort may come before, between or after vLLM's hearing of it."""
-    d, paired = asked("D", PROMPT, ahead=1)
-    d.load(paired)
-    d.step(steps)
-    d.abort(paired)
-    d.assert_at_rest()
-    assert d.reported == [paired.request_id]
-
-
 @each_pace
 @each_policy
 @pytest.mark.parametrize("moment", ["waiting", "half-begun", "begun", "loading", "loading-on-both"])

@@ -94,8 +94,3 @@ def test_a_digest_without_the_last_tokens_is_the_shorter_prompts() -> None:
 @pytest.mark.parametrize("said", [None, {}, {FIRST_TOKEN: "of a later version"}, {FIRST_TOKEN: [1]}, "text"])
 def test_what_is_not_known_says_nothing(said: object) -> None:
     assert found(said) is None
-
-
-@pytest.mark.parametrize("what", FirstToken)
-def test_what_a_router_says_is_found(what: FirstToken) -> None:
-    assert found(params(what)) is what

@@ -359,7 +359,7 @@ class TestSpinning:
         for number in range(20):
             timer = threading.Timer(0.01, writer.enqueue, (number,))
             timer.start()
-            assert reader.dequeue(timeout=2.0) == number
+            assert reader.dequeue(timeout=4.5) == number
             timer.join()
 
     def test_the_extension_in_c_does_not_spin_either(

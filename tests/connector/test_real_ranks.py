@@ -10,11 +10,10 @@ import pytest
 
 from p2pkv.connector import connector
 from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
-from p2pkv.control.discovery import DISCOVERY_VERSION, encode_partners
+from p2pkv.control.discovery import DISCOVERY_VERSION
 from p2pkv.protocol.messages import PROTOCOL_VERSION
 from support.connector.instances import BLOCK, tokens
 from support.connector.real_ranks import ask_both, finish, listening, pings
-from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
 
@@ -27,21 +26,6 @@ def test_members_of_one_secret_transfer_and_ping_as_members(engines: Any, tmp_pa
         finish(p, d)
         assert set(d.ended.values()) == {"length"} and sum(d.computed.values()) == 5
         assert {ping.type for ping in pings(proxy, 2).values()} == {"P", "D"}
-
-
-def test_links_to_the_ps_that_the_proxy_names_are_up_before_the_first_request(engines: Any) -> None:
-    with listening() as (proxy, place):
-        p, d = engines(1, 2, **place)
-        heard = pings(proxy, 2)
-        assert {ping.type: ping.partners for ping in heard.values()} == {"P": 0, "D": 64}
-        (of_d,) = (sender for sender, ping in heard.items() if ping.type == "D")
-        proxy.send_multipart([of_d, encode_partners([str(p.address)])])
-        wait_for(lambda: all(worker.rank.counters.values["links_preconnected"] for worker in d.workers))
-        ask_both(p, d, "the first request", tokens(40))
-        finish(p, d)
-        assert set(d.ended.values()) == {"length"}
-        built = [peer.link.number for peer in p.workers[0].rank.core.roles[0].peers]
-        assert built == [1, 1], "the request has built links of its own"
 
 
 @pytest.mark.parametrize("off", [False, True], ids=["warm", "as it is"])

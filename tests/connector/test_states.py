@@ -41,7 +41,7 @@ from support.connector.states import (
     conv_layout,
     spec_of,
 )
-from support.kv.shapes import cut
+from support.kv.shapes import cut, rectangle
 
 pytestmark = pytest.mark.vllm
 
@@ -64,26 +64,16 @@ def move(sources: list[Held], targets: list[Held], chunk: int, seed: int) -> int
             coverage.filled(coverage.reserve(pieces))
             for piece in pieces:
                 data = torch.empty(extents.size(piece), dtype=torch.uint8)
-                held, shift = sources[edge.source], edge.source_layer - edge.layers.start
-                held.cache.seen_as(codecs)[edge.group].gather(
-                    data,
-                    (piece.layer + shift, piece.layer_stop + shift),
-                    (piece.start, piece.stop),
-                    (edge.source_head, edge.source_head + len(edge.heads)),
-                    held.blocks,
-                )
+                held = sources[edge.source]
+                pages = held.cache.seen_as(codecs)[edge.group]
+                pages.gather(data, *rectangle(edge, piece, True), held.blocks)
                 sent.append((edge, piece, data))
         assert not cutter.left and not coverage.left
     random.Random(seed).shuffle(sent)
     for edge, piece, data in sent:
-        held, shift = targets[edge.target], edge.target_layer - edge.layers.start
-        held.cache.seen_as(codecs)[edge.group].scatter(
-            data,
-            (piece.layer + shift, piece.layer_stop + shift),
-            (piece.start, piece.stop),
-            (edge.target_head, edge.target_head + len(edge.heads)),
-            held.blocks,
-        )
+        held = targets[edge.target]
+        pages = held.cache.seen_as(codecs)[edge.group]
+        pages.scatter(data, *rectangle(edge, piece, False), held.blocks)
     return sum(data.numel() for _, _, data in sent)
 
 
@@ -117,7 +107,7 @@ def cases(draw: st.DrawFn) -> tuple[Model, Side, Side, tuple[torch.dtype, ...], 
 
 @pytest.mark.slow
 @given(case=cases())
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_every_rank_of_d_holds_its_slice_of_the_global_state(
     case: tuple[Model, Side, Side, tuple[torch.dtype, ...], int, int],
 ) -> None:

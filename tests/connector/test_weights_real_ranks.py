@@ -46,7 +46,7 @@ def test_weights_change_on_one_side_and_then_on_the_other(
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int) -> None:
     """Also with early buffers, preemptions, resets and aborts. P and D get the same weights, one by one."""
     draw = random.Random(seed)
@@ -135,7 +135,7 @@ def test_a_pair_of_which_one_sleeps_works_again_when_it_wakes(engines: Any, who:
 
 def test_a_rank_that_sleeps_gives_its_memory_back(engines: Any) -> None:
     """Only Python's collector frees it, and from that vLLM hides all that it has after the start."""
-    p, d = engines(1, 1, policy="recompute", lease_seconds=2)
+    p, d = engines(1, 1, policy="recompute", lease_seconds=2, prefetch_bytes=1 << 20)
     ask_both(p, d, 0, tokens(70))
     finish(p, d)
     ranks = [weakref.ref(engine.workers[0].rank) for engine in (p, d)]
@@ -235,16 +235,3 @@ def test_the_proxy_hears_of_a_sleep_and_of_the_waking(engines: Any, monkeypatch:
     p.wake()
     second = p.workers[0].rank.context.hello.incarnation
     assert told == [f"stop {first}", f"start {second}"]
-
-
-def test_a_rank_that_sleeps_has_let_go_of_its_memory(engines: Any) -> None:
-    import gc
-    import weakref
-
-    p, d = engines(1, 1, prefetch_bytes=1 << 20)
-    ask_both(p, d, 0, tokens(70))
-    finish(p, d)
-    ranks = [weakref.ref(engine.workers[0].rank) for engine in (p, d)]
-    for engine in (p, d):
-        engine.sleep()
-    wait_for(lambda: not gc.collect() and not any(rank() for rank in ranks), what="the end of the ranks")

@@ -182,18 +182,6 @@ def test_every_layer_is_said_by_the_end_of_the_step_or_the_beginning_of_the_next
     assert kinds[:3] == ["HoldPrompt", "OfferPrompt", "PromptBlocks"]
 
 
-def test_a_rank_is_in_a_step_while_it_computes_and_idle_ever_after(make: Make) -> None:
-    """Or else an idle engine would count as hung; one runner leaves out the end of the step."""
-    runner, rank = make()
-    seen: list[int | None] = []
-    forward = runner.forward
-    runner.forward = lambda: (seen.append(rank.steps.running), forward())  # type: ignore[method-assign, func-returns-value]
-    runner.step(prefill_step(16, first=True))
-    assert seen == [1] and rank.steps.running is None
-    runner.step(StepMetadata())
-    assert rank.steps.running is None
-
-
 def test_a_hook_is_said_at_once(make: Make) -> None:
     runner, rank = make(hooked=[LAST])
     seen: list[list[do.Computed]] = []

@@ -37,16 +37,15 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("links", ["memory", "shared-memory"], indirect=True)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("prefix", [False, True], ids=["from the start", "after a prefix on D"])
-def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
+def test_blocks_of_other_sizes_and_packings(pair, prefix):
     """P computes in chunks that end inside blocks; D may have its first block already."""
     p_side, d_side = PAIRS[pair]
     start = d_side.block if prefix else 0
     p_blocks = list(range(p_side.blocks))[: -(-TOKENS // p_side.block)]
     d_blocks = list(range(d_side.blocks))[::-1][: -(-TOKENS // d_side.block)]
-    with engines(p_side, d_side, links) as (p, d):
+    with engines(p_side, d_side, plain_links("memory")) as (p, d):
         before = [[page.clone() for page in rank.pages] for rank in d.ranks]
         ask(p, d, tokens=TOKENS, blocks=d_blocks, start=start)
         for first in range(0, TOKENS, 77):

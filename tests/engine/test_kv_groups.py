@@ -105,9 +105,9 @@ def arrives(d: Hybrid, cached: int) -> None:
 
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2), (4, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("cached", [0, 16])
-def test_both_groups_arrive_whole_and_the_state_is_the_last_one(links, tps, cached):
+def test_both_groups_arrive_whole_and_the_state_is_the_last_one(tps, cached):
     """The first half's state is overwritten by the second half's, and must never travel."""
-    with pair(tps, links) as (p, d):
+    with pair(tps, plain_links("memory")) as (p, d):
         begin(p, d)
         load(d, cached)
         step(p, P_TABLES, 0, 40)

@@ -199,15 +199,15 @@ def test_links_without_requests_last(make_nccl: Make, monkeypatch: pytest.Monkey
     monkeypatch.setattr("p2pkv.engine.from_prefill.IDLE_SECONDS", 0.1)
     monkeypatch.setattr("p2pkv.engine.to_decode.FORGOTTEN_SECONDS", 0.1)
     monkeypatch.setattr(preconnect, "BEAT_SECONDS", 0.2)
-    p, d = make_nccl("P", lease_seconds=0.5), make_nccl("D", lease_seconds=0.5)
+    p, d = make_nccl("P", lease_seconds=0.8), make_nccl("D", lease_seconds=0.8)
     name(d, p)
     wait_for(lambda: ahead(d) == 1, what="the link")
     begin = time.monotonic()
-    wait_for(lambda: time.monotonic() - begin > 1.5, what="more than P waits for a word, and D for a request")
+    wait_for(lambda: time.monotonic() - begin > 2.0, what="more than P waits for a word, and D for a request")
     push(p, d, "first", salt=1)
     assert begun(p) == begun(d) == 1
     begin = time.monotonic()
-    wait_for(lambda: time.monotonic() - begin > 1.5, what="the same after a request")
+    wait_for(lambda: time.monotonic() - begin > 2.0, what="the same after a request")
     assert nccl_of(p).live == nccl_of(d).live == 1
 
 

@@ -21,6 +21,7 @@ from support.engine.engines import (
     plain_links,
     prefill,
     step,
+    vanish,
     wrong_cells,
 )
 from support.engine.transfers import arrives, begin, expect, failure, load, value
@@ -184,7 +185,7 @@ def test_without_room_it_waits_on_p(links):
 def test_p_may_die_when_all_is_here(links):
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
-        p.stop()
+        vanish(p)
         fetch(p, d, "k", 40)
         wait_for(lambda: at_baseline(d) and not value(d, "prefetch_bytes"), what="D's baseline")
 

@@ -21,7 +21,7 @@ ROW = CONTENT * 2
 
 
 @given(draw=st.randoms())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_rectangle_travels_between_any_two_layouts(draw: random.Random, launcher: CpuLauncher) -> None:
     with launcher.moving():
         check_exchange(draw, "cpu")

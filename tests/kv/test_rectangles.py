@@ -11,6 +11,6 @@ from support.kv.pages import check_exchange
 
 
 @given(draw=st.randoms())
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_a_rectangle_travels_between_any_two_layouts(draw: random.Random) -> None:
     check_exchange(draw, "cpu")

@@ -205,7 +205,7 @@ def test_memory_that_cannot_be_made_leaves_nothing(call: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=f"{call} failed with CUDA_ERROR_INVALID_VALUE"):
         IpcLinks(card, memory, WINDOW)
-    assert memory.baseline and len(os.listdir("/proc/self/fd")) == before
+    assert memory.baseline and len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_full_device_is_a_memory_error() -> None:

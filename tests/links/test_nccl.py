@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -147,9 +146,8 @@ def test_slots_return_when_the_abort_does_and_not_before(
     receive, send = pair.begin(WINDOW)
     pair.inbound.poll()  # launches the receive, so the device may write to its slot
     simulated(d).abort_hangs = True
-    began = time.monotonic()
     pair.inbound.abort()
-    assert time.monotonic() - began < 1.0, "the owner thread never waits for an abort"
+    assert not simulated(d).over.is_set() and d.staging.used == WINDOW, "the owner has waited for the abort"
     pair.outbound.abort()
     assert (pair.inbound.used, pair.outbound.used) == (0, 0)
     wait_for(lambda: d.stuck == 1 and p.staging.used == 0)
@@ -163,9 +161,8 @@ def test_slots_return_when_the_abort_does_and_not_before(
 def test_closing_does_not_wait_for_peers_for_ever(blocking: bool) -> None:
     p, d = both(blocking)
     d.accept(p.invite(), WINDOW)
-    began = time.monotonic()
     d.close()
-    assert time.monotonic() - began < 1.0
+    assert d.shared.openings.busy or not blocking, "it has waited for the end of the call"
 
 
 # Memory and order.

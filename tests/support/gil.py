@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable
 
 
-def lets_others_run(copy: Callable[[], None], times: int = 20) -> bool:
+def lets_others_run(copy: Callable[[], None], seconds: float = 20.0) -> bool:
+    """Tried for so many seconds, as a busy machine may have no core for this thread just then."""
+    end = time.monotonic() + seconds
+    while not (seen := _seen_in_the_middle(copy)) and time.monotonic() < end:
+        continue
+    return seen
+
+
+def _seen_in_the_middle(copy: Callable[[], None], times: int = 20) -> bool:
     """With a switch interval of an hour, this thread runs only while the one that copies has let go of
     the GIL; the turns that count are those in the middle of a copy."""
     copies: list[tuple[float, float]] = []

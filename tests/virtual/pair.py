@@ -37,6 +37,17 @@ from support.links.memory import MemoryNetwork
 TURN = 0.001
 """Seconds between something that wakes an engine's thread and its turn."""
 
+LEASE, STALL = 10.0, 16.0
+LONG = 30.0
+"""Seconds: several leases, and longer than a stall."""
+
+GRACE = 5.0
+"""Seconds after its lease in which whatever was given up has ended: the promise of docs/design.md."""
+
+HALF = TOKENS // 2
+TOKEN = 4 * 2 * 8 * 4
+"""Bytes of a token."""
+
 
 class VirtualRank:
     """A core whose turns come by the clock, unless its thread stands still until `still_until`."""
@@ -174,81 +185,58 @@ class VirtualPair:
             transfers.ends(self.p, self.d, *keys)
         self.until(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")
 
+    # One prompt of 96 tokens: what P and D are told of it, and how far it has come.
 
-# One prompt of 96 tokens on a pair: what P and D are told of it, and how far it has come.
+    def expect(self, key: str = "k", tokens: int = TOKENS) -> None:
+        transfers.expect(self.p, self.d, key, tokens=tokens)
 
-LEASE, STALL = 10.0, 16.0
-LONG = 30.0
-"""Seconds: several leases, and longer than a stall."""
+    def computed(self, key: str = "k") -> None:
+        prefill(self.p, key, self.d.address, TOKENS, BLOCKS, chunk=TOKENS)
 
-GRACE = 5.0
-"""Seconds after its lease in which whatever was given up has ended: the promise of docs/design.md."""
+    def offered(self) -> None:
+        """P has computed what D waits for, and D has no blocks for it yet."""
+        self.expect()
+        self.computed()
+        self.d.wait(do.Begun("k"))
 
-HALF = TOKENS // 2
-TOKEN = 4 * 2 * 8 * 4
-"""Bytes of a token."""
+    def queued(self) -> None:
+        """D waits for a prompt that P has in its queue."""
+        self.expect()
+        self.p.do(do.HoldPrompt("k", self.d.address))
 
+    def load(self, key: str = "k") -> None:
+        """D has blocks for it, and gets what P has computed."""
+        transfers.load(self.d, key)
+        transfers.arrives(self.d, key, seconds=LEASE)
 
-def expect(pair: VirtualPair, key: str = "k", tokens: int = TOKENS) -> None:
-    transfers.expect(pair.p, pair.d, key, tokens=tokens)
+    def half_a_push(self) -> None:
+        """D waits for 96 tokens, of which 48 are computed and pushed."""
+        transfers.ask(self.p, self.d)
+        step(self.p, "k", BLOCKS, 0, HALF)
+        self.until(lambda: value(self.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
 
+    def served(self, key: str = "k") -> None:
+        """P computes it, D loads it, nothing is left of it, and nothing was lost on the way."""
+        self.computed(key)
+        self.load(key)
+        self.ends_well(key)
 
-def computed(pair: VirtualPair, key: str = "k") -> None:
-    prefill(pair.p, key, pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    def ends_well(self, key: str = "k") -> None:
+        """What has been loaded leaves nothing, and nothing was lost on the way."""
+        self.rest(key)
+        self.nothing_was_lost()
 
+    def nothing_was_lost(self) -> None:
+        for engine in (self.p, self.d):
+            lost = "transfers_failed", "links_aborted", "handshakes_failed", "messages_refused"
+            assert {name: value(engine, name) for name in lost} == dict.fromkeys(lost, 0)
 
-def offered(pair: VirtualPair) -> None:
-    """P has computed what D waits for, and D has no blocks for it yet."""
-    expect(pair)
-    computed(pair)
-    pair.d.wait(do.Begun("k"))
+    def fails(self, words: str, seconds: float = GRACE) -> None:
+        """D's one request fails within so many seconds, and says why in these words."""
+        self.until(lambda: self.d.failures, seconds, "the end of the request")
+        (failed,) = self.d.failures
+        assert words in failed.reason  # type: ignore[attr-defined]
 
-
-def queued(pair: VirtualPair) -> None:
-    """D waits for a prompt that P has in its queue."""
-    expect(pair)
-    pair.p.do(do.HoldPrompt("k", pair.d.address))
-
-
-def load(pair: VirtualPair, key: str = "k") -> None:
-    """D has blocks for it, and gets what P has computed."""
-    transfers.load(pair.d, key)
-    transfers.arrives(pair.d, key, seconds=LEASE)
-
-
-def half_a_push(pair: VirtualPair) -> None:
-    """D waits for 96 tokens, of which 48 are computed and pushed."""
-    transfers.ask(pair.p, pair.d)
-    step(pair.p, "k", BLOCKS, 0, HALF)
-    pair.until(lambda: value(pair.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
-
-
-def served(pair: VirtualPair, key: str = "k") -> None:
-    """P computes it, D loads it, nothing is left of it, and nothing was lost on the way."""
-    computed(pair, key)
-    load(pair, key)
-    ends_well(pair, key)
-
-
-def ends_well(pair: VirtualPair, key: str = "k") -> None:
-    """What has been loaded leaves nothing, and nothing was lost on the way."""
-    pair.rest(key)
-    nothing_was_lost(pair)
-
-
-def nothing_was_lost(pair: VirtualPair) -> None:
-    for engine in (pair.p, pair.d):
-        lost = "transfers_failed", "links_aborted", "handshakes_failed", "messages_refused"
-        assert {name: value(engine, name) for name in lost} == dict.fromkeys(lost, 0)
-
-
-def fails(pair: VirtualPair, words: str, seconds: float = GRACE) -> None:
-    """D's one request fails within so many seconds, and says why in these words."""
-    pair.until(lambda: pair.d.failures, seconds, "the end of the request")
-    (failed,) = pair.d.failures
-    assert words in failed.reason  # type: ignore[attr-defined]
-
-
-def kept(pair: VirtualPair) -> bool:
-    """Neither side has given the request up."""
-    return not pair.d.failures and not pair.p.all_heard(do.BlocksFree("k"))
+    def kept(self) -> bool:
+        """Neither side has given the request up."""
+        return not self.d.failures and not self.p.all_heard(do.BlocksFree("k"))

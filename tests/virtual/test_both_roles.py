@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from virtual.pair import BLOCKS, HALF, LEASE, TOKENS, VirtualPair, half_a_push, nothing_was_lost, value
+from virtual.pair import BLOCKS, HALF, LEASE, TOKENS, VirtualPair, value
 
 from p2pkv.engine import commands as do
 from p2pkv.protocol import messages as m
@@ -17,14 +17,14 @@ def pair() -> VirtualPair:
 
 
 def test_ranks_with_both_roles_push_and_load(pair: VirtualPair) -> None:
-    half_a_push(pair)
+    pair.half_a_push()
     assert [value(each, "peers") for each in (pair.p, pair.d)] == [1, 1]
     assert [value(each, "links") for each in (pair.p, pair.d)] == [1, 1]
     for engine in (pair.p, pair.d):
         core = engine.rank.core
         assert core.prefill is not None and core.decode is not None
         assert len(core.prefill.peers) + len(core.decode.peers) == 1
-    nothing_was_lost(pair)
+    pair.nothing_was_lost()
 
 
 def exchange(pair: VirtualPair, keys: list[str], seconds: float = 20.0) -> None:
@@ -74,7 +74,7 @@ def test_a_stranger_is_not_answered_with_a_stranger(pair: VirtualPair) -> None:
 
 def test_to_forget_a_key_of_one_role_leaves_that_of_the_other(pair: VirtualPair) -> None:
     """Two transfers, one in each direction, may have one key: a router's `transfer_id`."""
-    half_a_push(pair)
+    pair.half_a_push()
     pair.p.do(do.Expect("k", pair.d.address, TOKENS, b"digest"))
     pair.p.do(do.Drop("k", "the request has ended"))
     pair.p.wait(do.LoadFailed("k", "the request has ended"))

@@ -14,16 +14,6 @@ from virtual.pair import (
     TOKENS,
     VirtualEngine,
     VirtualPair,
-    computed,
-    ends_well,
-    expect,
-    fails,
-    half_a_push,
-    kept,
-    load,
-    offered,
-    queued,
-    served,
     value,
 )
 
@@ -67,15 +57,15 @@ def heal(engine: VirtualEngine) -> None:
 @each_trouble
 @pytest.mark.parametrize("when", ["queued", "begun"])
 def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, trouble: str, when: str) -> None:
-    expect(pair)
+    pair.expect()
     if when == "begun":
         ask(pair.p, pair.d)
     else:
         pair.p.do(do.HoldPrompt("k", pair.d.address))
     pair.until(lambda: value(pair.p, "prompts"), what="P's word of it")
-    pair.lasts(lambda: kept(pair), 2.0)
+    pair.lasts(pair.kept, 2.0)
     strike(pair.p, trouble)
-    pair.lasts(lambda: kept(pair), STALL - GRACE)
+    pair.lasts(pair.kept, STALL - GRACE)
     pair.until(lambda: pair.d.failures, GRACE + LEASE + GRACE, "the end of the request")
     if when == "begun":
         pair.p.wait(do.BlocksFree("k"))
@@ -83,9 +73,9 @@ def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, tro
 
 @each_trouble
 def test_a_d_whose_core_makes_no_step_does_not_keep_ps_blocks(pair: VirtualPair, trouble: str) -> None:
-    offered(pair)
+    pair.offered()
     strike(pair.d, trouble)
-    pair.lasts(lambda: kept(pair), STALL - 1.0)
+    pair.lasts(pair.kept, STALL - 1.0)
     pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
     pair.until(lambda: pair.d.failures, LEASE + GRACE)
     heal(pair.d)
@@ -98,34 +88,34 @@ def test_a_core_that_gets_on_again_in_time_has_lost_nothing(
     pair: VirtualPair, trouble: str, who: str
 ) -> None:
     struck = pair.p if who == "P" else pair.d
-    queued(pair)
-    pair.lasts(lambda: kept(pair), 2.0)
+    pair.queued()
+    pair.lasts(pair.kept, 2.0)
     strike(struck, trouble)
-    pair.lasts(lambda: kept(pair), STALL + LEASE / 2)
+    pair.lasts(pair.kept, STALL + LEASE / 2)
     heal(struck)
-    pair.lasts(lambda: kept(pair), LONG)
-    served(pair)
+    pair.lasts(pair.kept, LONG)
+    pair.served()
 
 
 def test_after_a_pause_requests_are_served_as_before(pair: VirtualPair) -> None:
     strike(pair.p, "paused")
     pair.lasts(lambda: True, STALL + LEASE)
     heal(pair.p)
-    expect(pair)
-    served(pair)
+    pair.expect()
+    pair.served()
 
 
 def test_a_core_that_makes_steps_or_has_no_work_lives(pair: VirtualPair) -> None:
     """A queued request may wait for longer than a stall."""
-    queued(pair)
+    pair.queued()
     numbers = iter(range(10, 1 << 30))
 
     def steps() -> bool:
         pair.d.core(steps=next(numbers), work=True)
-        return kept(pair)
+        return pair.kept()
 
     pair.lasts(steps, LONG)
-    served(pair)
+    pair.served()
 
 
 def test_a_rank_that_was_held_up_does_not_blame_its_core(
@@ -142,9 +132,9 @@ def test_a_rank_that_was_held_up_does_not_blame_its_core(
 def test_a_rank_whose_core_never_beats_is_judged_by_its_steps(pair: VirtualPair) -> None:
     """As where Ray started the workers."""
     silent = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL)
-    expect(silent)
+    silent.expect()
     silent.p.do(do.HoldPrompt("k", silent.d.address))
-    silent.lasts(lambda: kept(silent), STALL + LEASE + GRACE)
+    silent.lasts(silent.kept, STALL + LEASE + GRACE)
 
 
 # Pauses.
@@ -152,22 +142,22 @@ def test_a_rank_whose_core_never_beats_is_judged_by_its_steps(pair: VirtualPair)
 
 def test_a_paused_p_gives_a_d_that_takes_nothing_one_lease(pair: VirtualPair) -> None:
     """vLLM's /pause waits until P's blocks are free."""
-    offered(pair)
-    pair.lasts(lambda: kept(pair), LONG)
+    pair.offered()
+    pair.lasts(pair.kept, LONG)
     strike(pair.p, "paused")
-    pair.lasts(lambda: kept(pair), LEASE - 1.0)
+    pair.lasts(pair.kept, LEASE - 1.0)
     pair.p.wait(do.BlocksFree("k"), GRACE)
-    fails(pair, "P is paused")
+    pair.fails("P is paused")
     pair.rest("k")
 
 
 def test_what_d_takes_of_a_paused_p_comes(pair: VirtualPair) -> None:
-    expect(pair)
-    computed(pair)
+    pair.expect()
+    pair.computed()
     strike(pair.p, "paused")
-    pair.lasts(lambda: kept(pair), LEASE / 2)
-    load(pair)
-    ends_well(pair)
+    pair.lasts(pair.kept, LEASE / 2)
+    pair.load()
+    pair.ends_well()
 
 
 # A process that nobody needs any more.
@@ -178,11 +168,11 @@ def test_an_engine_whose_server_is_gone_gives_up_what_it_holds(
     pair: VirtualPair, who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     orphan = pair.p if who == "P" else pair.d
-    expect(pair)
+    pair.expect()
     if who == "P":
         pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
     else:
-        computed(pair)
+        pair.computed()
     pair.d.wait(do.Begun("k"))
     orphan.core(orphaned=True)
     pair.until(lambda: pair.d.failures, GRACE)
@@ -195,20 +185,20 @@ def test_an_engine_whose_server_is_gone_gives_up_what_it_holds(
 
 
 def test_a_request_that_p_never_begins_ends_although_p_vouches_for_it(pair: VirtualPair) -> None:
-    queued(pair)
-    pair.lasts(lambda: kept(pair), WAIT - 1.0)
-    fails(pair, "has not begun this prompt")
+    pair.queued()
+    pair.lasts(pair.kept, WAIT - 1.0)
+    pair.fails("has not begun this prompt")
 
 
 def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: VirtualPair) -> None:
     pair.options = pair.options | {"wait_seconds": 2 * WAIT}
     pair.p = pair.engine("P", 7020)
-    expect(pair)
-    pair.lasts(lambda: kept(pair), LEASE / 2)
-    computed(pair)
+    pair.expect()
+    pair.lasts(pair.kept, LEASE / 2)
+    pair.computed()
     pair.d.wait(do.Begun("k"))
-    pair.lasts(lambda: kept(pair), WAIT - 1.0)
-    fails(pair, "D has had no room")
+    pair.lasts(pair.kept, WAIT - 1.0)
+    pair.fails("D has had no room")
     pair.rest("k")
 
 
@@ -217,24 +207,24 @@ def test_p_does_not_rely_on_d_for_the_end_of_its_patience() -> None:
     pair = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL, wait_seconds=WAIT)
     pair.options = pair.options | {"wait_seconds": 100 * WAIT}
     pair.d = pair.engine("D", 7020)
-    offered(pair)
-    pair.lasts(lambda: kept(pair), WAIT - 2.0)
-    fails(pair, "D has taken nothing of this prompt")
+    pair.offered()
+    pair.lasts(pair.kept, WAIT - 2.0)
+    pair.fails("D has taken nothing of this prompt")
     pair.rest("k")
 
 
 def test_the_wait_for_p_and_the_wait_for_room_on_d_are_two(pair: VirtualPair) -> None:
-    queued(pair)
-    pair.lasts(lambda: kept(pair), 0.9 * WAIT)
-    computed(pair)
+    pair.queued()
+    pair.lasts(pair.kept, 0.9 * WAIT)
+    pair.computed()
     pair.d.wait(do.Begun("k"))
-    pair.lasts(lambda: kept(pair), 0.9 * WAIT)
-    load(pair)
-    ends_well(pair)
+    pair.lasts(pair.kept, 0.9 * WAIT)
+    pair.load()
+    pair.ends_well()
 
 
 def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: VirtualPair) -> None:
-    queued(pair)
+    pair.queued()
     began = pair.clock.now
     while not pair.d.failures and pair.clock.now - began < 2 * WAIT:
         pair.lasts(lambda: True, LEASE)
@@ -245,8 +235,8 @@ def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: Vi
 
 
 def test_a_load_that_moves_may_last_longer_than_any_wait(pair: VirtualPair) -> None:
-    half_a_push(pair)
+    pair.half_a_push()
     for token in range(HALF, TOKENS - 1):
-        pair.lasts(lambda: kept(pair), 2 * WAIT / HALF)
+        pair.lasts(pair.kept, 2 * WAIT / HALF)
         step(pair.p, "k", BLOCKS, token, token + 1)
     arrives(pair.d)

@@ -149,6 +149,8 @@ KINDS = ("A prefills", "B decodes", "B prefills", "A decodes")
 @pytest.mark.parametrize("steps", [0, 3, 12])
 def test_filled_in_every_order(pool: Pool, steps: int, reverse: bool) -> None:
     for order in permutations(KINDS):
+        if order.index("A prefills") > order.index("B prefills"):
+            continue  # the same with A and B exchanged
         fill(pool, order, steps, reverse)
         pool.finish()
 

@@ -12,16 +12,6 @@ from virtual.pair import (
     STALL,
     TOKENS,
     VirtualPair,
-    computed,
-    ends_well,
-    expect,
-    fails,
-    half_a_push,
-    kept,
-    load,
-    offered,
-    queued,
-    served,
     value,
 )
 
@@ -39,8 +29,8 @@ def pair() -> VirtualPair:
 
 
 def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wakes(pair: VirtualPair) -> None:
-    half_a_push(pair)
-    expect(pair, "queued", 32)
+    pair.half_a_push()
+    pair.expect("queued", 32)
     pair.p.do(do.HoldPrompt("queued", pair.d.address))
     pair.p.hang()
     pair.lasts(lambda: not pair.d.failures, STALL - 0.3)
@@ -61,10 +51,10 @@ def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wak
 def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(pair: VirtualPair, when: str) -> None:
     """Its engine thread is well, and says that the request waits until the step has lasted too long."""
     if when == "in mid-transfer":
-        half_a_push(pair)
+        pair.half_a_push()
     else:
-        expect(pair)
-        computed(pair)
+        pair.expect()
+        pair.computed()
         pair.d.wait(do.Begun("k"))
     pair.d.hang()
     pair.lasts(lambda: not pair.p.all_heard(do.BlocksFree("k")), STALL - 0.1)
@@ -80,30 +70,30 @@ def test_who_is_idle_is_not_dead_however_long(pair: VirtualPair, who: str) -> No
     idle = pair.p if who == "P" else pair.d
     idle.hang()
     idle.wake()
-    queued(pair)
+    pair.queued()
     if who == "D":
-        computed(pair)
-    pair.lasts(lambda: kept(pair), LONG)
+        pair.computed()
+    pair.lasts(pair.kept, LONG)
     if who == "P":
-        served(pair)
+        pair.served()
 
 
 @pytest.mark.parametrize("who", ["P", "D"])
 def test_a_step_longer_than_the_lease_and_shorter_than_a_stall_is_waited_for(who: str) -> None:
     pair = VirtualPair(lease_seconds=LEASE, stall_seconds=60.0)
     busy = pair.p if who == "P" else pair.d
-    half_a_push(pair)
+    pair.half_a_push()
     busy.hang()
-    pair.lasts(lambda: kept(pair), LONG)
+    pair.lasts(pair.kept, LONG)
     step(pair.p, "k", BLOCKS, HALF, TOKENS)
     busy.wake()
     arrives(pair.d)
-    ends_well(pair)
+    pair.ends_well()
 
 
 def test_many_short_steps_are_no_stall(pair: VirtualPair) -> None:
     """It is one step that must not last too long, not a series of them."""
-    queued(pair)
+    pair.queued()
 
     def steps() -> bool:
         pair.p.hang()
@@ -118,10 +108,10 @@ def test_many_short_steps_are_no_stall(pair: VirtualPair) -> None:
 
 def test_a_load_that_gets_nothing_for_long_ends_although_p_is_alive(pair: VirtualPair) -> None:
     """P has preempted it, say, and never comes to it again; until D has pages, it may wait for ever."""
-    half_a_push(pair)
+    pair.half_a_push()
     pair.p.rank.revoke(["k"])
     pair.lasts(lambda: not pair.d.failures, STALL - 0.3)
-    fails(pair, "answers, and has pushed nothing")
+    pair.fails("answers, and has pushed nothing")
     pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
     pair.rest("k")
 
@@ -132,18 +122,18 @@ def test_a_load_that_gets_nothing_for_long_ends_although_p_is_alive(pair: Virtua
 def test_p_in_a_long_step_is_waited_for(pair: VirtualPair) -> None:
     """It may hear of the request when the step ends."""
     pair.p.hang()
-    expect(pair)
+    pair.expect()
     pair.until(lambda: value(pair.p, "early_claims"), what="a claim")
     pair.lasts(lambda: not pair.d.failures, STALL - 2.0)
     pair.p.wake()
-    computed(pair)
+    pair.computed()
     pair.d.wait(do.Begun("k"))
     assert not pair.d.failures
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in one step after the other"])
 def test_p_that_never_hears_of_the_request(pair: VirtualPair, busy: bool) -> None:
-    expect(pair)
+    pair.expect()
 
     def failed() -> bool:
         if busy:
@@ -187,48 +177,48 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
         silence()
         pair.d.wait(do.Loaded("k"), PAUSE + GRACE)
     elif when == "in the middle of a prompt":
-        half_a_push(pair)
+        pair.half_a_push()
         silence()
         step(pair.p, "k", BLOCKS, HALF, TOKENS)
         pair.d.wait(do.Loaded("k"), PAUSE + GRACE)
     else:
         if when == "when P has it all":
-            computed(pair)
+            pair.computed()
             pair.until(lambda: value(pair.p, "prompts_held"), what="the pages of the prompt")
             silence()
-            expect(pair)
+            pair.expect()
         else:
-            expect(pair)
+            pair.expect()
             if when == "when D has asked":
                 pair.until(lambda: value(pair.p, "early_claims"), what="a claim")
                 silence()
-            computed(pair)
-        load(pair)
+            pair.computed()
+        pair.load()
     assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-    ends_well(pair)
+    pair.ends_well()
 
 
 def test_a_silence_counts_only_while_it_could_have_been_heard(pair: VirtualPair) -> None:
     """Both stand still, as on a machine that does; P comes to itself first, and hears nothing yet."""
-    offered(pair)
+    pair.offered()
     pair.d.rank.stand_still(2.0 * LEASE)
     pair.p.rank.stand_still(2.0 * LEASE - 2.0)
     pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
     arrives(pair.d, seconds=3 * LEASE)
-    ends_well(pair)
+    pair.ends_well()
 
 
 def test_a_connection_that_went_silent_is_dialed_anew(pair: VirtualPair) -> None:
     """Neither end was told that it is dead, as behind a firewall that has forgotten it."""
-    expect(pair, "before")
-    computed(pair, "before")
-    load(pair, "before")
+    pair.expect("before")
+    pair.computed("before")
+    pair.load("before")
     for way in pair.network.ways:
         way.deaf = True
-    expect(pair, "lost")
-    computed(pair, "lost")
-    fails(pair, "has not confirmed", LEASE + GRACE)
-    expect(pair, "after")
-    computed(pair, "after")
+    pair.expect("lost")
+    pair.computed("lost")
+    pair.fails("has not confirmed", LEASE + GRACE)
+    pair.expect("after")
+    pair.computed("after")
     pair.d.wait(do.Begun("after"), LEASE + GRACE)
-    load(pair, "after")
+    pair.load("after")

@@ -18,16 +18,13 @@ import torch
 from chaos.jobs import Job
 from chaos.model import ONE_GROUP, draw_hybrid
 from chaos.schedule import LEASE
-from virtual.clock import Clock
 from virtual.faults import WEIGHTS
-from virtual.network import Endpoint, Network
 from virtual.world import Broken, World
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.decode import Decode, TransferMessage
 from p2pkv.engine.from_prefill import PrefillPeer
 from p2pkv.engine.prefetch import ArrivedChunk
-from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.receiver import Receiver
 
@@ -62,7 +59,7 @@ def trace(seed: int, hashes: str) -> str:
     return connection
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("seed", [3, 4])
 def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
     """With several KV groups; with one, `test_every_kind_of_fault_happens` runs."""
     world = World(seed, model=draw_hybrid(random.Random(seed)))
@@ -120,7 +117,7 @@ def test_every_kind_of_fault_happens() -> None:
     """In a few runs together: which of them one run draws changes with everything else that it draws."""
     missing = {fault.__name__ for fault in WEIGHTS}
     for seed in range(100, 120):
-        world = World(seed, model=ONE_GROUP, tps=(1,))
+        world = World(seed, model=ONE_GROUP, tps=(1,), gap=0.3)
         world.run(SHORT)
         missing -= set(world.faults)
         if not missing:
@@ -151,7 +148,7 @@ def test_an_outcome_that_never_comes_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Decode, "message", forgetful)
     monkeypatch.setattr(Receiver, "tick", lambda *_: [])
     with pytest.raises(Broken, match="has no end on"):
-        World(5).run(SHORT)
+        World(5, prefills=1, decodes=1, model=ONE_GROUP, tps=(1,)).run(SHORT)
 
 
 def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> None:
@@ -175,57 +172,3 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
     world.wait(1.0)
     load()
     assert world.jobs.outcomes["loaded"] >= 2
-
-
-class Peers:
-    """Two endpoints that are connected, `d` having dialed `p`."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.network = Network(self.clock, random.Random(1), lambda *_: None)
-        self.p = Endpoint("P", Address("127.0.0.1", 1), self.network, lambda: None)
-        self.d = Endpoint("D", Address("127.0.0.1", 2), self.network, lambda: None)
-        self.connection = self.d.dial(self.p.address)
-        assert not self.connection.shut
-        assert self.connection.send(b"0")
-        self.clock.pass_by(0.1)
-        ((self.back, _),) = self.p.receive()
-
-
-def test_what_is_held_arrives_in_order() -> None:
-    peers = Peers()
-    peers.network.hold("D", "P", by=1)
-    for number in range(9):
-        assert peers.connection.send(b"%d" % number)
-    assert peers.back.send(b"back")
-    peers.clock.pass_by(5.0)
-    assert list(peers.p.receive()) == []
-    assert list(peers.d.receive()) == [(peers.connection, b"back")]
-    peers.network.hold("D", "P", by=-1)
-    peers.clock.pass_by(0.1)
-    assert [data for _, data in peers.p.receive()] == [b"%d" % number for number in range(9)]
-
-
-def test_both_ends_of_a_cut_connection_hear_so_and_the_dialer_dials_again() -> None:
-    peers = Peers()
-    peers.clock.pass_by(1.0)
-    assert peers.connection.way is not None
-    peers.connection.send(b"lost")
-    peers.network.cut(peers.connection.way)
-    peers.clock.pass_by(1.0)
-    assert list(peers.p.receive()) == [] and not peers.back.send(b"gone")
-    assert peers.connection.send(b"again")
-    peers.clock.pass_by(0.1)
-    ((connection, data),) = peers.p.receive()
-    assert data == b"again" and connection is not peers.back
-
-
-def test_nobody_answers_for_a_frozen_process() -> None:
-    peers = Peers()
-    peers.d.hang_up(peers.connection)
-    peers.p.answers = False
-    peers.d.redial(peers.connection)
-    peers.clock.pass_by(15.0)
-    (failure,) = peers.d.failures()
-    assert failure.connection is peers.connection and peers.connection.shut and failure.late
-    assert "127.0.0.1:1 did not answer in time" in failure.reason

@@ -55,17 +55,19 @@ class World(Run):
         stages: bool = False,
         chunks: Sequence[int] = CHUNKS,
         groups: str | None = None,
+        gap: float | None = None,
     ) -> None:
         """`model`, and `tps`, the ranks that a stage may have: by default the seed decides. `stages`: an
         engine may have two of them; without `tps`, too. `groups`: the roles of which all engines are one
         data-parallel instance, behind a router that does not know that: "P", "D", "PD" or "", by default the
-        seed decides."""
+        seed decides. `gap`: mean seconds between two faults; by default the seed decides."""
         stages = stages or not tps
         self.draw = random.Random(f"virtual {seed}")
         self.model = model or draw_model(random.Random(f"model {seed}"))
         # One rank in each engine is most of what there is, and the fastest.
         tps = tps or self.draw.choice([(1,), (1, 2, 4)])
-        self._gap = self.draw.choice([0.3, 0.6, 1.5, 4.0])  # mean seconds between two faults
+        drawn = self.draw.choice([0.3, 0.6, 1.5, 4.0])
+        self._gap = gap or drawn
         self._say = say
         self._hash = hashlib.blake2b(digest_size=16)
         self._last: deque[str] = deque(maxlen=LAST)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.packings import packing_of
+from p2pkv.plan import Edge
 from p2pkv.protocol.messages import KvGroup, Piece
 from p2pkv.protocol.pieces import Computed, Cutter
 from p2pkv.sharding import Shape
@@ -29,6 +30,7 @@ BITS = {
 }
 
 Elements = NDArray[Any]
+Interval = tuple[int, int]
 
 
 def cut(cutter: Cutter, computed: Computed, limit: int) -> tuple[Piece, ...]:
@@ -140,3 +142,14 @@ class Held:
         packed = np.empty((*dense.shape[:3], self.side.kernel * self.side.content), dense.dtype)
         packing_of(self.side.codec).pack(packed, dense)
         self._pages[...] = packed.reshape(dense.shape)
+
+
+def rectangle(edge: Edge, piece: Piece, on_source: bool) -> tuple[Interval, Interval, Interval]:
+    """Layers, tokens and heads of a piece in the cache of the rank at this end of the edge."""
+    first, head = edge.target_layer, edge.target_head
+    if on_source:
+        first, head = edge.source_layer, edge.source_head
+    shift, span = first - edge.layers.start, (piece.start, piece.stop)
+    if edge.tokens is not None:
+        span = edge.tokens.on_source(*span) if on_source else edge.tokens.on_target(*span)
+    return (piece.layer + shift, piece.layer_stop + shift), span, (head, head + len(edge.heads))
