@@ -126,16 +126,18 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_pings_go_on_while_the_worker_holds_its_lock(start, proxy) -> None:
-    worker, _ = start()
+def test_a_worker_that_holds_its_lock_is_vouched_for_until_it_counts_as_hung(start, proxy) -> None:
+    worker, _ = start(stall_seconds=3.0)
     assert proxy.hear() == PING
-    worker.tell(do="hold", seconds=4.0)
+    worker.tell(do="hold", seconds=7.0)
     assert worker.hear() == {"holding": True}
-    end, pings = time.monotonic() + 3.0, 0
+    end, pings = time.monotonic() + 2.0, 0
     while time.monotonic() < end:
         assert proxy.hear(2.0) == PING
         pings += 1
     assert pings > 5
+    proxy.hear_no_more()
+    assert proxy.hear() == PING, "it is back when it beats"
     assert worker.hear() == {"done": True}
 
 
@@ -149,18 +151,13 @@ def test_a_worker_whose_engine_does_not_get_on_is_not_announced_until_it_does(st
     assert not gone(pid)
 
 
-def test_a_paused_instance_says_so_at_once_and_that_it_is_back(start, proxy) -> None:
+def test_what_changes_travels_with_pings_and_at_once(start, proxy) -> None:
+    """A pause, and what the scheduler has to do."""
     worker, _ = start(interval=60.0)  # so what comes soon has not waited for the next ping
     assert proxy.hear() == PING
-    worker.tell(do="stand", standing={"trouble": "", "paused": True})
-    assert proxy.hear(10.0) == msgspec.structs.replace(PING, paused=True)
-    worker.tell(do="stand", standing={"trouble": "", "paused": False})
-    assert proxy.hear(10.0) == PING
-
-
-def test_what_the_scheduler_has_to_do_travels_with_pings_and_at_once_when_it_changes(start, proxy) -> None:
-    worker, _ = start(interval=60.0)
-    assert proxy.hear() == PING
+    for paused in (True, False):
+        worker.tell(do="stand", standing={"trouble": "", "paused": paused})
+        assert proxy.hear(10.0) == msgspec.structs.replace(PING, paused=paused)
     for tokens in (500, 0):
         work = {"running": 1, "waiting": 2, "prompts": 3, "tokens": tokens, "answers": 4}
         worker.tell(do="stand", standing={"workload": work, "at": time.monotonic()})
@@ -172,23 +169,11 @@ def test_what_the_scheduler_has_to_do_travels_with_pings_and_at_once_when_it_cha
     assert proxy.silent(), "nothing has changed but its age"
 
 
-def test_a_silent_worker_is_vouched_for_until_it_counts_as_hung_and_is_back_when_it_beats(
-    start, proxy
-) -> None:
-    worker, _ = start(stall_seconds=2.0)
-    proxy.hear()
-    worker.tell(do="hold", seconds=8.0)
-    assert worker.hear() == {"holding": True}
-    held = time.monotonic()
-    proxy.hear_no_more()
-    assert time.monotonic() - held > 1.0
-    assert proxy.hear() == PING
-    assert worker.hear() == {"done": True}
-
-
-def test_a_clean_end_says_goodbye(start, proxy) -> None:
+def test_a_clean_end_says_goodbye_and_no_signal_for_the_group_ends_the_child_before(start, proxy) -> None:
     worker, child = start()
     proxy.hear()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(child, number)
     worker.tell(do="stop")
     assert worker.hear() == {"done": True}
     proxy.hear_goodbye(PING)
@@ -253,23 +238,6 @@ def test_a_proxy_that_refuses_is_not_called_out_of_reach(
         finally:
             ours.stop()
     assert "no connection" not in caplog.text
-
-
-def test_a_child_that_ends_is_started_again(start, proxy) -> None:
-    _, child = start()
-    proxy.hear()
-    os.kill(child, signal.SIGKILL)
-    assert proxy.lost_the_connection()
-    assert proxy.hear() == PING
-
-
-def test_signals_for_the_whole_group_do_not_end_the_child_before_its_worker(start, proxy) -> None:
-    worker, child = start()
-    proxy.hear()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(child, number)
-    worker.tell(do="stop")
-    proxy.hear_goodbye(PING)
 
 
 def test_with_the_secret_it_pings_as_a_member() -> None:
@@ -413,14 +381,22 @@ def test_a_data_parallel_engine_warms_itself_up_and_every_first_prompt_is_anothe
     assert len({each["prompt"] for each in there.asked}) == 4
 
 
-@pytest.mark.parametrize(
-    "kind", ["nobody", "never healthy", "no answer", "an error", "a key is missing", "a strange key"]
-)
+UNWARMED: dict[str, tuple[dict[str, Any], str]] = {
+    "nobody": ({}, "did not answer 200 in 1 s"),
+    "never healthy": ({"sick": 1000}, "status 503"),
+    "no answer": ({}, "were not answered in 1 s"),
+    "an error": ({"status": 500}, "status 500"),
+    "a key is missing": ({"key": "a key"}, "VLLM_API_KEY"),
+    "a strange key": ({}, "characters that no HTTP header can carry"),
+}
+
+
+@pytest.mark.parametrize("kind", UNWARMED)
 def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
     proxy, api, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    how = {"never healthy": {"sick": 1000}, "an error": {"status": 500}, "a key is missing": {"key": "a key"}}
-    there = api(**how.get(kind, {}))
+    how, why = UNWARMED[kind]
+    there = api(**how)
     if kind == "no answer":
         there.answer.clear()
     url = f"http://127.0.0.1:{free_ports()}" if kind == "nobody" else there.url
@@ -429,16 +405,7 @@ def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
         assert proxy.hear() == PING
     said = capfd.readouterr().err
     assert "WARNING" in said and "not warmed up" in said and "announced all the same" in said
-    assert "private" not in said
-    why = {
-        "nobody": "did not answer 200 in 1 s",
-        "never healthy": "status 503",
-        "no answer": "were not answered in 1 s",
-        "an error": "status 500",
-        "a key is missing": "VLLM_API_KEY",
-        "a strange key": "characters that no HTTP header can carry",
-    }
-    assert why[kind] in said
+    assert "private" not in said and why in said
 
 
 def test_who_is_stopped_before_it_is_warm_says_nothing(start, proxy, api) -> None:

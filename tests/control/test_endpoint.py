@@ -80,9 +80,7 @@ def test_what_speaks_another_protocol_is_said_and_left_alone(kind: str) -> None:
         assert len(canary.heard) == 2
 
 
-def test_a_wait_of_less_than_a_millisecond_is_no_longer(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_below_a_millisecond_is_no_longer(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A poller counts in milliseconds, and would sleep ten times as long."""
     waited: list[float] = []
     asked: list[int] = []
@@ -152,9 +150,7 @@ def test_a_connection_that_breaks_the_protocol_later_can_be_dialed_again(endpoin
         assert len(canary.heard) == 2
 
 
-def test_a_connection_that_lasted_is_dialed_again_at_once(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_lasted_is_dialed_anew(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LASTING", 0.0)
     with Canary(ZMTP_3_NULL + NULL_READY, after=HUGE_FRAME) as canary:
         connection, end = endpoint.dial(canary.address), time.monotonic() + DEADLINE

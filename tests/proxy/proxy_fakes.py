@@ -177,7 +177,7 @@ class FakeInstance:
         context: tokens of their context there; None if they have none.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
-        first_token, ahead_tokens, parses, seeds: what its ping says of them.
+        version, first_token, ahead_tokens, parses, seeds: what its ping says of them.
         frozen: /health and /v1/models are never answered any more.
         healths, lists: how often it was asked for /health, and for /v1/models.
         requests: what has arrived, in order.
@@ -191,6 +191,7 @@ class FakeInstance:
     context: int | None = None
     key: str = ""
     fit: str = ""
+    version: int = 1
     first_token: int = 0
     ahead_tokens: int = 1 << 20
     parses: bool = False
@@ -210,7 +211,7 @@ class FakeInstance:
             type=self.role,
             http_address=self.http_address,
             zmq_address=self.zmq_address,
-            version=1,
+            version=self.version,
             incarnation=self.incarnation,
             model=self.model,
             fit=self.fit,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, after, answer_json
-from proxy_fakes import Deployment, FakeInstance, connect, deployed, quiet
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet
 
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
@@ -82,9 +82,7 @@ async def test_who_waits_too_long_gets_a_503() -> None:
         assert len(deployment.d.requests) == 1
 
 
-async def test_a_client_that_leaves_in_the_queue_is_out_at_once_and_reaches_nobody(
-    narrow: Deployment,
-) -> None:
+async def test_a_client_that_leaves_in_the_queue_is_out_and_reaches_nobody(narrow: Deployment) -> None:
     with slow(narrow.d):
         first, leaves = await with_one_waiting(narrow)
         stays = ask(narrow, "stays")
@@ -119,15 +117,6 @@ async def test_bodies_are_held_within_a_bound(narrow: Deployment) -> None:
     assert await asyncio.gather(*asked) == [200, 200]
     await quiet(narrow)
     assert narrow.proxy.intake.held == 0
-
-
-async def test_a_body_that_does_not_come_takes_no_place(narrow: Deployment) -> None:
-    reader, writer = await connect(narrow.url)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    await eventually(lambda: narrow.proxy.intake.held == 1)
-    assert (await narrow.post()).status == 200
-    assert b" 408 " in await reader.readline()
-    writer.close()
 
 
 async def test_of_a_herd_everybody_gets_one_answer_and_d_never_more_than_it_takes() -> None:

@@ -46,6 +46,12 @@ KEPT = {
 }
 
 
+MIN_TOKENS = (
+    *((0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")),
+    *(("0", "0"), ("1", "1"), ("100", 1), (" 1_000 ", 1), ("2.0", 1)),
+)
+
+
 @pytest.mark.parametrize(
     ("more", "sent"),
     [
@@ -63,15 +69,9 @@ def test_p_makes_one_token_that_nobody_reads(more: dict[str, Any], sent: dict[st
     assert for_prefill(**KEPT, **client) == KEPT | one | sent
 
 
-@pytest.mark.parametrize(
-    ("given", "sent"),
-    [
-        *((0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")),
-        *(("0", "0"), ("1", "1"), ("100", 1), (" 1_000 ", 1), ("2.0", 1)),
-    ],
-)
-def test_min_tokens_is_at_most_one_and_nonsense_stays(given: Any, sent: Any) -> None:
-    assert for_prefill(min_tokens=given)["min_tokens"] == sent
+def test_min_tokens_is_at_most_one_and_nonsense_stays() -> None:
+    for spelled, sent in MIN_TOKENS:
+        assert for_prefill(min_tokens=spelled)["min_tokens"] == sent, spelled
 
 
 def test_a_budget_for_thinking_does_not_count_on_p() -> None:
@@ -92,40 +92,25 @@ def test_d_gets_the_clients_own_bytes() -> None:
     assert bytes(parse(raw).for_decode("id")) == raw
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "paired"),
-    [
-        *(("use_beam_search", True, False), ("echo", True, False), ("echo", "true", False)),
-        *(("echo", "No", True), ("echo", 0.0, True), ("use_beam_search", "off", True), ("echo", "2", False)),
-        *(("prompt_logprobs", 0, False), ("prompt_logprobs", 3, False), ("model", "m", True)),
-        *(("use_beam_search", False, True), ("echo", None, True), ("prompt_logprobs", None, True)),
-    ],
+STREAMS = (True, "true", "Yes", 1, 1.0)
+NO_STREAMS = (False, "no", 0, None, "x", 2)
+ALONE: tuple[tuple[str, Any], ...] = (
+    *(("use_beam_search", True), ("echo", True), ("echo", "true"), ("echo", "2")),
+    *(("prompt_logprobs", 0), ("prompt_logprobs", 3)),
 )
-def test_what_p_cannot_help_with_goes_to_d_alone(name: str, value: Any, paired: bool) -> None:
-    assert body(**{name: value}).wants_pair is paired
-
-
-@pytest.mark.parametrize(
-    ("prompt", "one"),
-    [("a", True), ([1, 2], True), (["a"], True), (["a", "b"], False), ([[1], [2]], False), ([], True)],
+PAIRED: tuple[tuple[str, Any], ...] = (
+    *(("echo", "No"), ("echo", 0.0), ("use_beam_search", "off"), ("model", "m")),
+    *(("use_beam_search", False), ("echo", None), ("prompt_logprobs", None)),
 )
-def test_how_many_prompts(prompt: Any, one: bool) -> None:
-    assert body(prompt=prompt).one_prompt is one
 
 
-@pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"3", b'"x"', b"null", b"{}x", b"\xff", b'{"a":nan}', b"[" * 9999]
-)
-def test_what_is_no_object_is_refused_with_a_sentence(raw: bytes) -> None:
-    with pytest.raises(ProxyError, match="not a JSON object"):
-        parse(raw)
-
-
-@pytest.mark.parametrize("stream", [True, "true", "Yes", 1, 1.0])
-def test_a_stream_may_be_asked_for_in_each_of_vllms_spellings(stream: Any) -> None:
-    assert body(stream=stream).streams
-    for other in (False, "no", 0, None, "x", 2):
-        assert not body(stream=other).streams
+def test_what_is_made_of_a_field() -> None:
+    """With each of vLLM's spellings of true and false."""
+    assert [body(stream=each).streams for each in (*STREAMS, *NO_STREAMS)] == [True] * 5 + [False] * 6
+    assert not any(body(**{name: value}).wants_pair for name, value in ALONE), "P cannot help with these"
+    assert all(body(**{name: value}).wants_pair for name, value in PAIRED)
+    assert all(body(prompt=each).one_prompt for each in ("a", [1, 2], ["a"], []))
+    assert not any(body(prompt=each).one_prompt for each in (["a", "b"], [[1], [2]]))
 
 
 TAKEN = b'{"prompt": "\xc3\xa4 \\ud83d\\ude00", "stream": true, "n": 1}'
@@ -150,9 +135,13 @@ def test_json_that_python_reads_and_others_do_not(kind: str) -> None:
     assert prefill["prompt"] == "\u00e4 \U0001f600" and prefill["max_tokens"] == 1
 
 
+NO_OBJECTS = (b"", b"{", b"[]", b"3", b'"x"', b"null", b"{}x", b'{"a":nan}', b"[" * 9999, b"\xef\xbb\xbf[]")
+
+
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
+        *((each, "not a JSON object") for each in NO_OBJECTS),
         (b'{"prompt": "a\\ud83d"}', "`prompt` .* half of a surrogate pair, '.ud83d'"),
         (
             b'{"messages": [{"content": "\\udc00\\ud83d"}]}',
@@ -160,10 +149,9 @@ def test_json_that_python_reads_and_others_do_not(kind: str) -> None:
         ),
         (b'{"\\ud83d": 1}', "name, '.ud83d', .* half of a surrogate pair"),
         (b"\xff", "not a JSON object: invalid start byte in utf-8, byte 0"),
-        (b"\xef\xbb\xbf[]", "not a JSON object"),
     ],
 )
-def test_the_cause_is_named(raw: bytes, why: str) -> None:
+def test_what_is_no_object_is_refused_and_the_cause_is_named(raw: bytes, why: str) -> None:
     with pytest.raises(ProxyError, match=why) as refused:
         parse(raw)
     assert refused.value.status == 400
@@ -196,8 +184,5 @@ def test_whatever_the_client_sends(fields: dict[str, Any]) -> None:
 def test_ps_answer_may_be_anything(raw: bytes) -> None:
     params = returned_params(raw)
     assert params is None or isinstance(params, dict)
-
-
-def test_ps_params_are_found() -> None:
     assert returned_params(b'{"id": "x", "kv_transfer_params": {"a": 1}}') == {"a": 1}
     assert returned_params(b'{"kv_transfer_params": null}') is None

@@ -165,13 +165,12 @@ def test_a_sampler_that_chooses_otherwise_goes_on_if_the_client_has_nothing_of_i
     got = Answer.of(cut_answer(COMPLETIONS, body, engines, [lost_after(data, 20)], [100]))
     assert got.done and got.text.startswith(Answer.of(data[: lost_after(data, 19)]).text)
     assert got.text != Answer.of(data).text
-
-
-def test_a_sampler_that_chooses_otherwise_within_what_the_client_has_ends_it() -> None:
-    engines = [Engine(Model(4, ends=False), [1, 2]), Engine(Model(5, ends=False))]
-    body = body_of(COMPLETIONS, max_tokens=50, logprobs=0)
+    engines[0].sizes, body = [1, 2], body_of(COMPLETIONS, max_tokens=50, logprobs=0)
     with pytest.raises(Diverged):
         cut_answer(COMPLETIONS, body, engines, [lost_after(answer_of(engines[0], body), 6)], [100])
+
+
+TEXT_PART, PICTURE = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}
 
 
 @pytest.mark.parametrize(
@@ -190,26 +189,16 @@ def test_a_sampler_that_chooses_otherwise_within_what_the_client_has_ends_it() -
         {"stop": 7},
         {"logit_bias": {str(each): 1 for each in range(5000)}},
         {"a_field_of_tomorrow": 1},
+        {"messages": [{"role": "user", "content": [TEXT_PART, PICTURE]}]},
     ],
     ids=lambda more: next(iter(more)),
 )
 def test_what_cannot_be_exact_does_not_go_on(more: dict[str, Any]) -> None:
-    assert transcript_of(COMPLETIONS, body_of(COMPLETIONS)) is not None
-    assert transcript_of(COMPLETIONS, body_of(COMPLETIONS, **more)) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "goes_on"),
-    [
-        ("text", True),
-        ([{"type": "text", "text": "a"}], True),
-        ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}], False),
-    ],
-    ids=["text", "parts", "picture"],
-)
-def test_a_chat_with_a_picture_does_not_go_on(content: Any, goes_on: bool) -> None:
-    body = body_of(CHAT, messages=[{"role": "user", "content": content}])
-    assert (transcript_of(CHAT, body) is not None) == goes_on
+    path = CHAT if "messages" in more else COMPLETIONS
+    parts = {"messages": [{"role": "user", "content": [TEXT_PART]}]} if path == CHAT else {}
+    for possible in ({}, parts):
+        assert transcript_of(path, body_of(path, **possible)) is not None
+    assert transcript_of(path, body_of(path, **more)) is None
 
 
 @pytest.mark.parametrize(

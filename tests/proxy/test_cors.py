@@ -80,24 +80,17 @@ async def test_a_preflight_gets_the_answer_of_vllm(policy: Cors) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("origin", [PAGE, OTHER, None])
-@pytest.mark.parametrize("cookie", [{}, {"Cookie": "a=b"}])
-async def test_answers_and_errors_have_the_headers_of_vllm(
-    policy: Cors, origin: str | None, cookie: dict[str, str]
-) -> None:
-    headers = cookie | ({} if origin is None else {"Origin": origin})
-    expected = vllms(policy).post(PATH, headers=headers)
+async def test_answers_and_errors_have_the_headers_of_vllm(policy: Cors) -> None:
     async with deployed("concurrent", 1, 1, cors=policy) as deployment:
         deployment.d.behaviour = stream_of("hi", headers={"Access-Control-Allow-Origin": "null"})
-        for body in (
-            {"model": "tiny", "prompt": "hi"},
-            {"model": "tiny", "prompt": "hi", "stream": True},
-            [1],
-        ):
+        bodies = ({"model": "tiny", "prompt": "hi"}, {"model": "tiny", "prompt": "hi", "stream": True}, [1])
+        for origin, cookie, body in itertools.product((PAGE, OTHER, None), ({}, {"Cookie": "a=b"}), bodies):
+            headers = cookie | ({} if origin is None else {"Origin": origin})
+            expected = vllms(policy).post(PATH, headers=headers)
             answer = await deployment.post(body, PATH, headers)
             await answer.read()
             assert answer.status == (400 if body == [1] else 200)
-            assert shown(answer.headers) == shown(expected.headers)
+            assert shown(answer.headers) == shown(expected.headers), headers
             assert answer.headers["Vary"] == expected.headers["Vary"]
 
 
@@ -111,11 +104,9 @@ async def test_without_the_options_it_is_as_before(concurrent: Deployment) -> No
     assert shown(answer.headers) == {"access-control-allow-origin": [PAGE]}, "an instance's own"
 
 
-@pytest.mark.parametrize(
-    "options", [("--allowed-origins", PAGE), ("--allowed-origins", f'["{OTHER}", "{PAGE}"]')]
-)
-async def test_the_options_of_the_command(options: tuple[str, ...]) -> None:
-    async with served(*options, "--allow-credentials", "--allowed-methods", '["POST"]') as proxy:
+async def test_the_options_of_the_command() -> None:
+    options = ("--allowed-origins", f'["{OTHER}", "{PAGE}"]', "--allowed-methods", '["POST"]')
+    async with served(*options, "--allow-credentials") as proxy:
         asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
         async with proxy.client.options(proxy.url + PATH, headers=asked) as answer:
             assert answer.status == 200

@@ -28,17 +28,13 @@ async def add(
     deployment: Deployment, role: Role, replicas: dict[int, int | None]
 ) -> tuple[FakeInstance, dict[int, Pinger]]:
     """A server with an engine for each data-parallel rank, which has the number `replicas[rank]` there."""
-    instance, pingers, first = FakeInstance(role), dict[int, Pinger](), free_ports(8)
+    instance, pingers = FakeInstance(role, version=DISCOVERY_VERSION), dict[int, Pinger]()
+    first = free_ports(8)
     await serve(deployment.cleanup, instance)
     deployment.instances.append(instance)
     for rank, replica in replicas.items():
-        said = replace(
-            instance.ping,
-            version=DISCOVERY_VERSION,
-            dp_rank=rank,
-            replica=replica,
-            zmq_address=f"127.0.0.1:{first + rank}",
-        )
+        place = f"127.0.0.1:{first + rank}"
+        said = replace(instance.ping, dp_rank=rank, replica=replica, zmq_address=place)
         pingers[rank] = deployment.cleanup.enter_context(pinging(deployment.discovery, said))
     return instance, pingers
 
@@ -97,18 +93,8 @@ async def test_all_engines_at_an_address_are_drained_together(internal: Deployme
     assert internal.routable("D") == []
 
 
-async def test_a_server_that_cannot_be_reached_is_so_for_all_its_engines() -> None:
-    registry = Registry()
-    engines = [
-        join(registry, ping("P", version=DISCOVERY_VERSION, dp_rank=rank, replica=rank)) for rank in range(3)
-    ]
-    others = [join(registry, ping("D")), join(registry, ping("P", 8200, dp_rank=1))]
-    engines[1].unreachable()
-    assert [each.healthy for each in (*engines, *others)] == [False] * 3 + [True] * 2
-
-
-async def test_one_engine_fails_alone() -> None:
-    """The breaker, goodbyes, silence and vLLM's /pause are the engine's."""
+def test_one_engine_fails_alone_and_a_server_with_all_its_engines() -> None:
+    """The breaker, goodbyes, silence and vLLM's /pause are the engine's; what none reaches is the server."""
     registry = Registry(life=10.0)
     pings = [ping("P", version=DISCOVERY_VERSION, dp_rank=rank, replica=rank) for rank in range(2)]
     one, other = (join(registry, each, 0.0) for each in pings)
@@ -118,8 +104,11 @@ async def test_one_engine_fails_alone() -> None:
     registry.observe(replace(pings[0], paused=True), 9.0)
     assert one.paused and not other.paused
     assert other.silent(11.0) and not one.silent(11.0)
+    elsewhere = [join(registry, ping("D")), join(registry, ping("P", 8200, dp_rank=1))]
+    other.unreachable()
+    assert [each.healthy for each in (one, other, *elsewhere)] == [False] * 2 + [True] * 2
     registry.observe(replace(pings[0], leaving=True), 11.0)
-    assert registry.known("P") == [other]
+    assert registry.known("P") == [other, elsewhere[1]]
 
 
 async def test_what_a_hung_engine_has_not_begun_goes_to_another_server() -> None:

@@ -8,29 +8,15 @@ import pytest
 from aiohttp import web
 from proxy_behaviours import (
     after,
-    answer_error,
     answer_json,
     answers,
     dies,
-    dies_in_the_body,
     never,
-    stops,
     with_a_p,
 )
-from proxy_fakes import (
-    Deployment,
-    FakeInstance,
-    asked,
-    deployed,
-    error_of,
-    fleet,
-    join,
-    outcomes,
-    ping,
-)
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, fleet, join, outcomes, ping
 from test_admission import ask, slow
 from test_failures import OFF
-from test_given_up import after_p
 
 from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.attempt import Dispatch
@@ -74,19 +60,6 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         status, report = await deployment.get("/health?prefill=1&decode=1")
         assert (status, report["status"], report["missing"]) == (200, "ok", [])
         assert (report["prefill"], report["decode"]) == (1, 1)
-
-
-async def test_when_the_budget_of_retries_is_spent_no_request_of_an_outage_fails() -> None:
-    async with deployed("sequential", prefill=3, decode=1) as deployment:
-        failures = (answer_error(500), dies, dies_in_the_body)
-        for each, failure in zip(deployment.prefills, failures, strict=True):
-            each.behaviour = failure
-        await deployment.serves(40)
-        assert not any(paired(deployment.d))
-        alone, refused, retried = counted(deployment)
-        assert (alone, refused) == (40, 0) and retried <= 10
-        # All got their pause after five failures or a few more, and were left alone.
-        assert sum(asked(deployment.prefills)) < 30
 
 
 # The share.
@@ -185,16 +158,6 @@ async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_n
             assert paired(deployment.d) == [limits is OFF]
             # Neither is it gone: its connection stands.
             assert deployment.registry.known("P") == [p]
-
-
-async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
-    concurrent: Deployment,
-) -> None:
-    fails = after_p(concurrent, answer_error(500))
-    concurrent.p.behaviour, concurrent.d.behaviour = stops, with_a_p(fails)
-    assert (await concurrent.post()).status == 200
-    assert paired(concurrent.d) == [True, False]
-    assert concurrent.known(concurrent.d).breaker._outcomes[-1][1]
 
 
 def test_what_a_second_try_needs_of_p() -> None:

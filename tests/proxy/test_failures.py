@@ -86,11 +86,14 @@ async def test_an_error_without_end_is_a_502(either: Deployment, monkeypatch: py
     assert "answered with too many bytes" in (await error_of(response))["message"]
 
 
-async def test_a_d_that_is_gone_is_a_502_and_not_chosen_again(either: Deployment) -> None:
+async def test_a_d_that_is_gone_is_a_502_and_not_chosen_until_it_answers(either: Deployment) -> None:
     await either.d.stop()
     assert "could not be reached" in await either.refusal(502)
     assert either.routable("D") == []
     assert (await either.post()).status == 503
+    await either.d.start()
+    await either.ready(prefill=1, decode=1)
+    assert (await either.post()).status == 200
 
 
 @pytest.mark.parametrize("cut", [b"", b'data: {"id": "cmpl-'])

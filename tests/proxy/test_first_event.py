@@ -61,9 +61,7 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
 
 
 @pytest.mark.parametrize("events", [(error(400), DONE), (ROLE, TOKEN, error(500), DONE)])
-async def test_anything_else_reaches_the_client_as_it_is(
-    either: Deployment, events: tuple[bytes, ...]
-) -> None:
+async def test_anything_else_reaches_the_client_as_is(either: Deployment, events: tuple[bytes, ...]) -> None:
     either.d.behaviour = streams(*events)
     response = await either.post(STREAM, CHAT)
     assert (response.status, await response.read()) == (200, b"".join(events))
@@ -98,11 +96,8 @@ def test_what_begins_an_answer(events: bytes) -> None:
     assert event is not None and not is_servers_error(event)
 
 
-@pytest.mark.parametrize("events", [b"", b": waiting\n\n", ROLE, ROLE * 3, ROLE + TOKEN[:-2], TOKEN[:-2]])
-def test_what_does_not_yet(events: bytes) -> None:
-    assert first_content(events) is None
-
-
-@pytest.mark.parametrize("events", [error(500), error(503), ROLE + error(500), b": x\n\n" + error(500)])
-def test_what_fails_instead(events: bytes) -> None:
-    assert is_servers_error(first_content(events))
+def test_what_does_not_yet_and_what_fails_instead() -> None:
+    for events in (b"", b": waiting\n\n", ROLE, ROLE * 3, ROLE + TOKEN[:-2], TOKEN[:-2]):
+        assert first_content(events) is None, events
+    for events in (error(500), error(503), ROLE + error(500), b": x\n\n" + error(500)):
+        assert is_servers_error(first_content(events)), events

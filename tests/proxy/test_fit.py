@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
-from proxy_behaviours import Behaviour, Seen, answer_error, answer_json, chosen
-from proxy_fakes import Deployment, FakeInstance, all_do, deployed, fleet, join, ping
+from proxy_fakes import deployed, fleet, join, ping
 
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, differences
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policy import RoutingRequest
 from p2pkv_proxy.routing import Choice, Full, NoInstance, PrefillMode, Router
-from support.waiting import eventually
 
 OLD = "protocol=1, weights=aa, link=host"
 NEW = "protocol=2, weights=aa, link=host"
@@ -88,17 +85,14 @@ def test_a_ping_that_does_not_say_is_one_of_protocol_1(p: Any, d: Any, fits: boo
         assert registry.misfits() == {prefill: ("protocol",), decode: ("protocol",)}
 
 
-def test_instances_of_another_model_are_no_misfits() -> None:
+def test_the_words_are_those_of_the_nearest_and_another_models_are_no_misfits() -> None:
+    registry = Registry()
+    _, (p,), _ = pools([OLD], [NEW.replace("aa", "bb"), OTHER_LINK], registry=registry)
+    assert registry.misfits()[p] == ("link",)
     registry = Registry()
     join(registry, ping("P", 1, fit=OLD, model="a"))
     join(registry, ping("D", 2, fit=NEW, model="b"))
     assert registry.misfits() == {}
-
-
-def test_the_words_are_those_of_the_nearest() -> None:
-    registry = Registry()
-    _, (p,), _ = pools([OLD], [NEW.replace("aa", "bb"), OTHER_LINK], registry=registry)
-    assert registry.misfits()[p] == ("link",)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +109,7 @@ def test_what_two_pings_differ_in(other: str, words: tuple[str, ...]) -> None:
     assert differences(*instances) == words
 
 
-def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_fleet_that_does_not_fit_is_looked_at_once_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, registry = 0, Registry()
     router, *_ = pools([OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15, registry=registry)
 
@@ -153,54 +145,6 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
 
 
 # Over real pings.
-
-
-def judging(deployment: Deployment, fit: str) -> Behaviour:
-    """A D that fails, as a real one would for want of KV, if it is paired with a P that does not fit it."""
-
-    def judge(seen: Seen) -> Behaviour:
-        fits = {f"_addr_{p.zmq_address}_" for p in deployment.prefills if p.fit == fit}
-        wrong = "_addr_" in seen.request_id and not any(each in seen.request_id for each in fits)
-        return answer_error(500) if wrong else answer_json
-
-    return chosen(judge)
-
-
-async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
-    """The old one says goodbye, ends what it has and stops; a new one joins."""
-    leaver = deployment.known(old)
-    await deployment.goodbye(old)
-    await eventually(lambda: leaver.load == 0, "the end of its last requests")
-    await old.stop()
-    behaviour = judging(deployment, fit) if old.role == "D" else answer_json
-    await deployment.newcomer(old.role, fit=fit, behaviour=behaviour)
-
-
-async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_not_fit() -> None:
-    async with deployed("concurrent") as deployment:
-        before = [await deployment.add(role, fit=OLD) for role in ("P", "D", "P", "D")]  # type: ignore[arg-type]
-        all_do(deployment.decodes, judging(deployment, OLD))
-        await deployment.ready(prefill=2, decode=2)
-        done, statuses = asyncio.Event(), []
-
-        async def client() -> None:
-            while not done.is_set():
-                async with await deployment.post() as response:
-                    await response.read()
-                    statuses.append(response.status)
-
-        clients = [asyncio.create_task(client()) for _ in range(4)]
-        for old, misfits in zip(before, [{"P"}, set(), {"D"}, set()], strict=True):
-            await replaced(deployment, old, NEW)
-            served = len(statuses)
-            await eventually(lambda served=served: len(statuses) >= served + 20, "requests between two steps")
-            assert {each.role for each in deployment.registry.misfits()} == misfits
-        done.set()
-        await asyncio.gather(*clients)
-        assert set(statuses) == {200} and len(statuses) >= 80
-        assert deployment.proxy.counters.retried == 0
-        served_by = [p for p in deployment.prefills if p.requests]
-        assert {p.fit for p in served_by} == {OLD, NEW}
 
 
 async def test_the_client_and_health_are_told_that_nobody_fits() -> None:

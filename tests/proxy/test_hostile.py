@@ -109,9 +109,7 @@ async def guarded() -> AsyncIterator[Deployment]:
     [(None, "proxy"), (OTHERS, "proxy"), (knowing(), "proxy"), (MEMBERS, "rank")],
     ids=["in the clear", "another secret", "its key", "a member of the ranks"],
 )
-async def test_strangers_register_nothing_and_remove_nobody(
-    guarded: Deployment, way: Members | None, server: str
-) -> None:
+async def test_strangers_change_nothing(guarded: Deployment, way: Members | None, server: str) -> None:
     frames = [FORGED, msgspec.structs.replace(guarded.p.ping, zmq_address="127.0.0.1:10")]
     with dealer(Address.parse(guarded.discovery), way, server) as socket:
         for ping in (*frames, goodbye(guarded.p.ping)):

@@ -72,9 +72,7 @@ async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> Non
         assert deployment.proxy.counters.retries_refused == 0
 
 
-async def test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_has_begun_or_has_nowhere_to_go_stays(caplog: pytest.LogCaptureFixture) -> None:
     async with deployed("concurrent", prefill=1, decode=1, **LEASE) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)

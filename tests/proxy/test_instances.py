@@ -55,9 +55,7 @@ async def test_the_list_says_who_is_there_and_no_zmq_address(guarded: Deployment
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
-async def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new(
-    guarded: Deployment, role: str
-) -> None:
+async def test_a_drained_instance_ends_what_it_has_and_gets_no_more(guarded: Deployment, role: str) -> None:
     release = asyncio.Event()
     all_do(guarded.decodes, streams(release))
     answers = [await guarded.begin() for _ in range(4)]
@@ -81,11 +79,13 @@ async def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new(
     assert len(leaver.requests) == 3
 
 
-async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"]], ids=["one", "two"])
+async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before(prompt: str | list[str]) -> None:
+    """Of several prompts that is at the end of the stream."""
     async with deployed("concurrent", prefill=1, decode=1, guard=Access(TOKEN)) as deployment:
         first, rest = asyncio.Event(), asyncio.Event()
         deployment.d.behaviour = after(first, streams(rest))
-        asking = asyncio.create_task(deployment.post(stream=True))
+        asking = asyncio.create_task(deployment.post(stream=True, prompt=prompt))
         await eventually(lambda: bool(deployment.p.requests) and deployment.p.requests[0].answered)
         (p,) = deployment.registry.known("P")
         await eventually(lambda: p.load == 0)
@@ -94,9 +94,12 @@ async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
         first.set()
         answer = await asking
         await answer.content.readuntil(b"\n\n")
-        assert (await states(deployment))[deployment.p.http_address] == "drained"
+        has_all = "drained" if prompt == "x" else "draining"
+        assert (await states(deployment))[deployment.p.http_address] == has_all
         rest.set()
         await answer.content.read()
+        await quiet(deployment)
+        assert (await states(deployment))[deployment.p.http_address] == "drained"
 
 
 async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_them_in() -> None:
@@ -123,17 +126,14 @@ async def test_who_waits_for_a_place_gets_that_of_a_resumed_instance() -> None:
         stuck.cancel()
 
 
-async def test_a_change_takes_the_token(guarded: Deployment) -> None:
+async def test_a_change_takes_the_token(guarded: Deployment, concurrent: Deployment) -> None:
     for shown in (None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer"):
         answer = await guarded.order(guarded.p, "drain", {"Authorization": shown} if shown else {})
         assert answer.status == 401
         assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert (await error_of(answer))["type"] == "authentication_error"
     assert set((await states(guarded)).values()) == {"ready"}
-
-
-async def test_without_a_token_nobody_changes_anything(concurrent: Deployment) -> None:
-    for headers in ({}, {"Authorization": "Bearer "}, SHOWN):
+    for headers in ({}, {"Authorization": "Bearer "}, SHOWN):  # of a proxy that has none
         answer = await concurrent.order(concurrent.p, "drain", headers)
         assert answer.status == 403
         assert "--admin-token" in (await error_of(answer))["message"]
@@ -154,10 +154,12 @@ async def test_a_private_proxy_shows_instances_to_operators_only() -> None:
 
 
 async def test_a_mistake_is_explained(guarded: Deployment) -> None:
-    for address, status in (("127.0.0.1:1", 404), ("nonsense", 400)):
-        answer = await guarded.client.post(f"{guarded.url}/instances/{address}/drain", headers=SHOWN)
+    wrong = f"{guarded.d.http_address}/drain?move_after=soon"
+    for order, status in (("127.0.0.1:1/drain", 404), ("nonsense/drain", 400), (wrong, 400)):
+        answer = await guarded.client.post(f"{guarded.url}/instances/{order}", headers=SHOWN)
         assert answer.status == status
-        await error_of(answer)
+        said = (await error_of(answer))["message"]
+    assert "move_after is 'soon'" in said and not any(each.drained for each in guarded.everyone())
     async with guarded.client.get(f"{guarded.url}/instances/127.0.0.1:1/drain") as answer:
         assert answer.status == 405
         await error_of(answer)

@@ -143,9 +143,7 @@ JSON = json_values(
 
 
 @given(JSON, st.sampled_from([2, 3, 7, 64, 1 << 18]), st.sampled_from([None, 2]))
-def test_values_are_counted_as_they_are_however_they_are_read(
-    value: Any, at_once: int, indent: int | None
-) -> None:
+def test_values_are_counted_however_they_are_read(value: Any, at_once: int, indent: int | None) -> None:
     raw = bytearray(json.dumps(value, indent=indent, ensure_ascii=False).encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("p2pkv_proxy.body_limits._READ_AT_ONCE", at_once)

@@ -168,9 +168,7 @@ async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
         assert asked(deployment.prefills) == [1]
 
 
-async def test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rank_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.membership.listed._ASK_AGAIN_SECONDS", 0.1)
     p = FakeRank("P", fit=OLD)
     async with listing(p) as deployment:

@@ -102,9 +102,7 @@ async def test_what_the_list_shows_is_served(unlike: Deployment) -> None:
     assert len(unlike.decodes[1].requests) == 2
 
 
-async def test_an_adapter_of_one_of_two_that_were_alike(
-    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_adapter_of_one_of_two_alike(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.models._LOOK_SECONDS", 0.05)
     async with deployed(dispatch, prefill=1, decode=3) as deployment:
         await loads(deployment, "late", deployment.p, deployment.decodes[1])
@@ -135,9 +133,7 @@ async def test_a_name_that_nobody_has_is_looked_for_once_for_all_who_ask(unlike:
         assert 4 <= asked <= 8, "four instances, at most twice"
 
 
-async def test_who_asks_leaves_while_the_lists_come(
-    unlike: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_asks_leaves_before_the_lists(unlike: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.models._LIST_SECONDS", 0.2)
     for each in unlike.instances:
         each.frozen = True

@@ -68,8 +68,13 @@ def test_a_d_hears_of_the_ps_that_it_fits_and_of_changes_only() -> None:
 
 
 def test_partners_are_sent_again_at_times_and_on_another_connection() -> None:
+    """And at the next ping if they could not be sent."""
     rig = PartnerRig()
-    p, d = rig.join("P", 8100), rig.join("D", 8200, partners=8)
+    p, d = rig.join("P", 8100), rig.join("D", 8200, line=Line(full=True), partners=8)
+    rig.hear(*d)
+    d[1].full = False
+    rig.hear(*d)
+    assert d[1].said == [tuple(of(p))]
     for _ in range(int(REPEAT_SECONDS / RING_SECONDS) + 3):
         rig.hear(*p)
         rig.hear(*d)
@@ -78,15 +83,6 @@ def test_partners_are_sent_again_at_times_and_on_another_connection() -> None:
     again = Line()
     rig.hear(d[0], again)
     assert again.said == [tuple(of(p))]
-
-
-def test_what_could_not_be_sent_is_sent_at_the_next_ping() -> None:
-    rig = PartnerRig()
-    p, d = rig.join("P", 8100), rig.join("D", 8200, line=Line(full=True), partners=8)
-    rig.hear(*d)
-    d[1].full = False
-    rig.hear(*d)
-    assert d[1].said == [tuple(of(p))]
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,6 @@ from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
 
 
-class Vouching(FakeInstance):
-    """Of this version of p2pkv."""
-
-    version = DISCOVERY_VERSION
-
-    @property
-    def ping(self) -> Any:
-        return replace(super().ping, version=self.version)
-
-
 def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -> None:
     """As vLLM's /pause or /resume."""
     pinger = deployment.pingers[instance.http_address]
@@ -46,10 +36,8 @@ def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
-async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(
-    concurrent: Deployment, role: Any
-) -> None:
-    other = await concurrent.newcomer(role, Vouching)
+async def test_a_paused_instance_gets_nothing_until_it_is_resumed(concurrent: Deployment, role: Any) -> None:
+    other = await concurrent.newcomer(role, version=DISCOVERY_VERSION)
     pause(concurrent, other)
     await eventually(lambda: other.http_address not in concurrent.routable(role), "the pause")
     await concurrent.serves(4)
@@ -65,20 +53,16 @@ async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(
 
 
 async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed(concurrent: Deployment) -> None:
+    """Others hear that it is paused if there is no other D."""
     resumed = asyncio.Event()
     concurrent.d.behaviour = after(resumed, answer_json)
     asked = await concurrent.under_way(concurrent.d)
     pause(concurrent, concurrent.d)
     await eventually(lambda: not concurrent.routable("D"))
+    assert "1 paused by vLLM's /pause" in await concurrent.refusal(503)
     pause(concurrent, concurrent.d, False)
     resumed.set()
     assert (await asked).status == 200
-
-
-async def test_without_any_other_d_the_answer_says_that_it_is_paused(concurrent: Deployment) -> None:
-    pause(concurrent, concurrent.d)
-    await eventually(lambda: not concurrent.routable("D"))
-    assert "1 paused by vLLM's /pause" in await concurrent.refusal(503)
 
 
 def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
@@ -93,6 +77,8 @@ def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
     registry.observe(paused, 3.0)
     registry.observe(goodbye(first), 4.0)
     assert registry.known("D") == [] and instance.left == 4.0
+    registers_paused = registry.observe(replace(ping("P"), paused=True), 0.0)
+    assert registers_paused is not None and registers_paused.paused and not registers_paused.ping.paused
 
 
 def test_what_a_pause_has_aborted_is_forgotten_when_it_ends() -> None:
@@ -111,12 +97,6 @@ def test_what_a_pause_has_aborted_is_forgotten_when_it_ends() -> None:
     assert instance.breaker.failed(5.0), "a ping like the one before forgets nothing"
 
 
-def test_one_that_registers_while_it_is_paused_is_paused() -> None:
-    registry = Registry()
-    instance = registry.observe(replace(ping("P"), paused=True), 0.0)
-    assert instance is not None and instance.paused and not instance.ping.paused
-
-
 # Those whose engine hangs.
 
 LIFE, PROXYS_LEASE = 1.5, 2.0
@@ -128,7 +108,7 @@ async def hung() -> AsyncIterator[Deployment]:
     limits = Limits(max_body=1 << 20)
     async with deployed("concurrent", 1, 0, life=LIFE, lease=PROXYS_LEASE, limits=limits) as deployment:
         for _ in range(2):
-            await deployment.add("D", Vouching)
+            await deployment.add("D", version=DISCOVERY_VERSION)
         await deployment.ready(1, 2)
         yield deployment
 
@@ -187,7 +167,7 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
 
 async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: Deployment) -> None:
     assert VOUCHING_VERSION == 4  # when pings began to mean that
-    old = await hung.newcomer("D", type("Old", (Vouching,), {"version": 3}))
+    old = await hung.newcomer("D", version=3)
     for each in hung.decodes:
         if each is not old:
             pause(hung, each)

@@ -33,24 +33,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "p2pkv-pinger"]
 
 
-def test_pings_keep_their_interval() -> None:
-    with router() as (socket, address), pinging(address, PING, 0.2):
-        socket.recv_multipart()
-        begin = time.monotonic()
-        socket.recv_multipart()
-        socket.recv_multipart()
-        assert time.monotonic() - begin > 0.3
-
-
-def test_a_proxy_that_comes_late_and_comes_back() -> None:
-    with router() as (_, address):
-        pass
-    with pinging(address, PING):
-        for _ in range(2):
-            with router(f"tcp://{address}") as (socket, _):
-                assert decode_ping(socket.recv_multipart()[1]) == PING
-
-
 def test_what_closes_connections_before_a_proxy_that_was_there_is_not_dialed_without_pause() -> None:
     """As a forwarder does whose proxy is away. Nothing shows that none will come: a second's look."""
     with router() as (socket, address):
@@ -74,7 +56,8 @@ def test_what_closes_connections_before_a_proxy_that_was_there_is_not_dialed_wit
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_stop_while_it_waits_is_quick(there: bool) -> None:
+def test_a_stop_while_it_waits_or_before_it_starts_is_quick(there: bool) -> None:
+    Pinger("127.0.0.1:9", PING).stop()
     with router() as (socket, address):
         if not there:
             socket.close()
@@ -114,12 +97,6 @@ def test_what_a_proxy_answers_a_d_that_asked() -> None:
         for _ in range(3):
             assert decode_ping(socket.recv_multipart()[1]) == ping
     assert heard == [("a:1",), ("a:1", "b:2"), ("c:3",)]
-
-
-def test_a_pinger_that_never_started_stops_too() -> None:
-    pinger = Pinger("127.0.0.1:9", PING)
-    pinger.stop()
-    assert threads() == []
 
 
 @pytest.mark.parametrize(

@@ -184,15 +184,6 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
     assert (busier.expected, idler.expected) == (0, 0)
 
 
-async def test_a_p_is_busy_until_it_has_answered_and_no_longer(either: Deployment) -> None:
-    (p,) = either.registry.known("P")
-    with slow(either.d):
-        asked = [ask(either) for _ in range(3)]
-        await eventually(lambda: len(either.d.requests) == 3)
-        await eventually(lambda: p.load == 0)
-    assert await asyncio.gather(*asked) == [200] * 3
-
-
 async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment) -> None:
     await sequential.newcomer("D")
     first, second = sequential.registry.known("D")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import resource
 import signal
@@ -20,8 +21,7 @@ from p2pkv.demo.client import RequestFailed, get
 from p2pkv.demo.processes import free_ports
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_and_stops_cleanly(signum: signal.Signals) -> None:
+def test_it_serves_and_stops_cleanly() -> None:
     discovery = f"127.0.0.1:{free_ports()}"
     with running("--port", "0", "--discovery", discovery, "--dispatch", "sequential") as command:
         line = command.says(r"serving on (http://127\.0\.0\.1:\d+), discovery on tcp://(\S+), sequential")
@@ -31,7 +31,7 @@ def test_it_serves_and_stops_cleanly(signum: signal.Signals) -> None:
             with pytest.raises(RequestFailed, match=r"answered 503: .*of 1 registered"):
                 get(f"{line[1]}/health")
         command.says("said goodbye")
-        command.process.send_signal(signum)
+        command.process.send_signal(signal.SIGINT)  # test_stopping.py sends SIGTERM
         assert command.end() == 0
         assert "Traceback" not in command.log
 
@@ -46,9 +46,10 @@ def few_descriptors() -> Iterator[int]:
 
 
 def test_it_takes_all_the_descriptors_that_it_may(few_descriptors: int) -> None:
-    """A request needs three of them, and a shell gives 1024."""
-    with running("--port", "0", "--discovery", f"127.0.0.1:{free_ports()}") as command:
-        command.says("serving on")
+    """A request needs three of them, and a shell gives 1024. Discovery may be given by name."""
+    port = free_ports()
+    with running("--port", "0", "--discovery", f"localhost:{port}") as command:
+        command.says(rf"serving on .*discovery on tcp://127\.0\.0\.1:{port}, concurrent")
         limits = Path(f"/proc/{command.process.pid}/limits").read_text()
         assert re.search(rf"Max open files +{few_descriptors} +{few_descriptors} ", limits)
 
@@ -97,12 +98,6 @@ def test_off_loopback_without_a_secret_it_must_be_meant() -> None:
         command.says("serving on .* open to all")
 
 
-def test_discovery_may_be_given_by_name() -> None:
-    port = free_ports()
-    with running("--port", "0", "--discovery", f"localhost:{port}") as command:
-        command.says(rf"discovery on tcp://127\.0\.0\.1:{port}, concurrent")
-
-
 async def test_proxies_share_a_port_and_each_has_pages_of_its_own() -> None:
     """When one has ended the other has all of the connections."""
     port = str(free_ports())
@@ -114,6 +109,9 @@ async def test_proxies_share_a_port_and_each_has_pages_of_its_own() -> None:
             )
             for admin in admins
         ]
+        with running("--port", port, "--discovery", f"127.0.0.1:{free_ports()}") as third:
+            assert await asyncio.to_thread(third.end) == 1
+            assert "address already in use" in third.log, "it does not say that it means to share"
 
         async def ended(at: int) -> int:
             async with one.client.get(f"http://{admins[at]}/status") as response:
@@ -128,12 +126,3 @@ async def test_proxies_share_a_port_and_each_has_pages_of_its_own() -> None:
         for _ in range(10):
             assert (await other.post()).status == 200
         assert await ended(1) == counted[1] + 10
-
-
-def test_only_proxies_that_mean_it_share_a_port() -> None:
-    port = str(free_ports())
-    with running("--port", port, "--discovery", f"127.0.0.1:{free_ports()}", "--reuse-port") as first:
-        first.says("serving on")
-        with running("--port", port, "--discovery", f"127.0.0.1:{free_ports()}") as second:
-            assert second.end() == 1
-            assert "address already in use" in second.log

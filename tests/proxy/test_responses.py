@@ -103,10 +103,16 @@ async def test_it_is_said_why_one_cannot_go_on(dispatch: Dispatch) -> None:
 
 
 async def test_what_was_not_stored_is_not_looked_for(dispatch: Dispatch) -> None:
+    """A vLLM that stores nothing says so by the client's id."""
     async with stores(dispatch, decode=1) as deployment:
+        first = (await respond(deployment, "a"))["id"]
         unstored = (await respond(deployment, "a", store=False))["id"]
         body = {"model": "tiny", "input": "b", "previous_response_id": unstored}
         assert "not found" in await deployment.refusal(400, body, PATH)
+        deployment.d.behaviour = Store()
+        assert f"'{first}' not found" in await deployment.refusal(
+            404, body | {"previous_response_id": first}, PATH
+        )
 
 
 @pytest.mark.parametrize("background", [True, "true", 1])
@@ -118,14 +124,6 @@ async def test_nothing_is_answered_in_the_background(dispatch: Dispatch, backgro
         assert "`background` is not supported" in why
         assert not deployment.p.requests and not deployment.d.requests
         await deployment.serves(1, {**body, "background": False}, PATH)
-
-
-async def test_a_vllm_that_stores_nothing_says_so_by_the_clients_id(dispatch: Dispatch) -> None:
-    async with stores(dispatch, decode=1) as deployment:
-        first = (await respond(deployment, "a"))["id"]
-        deployment.d.behaviour = Store()
-        body = {"model": "tiny", "input": "b", "previous_response_id": first}
-        assert f"'{first}' not found" in await deployment.refusal(404, body, PATH)
 
 
 def test_the_oldest_are_forgotten() -> None:

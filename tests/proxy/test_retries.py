@@ -14,6 +14,7 @@ from proxy_behaviours import (
     chosen,
     dies,
     dies_before_a_token,
+    dies_in_the_body,
     never,
     stops,
     stops_before_a_token,
@@ -67,9 +68,7 @@ async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deploym
     assert concurrent.proxy.counters.retries_refused == 0, "the budget is for those who have somewhere to go"
 
 
-async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_if_the_other_is_gone_after_the_pause_there_is_no_try(monkeypatch: pytest.MonkeyPatch) -> None:
     async with deployed("sequential", prefill=2, decode=1, limits=OFF) as deployment:
 
         def everybody_goes(tries: int) -> float:
@@ -118,15 +117,23 @@ async def test_instances_whose_port_refuses_are_no_tries(dispatch: Dispatch, rol
         assert deployment.proxy.counters.retried == 5
 
 
-async def test_an_outage_does_not_multiply_the_load() -> None:
-    async with deployed("sequential", prefill=3, decode=1, limits=OFF) as deployment:
-        all_do(deployment.prefills, answer_error(500))
+@pytest.mark.parametrize("alone", [False, True])
+async def test_an_outage_does_not_multiply_the_load(alone: bool) -> None:
+    """Where a D may do it alone no request of it fails, although the budget of retries is spent."""
+    async with deployed("sequential", 3, 1, limits=Limits() if alone else OFF) as deployment:
+        failures = (answer_error(500), dies, dies_in_the_body)
+        for each, failure in zip(deployment.prefills, failures, strict=True):
+            each.behaviour = failure if alone else answer_error(500)
         statuses = [(await deployment.post()).status for _ in range(40)]
-        assert statuses == [502] * 40
-        assert sum(asked(deployment.prefills)) == 40 + deployment.proxy.counters.retried
-        assert deployment.proxy.counters.retried == 10
-        assert deployment.proxy.counters.retries_refused == 30
-        assert deployment.d.requests == []
+        assert statuses == [200 if alone else 502] * 40
+        counters, tries = deployment.proxy.counters, sum(asked(deployment.prefills))
+        assert len(deployment.d.requests) == counters.decode_alone == 40 * alone
+        if alone:
+            # All got their pause after five failures or a few more, and were left alone.
+            assert counters.retried <= 10 and counters.refused_alone == 0 and tries < 30
+            assert not any("_addr_" in seen.request_id for seen in deployment.d.requests)
+        else:
+            assert (counters.retried, counters.retries_refused, tries) == (10, 30, 50)
 
 
 async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +184,11 @@ async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
         assert asked(deployment.prefills) == [0, 1]
 
 
-def test_the_budget_is_a_share_of_what_was_asked_lately() -> None:
+def test_the_budget_is_a_share_of_what_was_asked_lately_and_a_little_always() -> None:
+    budget = RetryBudget()
+    assert [budget.spend(0.0) for _ in range(11)] == [True] * 10 + [False]
+    assert not budget.spend(9.9)
+    assert budget.spend(10.2)
     budget = RetryBudget()
     for tick in range(1000):
         budget.request(tick * 0.005)
@@ -186,20 +197,9 @@ def test_the_budget_is_a_share_of_what_was_asked_lately() -> None:
         budget.request(14.0 + tick * 0.001)
     assert not budget.spend(15.0)  # what was asked is forgotten, what was spent not yet
     assert budget.spend(15.2)
-
-
-def test_a_little_may_always_be_spent() -> None:
-    budget = RetryBudget()
-    assert [budget.spend(0.0) for _ in range(11)] == [True] * 10 + [False]
-    assert not budget.spend(9.9)
-    assert budget.spend(10.2)
-
-
-def test_the_budget_remembers_in_bounded_memory() -> None:
-    budget = RetryBudget()
     for tick in range(100_000):
-        budget.request(tick * 0.001)
-    assert len(budget._asked._ticks) <= 102
+        budget.request(20.0 + tick * 0.001)
+    assert len(budget._asked._ticks) <= 102, "its memory is bounded"
 
 
 def test_pauses_are_random_and_grow_to_a_bound() -> None:

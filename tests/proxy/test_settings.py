@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from p2pkv_proxy import cli, options, settings
+from p2pkv_proxy.routing import POLICIES
 
 
 def given(*argv: str, **environ: str) -> argparse.Namespace:
@@ -55,11 +56,6 @@ def test_bounds_for_bodies_and_connections(monkeypatch: pytest.MonkeyPatch) -> N
     assert options.limits(read).max_connections == 90
 
 
-@pytest.mark.parametrize("spelling", ["--max-requests=7", "--max-requests 7"])
-def test_an_option_counts_as_given_however_it_is_spelled(spelling: str) -> None:
-    assert given(*spelling.split(), MAX_REQUESTS="nonsense").max_requests == 7
-
-
 def test_the_environment_may_name_the_file(file: Path) -> None:
     file.write_text('discovery = "127.0.0.1:5"\nprivate = true\nadmin-token = "t"\nallow-insecure = false\n')
     read = given(CONFIG=str(file))
@@ -67,13 +63,12 @@ def test_the_environment_may_name_the_file(file: Path) -> None:
     assert not read.allow_insecure
 
 
-@pytest.mark.parametrize(("text", "is_on"), [("1", True), ("true", True), ("No", False), ("", False)])
-def test_a_switch_in_the_environment(text: str, is_on: bool) -> None:
-    assert given(LOG_REQUESTS=text).log_requests is is_on
-
-
-def test_a_value_that_begins_with_a_dash_is_a_value() -> None:
-    assert given(ADMIN_TOKEN="--port").admin_token == "--port"
+def test_however_an_option_is_spelled() -> None:
+    for text, is_on in (("1", True), ("true", True), ("No", False), ("", False)):
+        assert given(LOG_REQUESTS=text).log_requests is is_on, "a switch in the environment"
+    for spelling in (["--max-requests=7"], ["--max-requests", "7"]):
+        assert given(*spelling, MAX_REQUESTS="nonsense").max_requests == 7
+    assert given(ADMIN_TOKEN="--port").admin_token == "--port", "a value, although it begins with a dash"
 
 
 @pytest.mark.parametrize(
@@ -90,26 +85,24 @@ def test_a_value_that_begins_with_a_dash_is_a_value() -> None:
         ("[section]", "`section`, which is no option"),
     ],
 )
-def test_a_mistake_in_the_file_is_explained(
-    text: str, said: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_a_file(text: str, said: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(text)
     assert said.format(file=file) in refused(capsys, "--config", str(file))
 
 
-def test_a_mistake_in_the_environment_names_the_variable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_environment_names_the_variable(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     assert "P2PKV_PROXY_RETRIES: 'x' is not a whole number" in refused(capsys, RETRIES="x")
     assert "P2PKV_PROXY_LOG_FORMAT: 'xml' is none of text, json" in refused(capsys, LOG_FORMAT="xml")
-
-
-def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/nowhere/p.toml cannot be read: No such file" in refused(capsys, "--config=/nowhere/p.toml")
     assert "expected one argument" in refused(capsys, "--config")
+    with caplog.at_level(logging.WARNING):
+        given(MAX_REQEUSTS="5")
+    assert "P2PKV_PROXY_MAX_REQEUSTS is set, and there is no such option" in caplog.text
 
 
-def test_what_kubernetes_sets_beside_a_service_of_this_name_is_not_for_us(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_kubernetes_sets_beside_a_service_is_not_for_us(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read = given(
             PORT="tcp://10.0.0.7:10001",
@@ -120,17 +113,6 @@ def test_what_kubernetes_sets_beside_a_service_of_this_name_is_not_for_us(
         )
     assert read.port == 10001 and caplog.text == ""
     assert given(PORT="8000").port == 8000
-
-
-def test_a_variable_that_is_no_option_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        given(MAX_REQEUSTS="5")
-    assert "P2PKV_PROXY_MAX_REQEUSTS is set, and there is no such option" in caplog.text
-
-
-def test_every_option_is_explained() -> None:
-    for action in options.make_parser()._actions:
-        assert (action.help and len(action.help) > 10) or action.dest == "log_level", action
 
 
 @pytest.mark.parametrize(
@@ -175,11 +157,18 @@ def test_a_wrong_argument_is_explained(arguments: str, said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out.startswith("p2pkv-proxy ")
+def test_the_version_is_said_and_every_option_and_policy_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for argument in ("--version", "--help"):
+        with pytest.raises(SystemExit) as end:
+            cli.main([argument])
+        assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("p2pkv-proxy ")
+    assert [name for name in POLICIES if f"\n    {name} " not in said] == []
+    for action in options.make_parser()._actions:
+        assert (action.help and len(action.help) > 10) or action.dest == "log_level", action
 
 
 @pytest.mark.parametrize(

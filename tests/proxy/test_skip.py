@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
 from proxy_behaviours import dies, never, with_a_p
 from proxy_fakes import Deployment, all_do, asked, deployed
 from test_admission import ask, slow
 from test_decode_alone import paired
+from test_failures import OFF
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
@@ -28,13 +30,16 @@ def counted(deployment: Deployment) -> tuple[int, int, int, int]:
     return counters.prefill_skipped, counters.decode_alone, counters.refused_alone, counters.retried
 
 
-async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch) -> None:
-    async with deployed(dispatch, 1, 1, routing=SKIP) as deployment:
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch, alone: bool) -> None:
+    """Where a D may do nothing alone nobody skips."""
+    limits = Limits() if alone else OFF
+    async with deployed(dispatch, 1, 1, limits=limits, routing=SKIP) as deployment:
         for prompt in (SHORT, LONG, SHORT):
             assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
-        assert paired(deployment.d) == [False, True, False]
-        assert [seen.body["prompt"] for seen in deployment.p.requests] == [LONG]
-        assert counted(deployment) == (2, 0, 0, 0)
+        assert paired(deployment.d) == [not alone, True, not alone]
+        assert len(deployment.p.requests) == (1 if alone else 3)
+        assert counted(deployment) == (2 if alone else 0, 0, 0, 0)
 
 
 async def test_beyond_the_share_short_prompts_get_a_p() -> None:
@@ -70,13 +75,6 @@ async def test_without_a_p_a_long_prompt_is_missed_and_not_spared() -> None:
         for prompt in (LONG, SHORT):
             assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
         assert counted(deployment) == (1, 1, 0, 0)
-
-
-async def test_where_d_may_do_nothing_alone_nobody_skips() -> None:
-    async with deployed("concurrent", 1, 1, limits=Limits(alone_share=0), routing=SKIP) as deployment:
-        assert (await deployment.post({"model": "tiny", "prompt": SHORT})).status == 200
-        assert paired(deployment.d) == [True]
-        assert counted(deployment) == (0, 0, 0, 0)
 
 
 async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:

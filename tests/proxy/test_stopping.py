@@ -7,7 +7,7 @@ import json
 
 import aiohttp
 import pytest
-from proxy_behaviours import DONE, Behaviour, after, answer_json, by_kind, flood, stream_of
+from proxy_behaviours import DONE, Behaviour, after, answer_json, by_kind, chosen, flood, stream_of
 from proxy_fakes import DEADLINE, connect
 from proxy_process import Served, running, served
 
@@ -65,20 +65,33 @@ async def test_what_is_under_way_ends_and_nothing_new_begins() -> None:
 
 
 async def test_at_the_deadline_the_rest_ends_with_errors() -> None:
+    """Neither a client that does not read nor half a body holds it up."""
     async with served("--drain-seconds", "0.2") as proxy:
-        proxy.d.behaviour = stream(asyncio.Event())
+        answer, endless = stream(asyncio.Event()), flood(100_000)
+        proxy.d.behaviour = chosen(lambda seen: endless if seen.body["prompt"] == "deaf" else answer)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n"
+        reader, half = await connect(proxy.url)
+        half.write((head.format(100) + "{").encode())
+        await waits(proxy, held_bytes=1)
         streaming = await proxy.begin()
         whole = asyncio.create_task(proxy.post())
-        await eventually(lambda: len(proxy.d.requests) == 2)
+        _, deaf = await connect(proxy.url)
+        deaf.transport.pause_reading()
+        body = '{"prompt": "deaf", "stream": true}'
+        deaf.write((head.format(len(body)) + body).encode())
+        await eventually(lambda: len(proxy.d.requests) == 3)
         proxy.terminate()
         error = json.loads((await streaming.content.read()).removeprefix(b"data: "))["error"]
         assert (error["code"], error["type"]) == (503, "service_unavailable_error")
         assert "had to stop" in error["message"]
         assert (await whole).status == 503
         assert "had to stop" in (await (await whole).json())["error"]["message"]
+        assert b" 503 " in await reader.readline()
         await proxy.ended()
         await eventually(lambda: all(seen.aborted for seen in proxy.d.requests))
-        assert "2 requests were cut off" in proxy.command.log
+        assert "requests were cut off" in proxy.command.log
+        deaf.close()
+        half.close()
 
 
 async def test_a_second_signal_ends_it_at_once() -> None:
@@ -91,31 +104,6 @@ async def test_a_second_signal_ends_it_at_once() -> None:
         proxy.terminate()
         assert b'"code":503' in await streaming.content.read()
         await proxy.ended()
-
-
-async def test_a_client_that_does_not_read_does_not_hold_it_up() -> None:
-    async with served("--drain-seconds", "0.2") as proxy:
-        proxy.d.behaviour = flood(100_000)
-        body = b'{"prompt": "x", "stream": true}'
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        _, deaf = await connect(proxy.url)
-        deaf.transport.pause_reading()
-        deaf.write(head + body)
-        await eventually(lambda: len(proxy.d.requests) == 1)
-        proxy.terminate()
-        await proxy.ended()
-        deaf.close()
-
-
-async def test_half_a_body_does_not_hold_it_up() -> None:
-    async with served("--drain-seconds", "0.2") as proxy:
-        reader, writer = await connect(proxy.url)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        await waits(proxy, held_bytes=1)
-        proxy.terminate()
-        assert b" 503 " in await reader.readline()
-        await proxy.ended()
-        writer.close()
 
 
 async def test_a_proxy_that_is_killed_and_started_again_serves_after_a_ping() -> None:

@@ -121,9 +121,7 @@ async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> N
         assert 1.0 <= client.pooled.connector._keepalive_timeout <= 4.0
 
 
-async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it(
-    concurrent: Deployment,
-) -> None:
+async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent(concurrent: Deployment) -> None:
     """After a goodbye no ping is missed; the kernel asks whether its host is still there."""
 
     concurrent.d.behaviour = stream_of("first", forever)
@@ -190,17 +188,17 @@ async def forgetful(dispatch: Dispatch) -> AsyncIterator[tuple[Deployment, list[
 async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2,000 calls, with up to 5.02 s of the instances' clock between two uses of a connection."""
+    """1,000 calls, with up to 5.02 s of the instances' clock between two uses of a connection."""
     monkeypatch.setattr("p2pkv_proxy.upstream._KEEPALIVE_SECONDS", 1000.0)
     draw = random.Random(1)
     async with forgetful(dispatch) as (deployment, instances):
-        for _ in range(100):
+        for _ in range(50):
             responses = await asyncio.gather(*(deployment.post() for _ in range(10)))
             assert {response.status for response in responses} == {200}
             for each in instances:
                 each.now += draw.uniform(4.6, 5.02)
         closed = sum(each.closed for each in instances)
-        assert 50 < closed < 150, "about a twentieth of 2,000"
+        assert 25 < closed < 75, "about a twentieth of 1,000"
         assert deployment.proxy.session.reconnected == closed
         assert all(all(outcomes(each)) for each in deployment.everyone())
         assert deployment.proxy.counters.retried == deployment.proxy.counters.retries_refused == 0

@@ -544,7 +544,7 @@ _interrupt: a P that stops breaks a stream of several prompts
 -         relay
 +     if isinstance(ended, CallFailed):
 +         relay
-> tests/proxy/test_blame.py::test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts
+> tests/proxy/test_instances.py::test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before
 Attempt.needs: the P of several prompts counts as not needed after the first token
 ~  and not (begun and self.body.one_prompt) =>  and not begun
 > tests/proxy/test_blame.py::test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps
@@ -575,7 +575,7 @@ _Answer.given_up: a message that was given up passes for a whole one
 > tests/proxy/test_large_bodies.py::test_a_large_body_is_sent_in_pieces_and_can_be_sent_again
 : a large body is written in one go
 ~ _SENT_AT_ONCE = 1 << 17 => _SENT_AT_ONCE = 1 << 30
-> tests/proxy/test_hung.py::test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go
+> tests/proxy/test_hung.py::test_what_has_begun_or_has_nowhere_to_go_stays
 Call._stuck: what a hung D has begun is broken off
 ~             return False =>             return True
 Call._stuck: a request at a hung D fails although there is no other
@@ -644,14 +644,14 @@ check_values: others wait while the values of a body are counted
 == proxy/blame.py > tests/proxy/test_blame.py::test_a_p_with_another_key_fails_no_request_and_gets_a_pause
 _of_p: a 4xx of P's is the client's mistake, whatever D says
 ~     if end in REFUSALS and decode in REFUSALS: =>     if end in REFUSALS:
-> tests/proxy/test_blame.py::test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it
+> tests/proxy/test_blame.py::test_what_every_p_refuses_d_answers_and_no_p_is_blamed
 _of_p: a client's request that no P can take has all P's paused
 ~         charge = Charge.IF_P_ACCEPTS =>         charge = Charge.IF_D_ACCEPTS
 == proxy/membership/listed.py
 > tests/proxy/test_listed.py::test_what_the_proxy_lacks_makes_no_listed_instance_unready
 ListedWatch._look: the proxy's own lack of sockets makes a listed instance unready
 ~             if is_ours(error): =>             if False:
-> tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again
+> tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_is_asked_again
 ListedWatch._look: a listed instance whose rank was known once is not asked again
 ~   self._source.answers = self._source.pinged = self._learnt =>   self._source.answers = self._source.pinged
 == proxy/models.py > tests/proxy/test_models.py
