@@ -1,11 +1,12 @@
 """How much later the pair's first token comes than one server's, and the second after it.
 
     python benchmarks/first_token.py OUT.json [--rounds 25] [--lengths 16,64,512] [--stamps FOLDER]
+                                     [--load SECONDS] [--pool]
 
-A P, a D, a single server with the demo's tiny Llama on this machine, and a proxy. Each round asks, one after
-the other, the single server; the pair, where P's token goes to the client; and the pair with a field that the
-proxy does not know, so that its rule forbids that. With `--stamps` all of them make the stamps of `p2pkv
-waterfall`, which take some of the time.
+A P, a D, a single server with the demo's tiny Llama on this machine, and two proxies. Each round asks, one
+after the other, the single server; the pair, where P's token goes to the client; and the pair by the proxy
+with `--first-token decode`. With `--stamps` all of them make the stamps of `p2pkv waterfall`, which take some
+of the time. With `--load` follow closed loops at both proxies by turns, and the CPU time of each process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import http.client
 import itertools
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -23,26 +23,31 @@ import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+import psutil
+
+from p2pkv.demo import client
+from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
+from p2pkv.demo.servers import ProxyServer, Role, VllmServer
 from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 from p2pkv.stamps import VARIABLE
 
 ANSWER = 12
-FORBIDDEN = {"of_no_vllm": True}
+STEPS = "vllm:iteration_tokens_total_count"
+WAYS = ("single", "from_p", "from_d")
 MODEL = TinyLlama()
 ARGS = ("--served-model-name", "tiny", "--dtype", MODEL.dtype, "--max-model-len", "2048",
         "--block-size", "32", "--max-num-batched-tokens", "2048", "--no-enable-prefix-caching")  # fmt: skip
 
 
-def ask(url: str, prompt: list[int], more: dict[str, Any]) -> list[float]:
+def ask(url: str, prompt: list[int]) -> list[float]:
     """Milliseconds from the question to each token of the answer."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, **more}
+    body |= {"stream": True}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     connection.connect()
     began, times = time.perf_counter(), []
@@ -68,6 +73,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="16,64,512")
     parser.add_argument("--stamps", type=Path)
     parser.add_argument("--load", type=float, default=0.0, help="seconds of each of five closed loops a way")
+    parser.add_argument("--pool", action="store_true", help="both engines have both roles, --placement auto")
     args = parser.parse_args()
     stamps: Path | None = args.stamps
     lengths = [int(each) for each in args.lengths.split(",")]
@@ -81,65 +87,104 @@ def main() -> None:
             stamps.mkdir(parents=True, exist_ok=True)
             return {VARIABLE: f"{who}:{stamps}"}
 
-        if stamps is not None:
-            os.environ.update(env("proxy"))  # the proxy takes this process's
-        proxy = ProxyServer(log_path=logs / "proxy.log")
+        # One discovery port at two addresses of loopback: each instance pings both proxies.
+        port, placed = free_ports(), ["--placement", "auto"] if args.pool else []
+        proxies = [
+            ProxyServer(
+                log_path=logs / f"{first}.log",
+                extra_args=[*placed, "--first-token", first, "--discovery", f"{host}:{port}"],
+                env=env(f"proxy-{first}"),
+            )
+            for first, host in (("prefill", "127.0.0.2"), ("decode", "127.0.0.3"))
+        ]
         room = {"extra_config": {"prefetch_bytes": 64 << 20}, "load_failure_policy": "recompute"}
 
         def server(name: str, **more: Any) -> VllmServer:
             more |= {"extra_args": ARGS, "env": env(name), "log_path": logs / f"{name}.log"}
             return VllmServer(model, name=name, **more)
 
-        pair = {"proxy": proxy.discovery}
-        servers = [server("P", role="P", **pair), server("D", role="D", **pair, **room), server("single")]
-        for each in (proxy, *servers):
+        pair = {"proxy": ("127.0.0.2,127.0.0.3", port)}
+        roles: tuple[Role, Role] = ("both", "both") if args.pool else ("P", "D")
+        servers = [server(name, role=role, **pair, **room) for name, role in zip("PD", roles, strict=True)]
+        servers.append(server("single"))
+        running: list[ServerProcess] = [*proxies, *servers]
+        for each in running:
             stack.enter_context(each)
         for each in servers:
             each.wait_ready(180.0)
-        single = servers[2].base_url
-        wait_until(lambda: "ready" in health(proxy.base_url), "P and D", 120.0)
-        ways = {"single": (single, {}), "from_p": (proxy.base_url, {}), "from_d": (proxy.base_url, FORBIDDEN)}
+        for proxy in proxies:
+            wait_until(partial(ready, proxy.base_url), "P and D", 120.0)
+        ways = dict(zip(WAYS, (servers[2].base_url, *(each.base_url for each in proxies)), strict=True))
         draw = random.Random(41)
         times: dict[str, dict[int, list[list[float]]]] = {way: defaultdict(list) for way in ways}
         for number in range(args.rounds + 3):
             for length in lengths:
-                for way, (url, more) in ways.items():
-                    got = ask(url, [draw.randrange(300, MODEL.vocab) for _ in range(length)], more)
+                for way, url in ways.items():
+                    got = ask(url, [draw.randrange(300, MODEL.vocab) for _ in range(length)])
                     if number >= 3:
                         times[way][length].append(got)
-        rates: dict[str, list[float]] = {way: [] for way in ("from_p", "from_d")}
+        rates: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
+        spent: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS[1:]}
+        if args.load:
+            servers[2].stop()
         for _ in range(5 if args.load else 0):
-            for way, several in rates.items():
-                several.append(closed_loop(*ways[way], draw.randrange(1 << 30), args.load))
-                print(f"{way}: {several[-1]:.1f} requests a second", flush=True)
-    made = {"rounds": args.rounds, "milliseconds": times, "requests_a_second": rates}
+            for way in rates:
+                before = cpu_of(running)
+                count, seconds = closed_loop(ways[way], draw.randrange(1 << 30), args.load)
+                rates[way].append(count / seconds)
+                after = cpu_of(running)
+                spent[way].append({name: (after[name] - before[name]) / count for name in after})
+                print(f"{way}: {rates[way][-1]:.1f} requests a second", flush=True)
+    made = {"rounds": args.rounds, "milliseconds": times, "requests_a_second": rates, "cpu": spent}
     args.out.write_text(json.dumps(made) + "\n")
-    print("\n".join(report(times)))
+    print("\n".join(report(times) if args.rounds else []))
+    for way, several in rates.items() if args.load else ():
+        print(f"{way}: median {statistics.median(several):.1f} requests a second, of")
+        print(
+            "  each, CPU ms:",
+            {n: round(statistics.median(e[n] for e in spent[way]), 2) for n in spent[way][0]},
+        )
 
 
-def closed_loop(url: str, more: dict[str, Any], seed: int, seconds: float) -> float:
-    """Requests a second of 16 clients, each of which asks again when it has its answer."""
+def cpu_of(servers: list[ServerProcess]) -> dict[str, float]:
+    """CPU milliseconds so far, of each server's processes and of this one, with all clients; and steps."""
+    made = defaultdict[str, float](float, clients=time.process_time() * 1e3)
+    for server in filter(ServerProcess.running, servers):
+        top = psutil.Process(server.pid)
+        for each in (top, *top.children(recursive=True)):
+            title, times = " ".join(each.cmdline()), each.cpu_times()
+            what = next((f" {name}" for name in ("EngineCore", "Worker", "announcer") if name in title), "")
+            made[server.name + what] += (times.user + times.system) * 1e3
+        if isinstance(server, VllmServer):
+            made[f"{server.name} steps"] = client.metrics(server.base_url)[
+                "vllm:iteration_tokens_total_count"
+            ]
+    return made
+
+
+def closed_loop(url: str, seed: int, seconds: float) -> tuple[int, float]:
+    """Requests of 16 clients, each of which asks again when it has its answer, and the seconds they took."""
     until = time.monotonic() + seconds
 
-    def client(number: int) -> int:
+    def one(number: int) -> int:
         draw, count = random.Random(seed + number), 0
         while time.monotonic() < until:
-            ask(url, [draw.randrange(300, MODEL.vocab) for _ in range(64)], more)
+            ask(url, [draw.randrange(300, MODEL.vocab) for _ in range(64)])
             count += 1
         return count
 
     began = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
-        return sum(pool.map(client, range(16))) / (time.monotonic() - began)
+        return sum(pool.map(one, range(16))), time.monotonic() - began
 
 
-def health(url: str) -> str:
-    """`ready` once the proxy has P and D."""
+def ready(url: str) -> bool:
+    """Whether the proxy has P and D."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
     connection.request("GET", "/health")
     known = json.loads(connection.getresponse().read())
     connection.close()
-    return "ready" if known["prefill"] and known["decode"] else "starting"
+    return bool(known["prefill"] and known["decode"])
 
 
 def report(times: dict[str, dict[int, list[list[float]]]]) -> list[str]:

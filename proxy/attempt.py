@@ -161,8 +161,8 @@ class Attempt:
             self._plan = self.services.first_tokens.plan(self.body, self.transcript, self.choice)
         if self._plan is not None:
             try:
-                whole = self._by_prefill_alone if self._plan.relayed else self._by_prefill
-                return await whole(self._plan)
+                relayed = self._plan.relayed
+                return await (self._by_prefill_alone() if relayed else self._by_prefill(self._plan))
             finally:
                 self._plan.leave()
         return await (self._concurrent() if self.services.dispatch == "concurrent" else self._sequential())
@@ -210,11 +210,13 @@ class Attempt:
             return self._prefill_failed(verdict, ended)
         return await self._by_decode(ended.kv_transfer_params if isinstance(ended, Reply) else None)
 
-    async def _by_prefill_alone(self, plan: FirstTokenPlan) -> Outcome:
+    async def _by_prefill_alone(self) -> Outcome:
         """P, whose one token is the answer."""
         verdict, ended = await self._prefill()
         if isinstance(ended, CallFailed):
+            self.services.first_tokens.count_from_decode("failed")
             return self._prefill_failed(verdict, ended)
+        self.services.first_tokens.came()
         assert not isinstance(ended, Reply) and self._prefilling is not None
         answered, head = ended
         self.body.let_go()
@@ -249,13 +251,7 @@ class Attempt:
         if self.place.progress is not None:
             self.place.progress.first_token(self.services.clock())
         relay = self.relay = self._handed_on = Relay(
-            self.request,
-            answered,
-            head,
-            self._scrubber,
-            pace,
-            transcript=self.transcript,
-            prefilled=self._prefilled,
+            self.request, *ended, self._scrubber, pace, transcript=self.transcript, prefilled=self._prefilled
         )
         self.body.let_go()
         kept = plan.keeps(token)
@@ -529,17 +525,10 @@ class Attempt:
         progress = self.place.progress
         if progress is not None and streamed:
             progress.first_token(self.services.clock())
+        silence = (streamed and self.services.limits.event_seconds) or math.inf
+        held, goes_on = self.transcript if streamed else None, self.continuation
         relay = self.relay = Relay(
-            self.request,
-            answered,
-            head,
-            self._scrubber,
-            pace,
-            (streamed and self.services.limits.event_seconds) or math.inf,
-            self.transcript if streamed else None,
-            self.continuation,
-            self._prefilled,
-            self.former,
+            self.request, *answer, self._scrubber, pace, silence, held, goes_on, self._prefilled, self.former
         )
         if prefilling is not None and not self.body.one_prompt:
             prefilling.add_done_callback(partial(_interrupt, relay))

@@ -141,8 +141,8 @@ class Body:
 
     @property
     def one_token(self) -> bool:
-        """Whether a completion or a chat asks for one token alone."""
-        if self.path not in ("/v1/completions", "/v1/chat/completions"):
+        """Whether a completion, a chat or a message asks for one token alone."""
+        if self.path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
             return False
         names = ("max_completion_tokens", "max_tokens") if "chat" in self.path else ("max_tokens",)
         given = (value for name in names if (value := _small(self.fields, name)) is not None)

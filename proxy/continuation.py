@@ -7,11 +7,20 @@ and is not sent a second time; if it comes otherwise, as it may with sampling, t
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from .bodies import Body, Fields, parse
 from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, Transcript, Wanted, end_of_offsets, fields_of
 from .upstream import EVENT_END
+
+_PLAIN = re.compile(
+    rb'data: \{"id":"[^"]*+","object":"text_completion","created":\d++,"model":"[^"\\]*+","choices":\['
+    rb'\{"index":0,"text":"((?:[^"\\]|\\.)++)","logprobs":null,"finish_reason":null,'
+    rb'"stop_reason":null,"prompt_token_ids":null,"token_ids":\[(\d++)\]\}\]\}\n\n'
+)
+"""Nearly each event: one token and its text, without a usage. Only its text goes on, and is not decoded."""
 
 
 class Diverged(Exception):
@@ -39,6 +48,10 @@ class Continuation:
         self._chars: int = chars + (former._chars if former else 0)
         self.before = before
         self.body = self._body(context)
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+        event = written(self._head | {"choices": [self._shown(choice, "@", None, None)]})
+        self._text, _, self._behind = event.rpartition(b"@")
+        """What is before and behind the text of a `_PLAIN` event."""
 
     def _body(self, context: int) -> Body:
         wanted, fields = self._wanted, self._wanted.fields
@@ -58,6 +71,10 @@ class Continuation:
         return b"".join(self._passed(event) for event in self._transcript.events(chunk))
 
     def _passed(self, event: bytes) -> bytes:
+        new = self._transcript.plain and not self._ids and not self._chars
+        if new and (found := _PLAIN.fullmatch(event)):
+            self._transcript.note_token(found[2])
+            return self._text + found[1] + self._behind
         if not event.startswith(DATA_SPACE + b'{"id"'):
             return self._transcript.without_tokens(event)
         fields = fields_of(event) | self._head
@@ -85,15 +102,17 @@ class Continuation:
         if not shown and finish is None and not (ids and wanted.shows_tokens):
             return None
         logprobs = _later(logprobs, len(again), self._offset)
-        shown_ids = ids if wanted.shows_ids else None
-        if not wanted.chat:
-            made = {**choice, "text": shown, "logprobs": logprobs, "prompt_token_ids": None}
-            return {**made, "token_ids": shown_ids}
-        made = {"index": 0, "delta": {"content": shown}, "logprobs": _of_chat(logprobs, wanted)}
-        made["finish_reason"] = finish
+        return self._shown(choice, shown, logprobs, ids if wanted.shows_ids else None)
+
+    def _shown(self, choice: Fields, text: str, logprobs: Fields | None, ids: list[int] | None) -> Fields:
+        """A choice in the form of the client's endpoint."""
+        if not self._wanted.chat:
+            return {**choice, "text": text, "logprobs": logprobs, "prompt_token_ids": None, "token_ids": ids}
+        made = {"index": 0, "delta": {"content": text}, "logprobs": _of_chat(logprobs, self._wanted)}
+        made["finish_reason"] = finish = choice.get("finish_reason")
         if finish is not None:
             made["stop_reason"] = choice.get("stop_reason")
-        return {**made, "token_ids": shown_ids}
+        return {**made, "token_ids": ids}
 
 
 def ending(transcript: Transcript) -> bytes:

@@ -16,6 +16,7 @@ Behind a token that is handed on D draws without it: with it, it would draw P's 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,7 +28,7 @@ from .bodies import Body
 from .limits import RequestCounters
 from .membership.instance import Instance
 from .routing import Choice
-from .transcript import CHAT, DATA_SPACE, PROMPT_IDS, Transcript
+from .transcript import COMPLETIONS, DATA_SPACE, PROMPT_IDS, TextChoice, Transcript, text_of
 from .upstream import EVENT_END
 
 Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed"]
@@ -44,31 +45,18 @@ REASONS: dict[Why, str] = {
 }
 """Why the first token of a request came from D, although a P took part in it."""
 
+_PARSED = {"tools", "thinking"}
+"""Fields with which an answer has parts that are no text."""
+
 _WHOLE_BLOCKS = 128
 """Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
 
 
-class _FirstDelta(msgspec.Struct):
-    content: str | None = None
-
-
-class _FirstChoice(msgspec.Struct):
-    text: str | None = None
-    delta: _FirstDelta | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-
-
-class _FirstEvent(msgspec.Struct):
-    choices: list[_FirstChoice] = []
-
-
-_first_event = msgspec.json.Decoder(_FirstEvent)
 _CHOICE = b'"choices":[{'
 _LENGTH = b'"finish_reason":"length"'
 _LENGTH_OF_CHAT = _LENGTH + b',"stop_reason":null'
 _GOES_ON = b'"finish_reason":null'
+_OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n\Z)')
 
 
 @dataclass(frozen=True)
@@ -76,17 +64,12 @@ class PrefillToken:
     """P's answer: the events up to its one token.
 
     Attributes:
-        text: None if it is no text, but a part of what a parser makes of it.
-        stop: P has found a stop string in it, of which its engine core does not learn.
-        ends: the answer has come to its end with it, by itself.
         prompt: bytes of the prompt's token ids.
         prompt_tokens: how many these are.
     """
 
     events: bytes
-    text: str | None
-    stop: bool
-    ends: bool
+    choice: TextChoice
     prompt: int
     prompt_tokens: int
 
@@ -100,23 +83,22 @@ class PrefillToken:
         at = head.find(PROMPT_IDS)
         if min(start, end, at) < 0:
             raise ValueError("no event with a token, or without the prompt's")
-        choice = _first_event.decode(head[start + len(DATA_SPACE) : end]).choices[0]
+        choice = text_of(head[start:end])
         if len(choice.token_ids or ()) != 1:
             raise ValueError("an event without a token, or with several")
         ids = head[at + len(PROMPT_IDS) : head.find(b"]", at)]
-        return cls(
-            head[: end + len(EVENT_END)],
-            choice.text if choice.delta is None else choice.delta.content,
-            isinstance(choice.stop_reason, str),
-            choice.finish_reason not in (None, "length"),
-            len(ids),
-            ids.count(b",") + 1,
-        )
+        return cls(head[: end + len(EVENT_END)], choice, len(ids), ids.count(b",") + 1)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the answer has come to its end with it, by itself."""
+        return self.choice.finish_reason not in (None, "length")
 
     @property
     def going_on(self) -> bytes:
         """The events of an answer that goes on."""
-        return self.events.replace(_LENGTH_OF_CHAT, _GOES_ON).replace(_LENGTH, _GOES_ON)
+        end = _LENGTH if self.choice.delta is None else _LENGTH_OF_CHAT
+        return _OF_THE_END.sub(b"", self.events.replace(end, _GOES_ON))
 
 
 @dataclass
@@ -147,7 +129,8 @@ class FirstTokenPlan:
     def keeps(self, token: PrefillToken) -> bool:
         """Whether P keeps blocks for a D although this token may be all there is: its engine core ends with
         one token in any case, and learns of no stop string."""
-        return self.what is FirstToken.HANDED_ON and (token.stop or not token.ends)
+        stopped = isinstance(token.choice.stop_reason, str)
+        return self.what is FirstToken.HANDED_ON and (stopped or not token.ends)
 
     def ends_with(self, token: PrefillToken, context: int) -> bool:
         """Whether the answer has come to its end with this token; `context`: of the model."""
@@ -173,7 +156,6 @@ class FirstTokens:
             return None
         why = self.against(body, transcript, choice.prefill, choice.decode)
         if why is not None and self._is_ps(body, choice.prefill, choice.decode):
-            self.counters.first_tokens += 1
             return FirstTokenPlan(FirstToken.WHOLE, 1, None, relayed=True)
         if why is not None or transcript is None:
             self.count_from_decode(why or "request")
@@ -184,14 +166,13 @@ class FirstTokens:
             return FirstTokenPlan(FirstToken.WHOLE, most, None)
         greedy = wanted.fields.get("temperature") == 0
         seed = None if greedy else random.getrandbits(63)
-        room = body.prompt.tokens + _WHOLE_BLOCKS
-        choice.decode.count_prefetch(room)
+        choice.decode.count_prefetch(room := body.prompt.tokens + _WHOLE_BLOCKS)
         return FirstTokenPlan(FirstToken.HANDED_ON, most, seed, choice.decode, room)
 
     def _is_ps(self, body: Body, prefill: Instance, decode: Instance) -> bool:
         """Whether the answer is one token, whatever its form, and P gives the same as D."""
-        chat = body.path == CHAT
-        parses = chat and (prefill.ping.parses or decode.ping.parses or "tools" in body.fields)
+        parses = prefill.ping.parses or decode.ping.parses or not _PARSED.isdisjoint(body.fields)
+        parses &= body.path != COMPLETIONS
         return bool(prefill.ping.first_token) and body.one_token and not parses
 
     def against(
@@ -222,6 +203,10 @@ class FirstTokens:
             return "room"
         return None if decode.context else "context"
 
+    def came(self) -> None:
+        """The client gets P's."""
+        self.counters.first_tokens += 1
+
     def count_from_decode(self, why: Why) -> None:
         name = f"first_token_{why}"
         setattr(self.counters, name, getattr(self.counters, name) + 1)
@@ -239,7 +224,7 @@ class FirstTokens:
         if why is not None:
             self.count_from_decode(why)
             return None
-        self.counters.first_tokens += 1
+        self.came()
         return token
 
     def against_token(
@@ -250,9 +235,9 @@ class FirstTokens:
             return "context"  # D refuses it
         if plan.ends_with(token, context):
             return None
-        if token.text is None:
+        if (text := token.choice.said) is None:
             self._parsed.add(body.model)
             return "parser"
-        if not token.text or transcript.wanted.may_begin_stop(token.text):
+        if not text or transcript.wanted.may_begin_stop(text):
             return "token"
         return None if transcript.has_room(token.prompt) else "memory"

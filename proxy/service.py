@@ -159,16 +159,18 @@ class Proxy:
                 self.responses.note(response_id(attempt.unique), place.choice.decode, name)
             try:
                 outcome = await attempt.run()
+                if attempt.relay is not None and attempt.relay.resumable:
+                    with suppress(ClientGone):
+                        await self._go_on(attempt, outcome, active)
+                    return attempt.relay.response
             except asyncio.CancelledError:
-                # The proxy's end may find a client that has P's token and none of D's.
+                # The proxy's end may find a client that has a part of its answer.
                 if not active.cut or attempt.relay is None:
                     raise
                 active.task.uncancel()
                 with suppress(ClientGone):
                     await attempt.relay.give_up(_CUT_OFF, 503)
                 return attempt.relay.response
-            if attempt.relay is not None and attempt.relay.resumable:
-                return await self._resume(attempt, outcome, active)
             if outcome.verdict.blame is Blame.PROXY:
                 record.end("shed")
             again = outcome.verdict.again
@@ -202,23 +204,9 @@ class Proxy:
                 return self._shed(attempt, outcome, record)
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
 
-    async def _resume(self, attempt: Attempt, outcome: Outcome, active: ActiveRequest) -> web.StreamResponse:
-        """The rest of a streamed answer that lost its decode instance, see continuation.py."""
-        relay = attempt.relay
-        assert relay is not None
-        with suppress(ClientGone):
-            try:
-                await self._go_on(attempt, outcome, active)
-            except asyncio.CancelledError:
-                if not active.cut:
-                    raise
-                active.task.uncancel()
-                await relay.give_up(_CUT_OFF, 503)
-        return relay.response
-
     async def _go_on(self, attempt: Attempt, outcome: Outcome, active: ActiveRequest) -> None:
-        """Brings an answer, whose last attempt had this outcome, to its end by instances that can go on with
-        it, or with an error. Raises ClientGone."""
+        """Brings a stream, whose last attempt had this outcome, to its end by instances that can go on
+        with it (continuation.py), or with an error. Raises ClientGone."""
         transcript, place = attempt.transcript, attempt.place
         assert transcript is not None
         tries = 0

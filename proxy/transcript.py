@@ -181,13 +181,23 @@ class _Text(msgspec.Struct):
     content: str | None = None
 
 
-class _TextChoice(msgspec.Struct):
-    text: str = ""
-    delta: _Text = msgspec.field(default_factory=_Text)
+class TextChoice(msgspec.Struct):
+    """What an answer has in one event."""
+
+    text: str | None = None
+    delta: _Text | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+    @property
+    def said(self) -> str | None:
+        """None if it is no text."""
+        return self.text if self.delta is None else self.delta.content
 
 
 class _TextEvent(msgspec.Struct):
-    choices: list[_TextChoice] = []
+    choices: list[TextChoice] = []
 
 
 _text_event = msgspec.json.Decoder(_TextEvent)
@@ -260,7 +270,7 @@ class Transcript:
     def __post_init__(self) -> None:
         chat = self.wanted.chat
         self._text = b'"delta":{"content":"' if chat else b'"text":"'
-        self._plain = not (self.wanted.shows_tokens or self.wanted.kept_back or self.wanted.overlap)
+        self.plain = not (self.wanted.shows_tokens or self.wanted.kept_back or self.wanted.overlap)
         """That an event has one token and some text is all that need be known of it."""
 
     @property
@@ -338,16 +348,20 @@ class Transcript:
         if start < 0:
             self.drop()  # reasoning, or a call of a tool
             return
-        if self._plain and ids.isdigit() and not event.startswith(b'"', start + len(self._text)):
+        if self.plain and ids.isdigit() and not event.startswith(b'"', start + len(self._text)):
             # Without a look at the text: each token of nearly each answer comes by here.
-            self._add(ids)
-            self._safe, self._safe_chars = len(self._ids), self._chars
+            self.note_token(ids)
             return
-        choice = _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
-        offset = 0
+        text, offset = text_of(event).said or "", 0
         if self.wanted.shows_tokens and not self.wanted.chat:
             offset = end_of_offsets(fields_of(event)["choices"][0])
-        self._note_text(ids, choice.text or choice.delta.content or "", offset)
+        self._note_text(ids, text, offset)
+
+    def note_token(self, ids: bytes) -> None:
+        """Of an answer that is `plain`, an event with one token and some text."""
+        if self.possible:
+            self._add(ids)
+            self._safe, self._safe_chars = len(self._ids), self._chars
 
     def note_decoded(self, ids: Sequence[int], text: str, offset: int, finished: bool) -> None:
         """An event that is decoded; `offset`: where its text ends for `text_offset`."""
@@ -440,6 +454,11 @@ class Transcript:
 
 def fields_of(event: bytes) -> Fields:
     return _decoder.decode(event[len(DATA_SPACE) :])
+
+
+def text_of(event: bytes) -> TextChoice:
+    """Of an event with a choice. Raises msgspec.MsgspecError."""
+    return _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
 
 
 def _without_prompt(event: bytes) -> bytes:

@@ -118,6 +118,8 @@ class Engine:
             made = head | {"choices": [choice | {"token_ids": ids if shows else None}]}
             if usage.get("continuous_usage_stats"):
                 made["usage"] = _usage(len(prompt), count)
+            if finish and not usage.get("include_usage"):
+                made["system_fingerprint"] = "vllm-0.32.0-12345678"
             yield _event(made)
         if usage.get("include_usage"):
             yield _event(head | {"choices": [], "usage": _usage(len(prompt), count)})
@@ -208,6 +210,8 @@ class Answer:
     heads: set[tuple[Any, ...]] = field(default_factory=set)
     done: bool = False
     error: Any = None
+    forms: dict[bool, set[str]] = field(default_factory=dict, compare=False)
+    """Names in events with choices: in those that go on, and in the one that ends it."""
 
     @classmethod
     def of(cls, data: bytes) -> Answer:
@@ -231,6 +235,7 @@ class Answer:
             self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             self.ids += choice.get("token_ids") or []
             self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
+            self.forms.setdefault(choice["finish_reason"] is not None, set()).update(fields, choice)
             logprobs = choice["logprobs"]
             if logprobs is not None:
                 rows = (

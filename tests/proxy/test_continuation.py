@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_fakes import filter_of
-from streaming_engine import FIRST_HALF, Answer, Engine, Model
+from streaming_engine import FIRST_HALF, SECOND_HALF, Answer, Engine, Model
 
+from p2pkv_proxy import continuation
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, ending
-from p2pkv_proxy.transcript import Transcript, TranscriptMemory
+from p2pkv_proxy.transcript import Transcript, TranscriptMemory, fields_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 512
@@ -141,6 +142,51 @@ def lost_after(answer: bytes, events: int) -> int:
     for _ in range(events):
         at = answer.index(b"\n\n", at) + 2
     return at
+
+
+@given(
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+    more=BODIES,
+    model=st.sampled_from(["tiny", 'a "model" @', "ü@choices"]),
+    salt=st.integers(0, 1000),
+    chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+)
+def test_events_that_are_not_decoded_become_what_decoded_ones_do(
+    path: str, more: dict[str, Any], model: str, salt: int, chunks: list[int]
+) -> None:
+    """Where one token's text is all that the client sees, only its bytes go on."""
+    body = body_of(path, **more | {"model": model})
+    data, got = answer_of(Engine(Model(salt)), body, path), []
+    for plain in (None, False):
+        transcript = transcript_of(path, body)
+        assert transcript is not None
+        transcript.feed(data[: lost_after(data, 3)])
+        goes_on = Continuation(transcript, CONTEXT, None)
+        transcript.plain &= plain is None
+        asked = json.loads(bytes(goes_on.body.for_decode("x")))
+        events = Engine(Model(salt), chunks).events(COMPLETIONS, asked, "id-1")
+        shown = b"".join(goes_on.feed(event) for event in events).decode().split("\n\n")
+        state = transcript.finished, transcript.counted, transcript.done
+        made = [json.loads(each[6:]) for each in shown if each.startswith("data: {")]
+        got.append((made, state, transcript.rewind(), transcript.all_ids))
+    assert got[0] == got[1]
+
+
+def test_nearly_no_event_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(continuation, "fields_of", lambda event: decoded.append(event) or fields_of(event))
+    body, engine = body_of(COMPLETIONS, max_tokens=60), Engine(Model(4, ends=False))
+    transcript = transcript_of(COMPLETIONS, body)
+    assert transcript is not None
+    transcript.feed(answer_of(engine, body)[: lost_after(answer_of(engine, body), 1)])
+    goes_on = Continuation(transcript, CONTEXT, None)
+    decoded.clear()
+    events = [*engine.events(COMPLETIONS, json.loads(bytes(goes_on.body.for_decode("x"))), "id-1")]
+    assert goes_on.feed(b"".join(events)) and len(events) > 58
+    halves = sum(
+        b'"token_ids":[%d]' % each in event for event in events for each in (FIRST_HALF, SECOND_HALF)
+    )
+    assert len(decoded) <= 1 + halves, "the last one, and those without whole text"
 
 
 def test_half_a_character_is_generated_anew() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,16 +27,19 @@ from proxy_behaviours import (
     never_a_token,
     stream_of,
 )
-from proxy_fakes import Deployment, asked, deployed, filter_of, outcomes, take_turns
-from streaming_engine import DEFAULT_TOKENS, END_OF_TEXT, FIRST_HALF, Answer, Engine, Model
+from proxy_fakes import Deployment, asked, deployed, filter_of, fleet, outcomes, take_turns
+from streaming_engine import DEFAULT_TOKENS, END_OF_TEXT, FIRST_HALF, SECOND_HALF, Answer, Engine, Model
 from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transcript_of
 from test_resume import same
 
 from p2pkv.first_token import FirstToken
+from p2pkv_proxy import first_token
+from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation
 from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
 from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.routing import Choice
 from support.waiting import eventually
 
 CONTEXT = 600
@@ -60,20 +65,24 @@ def answer(engine: Engine, body: dict[str, Any], path: str = COMPLETIONS) -> Ans
 
 
 def handed_on(
-    engine: Engine, path: str, body: dict[str, Any], sizes: list[int], rest: Engine
+    engine: Engine,
+    path: str,
+    body: dict[str, Any],
+    sizes: list[int],
+    rest: Engine,
+    tokens: FirstTokens | None = None,
+    plan: FirstTokenPlan | None = None,
 ) -> tuple[bytes | None, int]:
     """What the client gets, None if P's token is not handed on; and how many tokens D was asked for."""
     transcript = transcript_of(path, body)
     assert transcript is not None
-    tokens = FirstTokens(True, RequestCounters())
-    most = transcript.wanted.most_tokens(0)
-    plan = FirstTokenPlan(FirstToken.HANDED_ON, most, None)
-    asked = json.loads(bytes(parse(json.dumps(body).encode(), path).for_first_token({}, None)))
-    asked.pop(PARAMS)
-    head = b"".join(engine.events(path, asked, "id-0"))
-    token = tokens.of(head, plan, parse(json.dumps(body).encode(), path), transcript, CONTEXT)
+    tokens = tokens or FirstTokens(True, RequestCounters())
+    plan = plan or FirstTokenPlan(FirstToken.HANDED_ON, transcript.wanted.most_tokens(0), None)
+    request = parse(json.dumps(body).encode(), path)
+    head = b"".join(engine.events(path, json.loads(bytes(request.for_first_token({}, None))), "id-0"))
+    token = tokens.of(head, plan, request, transcript, CONTEXT)
     if token is None:
-        assert tokens.counters.first_token_token == 1
+        assert tokens.counters.first_token_token > 0
         return None, 0
     relay = filter_of(path)
     if plan.ends_with(token, CONTEXT):
@@ -122,6 +131,59 @@ def test_ps_token_and_ds_rest_are_one_servers_answer(
         assert rest in (0, most - 1)
 
 
+AFTER = {
+    0: (5, 2, 1, 2),
+    FIRST_HALF: (0, 0, 0, 0),
+    2: (1, 4, 3, 2),
+    9: (6, 1, 1, 2),
+    END_OF_TEXT: (0, 0, 0, 0),
+}
+"""How probable a sampled token is, in tenths, after this one; 0: after the prompt."""
+DRAWN = (2, 9, FIRST_HALF, END_OF_TEXT)
+
+
+@dataclass
+class Sampler(Model):
+    """One request's draws."""
+
+    numbers: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def next(self, ids: Sequence[int]) -> int:
+        weights = AFTER.get(ids[-1], AFTER[0])
+        return self.numbers.choices(DRAWN, weights)[0] if any(weights) else SECOND_HALF
+
+
+@pytest.mark.long
+def test_pairs_of_sampled_tokens_have_one_servers_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20,000 draws each pair comes as often as it is probable, but for five standard deviations."""
+    monkeypatch.setattr(first_token, "random", random.Random(41))
+    able = {"first_token": 2, "seeds": True, "ahead_tokens": 1 << 20}
+    _, (p, d) = fleet(("P", able), ("D", able))
+    d.context = CONTEXT
+    tokens, choice, d_alone = FirstTokens(True, RequestCounters()), Choice(p, d), Engine(Sampler())
+    body, draws = body_of(COMPLETIONS, max_tokens=2, temperature=1, return_token_ids=True), 20_000
+    request, transcript = parse(json.dumps(body).encode()), transcript_of(COMPLETIONS, body)
+
+    def drawn() -> tuple[int, ...]:
+        plan = tokens.plan(request, transcript, choice)
+        assert plan is not None and plan.seed is not None
+        plan.leave()
+        prefill, decode = (Engine(Sampler(numbers=random.Random(plan.seed))) for _ in "PD")
+        got, _ = handed_on(prefill, COMPLETIONS, body, [], d_alone, tokens, plan)
+        return tuple((answer(decode, body) if got is None else Answer.of(got)).ids)
+
+    counted = Counter(drawn() for _ in range(draws))
+    probable: dict[tuple[int, ...], float] = {}
+    for one, first in zip(DRAWN, AFTER[0], strict=True):
+        ended = {FIRST_HALF: (FIRST_HALF, SECOND_HALF), END_OF_TEXT: (END_OF_TEXT,)}.get(one)
+        seconds = [((one, two), weight) for two, weight in zip(DRAWN, AFTER.get(one, ()), strict=False)]
+        probable |= {pair: first * weight / 100 for pair, weight in ([(ended, 10)] if ended else seconds)}
+    assert set(counted) == set(probable) and sum(probable.values()) == pytest.approx(1)
+    for pair, share in probable.items():
+        assert abs(counted[pair] - draws * share) < 5 * (draws * share * (1 - share)) ** 0.5, pair
+    assert tokens.counters.first_token_token == counted[FIRST_HALF, SECOND_HALF]
+
+
 # A proxy between stand-ins.
 
 
@@ -133,10 +195,14 @@ def engine_of(engine: Engine) -> Behaviour:
 
 @asynccontextmanager
 async def pair_of(
-    engine: Engine, decode: int = 1, ahead_tokens: int = 1 << 16, **more: Any
+    engine: Engine,
+    decode: int = 1,
+    ahead_tokens: int = 1 << 16,
+    dispatch: Dispatch = "concurrent",
+    **more: Any,
 ) -> AsyncIterator[Deployment]:
     """A P and so many D's that can do it."""
-    async with deployed("concurrent", **more) as deployment:
+    async with deployed(dispatch, **more) as deployment:
         await deployment.add("P", first_token=2, behaviour=engine_of(engine))
         for _ in range(decode):
             await deployment.add(
@@ -170,10 +236,10 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("greedy", [True, False])
-async def test_d_is_asked_for_the_rest(path: str, greedy: bool) -> None:
+async def test_d_is_asked_for_the_rest(path: str, greedy: bool, dispatch: Dispatch) -> None:
     body = body_of(path, max_tokens=12, **USAGE) | ({"temperature": 0} if greedy else {})
     engine = salt_where(None, body, path)
-    async with pair_of(engine) as deployment:
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         assert same(await ask(deployment, body, path), answer(engine, body, path))
         (first,), (rest,) = deployment.p.requests, deployment.d.requests
         assert (first.path, rest.path) == (path, COMPLETIONS)
@@ -243,12 +309,12 @@ async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("why", ["half a character", "may begin a stop string"])
-async def test_d_draws_the_token_that_is_not_handed_on(why: str, sampled: bool) -> None:
+async def test_d_draws_the_token_that_is_not_handed_on(why: str, sampled: bool, dispatch: Dispatch) -> None:
     body = body_of(COMPLETIONS, max_tokens=9) | ({} if sampled else {"temperature": 0})
     engine = salt_where(FIRST_HALF if why.startswith("half") else None, body)
     if why.startswith("may"):
         body["stop"] = [answer(engine, body | {"max_tokens": 1}).text[-1] + "never"]
-    async with pair_of(engine) as deployment:
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         assert same(await ask(deployment, body), answer(engine, body))
         (first,), (whole,) = deployment.p.requests, deployment.d.requests
         assert PARAMS not in whole.body and whole.body["prompt"] == "hi" and whole.body["max_tokens"] == 9
@@ -387,12 +453,16 @@ async def test_chats_of_an_instance_with_a_parser_are_left_to_d(who: str) -> Non
         assert reasons(deployment) == {"parser": 1}
 
 
+MESSAGES = "/v1/messages"
 ONE_TOKEN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "whole": (COMPLETIONS, {"stream": False, "max_tokens": 1}, True),
     "whole chat": (CHAT, {"stream": False, "max_completion_tokens": 1, "max_tokens": 9}, True),
     "seed": (COMPLETIONS, {"max_tokens": 1, "seed": 3}, True),
     "grammar": (COMPLETIONS, {"stream": False, "max_tokens": 1, "response_format": {"type": "x"}}, True),
     "several": (COMPLETIONS, {"stream": False, "max_tokens": 1, "prompt": ["a", "b"], "n": 2}, True),
+    "message": (MESSAGES, {"stream": False, "max_tokens": 1}, True),
+    "streamed message": (MESSAGES, {"stream": True, "max_tokens": 1}, True),
+    "thinking": (MESSAGES, {"stream": False, "max_tokens": 1, "thinking": {"type": "enabled"}}, False),
     "two": (COMPLETIONS, {"stream": False, "max_tokens": 2}, False),
     "tools": (CHAT, {"stream": False, "max_tokens": 1, "tools": [{"type": "function"}]}, False),
 }
@@ -410,7 +480,7 @@ async def test_any_answer_of_one_token_is_ps(case: str) -> None:
         if done:
             assert seen.body == body | {PARAMS: {"first_token": "whole"}} and not deployment.d.requests
         else:
-            assert PARAMS not in seen.body and len(deployment.d.requests) == 1
+            assert "first_token" not in seen.body.get(PARAMS, ()) and len(deployment.d.requests) == 1
         assert deployment.proxy.counters.first_tokens == done
 
 
@@ -422,6 +492,7 @@ async def test_a_p_that_fails_an_answer_of_one_token() -> None:
             assert response.status == 200
         (seen,) = deployment.d.requests
         assert seen.body == body
+        assert reasons(deployment) == {"failed": 1} and not deployment.proxy.counters.first_tokens
         assert [outcomes(each) for each in deployment.everyone() if each.role == "P"] == [[False]]
 
 

@@ -352,6 +352,7 @@ def test_every_series_in_a_query_is_ours_or_vllms() -> None:
 
 async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
     assert (await concurrent.post()).status == 200
+    concurrent.proxy.metrics.first_token("of a stream", "pair", 0.1)
     page, _ = concurrent.proxy.exposition.page("")
     families = list(text_string_to_metric_families(page.decode()))
     names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}

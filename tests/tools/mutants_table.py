@@ -682,6 +682,8 @@ Transcript._note: half a character counts as sent
 == proxy/continuation.py > tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
 Continuation._body: a stream that goes on may generate as many tokens as a new one
 ~ self._transcript.prompt_tokens) - self.before => self._transcript.prompt_tokens)
+Continuation._passed: the client gets text again that it has
+~  and not self._ids and not self._chars =>
 == proxy/retries.py
 > tests/proxy/test_data_parallel.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
 Retries._move: a retry may go to the neighbour of the engine that failed

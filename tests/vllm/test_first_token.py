@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from support.servers.fleet import MODEL_NAME, assert_same, metric, tokens
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
 
-REQUESTS = int(os.environ.get("P2PKV_FIRST_TOKEN_REQUESTS", "120"))
+REQUESTS = int(os.environ.get("P2PKV_FIRST_TOKEN_REQUESTS", "1000"))
 AT_ONCE = 8
 WITH_ROOM = {"extra_config": {**SHORT, "prefetch_bytes": 64 << 20}}
 CACHING: dict[str, Any] = {"more_args": ("--enable-prefix-caching",)}
@@ -62,6 +63,7 @@ class Heard:
     logprobs: list[float] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     prompt: Any = None
+    fingerprinted: list[Any] = field(default_factory=list)
 
     def add(self, event: dict[str, Any]) -> None:
         assert "error" not in event, event
@@ -71,6 +73,8 @@ class Heard:
             self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             self.ids += choice.get("token_ids") or []
             self.prompt = choice.get("prompt_token_ids") or self.prompt
+            if "system_fingerprint" in event:
+                self.fingerprinted.append(choice["finish_reason"])
             if (logprobs := choice["logprobs"]) is not None:
                 rows = logprobs.get("content")
                 self.offsets += [] if rows is not None else logprobs["text_offset"]
@@ -110,10 +114,10 @@ def request(number: int, single: str) -> tuple[str, dict[str, Any]]:
     else:
         shared_tokens = tokens(70 * (number % 4), "shared")
         body |= {"prompt": [*shared_tokens, *tokens(9 + number % 90, f"first {number}")], "logprobs": 2}
-    if number % 7 in (3, 5) and body["max_tokens"] > 2:
-        said = ask(single, path, body).text
-        at = max(0, len(said) // (5 if number % 7 == 3 else 2) - 1)
-        body["stop"] = [said[at : at + 3] or "never", "never at all"]
+    if number % 7 in (3, 5, 6) and body["max_tokens"] > 2:
+        first, said = (ask(single, path, {**body, "max_tokens": most}).text for most in (1, 12))
+        at = max(0, len(first) - 1 if number % 7 == 3 else len(said) // 2)  # across its border, or behind it
+        body["stop"] = [(first if number % 7 == 6 else said[at : at + 3]) or "never", "never at all"]
         body["include_stop_str_in_output"] = number % 4 == 0
     return path, body
 
@@ -133,17 +137,31 @@ def all_answers(base_url: str, asked: list[tuple[str, dict[str, Any]]]) -> list[
 
 def test_answers_are_a_single_servers(trio: Deployment) -> None:
     single = trio.ds[1].base_url
-    asked = [request(number, single) for number in range(REQUESTS)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        asked = list(pool.map(lambda number: request(number, single), range(REQUESTS)))
     wanted = all_answers(single, asked)
     handed_on, others = (trio.counted(f"first_tokens_from_{who}_total") for who in ("prefill", "decode"))
     got = all_answers(trio.proxy.base_url, asked)
     are_the_same(wanted, got)
     from_p = trio.counted("first_tokens_from_prefill_total") - handed_on
     from_d = trio.counted("first_tokens_from_decode_total") - others
-    print(f"{from_p:g} first tokens came from P, {from_d:g} from D")
+    alike = sum(one.ids == other.ids for one, other in zip(wanted, got, strict=True))
+    print(f"{from_p:g} first tokens came from P, {from_d:g} from D; {alike} of {REQUESTS} without a near tie")
+    print(Counter((path, len(body.get("stop", ())) > 0, body["max_tokens"]) for path, body in asked))
+    print("ended with their first token:", sum(len(each.logprobs) <= 1 for each in wanted))
     assert from_p + from_d == REQUESTS and from_p >= 0.8 * REQUESTS
     assert sum(metric(each, "p2pkv_bytes_prefetched_total") for each in trio.ds) > 0
     assert all(metric(each, "p2pkv_transfers_failed_total") == 0 for each in trio.servers)
+    trio.rests()
+
+
+def test_a_message_of_one_token_is_ps(trio: Deployment) -> None:
+    content = [{"role": "user", "content": "What does the sea say?"}]
+    body = {"model": MODEL_NAME, "max_tokens": 1, "messages": content, "temperature": 0}
+    before = trio.counted("first_tokens_from_prefill_total")
+    wanted, got = (client.post(f"{each.base_url}/v1/messages", body) for each in (trio.ds[1], trio.proxy))
+    assert got | {"id": 0} == wanted | {"id": 0} and got["usage"]["output_tokens"] == 1
+    assert trio.counted("first_tokens_from_prefill_total") - before == 1
     trio.rests()
 
 
