@@ -27,7 +27,7 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_950),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 22_150),
         ("lines of proxy", lines("proxy"), 10_100),
         ("lines of tests", lines("tests"), 65_310),
         ("lines of benchmarks", lines("benchmarks"), 3_624),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import socket
 import statistics
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +115,18 @@ class Meter:
         return turn
 
 
+def let_libzmq_first() -> None:
+    """Under a real-time policy (`chrt -r`): let libzmq's threads of this process interrupt its others, as if
+    they had a core of their own. With two cores they would wait until one of the two engines rests."""
+    policy = os.sched_getscheduler(0)
+    if policy not in (os.SCHED_RR, os.SCHED_FIFO):
+        return
+    above = os.sched_param(os.sched_getparam(0).sched_priority + 1)
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("ZMQbg"):
+            os.sched_setscheduler(int(task.name), policy, above)
+
+
 def await_event(rank: Rank, event: Event) -> float:
     """When this event came, on the monotonic clock: as `harness.wait_for`, without polling, which would take
     the interpreter's lock from the engine. Raises BenchError if it fails or is late."""
@@ -193,6 +207,7 @@ class PacedSide:
         self._forward: Forward | None = None
         self.rank = Rank(hello_of(settings, LAYOUT, cache, links.kind), settings, cache, links)
         self.meter = Meter(self.rank, paced.device.clock.spent)
+        let_libzmq_first()
 
     def table(self, tokens: int) -> list[int]:
         return LAYOUT.table(tokens, self.capacity, self.side)

@@ -258,9 +258,10 @@ class Context:
             return MAX_BURST
         return max(BURST, min(MAX_BURST, BURST_BYTES // max(1, nbytes)))
 
-    def blocks_thread(self, nbytes: int) -> bool:
-        """Whether a copy of so many bytes takes the engine's thread longer than sending what is held."""
-        return self.copies_synchronously and nbytes >= LARGE_COPY
+    def blocks_thread(self, nbytes: int, waits: bool = False) -> bool:
+        """Whether a copy of so many bytes takes the engine's thread longer than sending what is held.
+        `waits`: what is held begins the peer's work, so on a device it goes first, too."""
+        return nbytes >= LARGE_COPY if self.copies_synchronously else waits
 
     def answer(self, connection: Connection, message: AnyMessage) -> bool:
         """Send this at once; False if the connection is gone or its queue is full."""

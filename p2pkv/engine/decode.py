@@ -375,6 +375,8 @@ class Decode:
                     decided = receiver.cancel("P computes it with other weights than D has")
                 case m.Offer():
                     decided = receiver.offer(rank, message, now)
+                    if message.ready and not self._ctx.copies_synchronously:
+                        self._ctx.idle_work.append(partial(receiver.foresee, rank))
                 case m.Sent():
                     decided = receiver.sent(rank, message, now)
                 case m.Failed():

@@ -63,6 +63,12 @@ class ReceivePosted(Effect, frozen=True, eq=False):
     slot: int
 
 
+class PostOthers(Effect, frozen=True, eq=False):
+    """The first of several receives is posted, and its grant is out: post those of the other chunks."""
+
+    peer: PrefillPeer
+
+
 class ReceiveDone(Effect, frozen=True, eq=False):
     """The oldest receive is complete: write its bytes, and call `landed`; or leave it for the next turn."""
 
@@ -524,12 +530,22 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             self._broken(peer, error, now)
 
     def _post(self, peer: PrefillPeer) -> None:
-        """Post receives for announced chunks while there is room; only one if other peers wait, too."""
+        """Post receives for announced chunks while there is room; only one if other peers wait, too. Where
+        nothing was posted, the others once the grant of the first is out: P fills that one meanwhile."""
         link, effects = peer.link, self._ctx.effects
         while link.waiting and (new := link.post()) is not None:
             effects.append(ReceivePosted(peer, new.key, new.chunk, link.number, new.receive.remote_slot))
             if link.waiting and any(other.link.waiting for other in self.active if other is not peer):
                 break
+            if link.waiting and len(link.posted) == 1 and self._ctx.blocks_thread(new.chunk.nbytes, True):
+                effects.append(PostOthers(peer))
+                break
+
+    def post_others(self, effect: PostOthers, now: float) -> None:
+        try:
+            self._post(effect.peer)
+        except LinkError as error:
+            self._broken(effect.peer, error, now)
 
     def _arrive(self, peer: PrefillPeer) -> None:
         if (receiving := peer.link.next_arrived()) is not None:

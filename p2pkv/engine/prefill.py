@@ -6,7 +6,7 @@ It calls the ranks of D (`to_decode`), and is called by none of them: see `effec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -381,10 +381,21 @@ class Prefill:
         send = entry.sender.sends.get(peer.hello.rank)
         if send is None or entry.sender.prompt.ended or not send.awaits_grant(chunk):
             return
+        self._prepare_pieces(entry, peer, chunk.pieces)
+
+    def _prepare_pieces(self, entry: PromptEntry, peer: DecodePeer, pieces: Sequence[m.Piece]) -> None:
         with contextlib.suppress(ValueError):  # the gather raises it, too
-            for piece in chunk.pieces:
+            for piece in pieces:
                 ours, layers, tokens, heads = self._rectangle(peer, piece)
                 ours.prepare(layers, tokens, heads, entry.blocks)
+
+    def _prepare_all(self, entry: PromptEntry, peer: DecodePeer, limit: int) -> None:
+        """D may ask for this prompt with grants: prepare the gathers, as if it had none of the prompt."""
+        send = entry.sender.sends.get(peer.hello.rank)
+        if send is None or send.cutter is not None or entry.sender.prompt.ended:
+            return
+        for pieces in entry.sender.foresee(send, limit):
+            self._prepare_pieces(entry, peer, pieces)
 
     def sent(self, effect: to_decode.SendDue, now: float) -> None:
         """The link launches this send after its `Sent` message: send D what it holds."""
@@ -453,8 +464,12 @@ class Prefill:
                 case state_machine.SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
                         effects.append(SendMessage(peer, message))
-                        if isinstance(message, m.Chunk) and not self._ctx.copies_synchronously:
+                        if self._ctx.copies_synchronously:
+                            continue
+                        if isinstance(message, m.Chunk):
                             self._ctx.idle_work.append(partial(self._prepare, entry, peer, message))
+                        elif isinstance(message, m.Offer) and message.ready:
+                            self._ctx.idle_work.append(partial(self._prepare_all, entry, peer, message.ready))
                 case state_machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
                         self._ranks.order(peer, entry.sender.key, each, now)

@@ -276,6 +276,11 @@ class OutboundLink:
         """Whether a send is due whose `Sent` message has not gone out."""
         return bool(self.pending) and self.pending[0].due
 
+    @property
+    def idle(self) -> bool:
+        """Whether no send has been launched that D has not taken yet."""
+        return len(self.flights) == len(self.pending)
+
     def launch(self) -> None:
         """The `Sent` message of the oldest send has just gone out: launch that send. Raises LinkError."""
         if self.announcing and self._outbound is not None:
@@ -364,13 +369,13 @@ class DecodePeer:
         self.unconfirmed.pop((key, attempt), None)
 
     def go_on(self) -> None:
-        """Have D sent the `Sent` messages of the sends that the link may launch, and the next send filled: if
-        that holds up this thread, only once those have gone out, so that D writes one while the next is
-        gathered. Raises LinkError."""
+        """Have D sent the `Sent` messages of the sends that the link may launch, and the next send filled.
+        Where nothing is on the wire, and if that holds up this thread, only once those have gone out: so D
+        writes one while the next is gathered. Raises LinkError."""
         ctx = self.link.ctx
         while (due := self.link.next_due()) is not None:
             ctx.effects.append(SendDue(self, due))
-        if self.link.announcing and ctx.blocks_thread(self.link.next_bytes):
+        if self.link.announcing and ctx.blocks_thread(self.link.next_bytes, self.link.idle):
             return
         if self.burst and (found := self.link.next_send()) is not None:
             self.burst -= 1

@@ -16,7 +16,7 @@ from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch
 from p2pkv.device import launch_call
 from p2pkv.kv.checksum import FOLD, Checksum, digest_by_torch
 from p2pkv.kv.host import HostCopier, RowLists, columns_on_host, flat_bytes, grid
-from p2pkv.kv.layouts import Columns, Cut, LayerPages, Rows, Span, runs_of, spans_of
+from p2pkv.kv.layouts import Bounds, Columns, Cut, LayerPages, Rows, Span, runs_of, spans_of
 from p2pkv.kv.uploads import Digests, Uploads
 
 log = logging.getLogger("p2pkv")
@@ -41,6 +41,7 @@ FULL_LINE = 8
 """Lanes that must stand side by side before a thread takes a second access: 128 bytes of 16 each."""
 
 MAX_ROWS = 1 << 31
+ADDRESS_BYTES = 8
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCKS_PER_PROCESSOR = 8
@@ -178,6 +179,17 @@ def kernel_names() -> list[str]:
     return [*(f"p2pkv_{what}_{width}" for what in ("gather", "scatter") for width in WIDTHS), "p2pkv_digest"]
 
 
+class KernelForm(NamedTuple):
+    """What the launches of some cuts have in common: the kernel's name, lanes and rows of a block of threads,
+    runs of a unit, the address of the layers' addresses, and the kernel's last arguments."""
+
+    kernel: str
+    threads: tuple[int, int]
+    beside: int
+    layers: int
+    strides: tuple[int, ...]
+
+
 class KernelCopier:
     """Copies rectangles of the given layers with kernels; `keep`: what owns the layers' memory.
 
@@ -202,6 +214,7 @@ class KernelCopier:
             span.first: torch.from_numpy(span.steps + span.pages.offset).to(self._device)
             for span in self.spans
         }
+        self._forms: dict[tuple[str, int, Bounds, int, int], KernelForm] = {}
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         self._copy("gather", span, cut, out)
@@ -233,23 +246,32 @@ class KernelCopier:
         self._launcher.launch("p2pkv_digest", blocks, (THREADS, 1), (address, nbytes, total.data_ptr()))
 
     def _copy(self, way: str, span: Span, cut: Cut, dense: torch.Tensor) -> None:
-        pages, table = span.pages, self.upload(cut.table)
-        beside, run = runs_of(span, cut)
+        address, pages = dense.data_ptr(), span.pages
+        kind = way, span.first, cut.heads, cut.row_bytes, address % WIDTHS[0]
+        if (form := self._forms.get(kind)) is None:
+            form = self._forms[kind] = self._form(way, span, cut, address)
         units = cut.units[1] - cut.units[0]
-        rows = (cut.layers[1] - cut.layers[0]) * units * beside
+        rows = (cut.layers[1] - cut.layers[0]) * units * form.runs_per_unit
         assert rows < MAX_ROWS, "no staging holds so many rows"
-        width = width_of(span, cut, dense.data_ptr())
-        lanes = lanes_for(run // width)
-        high = THREADS // lanes
-        layers = self._layers[span.first]
         args = (
-            dense.data_ptr(),
-            layers.data_ptr() + (cut.layers[0] - span.first) * layers.element_size(),
-            table.data_ptr(),
+            address,
+            form.layers + (cut.layers[0] - span.first) * ADDRESS_BYTES,
+            self.upload(cut.table).data_ptr(),
             rows,
             units,
-            beside,
+            form.runs_per_unit,
             cut.units[0] % pages.block_units,
+            *form.strides,
+        )
+        blocks = min(-(-rows // form.threads[1]), self._launcher.most_blocks)
+        self._launcher.launch(form.kernel, blocks, form.threads, args)
+
+    def _form(self, way: str, span: Span, cut: Cut, address: int) -> KernelForm:
+        """What the launches of cuts like this one have in common."""
+        pages, (beside, run) = span.pages, runs_of(span, cut)
+        width = width_of(span, cut, address)
+        lanes = lanes_for(run // width)
+        strides = (
             pages.block_units,
             pages.units,
             pages.ratio,
@@ -259,8 +281,8 @@ class KernelCopier:
             cut.heads[0] * pages.head_stride,
             run // width,
         )
-        blocks = min(-(-rows // high), self._launcher.most_blocks)
-        self._launcher.launch(f"p2pkv_{way}_{width}", blocks, (lanes, high), args)
+        layers = self._layers[span.first].data_ptr()
+        return KernelForm(f"p2pkv_{way}_{width}", (lanes, THREADS // lanes), beside, layers, strides)
 
 
 def width_of(span: Span, cut: Cut, dense: int) -> int:

@@ -20,7 +20,7 @@ import torch
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
-from p2pkv.links.gpu import CudaDevice, DevicePool, HelperThreads, PollTimer, wait_out
+from p2pkv.links.gpu import MAX_TENSORS, CudaDevice, DevicePool, HelperThreads, PollTimer, wait_out
 from p2pkv.links.ipc_socket import (
     COMMITTED,
     GOODBYE,
@@ -52,7 +52,17 @@ class MappedBlock:
     """All of a peer's memory, as this process sees it. Tensors of it keep it mapped."""
 
     def __init__(self, bytes_: torch.Tensor) -> None:
-        self.bytes = bytes_
+        self._bytes = bytes_
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] over a slot. Slots come again, so tensors are kept: torch takes long for one."""
+        place = offset, nbytes
+        if (tensor := self._tensors.get(place)) is None:
+            if len(self._tensors) >= MAX_TENSORS:
+                self._tensors.clear()
+            tensor = self._tensors[place] = self._bytes[offset : offset + nbytes]
+        return tensor
 
 
 @dataclass
@@ -298,7 +308,7 @@ class IpcOutbound(GuardedOutbound):
         offset = from_remote_slot(remote_slot, self._next, self.guard)
         if offset + nbytes > self._nbytes:
             raise self.guard.fail(f"remote slot {remote_slot} lies outside D's {self._nbytes} bytes")
-        send = IpcSend(self, self._next, self._block.bytes[offset : offset + nbytes])
+        send = IpcSend(self, self._next, self._block.tensor(offset, nbytes))
         self._next += 1
         self._unannounced.append(send)
         return send

@@ -29,6 +29,7 @@ PROTOCOL_VERSION = 5
 OPTIONAL = "?"
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
+MAX_CUT = 16
 MAX_GROUPS = 64
 _LONGEST_REASON = 2048
 _DEEPEST = 32
@@ -249,30 +250,6 @@ class PrefetchOffer(Message, frozen=True, tag="Ahead"):
     digest: Digest
 
 
-class Offer(TransferMessage, frozen=True, tag="Offer"):
-    """P to D: the prefill of this prompt has begun. `generation`: of the weights, "": those of P's start."""
-
-    tokens: Count
-    digest: Digest
-    generation: Name
-
-
-class Want(TransferMessage, frozen=True, tag="Want"):
-    """D to P: send me the KV of tokens [start, stop); an empty range releases P.
-
-    `prefetch`: no request has come for it yet, so keep the blocks, until the same is wanted without it; with
-    an empty range I have let go of it, as if I had never asked.
-    """
-
-    start: Count
-    stop: Count
-    prefetch: bool = msgspec.field(default=False, name="ahead")
-
-    @property
-    def empty(self) -> bool:
-        return self.stop <= self.start
-
-
 class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A rectangle of a KV group: global layers [layer, layer_stop) x tokens [start, stop), all heads of the
     edge. In a group with one row per request `tokens` are [0, 1). Where context parallelism divides the
@@ -285,12 +262,48 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     stop: Count
 
 
+Pieces = Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+
+
+class Offer(TransferMessage, frozen=True, tag="Offer"):
+    """P to D: the prefill of this prompt has begun. `generation`: of the weights, "": those of P's start.
+
+    `ready`: all of it is computed, and D may cut what it wants into chunks of at most so many bytes itself.
+    P then offers it again, if D has not said yet what it wants.
+    """
+
+    tokens: Count
+    digest: Digest
+    generation: Name
+    ready: ChunkBytes | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?ready")
+
+
+class Want(TransferMessage, frozen=True, tag="Want"):
+    """D to P: send me the KV of tokens [start, stop); an empty range releases P.
+
+    `prefetch`: no request has come for it yet, so keep the blocks, until the same is wanted without it; with
+    an empty range I have let go of it, as if I had never asked. `cut`: the pieces of the first chunks, as if
+    P had announced them: D grants them without being asked. Only after an offer that was `ready`.
+    """
+
+    start: Count
+    stop: Count
+    prefetch: bool = msgspec.field(default=False, name="ahead")
+    cut: Annotated[tuple[Pieces, ...], Meta(max_length=MAX_CUT)] | msgspec.UnsetType = msgspec.field(
+        default=msgspec.UNSET, name="?cut"
+    )
+
+    @property
+    def empty(self) -> bool:
+        return self.stop <= self.start
+
+
 class Chunk(TransferMessage, frozen=True, tag="Chunk"):
     """P to D: message number `chunk` of this transfer is ready to be gathered; may I send it?"""
 
     chunk: Small
     nbytes: ChunkBytes
-    pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+    pieces: Pieces
 
 
 class Grant(TransferMessage, frozen=True, tag="Grant"):

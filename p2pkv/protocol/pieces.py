@@ -24,6 +24,9 @@ from p2pkv.protocol.state_machine import RemoteProtocolError
 WIDEST = 16
 """Bytes that a thread of a GPU reads or writes at once, at the most."""
 
+Cut = tuple[int, tuple[Piece, ...]]
+"""Bytes and pieces of a chunk."""
+
 Computed = Mapping[int, Sequence[int]]
 """By KV group: for each layer of an extent, how many of the prompt's first tokens have been computed."""
 
@@ -162,9 +165,7 @@ class Cutter:
         }
         self._again: list[Piece] = []
 
-    def chunks(
-        self, computed: Computed, limit: int, flush: bool, most: int
-    ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    def chunks(self, computed: Computed, limit: int, flush: bool, most: int) -> Iterator[Cut]:
         """The bytes and pieces of at most so many chunks of `limit` bytes, and with `flush` of the rest."""
         if not self.left:
             return
@@ -175,7 +176,28 @@ class Cutter:
             yield nbytes, pieces
             left, most = left - nbytes, most - 1
 
-    def _cut(self, ready: deque[Piece], limit: int) -> tuple[int, tuple[Piece, ...]]:
+    def whole(self, tokens: int, limit: int, most: int) -> Iterator[Cut]:
+        """`chunks` of a prompt of which all tokens, so many, are computed."""
+        groups = self.extents.by_group.items()
+        computed = {group: (tokens,) * (extent.layer_stop - extent.layer) for group, extent in groups}
+        return self.chunks(computed, limit, flush=True, most=most)
+
+    def take(self, pieces: tuple[Piece, ...], limit: int) -> int:
+        """D has cut these from the front of what was never announced, at most `limit` bytes (one row at the
+        least); bytes of them. Raises RemoteProtocolError for others."""
+        total = self.extents.check(pieces)
+        if total > max(limit, self.extents.by_group[pieces[0].group].row):
+            raise RemoteProtocolError(f"a chunk of {total} bytes was cut where {limit} are allowed")
+        for piece in pieces:
+            announced, first = self._announced[piece.group], self.extents.by_group[piece.group].layer
+            layers = slice(piece.layer - first, piece.layer_stop - first)
+            if announced[layers].count(piece.start) < piece.layer_stop - piece.layer:
+                raise RemoteProtocolError(f"{piece} does not follow what was announced before")
+            announced[layers] = [piece.stop] * (piece.layer_stop - piece.layer)
+        self.left -= total
+        return total
+
+    def _cut(self, ready: deque[Piece], limit: int) -> Cut:
         """A chunk of up to `limit` bytes (one row at the least) from the front of these pieces. Those whose
         rows are aligned best come first, so that a GPU may read and write each as widely as its rows
         allow."""

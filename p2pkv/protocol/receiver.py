@@ -14,9 +14,22 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import lcm
 
+from msgspec import UNSET
+
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Coverage
+from p2pkv.protocol.messages import (
+    MAX_CUT,
+    MAX_PIECES,
+    Cancel,
+    Chunk,
+    Done,
+    Failed,
+    Offer,
+    Piece,
+    Sent,
+    Want,
+)
+from p2pkv.protocol.pieces import Coverage, Cut, Cutter, Extents
 from p2pkv.protocol.state_machine import (
     Decision,
     Finished,
@@ -76,11 +89,13 @@ class _Announced:
 
 @dataclass
 class Source:
-    """What one rank of P has been asked for and has sent. `last_heard`: when its last message came."""
+    """What one rank of P has been asked for and has sent. `last_heard`: when its last message came. `ready`:
+    it has all of it, and takes chunks of so many bytes that this rank has cut; 0: it announces them."""
 
     assignment: Assignment
     last_heard: float
     offered: bool = False
+    ready: int = 0
     _coverage: Coverage | None = None
     _next: int = 0
     """The number of the next chunk. P counts up, so a smaller number has been seen before."""
@@ -89,6 +104,8 @@ class Source:
     """Of `chunks`, those that P has not sent."""
     _stored_bytes: int = 0
     """Of chunks that have arrived and wait for blocks."""
+    _foreseen: tuple[Extents, int, list[Cut]] | None = None
+    """What is likely to be wanted, and how it is cut into chunks of so many bytes."""
 
     @property
     def satisfied(self) -> bool:
@@ -104,6 +121,28 @@ class Source:
         """It is asked for its part of tokens [start, stop)."""
         self._coverage = Coverage(self.assignment.extents(start, stop))
         self.last_heard = now
+
+    def foresee(self, tokens: int) -> None:
+        """Cut what is likely to be wanted of a prompt of so many tokens: all but the last one."""
+        if self.ready and self._coverage is None:
+            extents = self.assignment.extents(0, tokens - 1)
+            self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, MAX_CUT))
+
+    def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[Chunk]:
+        """The first chunks of what it has just been asked for, as it would announce them; [] if it has to.
+        `tokens`: of the prompt."""
+        if not self.ready or self._coverage is None:
+            return []
+        extents, cuts, chunks, count = self._coverage.extents, None, list[Chunk](), 0
+        if self._foreseen is not None and self._foreseen[:2] == (extents, self.ready):
+            cuts = self._foreseen[2]
+        for nbytes, pieces in cuts or Cutter(extents).whole(tokens, self.ready, MAX_CUT):
+            count += len(pieces)
+            if count > MAX_PIECES:
+                break
+            chunks.append(Chunk(key, attempt, len(chunks), nbytes, pieces))
+            self.announced(chunks[-1], now)
+        return chunks
 
     def announced(self, message: Chunk, now: float) -> bool:
         """Take note of a chunk; False if it was announced before. Raises RemoteProtocolError."""
@@ -253,7 +292,10 @@ class Receiver:
             # Of rows for several tokens a short prompt has none.
             none = source.complete and not self.prefetch
             wanted = (0, 0) if none else (start, stop)
-            out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.prefetch)))
+            chunks = [] if none else source.cut(self.key, self.attempt, self.tokens, now)
+            cut = tuple(chunk.pieces for chunk in chunks) or UNSET
+            out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.prefetch, cut)))
+            out += [Post(rank, chunk) for chunk in chunks]
         return out
 
     def _completed(self) -> list[Decision]:
@@ -284,7 +326,10 @@ class Receiver:
 
     def offer(self, rank: int, message: Offer, now: float) -> list[Decision]:
         source = self._source(rank, message.attempt)
-        if source is None or source.offered:
+        if source is None:
+            return []
+        source.ready = message.ready or 0
+        if source.offered:
             return []
         if message.tokens != self.tokens or message.digest != self.digest:
             return self.cancel(
@@ -305,6 +350,11 @@ class Receiver:
             self.load.local(LoadEvent.PREFETCHING)
             return self._ask(0, self.tokens, now)
         return []
+
+    def foresee(self, rank: int) -> None:
+        """This rank of P is ready, and D may have a moment before the request has blocks."""
+        if not self.load.ended and rank in self.sources:
+            self.sources[rank].foresee(self.tokens)
 
     def held(self, rank: int, now: float) -> None:
         """P's rank vouches that it knows this transfer."""

@@ -13,8 +13,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from msgspec import UNSET, UnsetType
+
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
+from p2pkv.protocol.messages import (
+    MAX_CUT,
+    Cancel,
+    Chunk,
+    Done,
+    Failed,
+    Grant,
+    Offer,
+    Piece,
+    Sent,
+    Want,
+)
 from p2pkv.protocol.pieces import Computed, Cutter
 from p2pkv.protocol.state_machine import (
     Decision,
@@ -115,6 +128,7 @@ class SendState:
     Attributes:
         layers: by KV group, the numbers on this rank of the layers that it owes.
         limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
+        ready: the most bytes of a chunk that D's rank cuts itself; 0 while it may not.
         gone: that rank has restarted or broken the protocol; the next one is another rank.
         cutter: what of the tokens that it wants has not been announced yet; None before it has said which.
         announced: bytes and pieces of each chunk that has not been sent.
@@ -126,6 +140,7 @@ class SendState:
     limit: int
     last_heard: float
     machine: Machine[SendPhase, SendEvent]
+    ready: int = 0
     gone: bool = False
     cutter: Cutter | None = None
     _chunks: int = 0
@@ -133,12 +148,18 @@ class SendState:
     _granted: set[int] = field(default_factory=set)
 
     def want(self, message: Want) -> None:
-        """D's rank says which tokens. Raises RemoteProtocolError if it said something else before."""
+        """D's rank says which tokens, and perhaps has cut chunks of them, which count as announced. Raises
+        RemoteProtocolError if it said something else before, or may not have cut them so."""
         extents = self.assignment.extents(message.start, message.stop)
         if self.cutter is not None and self.cutter.extents != extents:
             raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.extents}")
+        if message.cut and (self.cutter is not None or not self.ready):
+            raise RemoteProtocolError(f"{message} cuts what was cut before, or is not ready")
         self.machine.remote(SendEvent.PREFETCHING if message.prefetch else SendEvent.WANT)
         self.cutter = self.cutter or Cutter(extents)
+        for pieces in message.cut or ():
+            self.announced[self._chunks] = self.cutter.take(pieces, self.ready), pieces
+            self._chunks += 1
 
     def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
         """Chunks to announce now: full ones, and with `flush` the rest."""
@@ -233,7 +254,7 @@ class Sender:
         if self.prompt.state is PromptPhase.OFFERED and min(self._computed) >= self.tokens:
             self.prompt.local(PromptEvent.COMPLETE)
             self._since = self._moved = now
-            return self.flush()
+            return [*self._offer_ready(), *self.flush()]
         return self._announce_all(flush=False)
 
     def serves(self, ranks: frozenset[int]) -> None:
@@ -309,7 +330,10 @@ class Sender:
     def _renew(self, rank: int, send: SendState, limit: int, now: float) -> list[Decision]:
         opened = limit > 0 and not send.limit
         send.last_heard, send.limit = now, limit or send.limit
-        return self._announce(rank, send, flush=opened or self.prompt.state is PromptPhase.COMPUTED)
+        computed = self.prompt.state is PromptPhase.COMPUTED
+        if opened and computed and send.cutter is None:
+            return [self._offer(rank, send)]
+        return self._announce(rank, send, flush=opened or computed)
 
     @property
     def awaited(self) -> bool:
@@ -332,6 +356,8 @@ class Sender:
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
             )
         send.want(message)
+        if message.cut:  # the rest once the first of these is on its way, which D waits for
+            return self._settle()
         return self._announce(rank, send, flush=True) + self._settle()
 
     def _let_go(self, rank: int, message: Want) -> list[Decision]:
@@ -481,7 +507,23 @@ class Sender:
             self._withdrawn[rank] = send
 
     def _offer(self, rank: int, send: SendState) -> Decision:
-        return SendTo(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation))
+        ready: int | UnsetType = UNSET
+        if self.prompt.state is PromptPhase.COMPUTED and send.limit:
+            send.ready = min(self.terms.chunk_bytes, send.limit)
+            ready = send.ready or UNSET
+        return SendTo(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation, ready))
+
+    def foresee(self, send: SendState, limit: int) -> Iterator[tuple[Piece, ...]]:
+        """The pieces of the first chunks that this rank of D is likely to want, cut as it would cut them: all
+        of the prompt but its last token."""
+        extents = send.assignment.extents(0, self.tokens - 1)
+        yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, MAX_CUT))
+
+    def _offer_ready(self) -> Iterator[Decision]:
+        """All of it is computed: ranks of D that have not said what they want may ask with grants now."""
+        for rank, send in self._open():
+            if send.cutter is None and send.limit:
+                yield self._offer(rank, send)
 
     def _announce_all(self, flush: bool) -> list[Decision]:
         out: list[Decision] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
+
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
@@ -81,8 +83,9 @@ def chunk(number: int, *pieces: Piece, attempt: int = 1) -> Chunk:
     return Chunk(KEY, attempt, number, ROW * rows, pieces)
 
 
-def offer(attempt: int = 1) -> Offer:
-    return Offer(KEY, attempt, TOKENS, DIGEST, "")
+def offer(attempt: int = 1, ready: bool = False) -> Offer:
+    """`ready`: it is computed, and D may cut it."""
+    return Offer(KEY, attempt, TOKENS, DIGEST, "", TERMS.chunk_bytes if ready else UNSET)
 
 
 def sent(number: int, filler: bool = False, attempt: int = 1) -> Sent:

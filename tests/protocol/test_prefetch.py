@@ -70,7 +70,7 @@ def test_what_d_has_said_before_it_heard_of_that_brings_nothing_back(how: str) -
     assert rig.grant(0, nbytes) == [Transmit(0, grant(0, nbytes), ())]
     assert rig.want(0, TOKENS) == rig.done() == []
     assert rig.states == (PromptPhase.COMPUTED, [])
-    assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
+    assert rig.claim(attempt=2) == [SendTo(0, offer(2, ready=True))]
 
 
 def test_a_later_claim_is_not_touched_by_words_about_an_earlier_one() -> None:

@@ -69,7 +69,7 @@ def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     assert rig.carry(rig.want(rank=0)) == [SendTo(0, sent(0))]
     assert rig.done(0) == [] and rig.sender.flush() == []
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.DONE])
-    assert rig.claim(1) == [SendTo(1, offer())]
+    assert rig.claim(1) == [SendTo(1, offer(ready=True))]
     assert rig.carry(rig.want(0, 4, rank=1)) == [SendTo(1, sent(0)), Released(), Finished(True)]
 
 

@@ -124,7 +124,7 @@ def test_a_d_that_has_restarted_is_not_taken_for_the_one_before() -> None:
         assert not rig.sender.vouches(0, 1)
         effect = rig.claim(attempt=1)[0]
         assert isinstance(effect, SendTo) and isinstance(effect.message, Failed)
-        assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
+        assert rig.claim(attempt=2) == [SendTo(0, offer(2, ready=rig.states[0] is PromptPhase.COMPUTED))]
 
 
 def test_a_later_attempt_takes_the_place_of_the_one_before() -> None:

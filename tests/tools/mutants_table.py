@@ -31,7 +31,14 @@ _edges: a rank of P is taken to hold all tokens of its heads
 == p2pkv/interleave.py > tests/connector/test_context_parallel.py
 Part.positions: a rank's own tokens are numbered as if single ones took turns
 ~ tokens // self.cycle * self.run + tokens % self.run => tokens // self.ranks
-== p2pkv/protocol/pieces.py > tests/engine/test_many_ranks.py::test_context_parallel_ranks
+== p2pkv/protocol/pieces.py > tests/protocol/test_cut.py
+Cutter.take: P takes a cut of D's into larger chunks than it offered
+~ if total > max(limit, self.extents.by_group[pieces[0].group].row): => if False:
+Cutter.take: P refuses a row of D's cut that is larger than a chunk
+~ max(limit, self.extents.by_group[pieces[0].group].row) => limit
+Cutter.take: P takes a cut of D's that overlaps what was announced
+~ if announced[layers].count(piece.start) < piece.layer_stop - piece.layer: => if False:
+> tests/engine/test_many_ranks.py::test_context_parallel_ranks
 Extent.sendable: common tokens count as computed when as many tokens of the prompt are
 ~ computed = self.tokens.count(computed) => pass
 > tests/protocol/test_pieces.py
@@ -169,13 +176,23 @@ P2pKvConnector._skip_next_wait: the engine core sleeps although it has just had 
 > tests/connector/test_decode_side.py
 P2pKvConnector.has_pending_push_work: a pause that keeps requests does not wait for KV that comes in
 ~ self.consumer is not None and self.consumer.loads => False
-== p2pkv/protocol/receiver.py > tests/virtual/test_engine_cores.py
+== p2pkv/protocol/receiver.py > tests/protocol/test_cut.py
+Source.cut: what was foreseen is cut, whatever is wanted
+~ self._foreseen is not None and self._foreseen[:2] == (extents, self.ready) => self._foreseen is not None
+Receiver.offer: a D that was offered a prompt before never learns that it is ready
+~ source.ready = message.ready or 0 => source.ready = source.ready if source.offered else message.ready or 0
+> tests/virtual/test_engine_cores.py
 Receiver._bound: a request that D never admits waits without end (K3)
 ~ return None if self.prefetch or self._idle else self.waits_since + self.terms.wait => return None
 > tests/protocol/test_receiver_faults.py
 Source.announced: D counts chunks that P has sent against what P may announce
 ~ self._unsent >= MAX_CHUNKS => len(self.chunks) >= MAX_CHUNKS
-== p2pkv/protocol/sender.py > tests/virtual/test_engine_cores.py
+== p2pkv/protocol/sender.py > tests/protocol/test_cut.py
+Sender._offer: P says of a prompt that it computes that D may cut it
+~ self.prompt.state is PromptPhase.COMPUTED and send.limit => send.limit
+Sender._renew: D is not told that a prompt is ready when the link comes up
+~ if opened and computed and send.cutter is None: => if False:
+> tests/virtual/test_engine_cores.py
 Sender.kept_until: P keeps blocks for as long as any D claims them (K3)
 ~ end = self._moved + self.terms.wait => end = self._moved + 1e9
 Sender.kept_until: a paused P keeps blocks for a D that takes nothing (K3)
@@ -509,6 +526,11 @@ _planes: an indexer's keys and scales are taken to lie together
 == p2pkv/engine/from_prefill.py > tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
 InboundLink.post: admitted requests wait behind what comes ahead
 ~             self._admitted_first() =>             pass
+> tests/engine/test_cost.py
+PrefillPeers._post: the first grant waits until all receives are posted
+- effects.append(PostOthers(peer))
+- break
++ pass
 == p2pkv/pairing.py > tests/unit/test_pairing.py
 transfer_key: the tag of a pair is constant
 ~ return f"pair:{pair.unique}:{tag}/{prompt}" => return f"pair:{pair.unique}:0/{prompt}"

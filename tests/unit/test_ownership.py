@@ -175,6 +175,7 @@ TRANSFER = {
 }
 """Messages of a transfer."""
 SEVERAL = {
+    "Chunk": {"protocol/receiver.py", "protocol/sender.py"},  # D cuts a prompt that is computed
     "Failed": {"engine", "protocol/sender.py"},  # P may know of no transfer at all
     "Sent": {"engine", "protocol/sender.py"},  # a chunk of filler, for a transfer that has ended
 }
