@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -29,8 +30,8 @@ from p2pkv.connector.block_quota import BlockQuota, HeldBlocks
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import Layers
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
-from p2pkv.connector.idle_steps import FIRST_WAIT, IDLE_SLEEP, PREFETCHED_WAIT, IdleBackoff
-from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerMetadata
+from p2pkv.connector.idle_steps import FIRST_WAIT, IDLE_SLEEP, IdleBackoff, Said, WakeupSender
+from p2pkv.connector.metadata import EarlyLoad, P2pKvMetrics, P2pKvStats, StepMetadata, WorkerMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.weights import Generation, forget_prefixes
 from p2pkv.connector.worker import Worker
@@ -139,7 +140,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.producer = ProducerScheduler(pairs, tables, held, config.max_concurrent_batches, for_prompts)
         if options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            self.consumer = ConsumerScheduler(pairs, options.engine_ranks, recompute, tables, for_loads)
+            self.consumer = ConsumerScheduler(
+                pairs, options.engine_ranks, recompute, tables, for_loads, options.lease_seconds / 2
+            )
             patches.DEFERRAL.install(options.skip_patches)
             patches.PAUSED_LOADS.install(options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
@@ -258,11 +261,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         patches.SPIN_WAIT.idle = meta.idle = pause > 0
         if wakeup_address:
             patches.ENGINE_CORE.seconds = pause
-            meta.wakeup_address = "" if meta.work else wakeup_address
+            meta.wakeup_address = wakeup_address
         else:
             meta.idle_wait = pause
-        if meta.prefetched and self._backoff.no_tokens_in_flight:
-            meta.idle_wait = PREFETCHED_WAIT
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -274,12 +275,20 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self.producer is not None:
             self.producer.reported(sent)
         if self.consumer is not None:
-            withheld = self.consumer.reported(metadata, received, connector_output.failed_recving)
+            early = isinstance(connector_output, EarlyLoad)
+            withheld = self.consumer.reported(metadata, received, connector_output.failed_recving, early)
             connector_output.finished_recving = received - withheld or None
+
+    def hear(self, said: Said) -> str | None:
+        """All ranks have said it; the request whose load has ended, if that was not known."""
+        if self.consumer is None or said.number:
+            return None if self.consumer is None else self.consumer.loading(said.number)
+        self.consumer.kept(said.key, said.tokens, said.digest, time.monotonic())
+        return None
 
     def _skip_next_wait(self) -> None:
         """Something has changed: the next step comes without a pause."""
-        self._outputs_changed = True
+        self._outputs_changed = patches.ENGINE_CORE.changed = True
         patches.ENGINE_CORE.seconds = 0.0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -349,7 +358,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is None:
             # With micro-batches a layer's hook comes once for each of them.
             hooks = not config.parallel_config.use_ubatching
-            self.worker = Worker(rank, layers.indices, cache.device, hooks)
+            wakeup_address = WakeupSender(number, options.engine_ranks)
+            self.worker = Worker(rank, layers.indices, cache.device, hooks, wakeup_address)
         else:
             self.worker.wake(rank)
         if options.prefills:
@@ -434,7 +444,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing: loads were handed over in bind_connector_metadata, before the forward."""
+        """Loads were handed over in bind_connector_metadata, before the forward."""
+        if self.worker is not None:
+            self.worker.load_now()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request is not scheduled before all of its layers have come."""
@@ -452,6 +464,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.results() if self.worker is not None else KVConnectorTransferResults()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.loads.spoilt() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         return self.worker.worker_metadata() if self.worker is not None else None

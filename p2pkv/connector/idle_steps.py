@@ -7,7 +7,14 @@ docs/design.md, "Idle steps", has the whole.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import struct
+
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, encode
+
+from p2pkv.engine.commands import Event, Kept, Loaded
 
 FIRST_WAIT = 0.001
 """Seconds that the workers of the first idle step may wait. Each further step may wait twice as long."""
@@ -15,9 +22,8 @@ FIRST_WAIT = 0.001
 IDLE_SLEEP = 0.03
 """Seconds after which a sleeping engine core steps all the same. Requests and events wake it before."""
 
-PREFETCHED_WAIT = 0.002
-"""Seconds that a step may wait that computes nothing and loads KV that is on D already: another step would
-take about as long."""
+VLLM_REST = 0.001
+"""Seconds for which vLLM's engine core sleeps after each step that computes nothing."""
 
 MAX_SLEEP_MS = 4
 """Milliseconds after which a sleeping process looks by itself, since vLLM's wake-ups can be lost."""
@@ -35,11 +41,6 @@ class IdleBackoff:
         self._batches = batches
         self._empty = 0
         self._last = 0.0
-
-    @property
-    def no_tokens_in_flight(self) -> bool:
-        """Whether no step with tokens is out, the latest included."""
-        return self._empty >= self._batches
 
     def step(
         self, first: float, longest: float, *, tokens: bool, awaited: bool, changed: bool, woken: bool = False
@@ -66,19 +67,69 @@ class IdleBackoff:
         return self._last
 
 
-class WakeupSender:
-    """A worker's end of what wakes the sleeping engine core. For any thread."""
+MAX_SAID = 1024
+"""Bytes."""
 
-    def __init__(self) -> None:
+
+class Said(Struct, frozen=True, array_like=True):
+    """What a bell may say: this rank has all of the load of that number, which the engine core has given it,
+    or (0) of a prompt that waits here for its request: `commands.Kept`."""
+
+    rank: int
+    ranks: int
+    number: int
+    key: str
+    tokens: int = 0
+    digest: bytes = b""
+
+
+_said = Decoder(Said)
+_CREDENTIALS = struct.Struct("iII")
+"""Of the sender, as the kernel fills them in: process, user, group."""
+
+
+def hears(bells: socket.socket) -> None:
+    """Make a socket one for `heard`. Raises OSError."""
+    bells.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+
+
+def heard(bells: socket.socket) -> Said | None:
+    """Wait for a bell to ring; what it says, if it says something, and is a process of our user's."""
+    data, ancillary, _, _ = bells.recvmsg(MAX_SAID, socket.CMSG_SPACE(_CREDENTIALS.size))
+    users = [_CREDENTIALS.unpack(each)[1] for _, kind, each in ancillary if kind == socket.SCM_CREDENTIALS]
+    if not data or users != [os.getuid()]:
+        return None
+    try:
+        return _said.decode(data)
+    except MsgspecError:
+        return None
+
+
+class WakeupSender:
+    """A worker's end of what wakes the resting engine core. Any thread may ring.
+
+    A load that has ended is also said, and the engine core need not learn of it by a step. The step's result
+    reports it all the same, as a bell may not be heard.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks = rank, ranks
+        self.resting = True
+        """Whether the engine core may rest, so that it must be woken for any other news."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = ""
         """Where the engine core listens (`vllm_patches.EngineCore.address`); "" while it does not sleep."""
 
-    def send(self) -> None:
+    def send(self, event: Event) -> None:
         """Does not wait. A failure is no error: the engine core wakes by itself after IDLE_SLEEP."""
-        if self.address:
+        said = b""
+        if isinstance(event, Loaded) and event.number:
+            said = encode(Said(self._rank, self._ranks, event.number, ""))
+        elif isinstance(event, Kept):
+            said = encode(Said(self._rank, self._ranks, 0, event.key, event.tokens, event.digest))
+        if self.address and (said or self.resting) and len(said) <= MAX_SAID:
             with contextlib.suppress(OSError):
-                self._socket.sendto(b"!", self.address)
+                self._socket.sendto(said, self.address)
 
     def close(self) -> None:
         self._socket.close()

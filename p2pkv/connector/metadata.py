@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.outputs import KVConnectorOutput
 
 from p2pkv.engine.commands import Expect, HoldPrompt, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.engine.context import Counters
@@ -51,13 +52,14 @@ class StepMetadata(KVConnectorMetadata):
     idle_wait: float = 0.0
     """Seconds that this step may wait for events of the transfers; 0 unless it is idle."""
     wakeup_address: str = ""
-    """Where to send a wake-up when there are events after this step (`idle_steps.WakeupSender`); "" unless it
-    is idle."""
+    """Where to ring when there is news (`idle_steps.WakeupSender`); "": the engine core does not rest."""
 
     # P
     holds: list[HoldPrompt] = field(default_factory=list)
     offers: list[OfferPrompt] = field(default_factory=list)
     prefills: list[PrefillStep] = field(default_factory=list)
+    quiet: bool = False
+    """No D waits for any of these: P's token goes to the client before D is asked."""
     revoked: list[str] = field(default_factory=list)
     stale: list[tuple[str, str]] = field(default_factory=list)
     """Keys of prompts that were computed with former weights, and why they are not sent any more."""
@@ -71,13 +73,13 @@ class StepMetadata(KVConnectorMetadata):
     """Loads that the workers have reported, which the workers must report again, as failed."""
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
-    prefetched: bool = False
-    """Whether one of these should load what has come ahead of its request."""
+    now: dict[str, list[int]] = field(default_factory=dict)
+    """Keys of those of these loads that this step computes with, and blocks that are no good if one fails."""
     drops: list[EndedRequest] = field(default_factory=list)
 
     def with_loads(self, other: StepMetadata) -> StepMetadata:
         """These orders to P, and those of `other` to D, which are of the same step."""
-        to_d = ("invalidate", "withheld", "expects", "loads", "prefetched", "drops")
+        to_d = ("invalidate", "withheld", "expects", "loads", "now", "drops")
         return replace(self, **{name: getattr(other, name) for name in to_d})
 
     @property
@@ -101,6 +103,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         for request_id, offered in other.begun.items():
             begun[request_id] = begun.get(request_id, []) + offered
         return WorkerMetadata(begun, {**self.failed, **other.failed})
+
+
+class EarlyLoad(KVConnectorOutput):
+    """A load that all ranks have, before the result of a step reports it (`idle_steps.WakeupSender`)."""
 
 
 # What a rank counts, in the forms that vLLM's log and its Prometheus page take.

@@ -8,11 +8,14 @@ and how many of their tokens come from it.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -262,6 +265,7 @@ class ProducerScheduler(ConnectorScheduler):
         prompt.announced = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))
         meta.prefills.append(PrefillStep(table, cached, start, stop))
+        meta.quiet = prompt.handed_on and (meta.quiet or len(meta.prefills) == 1)
 
     def _note_loads(self, output: SchedulerOutput) -> None:
         """Keep in mind which blocks another connector fills during this step."""
@@ -408,15 +412,28 @@ class PendingLoad:
     """Why nothing comes from P; see `ConsumerScheduler.fail`."""
     stale: bool = False
     """The load began before D's weights changed, so that it has to end as failed."""
+    number: int = 0
+    """Of the load."""
+    prompt: tuple[int, bytes] = 0, b""
+    """As in `Expect`."""
+    kept: bool = False
+    """All ranks have its KV, so that the step can load it that computes the rest."""
 
 
 class ConsumerScheduler(ConnectorScheduler):
     """A key is D's from the arrival of its first request until that has ended."""
 
     def __init__(
-        self, pairs: Pairs, world: int, recompute: bool, tables: BlockTables, quota: BlockQuota | None = None
+        self,
+        pairs: Pairs,
+        world: int,
+        recompute: bool,
+        tables: BlockTables,
+        quota: BlockQuota | None = None,
+        keep_seconds: float = 0.0,
     ) -> None:
-        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead."""
+        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead.
+        `keep_seconds`: for so long the ranks do not let go of what waits for its request."""
         super().__init__(pairs, tables, quota)
         self._too_long = RateLimit(seconds=TOO_LONG_SECONDS)
         self._world = world
@@ -436,12 +453,22 @@ class ConsumerScheduler(ConnectorScheduler):
         """What a pass of vLLM's scheduler decides: until the pass ends the head of its queue must stay."""
         self.resumes = False
         """Whether the last pass has put requests back into vLLM's queue, and the next one follows at once."""
+        self._numbers = count(1)
+        # vLLM's report of blocks that are no good knows one group only.
+        plain = len(tables.sizes) == 1 and not (tables.states or tables.replayed or tables.left_out)
+        self._keep_seconds = keep_seconds if plain else 0.0
+        self._kept: dict[str, tuple[float, int, bytes]] = {}
+        """What waits here for its request, by key: since when, tokens, digest."""
+        self._known_early: set[str] = set()
+        """Loads that vLLM knows to have ended, before a step's result has reported them."""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: load nothing more of what is on its way."""
         self._generation = generation
         self._next.invalidate = Invalidate(generation, CHANGED_ON_D)
+        self._kept.clear()
         for request_id, pending in self.pending_loads.items():
+            pending.kept = False
             if pending.state is LoadState.LOADING and not pending.stale:
                 pending.stale = True
                 self._next.drops.append(EndedRequest(request_id, pending.paired.key, CHANGED_ON_D))
@@ -457,12 +484,13 @@ class ConsumerScheduler(ConnectorScheduler):
             return
         self._owners[paired.key] = request.request_id
         handed_on = found(request.kv_transfer_params) is FirstToken.IN_PROMPT
-        self.pending_loads[request.request_id] = PendingLoad(request, paired, handed_on)
+        pending = self.pending_loads[request.request_id] = PendingLoad(request, paired, handed_on)
         more = int(handed_on)
         tokens = request.num_prompt_tokens - more
         tokens -= self._tables.left_out if tokens > self._tables.left_out else 0
         expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request, without=more))
         self._next.expects.append((request.request_id, expect))
+        pending.prompt = expect.tokens, expect.digest
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Tokens beyond the `local` ones that P computes for us; None: ask again."""
@@ -485,10 +513,20 @@ class ConsumerScheduler(ConnectorScheduler):
         if self._failure(pending):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
             return (0, False) if self._recompute else (external, True)
-        begun = pending.handed_on or len(pending.begun) >= self._world
+        since, *same = self._kept.pop(pending.paired.key, (-math.inf,))
+        fresh = time.monotonic() - since < self._keep_seconds
+        pending.kept = pending.kept or (fresh and same == [*pending.prompt])
+        begun = pending.handed_on or pending.kept or len(pending.begun) >= self._world
         if begun and self._quota.admits(request.request_id, request.num_prompt_tokens):
-            return external, True
+            return external, not pending.kept
         return None, False
+
+    def kept(self, key: str, tokens: int, digest: bytes, now: float) -> None:
+        """All ranks have this prompt, whose request is still to come."""
+        while self._kept and now - (oldest := next(iter(self._kept.items())))[1][0] > self._keep_seconds:
+            del self._kept[oldest[0]]
+        self._kept.pop(key, None)
+        self._kept[key] = now, tokens, digest
 
     def _is_too_long(self, request: Request) -> bool:
         """Whether it is computed here, because a load would take more blocks than all loads may."""
@@ -534,9 +572,14 @@ class ConsumerScheduler(ConnectorScheduler):
             self._next.drops.append(EndedRequest(request.request_id, key, failure))
             return
         stop = pending.local + external
-        load = Load(key, pending.local, stop, self._tables.of(blocks.get_block_ids(), stop))
+        pending.number = next(self._numbers)
+        tables = self._tables.of(blocks.get_block_ids(), stop)
+        load = Load(key, pending.local, stop, tables, number=pending.number)
         self._next.loads.append((request.request_id, load))
-        self._next.prefetched |= pending.handed_on
+        if pending.kept:
+            pending.state = LoadState.SETTLED
+            self._next.now[key] = tables[0][pending.local // self._tables.sizes[0] :]
+            self._decided_now.update(self._children.get(key, ()))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         meta = self._take_metadata(output)
@@ -569,17 +612,31 @@ class ConsumerScheduler(ConnectorScheduler):
         """Whether a request waits for P, or for its KV."""
         return any(pending.state is not LoadState.SETTLED for pending in self.pending_loads.values())
 
-    def reported(
-        self, metadata: WorkerMetadata | None, received: set[str], failed: Container[str] = ()
-    ) -> set[str]:
-        """What the workers report; `received`: loads that have ended, of which some `failed`.
+    def loading(self, number: int) -> str | None:
+        """The request whose load has this number, if its KV is wanted and its end is not known yet."""
+        for request_id, pending in self.pending_loads.items():
+            if pending.number == number:
+                return request_id if pending.state is LoadState.LOADING and not pending.stale else None
+        return None
 
-        Returns those of `received` that are not reported to vLLM yet: their KV is not valid any more, so the
-        workers will report them again, as failed.
+    def reported(
+        self,
+        metadata: WorkerMetadata | None,
+        received: set[str],
+        failed: Container[str] = (),
+        early: bool = False,
+    ) -> set[str]:
+        """What the workers report; `received`: loads that have ended, of which some `failed`; `early`: they
+        will report these once more.
+
+        Returns those of `received` that are not reported to vLLM now: it knows them already, or their KV is
+        not valid any more, so that the workers will report them again, as failed.
         """
+        known = set() if early else self._known_early & received
+        self._known_early ^= received if early else known
         withheld: set[str] = set()
         decided: list[str] = []
-        for request_id in received:
+        for request_id in received - known:
             if pending := self.pending_loads.get(request_id):
                 if pending.stale and request_id not in failed:
                     log.warning("the KV of %s is not used: %s", pending.paired.key, CHANGED_ON_D)
@@ -597,7 +654,7 @@ class ConsumerScheduler(ConnectorScheduler):
             for request_id, reason in metadata.failed.items():
                 self.fail(request_id, reason)
         self._decide(decided)
-        return withheld
+        return withheld | known
 
     def fail(self, request_id: str, reason: str) -> None:
         """Nothing comes from P for this request, if it is known; vLLM learns that in its next pass."""

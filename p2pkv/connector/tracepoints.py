@@ -10,12 +10,24 @@ from p2pkv.stamps import Stamps
 
 def install(stamps: Stamps) -> None:
     """In any process of vLLM's."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    def headed(protocol: Any) -> Iterable[str]:
+        return [value.decode("latin-1") for name, value in protocol.headers if name == b"x-request-id"]
+
+    def named(_: Any, __: Any, raw_request: Any = None) -> Iterable[str]:
+        return [] if raw_request is None else [raw_request.headers.get("x-request-id", "")]
+
+    stamps.wrap(HttpToolsProtocol, "on_headers_complete", "server: asked", headed)
+    stamps.wrap(OpenAIServingCompletion, "create_completion", "server: parsed", named)
+    stamps.wrap(OpenAIServingChat, "create_chat_completion", "server: parsed", named)
     stamps.wrap(
         AsyncLLM, "_add_request", "server: tokenized", lambda _, request, *__, **___: [request.request_id]
     )

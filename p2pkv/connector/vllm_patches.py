@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.config import PatchName
 from p2pkv.connector.deferral import DeferringQueue
-from p2pkv.connector.idle_steps import MAX_SLEEP_MS, STEPLESS_MS
-from p2pkv.connector.metadata import StepMetadata
+from p2pkv.connector.idle_steps import MAX_SLEEP_MS, STEPLESS_MS, VLLM_REST, Said, heard, hears
+from p2pkv.connector.metadata import EarlyLoad, StepMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler
 from p2pkv.plugin import doubt, vllm_version
 
@@ -48,6 +49,10 @@ _ENGINE_CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+MAX_PARTIAL = 1024
+"""What some ranks have said, and others were not heard to say."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +248,9 @@ class EngineCore(Patch):
     `WakeupSender` has sent one. Without it vLLM sleeps for a millisecond and steps again. The option
     `idle_wait_ms` 0 ends these sleeps, too.
 
+    A bell may also say that a rank has all of a load. When all ranks have, vLLM's scheduler learns of it
+    here, before its next pass, and not by the result of a step that computes nothing.
+
     The beats by which the ranks see how their engine core gets on (`core_beats`) need `core`.
     """
 
@@ -254,8 +262,22 @@ class EngineCore(Patch):
             ("self",),
             {"has_work", "is_running", "input_queue", "_handle_client_request"},
         ),
+        Function(
+            _ENGINE_CORE,
+            "EngineCoreProc._process_engine_step",
+            ("self",),
+            {"step_fn", "output_queue", "put_nowait", "post_step", "scheduler", "has_requests", "sleep"},
+        ),
     )
-    required = (Function(_ENGINE_CORE, "EngineCoreProc._handle_client_request", mentions={"WAKEUP"}),)
+    required = (
+        Function(_ENGINE_CORE, "EngineCoreProc._handle_client_request", mentions={"WAKEUP"}),
+        Function(
+            _SCHEDULER,
+            "Scheduler._update_from_kv_xfer_finished",
+            ("self", "kv_connector_output"),
+            {"update_connector_output", "finished_recving", "finished_recving_kv_req_ids"},
+        ),
+    )
     without = (
         "vLLM's engine core steps while it has nothing to compute, and its ranks do not learn that it is "
         "paused"
@@ -268,7 +290,13 @@ class EngineCore(Patch):
     """Where wake-ups are sent: an abstract Unix socket. "" until an engine core of this process can sleep."""
     core: Any = None
     """vLLM's EngineCoreProc of this process, once its loop runs; None elsewhere."""
+    changed = False
+    """The last step has brought news, so the next one shall follow at once."""
     _woken = False
+
+    def __init__(self) -> None:
+        self._said: deque[Said] = deque()
+        """What all ranks have said, and the scheduler does not know yet."""
 
     def take_wakeup(self) -> bool:
         """Whether a worker has sent a wake-up since this was last asked."""
@@ -281,10 +309,32 @@ class EngineCore(Patch):
             self._listen_for_wakeups(core.input_queue)
         self._sleep_until_input(core)
         original(core)
+        self._listen(core)
+
+    def instead_of_process_engine_step(self, original: Original, core: Any) -> bool:
+        """vLLM sleeps for a millisecond after a step that has computed nothing. Here that is a rest, which
+        news end, and there is none after news."""
+        if not self.sleeps_when_idle or not core.is_running():
+            return bool(original(core))
+        self.changed = False
+        outputs, computed = core.step_fn()
+        for output in outputs.items() if outputs else ():
+            core.output_queue.put_nowait(output)
+        core.post_step(computed)
+        if not computed and not self.changed and core.scheduler.has_requests():
+            self.seconds = max(self.seconds, VLLM_REST)
+        return bool(computed)
+
+    def _listen(self, core: Any) -> None:
+        hear = getattr(core.scheduler.get_kv_connector(), "hear", None) if self._said else None
+        while self._said and hear is not None:
+            if (request_id := hear(self._said.popleft())) is not None:
+                core.scheduler._update_from_kv_xfer_finished(EarlyLoad(finished_recving={request_id}))
 
     def _listen_for_wakeups(self, requests: queue.Queue[Any]) -> None:
         wakeups = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
+            hears(wakeups)
             wakeups.bind(f"\0p2pkv-{uuid.uuid4().hex}")
         except OSError as error:
             self.sleeps_when_idle = False
@@ -292,8 +342,19 @@ class EngineCore(Patch):
             return
 
         def pass_on() -> None:
-            while True:  # also after an empty datagram; it ends with the process
-                wakeups.recv(1)
+            partial: dict[tuple[int, str], set[int]] = {}
+            while True:  # it ends with the process
+                if (said := heard(wakeups)) is not None:
+                    ranks = partial.setdefault((said.number, said.key), set())
+                    ranks.add(said.rank)
+                    if len(ranks) < said.ranks:
+                        if len(partial) > MAX_PARTIAL:
+                            del partial[next(iter(partial))]
+                        continue
+                    del partial[said.number, said.key]
+                    self._said.append(said)
+                    if not said.number:
+                        continue  # its request is still to come
                 self._woken = True
                 requests.put_nowait((EngineCoreRequestType.WAKEUP, None))
 

@@ -23,7 +23,7 @@ from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.computed_layers import ComputedLayers
-from p2pkv.engine.context import Counters
+from p2pkv.engine.context import LOOK_SECONDS, Counters
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.thread import Rank
 
@@ -45,6 +45,8 @@ class _Load:
     """Whatever has come of it is not wanted."""
     complete: bool | None = None
     """Whether all has come; None until the engine has reported its end."""
+    now: list[int] | None = None
+    """The step computes with it; these blocks are no good if it fails."""
 
 
 class Loads:
@@ -56,6 +58,9 @@ class Loads:
         self._later: dict[str, _Load] = {}
         self._results = KVConnectorTransferResults()
         self._metadata = WorkerMetadata()
+        self.now: set[str] = set()
+        """Loads that the step computes with and that have not ended."""
+        self._spoilt: set[int] = set()
 
     # Orders of vLLM's scheduler.
 
@@ -64,7 +69,7 @@ class Loads:
         for request_id, expect in meta.expects:
             self._expect(_Load(request_id, expect))
         for request_id, load in meta.loads:
-            self._load(request_id, replace(load, fence=fence))
+            self._load(request_id, replace(load, fence=fence), meta.now.get(load.key))
         for ended in meta.drops:
             self._drop(ended)
         self._results.finished_recving.update(meta.withheld)
@@ -78,13 +83,17 @@ class Loads:
             self._known[key] = load
             self.rank.do(load.expect)
 
-    def _load(self, request_id: str, order: do.Load) -> None:
+    def _load(self, request_id: str, order: do.Load, now: list[int] | None = None) -> None:
+        """`now`: the blocks of a load that the step computes with."""
         if (later := self._later.get(order.key)) and later.request_id == request_id:
             later.order = order
             return
         load = self._known[order.key]
         assert load.request_id == request_id
-        load.waited = order.stop > order.start
+        load.waited = now is None and order.stop > order.start
+        if now is not None:
+            load.now = now
+            self.now.add(order.key)
         if load.complete is None:
             self.rank.do(order)
         self._settle(order.key)
@@ -128,6 +137,9 @@ class Loads:
             self._results.finished_recving.add(load.request_id)
             if load.dropped or not load.complete:
                 self._results.failed_recving.add(load.request_id)
+        elif load.now is not None:
+            self.now.discard(key)
+            self._spoilt.update(() if load.complete else load.now)
         del self._known[key]
         self.rank.do(do.Forget(key, "D"))
         if later := self._later.pop(key, None):
@@ -153,10 +165,10 @@ class Loads:
         """Whether `results` or `metadata` would have anything."""
         return bool(self._results.finished_recving or self._metadata.begun or self._metadata.failed)
 
-    @property
-    def has_ended_loads(self) -> bool:
-        """Whether `results` would have a load."""
-        return bool(self._results.finished_recving)
+    def spoilt(self) -> set[int]:
+        """Blocks with which a step has computed although their load had failed, since the last call."""
+        spoilt, self._spoilt = self._spoilt, set()
+        return spoilt
 
     def results(self) -> KVConnectorTransferResults:
         """Loads that have ended since the last call."""
@@ -188,7 +200,7 @@ class SleepingRank:
     def layers_per_message(self, tokens: int) -> int:
         return 1
 
-    def call_on_event(self, call: Callable[[], None]) -> None: ...
+    def call_on_event(self, call: Callable[[Event], None]) -> None: ...
 
     def trouble(self) -> str:
         return ""
@@ -203,7 +215,12 @@ class Worker:
     """
 
     def __init__(
-        self, rank: Rank, indices: Mapping[str, int], device: torch.device, hooks: bool = True
+        self,
+        rank: Rank,
+        indices: Mapping[str, int],
+        device: torch.device,
+        hooks: bool = True,
+        bell: WakeupSender | None = None,
     ) -> None:
         self.rank: Rank | SleepingRank = rank
         self._indices = indices
@@ -217,8 +234,12 @@ class Worker:
         self._held: set[str] = set()
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
-        self._idle_wait, self._prefetched = 0.0, False
-        self._wakeup = WakeupSender()
+        self._idle_wait = 0.0
+        self._wakeup = bell or WakeupSender()
+        self._quiet = False
+        """The engine thread learns of this step's prompts in the next one."""
+        self._take_metadata: list[Command] = []
+        """Of a quiet step."""
         rank.call_on_event(self._wakeup.send)
         self.loads = Loads(rank)
 
@@ -227,7 +248,18 @@ class Worker:
     def preempt(self, meta: StepMetadata) -> None:
         """Nothing reads the revoked prompts' blocks any more when this returns."""
         # Some runners leave out the end of a step: V1's on all but the last stage, with a drafter.
+        self._quiet = False
         self.end()
+        if meta.now and meta.invalidate is None:
+            # They are loaded while vLLM prepares the step.
+            early = StepMetadata(
+                now=meta.now,
+                expects=[each for each in meta.expects if each[1].key in meta.now],
+                loads=[each for each in meta.loads if each[1].key in meta.now],
+            )
+            meta.expects = [each for each in meta.expects if each not in early.expects]
+            meta.loads = [each for each in meta.loads if each not in early.loads]
+            self.loads.begin(early)
         revoked, meta.revoked = meta.revoked, []
         self.rank.revoke(revoked)
 
@@ -235,49 +267,68 @@ class Worker:
         """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends."""
         if self.rank.failure:
             raise RuntimeError(self.rank.failure)
-        self._idle_wait, self._prefetched = meta.idle_wait, meta.prefetched
-        self._wakeup.address = meta.wakeup_address
+        self._idle_wait = meta.idle_wait
+        self._wakeup.address, self._wakeup.resting = meta.wakeup_address, not meta.work
         SPIN_WAIT.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
+        tokens = sum(each.stop - each.start for each in meta.prefills)
+        stride = self.rank.layers_per_message(tokens)
+        # What fits one message is sent behind the last layer, and the engine thread would only take time from
+        # the forward and from the token's way to the client before the next step.
+        self._quiet = bool(meta.prefills) and meta.quiet and stride >= self._layers
+        order = self._take_metadata.append if self._quiet else self.rank.do
         for hold in meta.holds:
             self._held.add(hold.key)
-            self.rank.do(hold)
+            order(hold)
         for key, reason in meta.stale:
-            self.rank.do(do.Abort(key, reason))
+            order(do.Abort(key, reason))
         if meta.invalidate is not None:
             self.rank.do(meta.invalidate)
         for offer in meta.offers:
             self._free.discard(offer.key)  # after a sleep, before which P had not begun it
-            self.rank.do(offer)
+            order(offer)
         for prefill in meta.prefills:
-            self.rank.do(prefill.blocks)
+            order(prefill.blocks)
             if prefill.cached:
                 cached = ((prefill.blocks.key, prefill.cached),)
-                self.rank.do(do.Computed(cached, 0, self._layers, self.record()))
+                order(do.Computed(cached, 0, self._layers, self.record()))
         prompts = tuple((prefill.blocks.key, prefill.stop) for prefill in meta.prefills)
-        tokens = sum(each.stop - each.start for each in meta.prefills)
-        self._computed.begin(prompts, self.rank.layers_per_message(tokens))
+        self._computed.begin(prompts, stride)
         for ended in meta.sent:
             if ended.reason:
-                self.rank.do(do.Abort(ended.key, ended.reason))
+                order(do.Abort(ended.key, ended.reason))
             self._ended[ended.key] = ended.request_id
         for key, reason in meta.released:
-            self.rank.do(do.Release(key, reason))
+            order(do.Release(key, reason))
         # The blocks may have been another request's until now, and the step before may still run.
         fence = self.record() if meta.loads else None
         self.loads.begin(meta, None if fence is None or fence.ready() else fence)
+
+    def load_now(self) -> None:
+        """Wait until the loads have ended that this step computes with: their KV is on this rank. Raises
+        RuntimeError if the engine thread has ended."""
+        while self.loads.now:
+            self.rank.wait_for_event(LOOK_SECONDS)
+            self._take_events()
+            if self.rank.failure:
+                raise RuntimeError(self.rank.failure)
 
     # During and after the forward.
 
     def layer(self, name: str) -> None:
         """The hook of one layer: its KV of this step is written, or queued on the current stream."""
-        if self._computed.prompts and self._hooks and (index := self._indices.get(name)) is not None:
+        hooked = self._computed.prompts and self._hooks and not self._quiet
+        if hooked and (index := self._indices.get(name)) is not None:
             self._computed.computed(index, self.rank)
 
     def end(self) -> None:
-        """The step's forwards are over: sweep up what no hook covered."""
-        self._computed.end(self.rank)
+        """The step's forwards are over: sweep up what no hook covered, unless it is a quiet step."""
+        if not self._quiet:
+            for command in self._take_metadata:
+                self.rank.do(command)
+            self._take_metadata.clear()
+            self._computed.end(self.rank)
         self.rank.steps.end()
 
     # What vLLM asks afterwards.
@@ -291,10 +342,6 @@ class Worker:
         self.rank.steps.end()
         self._take_events()
         if self._idle_wait and not self.loads.has_output and self._free.isdisjoint(self._ended):
-            self.rank.wait_for_event(self._idle_wait)
-            self._take_events()
-        if self._idle_wait and self._prefetched and not self.loads.has_ended_loads:
-            # That P has begun tells nothing of a load of what is on D already.
             self.rank.wait_for_event(self._idle_wait)
             self._take_events()
         results = self.loads.results()

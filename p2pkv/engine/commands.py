@@ -102,13 +102,15 @@ class Expect(Command, frozen=True):
 
 class Load(Command, frozen=True):
     """The request has blocks: load tokens [start, stop); an empty range releases P. `fence`: until it is
-    passed the step before may still write to these blocks; None: no other step does."""
+    passed the step before may still write to these blocks; None: no other step does. `number`: of
+    this load, for `Loaded`; 0: it has none."""
 
     key: str
     start: int
     stop: int
     blocks: Blocks
     fence: Fence | None = None
+    number: int = 0
 
 
 class Invalidate(Command, frozen=True):
@@ -159,9 +161,19 @@ class Begun(Event, frozen=True):
 
 
 class Loaded(Event, frozen=True):
-    """D: all that was asked for is in the blocks."""
+    """D: all that was asked for is in the blocks. `number`: the load's."""
 
     key: str
+    number: int = 0
+
+
+class Kept(Event, frozen=True):
+    """D: all of this prompt lies here and waits for its request, which can have it in the step that it begins
+    with; `tokens`, `digest`: as in `Expect`."""
+
+    key: str
+    tokens: int
+    digest: bytes
 
 
 class LoadFailed(Event, frozen=True):

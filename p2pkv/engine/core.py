@@ -107,10 +107,10 @@ class Core:
         cache: RankCache,
         links: LinkFactory,
         endpoint: Endpoint,
-        on_event: Callable[[], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         serving: bool = True,
     ) -> None:
-        """`on_event` is called by the owner's thread after each event. `serving`: see Liveness."""
+        """`on_event` is called by the owner's thread with each event. `serving`: see Liveness."""
         self.commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._on_event = on_event
@@ -348,7 +348,7 @@ class Core:
     def _emit(self, effect: Emit, now: float) -> None:
         self._events.append(effect.event)
         if self._on_event is not None:
-            self._on_event()
+            self._on_event(effect.event)
 
     def _check_connections(self, now: float) -> None:
         for failure in self.context.endpoint.failures():

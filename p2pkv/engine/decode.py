@@ -17,7 +17,7 @@ from p2pkv.config import RESERVED_CHUNKS
 from p2pkv.device import Fence
 from p2pkv.engine import commands as do
 from p2pkv.engine import from_prefill
-from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
+from p2pkv.engine.context import BURST, BURST_BYTES, LOOK_SECONDS, Context, log
 from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.from_prefill import PrefillPeer, PrefillPeers
 from p2pkv.engine.prefetch import ArrivedChunk, PrefetchBuffer, PrefetchBuffers
@@ -46,7 +46,7 @@ class RequestEntry:
 
     Attributes:
         peers: the ranks of P to talk to, once all are connected.
-        blocks, wanted, fence: those of `commands.Load`.
+        blocks, wanted, fence, number: those of `commands.Load`.
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
         want_pending: it has blocks, and P's offer has yet to come: D's router says that P has begun.
@@ -61,6 +61,7 @@ class RequestEntry:
     peers: dict[int, PrefillPeer] = field(default_factory=dict)
     blocks: CachedTables = field(default_factory=CachedTables)
     fence: Fence | None = None
+    number: int = 0
     wanted: tuple[int, int] = (0, 0)
     tries: int = 0
     lost: float | None = None
@@ -157,7 +158,7 @@ class Decode:
         elif not entry.receiver.load.ended:
             start, stop = command.start, command.stop
             entry.blocks, entry.wanted = CachedTables(command.blocks), (start, stop)
-            entry.fence = command.fence
+            entry.fence, entry.number = command.fence, command.number
             entry.want_pending = stop > start and entry.receiver.load.state is LoadPhase.WAITING
             if not entry.want_pending:
                 self._want(entry, now)
@@ -471,6 +472,10 @@ class Decode:
         self._ctx.copies.launched(entry.expect.key)
         entry.receiver.stored(arrived.rank, arrived.chunk.chunk, now)
         self._count["bytes_prefetched"] += arrived.chunk.nbytes
+        at_once = self._ctx.copies_synchronously and entry.buffer.filled <= BURST_BYTES
+        if at_once and all(each.satisfied for each in entry.receiver.sources.values()):
+            expect = entry.expect
+            self._ctx.effects.append(Emit(do.Kept(expect.key, expect.tokens, expect.digest)))
 
     def write_prefetched(self, now: float) -> bool:
         """Write what came before its request to the blocks that it has now, some of it each turn; whether
@@ -641,5 +646,5 @@ class Decode:
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
         if not ok:
             log.warning("transfer %s failed: %s", key, reason)
-        event = do.Loaded(key) if ok else do.LoadFailed(key, reason)
+        event = do.Loaded(key, entry.number) if ok else do.LoadFailed(key, reason)
         self._ctx.copies.then(key, lambda _: self._ctx.effects.append(Emit(event)), now)

@@ -12,7 +12,7 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, PortTaken, sleep_precisely
 from p2pkv.control.security import members_of
 from p2pkv.device import own_stream
-from p2pkv.engine.commands import Command, Event
+from p2pkv.engine.commands import Command, Event, Kept, Loaded
 from p2pkv.engine.context import log
 from p2pkv.engine.core import TICK, Core
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS
@@ -51,7 +51,7 @@ class Rank:
                 "many ports behind it free as it has ranks in all its engines"
             ) from None
         self._event_set = threading.Event()
-        self._call: Callable[[], None] = lambda: None
+        self._call: Callable[[Event], None] = lambda event: None
         self.core = core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
         self.context, self.steps, self.counters = core.context, core.steps, core.counters
         self._commands = self.core.commands
@@ -93,8 +93,9 @@ class Rank:
         """Wait until something has happened since the last `events`, for so long at most, lock released."""
         self._event_set.wait(seconds)
 
-    def call_on_event(self, call: Callable[[], None]) -> None:
-        """The engine thread calls this when something has happened, once between two calls of `events`."""
+    def call_on_event(self, call: Callable[[Event], None]) -> None:
+        """The engine thread calls this with the first event after each `events`, and each
+        `Loaded` and `Kept`."""
         self._call = call
 
     def stop(self) -> None:
@@ -122,10 +123,11 @@ class Rank:
 
     # The engine thread.
 
-    def _report(self) -> None:
-        if not self._event_set.is_set():  # else the next `events` is still to come, and will find this one
-            self._event_set.set()
-            self._call()
+    def _report(self, event: Event) -> None:
+        known = self._event_set.is_set()  # then the next `events` is still to come, and will find this one
+        self._event_set.set()
+        if not known or isinstance(event, Loaded | Kept):
+            self._call(event)
 
     def _main(self) -> None:
         sleep_precisely()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from vllm.v1.request import Request
 
+from p2pkv.connector import scheduler as scheduling
 from p2pkv.connector.identity import prompt_digest
+from p2pkv.connector.idle_steps import Said
 from p2pkv.engine import commands as do
 from p2pkv.first_token import FIRST_TOKEN, FirstToken, found, params
 from p2pkv.pairing import transfer_key
@@ -37,7 +42,6 @@ def test_d_takes_what_p_has_of_a_prompt_that_ends_with_ps_token(idle: bool) -> N
     paired = ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED])
     d.step()
     assert d.metas[-1].expects and d.metas[-1].loads, "nothing is waited for before D has blocks"
-    assert bool(d.metas[-1].idle_wait) == idle, "no other request waits for this load"
     d.rank.load(d.key(paired))
     (offer,), (expect,), (load,) = p.rank.said(do.OfferPrompt), d.rank.said(do.Expect), d.rank.said(do.Load)
     assert (expect.tokens, expect.digest) == (offer.tokens, offer.digest)
@@ -94,3 +98,78 @@ def test_a_digest_without_the_last_tokens_is_the_shorter_prompts() -> None:
 @pytest.mark.parametrize("said", [None, {}, {FIRST_TOKEN: "of a later version"}, {FIRST_TOKEN: [1]}, "text"])
 def test_what_is_not_known_says_nothing(said: object) -> None:
     assert found(said) is None
+
+
+@pytest.mark.parametrize("what", FirstToken)
+def test_what_a_router_says_is_found(what: FirstToken) -> None:
+    assert found(params(what)) is what
+
+
+# What D's ranks have said to its engine core beside the results of steps.
+
+KEY = transfer_key(pair_id())
+
+
+def kept(*, ranks: int = 1, prompt: list[int] = PROMPT, **options: Any) -> tuple[Instance, Any]:
+    """A D whose ranks have all of a prompt before its request comes; and its connector."""
+    d = Instance("D", ranks=ranks, **options)
+    connector: Any = d.scheduler.connector
+    request = make_request(inner_id(pair_id()), prompt)
+    for rank in d.ranks:
+        rank.handed_on.add(KEY)
+    assert connector.hear(Said(0, ranks, 0, KEY, len(prompt), prompt_digest(request))) is None
+    return d, connector
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("busy", [True, False])
+def test_what_waits_on_d_is_loaded_by_the_step_that_computes_the_rest(
+    busy: bool, ranks: int, ahead: int
+) -> None:
+    d, _ = kept(ranks=ranks, ahead=ahead)
+    others = [d.ask(inner_id("alone"), tokens(20, "alone"), max_tokens=8)] if busy else []
+    d.step()
+    for rank in d.ranks:
+        rank.meanwhile = lambda rank=rank: rank.load(KEY)
+    request = ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED])
+    d.step()
+    assert d.scheduled.num_scheduled_tokens[request.request_id] == 1
+    assert all(rank.said(do.Load) and rank.waits for rank in d.ranks)
+    d.finish(request, *others)
+    assert d.computed[request.request_id] == 1 and not d.reported
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_that_fails_in_its_step_ends_or_is_computed_as_the_policy_says(policy: str) -> None:
+    d, _ = kept(policy=policy)
+    d.rank.meanwhile = lambda: d.rank.fail(KEY)
+    request = ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED])
+    d.finish(request)
+    assert d.ended[request.request_id] == ("error" if policy == "fail" else "length")
+    assert d.computed[request.request_id] == (1 if policy == "fail" else 1 + len(PROMPT) + 1)
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize("why", ["another prompt", "long ago", "caches were reset", "its second time"])
+def test_what_may_not_be_on_d_any_more_is_loaded_before_its_step(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, connector = kept(prompt=tokens(50, "other") if why == "another prompt" else PROMPT)
+    if why == "long ago":
+        clock = SimpleNamespace(monotonic=lambda: 1e12)
+        monkeypatch.setattr(scheduling, "time", clock)
+    elif why == "caches were reset":
+        connector.reset_cache()
+    elif why == "its second time":
+        d.rank.meanwhile = lambda: d.rank.load(KEY)
+        d.finish(ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED]))
+        d.assert_at_rest()
+        d.rank.meanwhile = lambda: None
+    request = ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED])
+    d.step()
+    assert request.request_id not in d.scheduled.num_scheduled_tokens
+    d.rank.load(KEY)
+    d.finish(request)
+    d.assert_at_rest()

@@ -23,6 +23,7 @@ from p2pkv.connector.idle_steps import (
     IDLE_SLEEP,
     MAX_SLEEP_MS,
     STEPLESS_MS,
+    VLLM_REST,
     IdleBackoff,
     WakeupSender,
 )
@@ -124,7 +125,7 @@ class TestScheduling:
             d.step()
             rests.append(ENGINE_CORE.seconds)
         assert rests[-1] == IDLE_SLEEP and not d.rank.waits
-        assert all(bool(meta.wakeup_address) != meta.work for meta in d.metas)
+        assert {meta.wakeup_address for meta in d.metas} == {bell}
         d.rank.begin(d.key(request))
         d.step(1 + ahead)
         assert ENGINE_CORE.seconds == 0.0
@@ -179,6 +180,11 @@ class TestScheduling:
 class Core:
     """As much of vLLM's EngineCoreProc as takes its requests."""
 
+    scheduler: Any = None
+    step_fn: Any = None
+    post_step: Any = None
+    output_queue: Any = None
+
     def __init__(self) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.handled: list[Any] = []
@@ -208,6 +214,8 @@ class TestRest:
         # Connectors that other tests have made in this process have put the rest there already.
         original = inspect.unwrap(engine_core.EngineCoreProc._process_input_queue)
         monkeypatch.setattr(engine_core.EngineCoreProc, "_process_input_queue", original)
+        original = inspect.unwrap(engine_core.EngineCoreProc._process_engine_step)
+        monkeypatch.setattr(engine_core.EngineCoreProc, "_process_engine_step", original)
         made = EngineCore()
         made.sleeps_when_idle = True
         made.install()
@@ -236,7 +244,7 @@ class TestRest:
         core, bell = Core(), WakeupSender()
         core.take()
         bell.address = rest.address
-        bell.send()
+        bell.send(do.Begun("k"))
         yield core, bell
         bell.close()
 
@@ -246,7 +254,7 @@ class TestRest:
         core, bell = rung
         for _ in range(2):
             rest.seconds = self.LONG
-            threading.Timer(0.05, bell.send).start()
+            threading.Timer(0.05, bell.send, (do.Begun("k"),)).start()
             core.take()
             assert rest.take_wakeup()
 
@@ -257,6 +265,75 @@ class TestRest:
         wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
         core.take()
         assert rest.take_wakeup() and not rest.take_wakeup()
+
+    def hears(self, rest: EngineCore, d: Instance, number: int) -> None:
+        """Each rank of this D says that it has all of the load of this number."""
+        core = Core()
+        core.scheduler = d.scheduler
+        core.take()
+        for rank, _ in enumerate(d.ranks):
+            assert core.input_queue.empty(), "one rank alone wakes nobody"
+            bell = WakeupSender(rank, len(d.ranks))
+            bell.address, bell.resting = rest.address, False
+            bell.send(do.Begun("k"))
+            bell.send(do.Loaded("k", number))
+            bell.close()
+        wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
+        core.take()
+
+    @each_pace
+    @pytest.mark.parametrize("reported", [True, False])
+    def test_a_load_that_all_ranks_have_said_is_not_told_twice(
+        self, rest: EngineCore, reported: bool, ahead: int
+    ) -> None:
+        d, request = asked("D", tokens(50), ahead=ahead, ranks=2)
+        key = d.start_load(request)
+        load = d.rank.said(do.Load)[0]
+
+        def report() -> None:
+            for rank in d.ranks:
+                rank.load(key)
+
+        if reported:
+            report()
+            d.run_until(lambda: request.request_id in d.reported)
+        self.hears(rest, d, load.number)
+        d.step()
+        assert request.request_id in d.computed, "the pass behind it computes"
+        if not reported:
+            report()
+        d.finish(request)
+        assert d.reported == [request.request_id] * reported
+        d.assert_at_rest()
+
+    def test_a_load_that_is_not_wanted_any_more_is_not_told(self, rest: EngineCore) -> None:
+        d, request = asked("D", tokens(50))
+        d.start_load(request)
+        connector: Any = d.scheduler.connector
+        connector.reset_cache()
+        self.hears(rest, d, d.rank.said(do.Load)[0].number)
+        d.step()
+        assert request.request_id not in d.computed, "D's weights may have changed"
+        d.finish(request)
+        d.assert_at_rest()
+
+    def test_a_step_that_has_computed_nothing_is_followed_by_vllms_rest_unless_it_brought_news(
+        self, rest: EngineCore
+    ) -> None:
+        core = Core()
+        core.scheduler = SimpleNamespace(has_requests=lambda: True)
+        core.post_step, core.output_queue = lambda computed: None, queue.Queue()
+        for news, computed in ((False, False), (True, False), (False, True)):
+            rest.seconds = 0.0
+
+            def step(news: bool = news, computed: bool = computed) -> tuple[dict[int, str], bool]:
+                rest.changed |= news
+                return {0: "an output"}, computed
+
+            core.step_fn = step
+            assert engine_core.EngineCoreProc._process_engine_step(core) is computed
+            assert rest.seconds == (0.0 if news or computed else VLLM_REST)
+            assert core.output_queue.get_nowait() == (0, "an output")
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:
         core = Core()

@@ -46,7 +46,10 @@ def prefill_step(stop: int, *, first: bool) -> StepMetadata:
 
 
 class Runner:
-    """Runs steps as one of vLLM's model runners does; `hooked` layers announce themselves."""
+    """Runs steps as one of vLLM's model runners does; `hooked` layers announce themselves; `sync`: a step
+    computes with what it loads."""
+
+    sync = False
 
     def __init__(self, connector: P2pKvConnector, hooked: Sequence[str]) -> None:
         self.connector = connector
@@ -70,7 +73,7 @@ class First(Runner):
 
     def step(self, meta: StepMetadata) -> KVConnectorOutput:
         output = SchedulerOutput.make_empty()
-        output.kv_connector_metadata = meta
+        output.kv_connector_metadata, output.has_sync_kv_loads = meta, self.sync
         mixin = KVConnectorModelRunnerMixin
         self.connector.handle_preemptions(meta)
         if not meta.work:
@@ -112,7 +115,7 @@ class Second(Runner):
 
     def step(self, meta: StepMetadata) -> KVConnectorOutput:
         output = SchedulerOutput.make_empty()
-        output.kv_connector_metadata = meta
+        output.kv_connector_metadata, output.has_sync_kv_loads = meta, self.sync
         if not meta.work:
             return self.active.no_forward(output).kv_connector_output or KVConnectorOutput()
         with set_forward_context(None, self.config):
@@ -208,6 +211,21 @@ def test_the_last_layers_hook_says_what_does_not_fill_a_message(make: Make) -> N
     runner.forward = lambda: (forward(), seen.extend(rank.said(do.Computed)))  # type: ignore[method-assign, func-returns-value]
     runner.step(prefill_step(16, first=True))
     assert [(each.layer, each.layer_stop) for each in seen] == [(0, 2)]
+
+
+@pytest.mark.parametrize("message", [1, 99])
+def test_what_no_d_waits_for_and_fits_a_message_is_said_in_the_next_step(make: Make, message: int) -> None:
+    """So that the engine thread takes no time from the token that goes to the client."""
+    runner, rank = make()
+    rank.layers_per_message = lambda tokens: message  # type: ignore[method-assign]
+    meta = prefill_step(32, first=True)
+    meta.quiet = True
+    runner.step(meta)
+    assert bool(rank.log) == (message == 1)
+    runner.step(StepMetadata(sent=[EndedRequest("request", "k", "")]))
+    kinds = [type(command) for command in rank.log]
+    assert kinds[:3] == [do.HoldPrompt, do.OfferPrompt, do.PromptBlocks]
+    assert covered(rank) == {0: 32, 1: 32} and rank.said(do.Flush)
 
 
 def test_with_micro_batches_only_the_end_of_the_step_says_anything(make: Make) -> None:
@@ -401,6 +419,22 @@ def test_a_step_that_computes_does_not_wait(make: Make) -> None:
     assert len(rank.waits) == 1 and not SPIN_WAIT.idle
 
 
+def test_a_load_that_the_step_computes_with_is_waited_for_before_its_forward(make: Make) -> None:
+    runner, rank = make("D")
+    load = do.Load("now", 0, 32, ([1, 2],), number=1)
+    meta = StepMetadata(work=True, expects=[(name, expected(name)) for name in ("now", "other")])
+    meta.loads, meta.now = [("now", load)], {"now": [1, 2]}
+    rank.handed_on.add("now")
+    rank.meanwhile = lambda: rank.load("now")
+    runner.forward = lambda: seen.append("now" in rank.facts)  # type: ignore[method-assign]
+    seen: list[bool] = []
+    runner.sync = True
+    told = runner.step(meta)
+    assert seen == [False], "the engine has loaded and forgotten it"
+    assert rank.said(do.Load) == [load] and len(rank.said(do.Expect)) == 2
+    assert not told.finished_recving and not told.invalid_block_ids
+
+
 def test_news_ring_the_bell_after_an_idle_step_only(make: Make) -> None:
     runner, rank = make("D")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bells:
@@ -413,7 +447,7 @@ def test_news_ring_the_bell_after_an_idle_step_only(make: Make) -> None:
             bells.recv(1)
         runner.step(idle)
         rank.begin("b")
-        assert bells.recv(1)
+        assert bells.recv(1) == b""
         runner.step(StepMetadata(work=True))
         rank.begin("c")
         with pytest.raises(BlockingIOError):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from p2pkv.engine import commands as do
+from p2pkv.engine import decode
 from p2pkv.packings import DENSE
 from p2pkv.protocol import messages as m
 from support.engine.engines import (
@@ -100,6 +101,20 @@ def test_all_is_here_when_the_request_comes(links, tokens):
         assert value(p, "prompts_held") == 1
         ends_well(p, d, "k", tokens)
         assert value(p, "transfers_failed") == value(d, "transfers_failed") == 0
+
+
+@one_kind
+@pytest.mark.parametrize("large", [False, True])
+def test_each_rank_tells_that_all_of_a_prompt_is_here(links, large, monkeypatch):
+    """Unless it is large: the step that would copy it is also that of other requests."""
+    monkeypatch.setattr(decode, "BURST_BYTES", 96 * TOKEN - large)
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
+        push_half_ahead(p, d)
+        assert not d.ranks[0].events(do.Kept)
+        step(p, "k", BLOCKS, 48, 96)
+        arrived(d, 96 * TOKEN)
+        ends_well(p, d, "k", 96)
+        assert len(d.ranks[0].events(do.Kept)) == (not large)
 
 
 @pytest.mark.parametrize("codec", [DENSE, "page:vec16"])

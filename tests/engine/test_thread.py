@@ -105,7 +105,7 @@ def test_an_event_ends_the_forward_threads_wait(memory_pair):
 def test_an_event_is_called_out_once_until_it_has_been_heard(memory_pair):
     _, d = memory_pair
     rank, calls = d.ranks[0].rank, []
-    rank.call_on_event(lambda: calls.append(rank.core.pending_events))
+    rank.call_on_event(lambda event: calls.append(rank.core.pending_events))
     for heard in (1, 2):
         for key in "ab":
             d.do(do.Expect(key, Address("127.0.0.1", 1), 96, b"digest"))

@@ -396,7 +396,7 @@ Rank._report: an event does not end the wait of an idle step
 ~ self._event_set.set() => pass
 > tests/engine/test_thread.py::test_an_event_is_called_out_once_until_it_has_been_heard
 Rank._report: a worker with news does not ring
-~ self._call() => pass
+~ self._call(event) => pass
 == p2pkv/connector/multi.py
 > tests/connector/test_multi.py::test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt
 MultiConnector.get_num_new_matched_tokens: D waits for P although its store has the whole prompt

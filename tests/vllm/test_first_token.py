@@ -220,3 +220,40 @@ def test_sampled_answers_are_ds_where_seeds_are_not_safe(trio: Deployment) -> No
     assert all(len(each.ids) in (1, 2) for each in all_answers(trio.proxy.base_url, asked))
     assert trio.counted("first_tokens_from_prefill_total") == before
     trio.rests()
+
+
+def missed(trio: Deployment, why: str) -> float:
+    """First tokens that D has drawn, of this reason."""
+    name = f'p2pkv_proxy_first_tokens_from_decode_total{{reason="{why}"}} '
+    lines = client.get(f"{trio.proxy.base_url}/metrics").splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def test_ds_room_may_be_full(trio: Deployment) -> None:
+    """Then D draws the first token, as without this."""
+    bodies = [{"prompt": tokens(1900, f"room {number}"), "max_tokens": 4} for number in range(48)]
+    asked = [("/v1/completions", {"model": MODEL_NAME, "logprobs": 2, **GREEDY, **body}) for body in bodies]
+    wanted = all_answers(trio.ds[1].base_url, asked)
+    full, from_p = missed(trio, "room"), trio.counted("first_tokens_from_prefill_total")
+    with ThreadPoolExecutor(len(asked)) as pool:
+        got = list(pool.map(lambda each: ask(trio.proxy.base_url, *each), asked))
+    are_the_same(wanted, got)
+    assert missed(trio, "room") > full
+    assert trio.counted("first_tokens_from_prefill_total") > from_p
+    trio.rests()
+
+
+def test_half_a_character_is_ds(trio: Deployment) -> None:
+    """vLLM cannot go on behind one. The others of the same load have P's token."""
+    single = trio.ds[1].base_url
+    (half, *_) = client.post(f"{single}/tokenize", {"model": MODEL_NAME, "prompt": "€"})["tokens"][-3:]
+    bodies = [{"prompt": tokens(60, f"half {number}"), "max_tokens": 6} for number in range(16)]
+    for body in bodies[::2]:
+        body["logit_bias"] = {str(half): 100}
+    asked = [("/v1/completions", {"model": MODEL_NAME, "logprobs": 2, **GREEDY, **body}) for body in bodies]
+    wanted = all_answers(single, asked)
+    before = missed(trio, "token")
+    got = all_answers(trio.proxy.base_url, asked)
+    are_the_same(wanted, got)
+    assert missed(trio, "token") >= before + 8
+    trio.rests()

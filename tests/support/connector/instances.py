@@ -228,7 +228,7 @@ class FakeRank:
         """Seconds that each idle step was allowed to wait."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What happens in such a wait."""
-        self._call: Callable[[], None] = lambda: None
+        self._call: Callable[[do.Event], None] = lambda event: None
 
     def do(self, command: do.Command) -> None:
         self.log.append(command)
@@ -273,7 +273,7 @@ class FakeRank:
 
     def _emit(self, event: do.Event) -> None:
         self._events.append(event)
-        self._call()
+        self._call(event)
 
     def revoke(self, keys: Iterable[str]) -> None:
         self.revoked += keys
@@ -302,7 +302,7 @@ class FakeRank:
     def free(self, key: str) -> None:
         self._last_word(do.BlocksFree(key))
 
-    def call_on_event(self, call: Callable[[], None]) -> None:
+    def call_on_event(self, call: Callable[[do.Event], None]) -> None:
         self._call = call
 
     def wait_for_event(self, seconds: float) -> None:
@@ -486,6 +486,8 @@ class Instance:
         worker.preempt(meta)
         self.prepare_blocks(worker, scheduled)
         worker.begin(meta)
+        if scheduled.has_sync_kv_loads:
+            worker.load_now()
         if scheduled.total_num_scheduled_tokens:
             self.forward(worker, scheduled)
         worker.end()
@@ -494,6 +496,7 @@ class Instance:
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
+            invalid_block_ids=worker.loads.spoilt(),
             kv_connector_worker_meta=worker.worker_metadata(),
         )
 
