@@ -185,7 +185,7 @@ class KernelForm(NamedTuple):
 
     kernel: str
     threads: tuple[int, int]
-    beside: int
+    runs_per_unit: int
     layers: int
     strides: tuple[int, ...]
 

@@ -464,5 +464,5 @@ class SimulatedDevice:
     def stream(self) -> SimulatedStream:
         return SimulatedStream(self._nccl)
 
-    def here(self) -> SimulatedEvent:
+    def record_event(self) -> SimulatedEvent:
         return SimulatedEvent(None, lambda: True)
