@@ -30,7 +30,7 @@ from p2pkv.connector.block_quota import BlockQuota, HeldBlocks
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import Layers
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
-from p2pkv.connector.idle_steps import FIRST_WAIT, IDLE_SLEEP, IdleBackoff, Said, WakeupSender
+from p2pkv.connector.idle_steps import FIRST_WAIT, IDLE_SLEEP, IdleBackoff, WakeupMessage, WakeupSender
 from p2pkv.connector.metadata import EarlyLoad, P2pKvMetrics, P2pKvStats, StepMetadata, WorkerMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.weights import Generation, forget_prefixes
@@ -279,11 +279,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             withheld = self.consumer.reported(metadata, received, connector_output.failed_recving, early)
             connector_output.finished_recving = received - withheld or None
 
-    def hear(self, said: Said) -> str | None:
-        """All ranks have said it; the request whose load has ended, if that was not known."""
-        if self.consumer is None or said.number:
-            return None if self.consumer is None else self.consumer.loading(said.number)
-        self.consumer.kept(said.key, said.tokens, said.digest, time.monotonic())
+    def on_wakeup(self, message: WakeupMessage) -> str | None:
+        """All ranks have sent it. Returns the request whose load has ended, None if that was known."""
+        if self.consumer is None or message.number:
+            return None if self.consumer is None else self.consumer.loading(message.number)
+        self.consumer.kept(message.key, message.tokens, message.digest, time.monotonic())
         return None
 
     def _skip_next_wait(self) -> None:

@@ -14,7 +14,7 @@ import struct
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, encode
 
-from p2pkv.engine.commands import Event, Kept, Loaded
+from p2pkv.engine.commands import Event, Loaded, PrefetchComplete
 
 FIRST_WAIT = 0.001
 """Seconds that the workers of the first idle step may wait. Each further step may wait twice as long."""
@@ -22,7 +22,7 @@ FIRST_WAIT = 0.001
 IDLE_SLEEP = 0.03
 """Seconds after which a sleeping engine core steps all the same. Requests and events wake it before."""
 
-VLLM_REST = 0.001
+VLLM_IDLE_SLEEP = 0.001
 """Seconds for which vLLM's engine core sleeps after each step that computes nothing."""
 
 MAX_SLEEP_MS = 4
@@ -67,13 +67,13 @@ class IdleBackoff:
         return self._last
 
 
-MAX_SAID = 1024
-"""Bytes."""
+MAX_WAKEUP = 1024
+"""Bytes of a message."""
 
 
-class Said(Struct, frozen=True, array_like=True):
-    """What a bell may say: this rank has all of the load of that number, which the engine core has given it,
-    or (0) of a prompt that waits here for its request: `commands.Kept`."""
+class WakeupMessage(Struct, frozen=True, array_like=True):
+    """What a wake-up may carry: this rank has all of the load of that number, which the engine core has
+    given it, or (0) of a prompt that waits here for its request: `commands.PrefetchComplete`."""
 
     rank: int
     ranks: int
@@ -83,53 +83,53 @@ class Said(Struct, frozen=True, array_like=True):
     digest: bytes = b""
 
 
-_said = Decoder(Said)
+_decoder = Decoder(WakeupMessage)
 _CREDENTIALS = struct.Struct("iII")
 """Of the sender, as the kernel fills them in: process, user, group."""
 
 
-def hears(bells: socket.socket) -> None:
-    """Make a socket one for `heard`. Raises OSError."""
-    bells.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+def pass_credentials(wakeups: socket.socket) -> None:
+    """Have a socket show who sends, as `receive_wakeup` needs it. Raises OSError."""
+    wakeups.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
-def heard(bells: socket.socket) -> Said | None:
-    """Wait for a bell to ring; what it says, if it says something, and is a process of our user's."""
-    data, ancillary, _, _ = bells.recvmsg(MAX_SAID, socket.CMSG_SPACE(_CREDENTIALS.size))
+def receive_wakeup(wakeups: socket.socket) -> WakeupMessage | None:
+    """Wait for a wake-up; what it carries, if anything, and a process of our user has sent it."""
+    data, ancillary, _, _ = wakeups.recvmsg(MAX_WAKEUP, socket.CMSG_SPACE(_CREDENTIALS.size))
     users = [_CREDENTIALS.unpack(each)[1] for _, kind, each in ancillary if kind == socket.SCM_CREDENTIALS]
     if not data or users != [os.getuid()]:
         return None
     try:
-        return _said.decode(data)
+        return _decoder.decode(data)
     except MsgspecError:
         return None
 
 
 class WakeupSender:
-    """A worker's end of what wakes the resting engine core. Any thread may ring.
+    """A worker's end of what wakes the sleeping engine core. Any thread may send.
 
-    A load that has ended is also said, and the engine core need not learn of it by a step. The step's result
-    reports it all the same, as a bell may not be heard.
+    A wake-up also tells of a load that has ended, so that the engine core need not learn of it by a step. The
+    step's result reports it all the same, as a wake-up may be lost.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self._rank, self._ranks = rank, ranks
-        self.resting = True
-        """Whether the engine core may rest, so that it must be woken for any other news."""
+        self.needed = True
+        """Whether the engine core may sleep, so that any event has to wake it."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = ""
         """Where the engine core listens (`vllm_patches.EngineCore.address`); "" while it does not sleep."""
 
     def send(self, event: Event) -> None:
         """Does not wait. A failure is no error: the engine core wakes by itself after IDLE_SLEEP."""
-        said = b""
+        message = b""
         if isinstance(event, Loaded) and event.number:
-            said = encode(Said(self._rank, self._ranks, event.number, ""))
-        elif isinstance(event, Kept):
-            said = encode(Said(self._rank, self._ranks, 0, event.key, event.tokens, event.digest))
-        if self.address and (said or self.resting) and len(said) <= MAX_SAID:
+            message = encode(WakeupMessage(self._rank, self._ranks, event.number, ""))
+        elif isinstance(event, PrefetchComplete):
+            message = encode(WakeupMessage(self._rank, self._ranks, 0, event.key, event.tokens, event.digest))
+        if self.address and (message or self.needed) and len(message) <= MAX_WAKEUP:
             with contextlib.suppress(OSError):
-                self._socket.sendto(said, self.address)
+                self._socket.sendto(message, self.address)
 
     def close(self) -> None:
         self._socket.close()

@@ -27,7 +27,14 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.config import PatchName
 from p2pkv.connector.deferral import DeferringQueue
-from p2pkv.connector.idle_steps import MAX_SLEEP_MS, STEPLESS_MS, VLLM_REST, Said, heard, hears
+from p2pkv.connector.idle_steps import (
+    MAX_SLEEP_MS,
+    STEPLESS_MS,
+    VLLM_IDLE_SLEEP,
+    WakeupMessage,
+    pass_credentials,
+    receive_wakeup,
+)
 from p2pkv.connector.metadata import EarlyLoad, StepMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler
 from p2pkv.plugin import doubt, vllm_version
@@ -52,7 +59,7 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 MAX_PARTIAL = 1024
-"""What some ranks have said, and others were not heard to say."""
+"""What some ranks have message, and others were not heard to say."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +255,7 @@ class EngineCore(Patch):
     `WakeupSender` has sent one. Without it vLLM sleeps for a millisecond and steps again. The option
     `idle_wait_ms` 0 ends these sleeps, too.
 
-    A bell may also say that a rank has all of a load. When all ranks have, vLLM's scheduler learns of it
+    A wake-up may also say that a rank has all of a load. When all ranks have, vLLM's scheduler learns of it
     here, before its next pass, and not by the result of a step that computes nothing.
 
     The beats by which the ranks see how their engine core gets on (`core_beats`) need `core`.
@@ -291,12 +298,12 @@ class EngineCore(Patch):
     core: Any = None
     """vLLM's EngineCoreProc of this process, once its loop runs; None elsewhere."""
     changed = False
-    """The last step has brought news, so the next one shall follow at once."""
+    """The last step has changed something, so the next one shall follow at once."""
     _woken = False
 
     def __init__(self) -> None:
-        self._said: deque[Said] = deque()
-        """What all ranks have said, and the scheduler does not know yet."""
+        self._messages: deque[WakeupMessage] = deque()
+        """What all ranks have sent, and the scheduler does not know yet."""
 
     def take_wakeup(self) -> bool:
         """Whether a worker has sent a wake-up since this was last asked."""
@@ -309,11 +316,11 @@ class EngineCore(Patch):
             self._listen_for_wakeups(core.input_queue)
         self._sleep_until_input(core)
         original(core)
-        self._listen(core)
+        self._pass_on_messages(core)
 
     def instead_of_process_engine_step(self, original: Original, core: Any) -> bool:
-        """vLLM sleeps for a millisecond after a step that has computed nothing. Here that is a rest, which
-        news end, and there is none after news."""
+        """vLLM sleeps for a millisecond after a step that has computed nothing. Here a wake-up ends that
+        sleep, and there is none after a step that has changed something."""
         if not self.sleeps_when_idle or not core.is_running():
             return bool(original(core))
         self.changed = False
@@ -322,19 +329,19 @@ class EngineCore(Patch):
             core.output_queue.put_nowait(output)
         core.post_step(computed)
         if not computed and not self.changed and core.scheduler.has_requests():
-            self.seconds = max(self.seconds, VLLM_REST)
+            self.seconds = max(self.seconds, VLLM_IDLE_SLEEP)
         return bool(computed)
 
-    def _listen(self, core: Any) -> None:
-        hear = getattr(core.scheduler.get_kv_connector(), "hear", None) if self._said else None
-        while self._said and hear is not None:
-            if (request_id := hear(self._said.popleft())) is not None:
+    def _pass_on_messages(self, core: Any) -> None:
+        on_wakeup = getattr(core.scheduler.get_kv_connector(), "on_wakeup", None) if self._messages else None
+        while self._messages and on_wakeup is not None:
+            if (request_id := on_wakeup(self._messages.popleft())) is not None:
                 core.scheduler._update_from_kv_xfer_finished(EarlyLoad(finished_recving={request_id}))
 
     def _listen_for_wakeups(self, requests: queue.Queue[Any]) -> None:
         wakeups = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            hears(wakeups)
+            pass_credentials(wakeups)
             wakeups.bind(f"\0p2pkv-{uuid.uuid4().hex}")
         except OSError as error:
             self.sleeps_when_idle = False
@@ -344,16 +351,16 @@ class EngineCore(Patch):
         def pass_on() -> None:
             partial: dict[tuple[int, str], set[int]] = {}
             while True:  # it ends with the process
-                if (said := heard(wakeups)) is not None:
-                    ranks = partial.setdefault((said.number, said.key), set())
-                    ranks.add(said.rank)
-                    if len(ranks) < said.ranks:
+                if (message := receive_wakeup(wakeups)) is not None:
+                    ranks = partial.setdefault((message.number, message.key), set())
+                    ranks.add(message.rank)
+                    if len(ranks) < message.ranks:
                         if len(partial) > MAX_PARTIAL:
                             del partial[next(iter(partial))]
                         continue
-                    del partial[said.number, said.key]
-                    self._said.append(said)
-                    if not said.number:
+                    del partial[message.number, message.key]
+                    self._messages.append(message)
+                    if not message.number:
                         continue  # its request is still to come
                 self._woken = True
                 requests.put_nowait((EngineCoreRequestType.WAKEUP, None))

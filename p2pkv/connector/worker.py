@@ -220,7 +220,7 @@ class Worker:
         indices: Mapping[str, int],
         device: torch.device,
         hooks: bool = True,
-        bell: WakeupSender | None = None,
+        wakeup: WakeupSender | None = None,
     ) -> None:
         self.rank: Rank | SleepingRank = rank
         self._indices = indices
@@ -235,7 +235,7 @@ class Worker:
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
-        self._wakeup = bell or WakeupSender()
+        self._wakeup = wakeup or WakeupSender()
         self._quiet = False
         """The engine thread learns of this step's prompts in the next one."""
         self._take_metadata: list[Command] = []
@@ -268,7 +268,7 @@ class Worker:
         if self.rank.failure:
             raise RuntimeError(self.rank.failure)
         self._idle_wait = meta.idle_wait
-        self._wakeup.address, self._wakeup.resting = meta.wakeup_address, not meta.work
+        self._wakeup.address, self._wakeup.needed = meta.wakeup_address, not meta.work
         SPIN_WAIT.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())

@@ -167,7 +167,7 @@ class Loaded(Event, frozen=True):
     number: int = 0
 
 
-class Kept(Event, frozen=True):
+class PrefetchComplete(Event, frozen=True):
     """D: all of this prompt lies here and waits for its request, which can have it in the step that it begins
     with; `tokens`, `digest`: as in `Expect`."""
 

@@ -19,7 +19,7 @@ from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.context import LOOK_SECONDS, Context, Counters, log
 from p2pkv.engine.effects import Emit, SendMessage, Timer
-from p2pkv.engine.from_prefill import PostOthers, PrefillPeer, ReceiveDone
+from p2pkv.engine.from_prefill import PostRemaining, PrefillPeer, ReceiveDone
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role
 from p2pkv.engine.to_decode import FillSend
@@ -319,7 +319,7 @@ class Core:
         while effects:
             effect = effects.popleft()
             if outbox and (
-                isinstance(effect, PostOthers)
+                isinstance(effect, PostRemaining)
                 or (isinstance(effect, COPIES) and self.context.blocks_thread(effect.nbytes))
             ):
                 self._flush_outbox(now)  # peers copy meanwhile

@@ -475,7 +475,7 @@ class Decode:
         at_once = self._ctx.copies_synchronously and entry.buffer.filled <= BURST_BYTES
         if at_once and all(each.satisfied for each in entry.receiver.sources.values()):
             expect = entry.expect
-            self._ctx.effects.append(Emit(do.Kept(expect.key, expect.tokens, expect.digest)))
+            self._ctx.effects.append(Emit(do.PrefetchComplete(expect.key, expect.tokens, expect.digest)))
 
     def write_prefetched(self, now: float) -> bool:
         """Write what came before its request to the blocks that it has now, some of it each turn; whether

@@ -63,7 +63,7 @@ class ReceivePosted(Effect, frozen=True, eq=False):
     slot: int
 
 
-class PostOthers(Effect, frozen=True, eq=False):
+class PostRemaining(Effect, frozen=True, eq=False):
     """The first of several receives is posted, and its grant is out: post those of the other chunks."""
 
     peer: PrefillPeer
@@ -538,10 +538,10 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             if link.waiting and any(other.link.waiting for other in self.active if other is not peer):
                 break
             if link.waiting and len(link.posted) == 1 and self._ctx.blocks_thread(new.chunk.nbytes, True):
-                effects.append(PostOthers(peer))
+                effects.append(PostRemaining(peer))
                 break
 
-    def post_others(self, effect: PostOthers, now: float) -> None:
+    def post_others(self, effect: PostRemaining, now: float) -> None:
         try:
             self._post(effect.peer)
         except LinkError as error:

@@ -167,7 +167,7 @@ class DecodeRole(Role):
             from_prefill.PrefillLost: transfers.lost,
             from_prefill.PrefillFailed: transfers.fail,
             from_prefill.ReceivePosted: transfers.posted,
-            from_prefill.PostOthers: peers.post_others,
+            from_prefill.PostRemaining: peers.post_others,
             from_prefill.ReceiveDone: transfers.land,
             from_prefill.AbortPrefillLink: peers.abort_link,
         }

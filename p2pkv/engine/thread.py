@@ -12,7 +12,7 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, PortTaken, sleep_precisely
 from p2pkv.control.security import members_of
 from p2pkv.device import own_stream
-from p2pkv.engine.commands import Command, Event, Kept, Loaded
+from p2pkv.engine.commands import Command, Event, Loaded, PrefetchComplete
 from p2pkv.engine.context import log
 from p2pkv.engine.core import TICK, Core
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS
@@ -95,7 +95,7 @@ class Rank:
 
     def call_on_event(self, call: Callable[[Event], None]) -> None:
         """The engine thread calls this with the first event after each `events`, and each
-        `Loaded` and `Kept`."""
+        `Loaded` and `PrefetchComplete`."""
         self._call = call
 
     def stop(self) -> None:
@@ -126,7 +126,7 @@ class Rank:
     def _report(self, event: Event) -> None:
         known = self._event_set.is_set()  # then the next `events` is still to come, and will find this one
         self._event_set.set()
-        if not known or isinstance(event, Loaded | Kept):
+        if not known or isinstance(event, Loaded | PrefetchComplete):
             self._call(event)
 
     def _main(self) -> None:

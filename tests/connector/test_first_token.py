@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from p2pkv.connector import scheduler as scheduling
 from p2pkv.connector.identity import prompt_digest
-from p2pkv.connector.idle_steps import Said
+from p2pkv.connector.idle_steps import WakeupMessage
 from p2pkv.engine import commands as do
 from p2pkv.first_token import FIRST_TOKEN, FirstToken, found, params
 from p2pkv.pairing import transfer_key
@@ -117,7 +117,7 @@ def kept(*, ranks: int = 1, prompt: list[int] = PROMPT, **options: Any) -> tuple
     request = make_request(inner_id(pair_id()), prompt)
     for rank in d.ranks:
         rank.handed_on.add(KEY)
-    assert connector.hear(Said(0, ranks, 0, KEY, len(prompt), prompt_digest(request))) is None
+    assert connector.on_wakeup(WakeupMessage(0, ranks, 0, KEY, len(prompt), prompt_digest(request))) is None
     return d, connector
 
 

@@ -23,7 +23,7 @@ from p2pkv.connector.idle_steps import (
     IDLE_SLEEP,
     MAX_SLEEP_MS,
     STEPLESS_MS,
-    VLLM_REST,
+    VLLM_IDLE_SLEEP,
     IdleBackoff,
     WakeupSender,
 )
@@ -274,7 +274,7 @@ class TestRest:
         for rank, _ in enumerate(d.ranks):
             assert core.input_queue.empty(), "one rank alone wakes nobody"
             bell = WakeupSender(rank, len(d.ranks))
-            bell.address, bell.resting = rest.address, False
+            bell.address, bell.needed = rest.address, False
             bell.send(do.Begun("k"))
             bell.send(do.Loaded("k", number))
             bell.close()
@@ -332,7 +332,7 @@ class TestRest:
 
             core.step_fn = step
             assert engine_core.EngineCoreProc._process_engine_step(core) is computed
-            assert rest.seconds == (0.0 if news or computed else VLLM_REST)
+            assert rest.seconds == (0.0 if news or computed else VLLM_IDLE_SLEEP)
             assert core.output_queue.get_nowait() == (0, "an output")
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:

@@ -110,11 +110,11 @@ def test_each_rank_tells_that_all_of_a_prompt_is_here(links, large, monkeypatch)
     monkeypatch.setattr(decode, "BURST_BYTES", 96 * TOKEN - large)
     with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
-        assert not d.ranks[0].events(do.Kept)
+        assert not d.ranks[0].events(do.PrefetchComplete)
         step(p, "k", BLOCKS, 48, 96)
         arrived(d, 96 * TOKEN)
         ends_well(p, d, "k", 96)
-        assert len(d.ranks[0].events(do.Kept)) == (not large)
+        assert len(d.ranks[0].events(do.PrefetchComplete)) == (not large)
 
 
 @pytest.mark.parametrize("codec", [DENSE, "page:vec16"])

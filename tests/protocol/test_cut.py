@@ -121,7 +121,7 @@ def test_p_refuses_a_cut_that_it_did_not_offer_or_that_is_too_large() -> None:
 
 def test_what_was_cut_ahead_is_not_cut_again() -> None:
     rig = ready()
-    rig.sender.want(0, wanted(HALVES[0], prefetch=True), 0.0)
+    rig.sender.want(0, wanted(HALVES[0], ahead=True), 0.0)
     with pytest.raises(RemoteProtocolError, match="cuts what was cut before"):
         rig.sender.want(0, wanted(HALVES[1]), 0.0)
 

@@ -528,9 +528,9 @@ InboundLink.post: admitted requests wait behind what comes ahead
 ~             self._admitted_first() =>             pass
 > tests/engine/test_cost.py
 PrefillPeers._post: the first grant waits until all receives are posted
-- effects.append(PostOthers(peer))
-- break
-+ pass
+-                 effects.append(PostRemaining(peer))
+-                 break
++                 pass
 == p2pkv/pairing.py > tests/unit/test_pairing.py
 transfer_key: the tag of a pair is constant
 ~ return f"pair:{pair.unique}:{tag}/{prompt}" => return f"pair:{pair.unique}:0/{prompt}"
