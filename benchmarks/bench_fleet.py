@@ -161,7 +161,7 @@ class Source:
     def __init__(self) -> None:
         self.open = True
 
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         return self.open
 
     def answer(self, frame: bytes) -> bool:
@@ -362,7 +362,7 @@ class Fleet:
                     if await proxy.retries.resume(place, failed, resumes - closed, free=closed):
                         resumes += not closed
                         continue
-                elif not sent and await proxy.retries.elsewhere(
+                elif not sent and await proxy.retries.try_elsewhere(
                     place, culprit, failed, tries - closed, free=closed
                 ):
                     tries += not closed

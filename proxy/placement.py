@@ -38,7 +38,7 @@ MAX_COMPARED = 8
 """Of more instances so many are drawn, some perhaps twice, and compared."""
 # Features are of the order of 1, so that all weights are learned equally fast.
 _TOKENS, _STREAMS, _ANSWER = 256.0, 16.0, 64.0
-_LEARNING_RATE = 0.1
+_FORGET, _RIDGE = 0.98, 0.05
 _FIRST_TOKEN = 2.0
 """What a second before the first token counts, beside one between others."""
 _SHARE_SECONDS = 5.0
@@ -54,28 +54,49 @@ _ON_ITS_WAY = 0.05
 """Seconds from the choice of an instance until its scheduler has the request, about."""
 
 
-class LinearModel:
-    """Predicts a cost as the sum of `weights` times features, and learns with each observation.
-
-    By normalized least mean squares (Widrow and Hoff, 1960): the weights move by `_LEARNING_RATE` of the way
-    to those nearest that would have predicted what was seen. No weight goes below zero, since nothing here
-    gets faster by having more to do.
-    """
+class LeastSquares:
+    """A linear prediction, by least squares: each observation counts 2% less than the next one. No weight is
+    below zero, since nothing here gets faster by having more to do; and what the observations do not decide
+    stays near the first `weights`."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
+        self._columns = range(len(self.weights))
+        self._products = [[_RIDGE * (row == column) for column in self._columns] for row in self._columns]
+        """Of the features with each other, and in `_seen` with the observations, summed."""
+        self._seen = [_RIDGE * weight for weight in weights]
+        self._first = list(self._seen)
 
     def predict(self, *features: float) -> float:
         return sum(map(float.__mul__, self.weights, features))
 
     def learn(self, seen: float, *features: float) -> None:
-        predicted = self.predict(*features)
         # One stall of the machine must not decide what is predicted for a minute.
-        error = min(seen, 4.0 * predicted + 0.1) - predicted
-        step = _LEARNING_RATE * error / sum(feature * feature for feature in features)
-        self.weights = [
-            max(0.0, weight + step * feature) for weight, feature in zip(self.weights, features, strict=True)
-        ]
+        seen = min(seen, 4.0 * self.predict(*features) + 0.1)
+        for row, feature in enumerate(features):
+            products = self._products[row]
+            for column in self._columns:
+                products[column] = _FORGET * products[column] + feature * features[column]
+            products[row] += (1.0 - _FORGET) * _RIDGE
+            self._seen[row] = _FORGET * self._seen[row] + feature * seen + (1.0 - _FORGET) * self._first[row]
+        self.weights = self._solved(list(self._columns))
+
+    def _solved(self, used: list[int]) -> list[float]:
+        """The best weights, if those of all columns but these are zero; by Cholesky's elimination."""
+        rows = [[*(self._products[row][column] for column in used), self._seen[row]] for row in used]
+        for at, pivot in enumerate(rows):
+            for row in rows[at + 1 :]:
+                factor = row[at] / pivot[at]
+                for column in range(at, len(pivot)):
+                    row[column] -= factor * pivot[column]
+        found: dict[int, float] = {}
+        for at in reversed(range(len(used))):
+            known = sum(rows[at][later] * found[used[later]] for later in range(at + 1, len(used)))
+            found[used[at]] = (rows[at][-1] - known) / rows[at][at]
+        least = min(found, key=found.__getitem__)
+        if found[least] < 0.0 and used[1:]:
+            return self._solved([column for column in used if column != least])
+        return [max(0.0, found.get(column, 0.0)) for column in self._columns]
 
 
 _NOTHING = WorkloadReport(Workload(), float("-inf"))
@@ -93,12 +114,12 @@ class EngineCosts:
     """
 
     def __init__(self) -> None:
-        self.prompt = LinearModel([0.01, 0.05, 0.02])
+        self.prompt = LeastSquares([0.01, 0.05, 0.02])
         """Seconds of a prompt: of any, for each 256 tokens, and for these with 16 answers beside them."""
-        self.step = LinearModel([0.02, 0.01, 0.05])
+        self.step = LeastSquares([0.02, 0.01, 0.05])
         """Seconds between two tokens of an answer: of any, for each 16 answers, and by the share of its time
         that prompts took."""
-        self.hand_over = LinearModel([0.02, 0.005])
+        self.hand_over = LeastSquares([0.02, 0.005])
         """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
         self._queue: deque[QueuedPrompt] = deque()

@@ -72,7 +72,8 @@ class Crew:
         """What all ranks have said by now; one failed load is enough for all."""
         for number, rank in enumerate(self.ranks):
             for event in rank.events():
-                yield from self._hear(number, event)
+                if not isinstance(event, do.PrefetchComplete):  # of a prompt without a request yet
+                    yield from self._hear(number, event)
 
     def _hear(self, number: int, event: do.Event) -> Iterable[do.Event]:
         key = self._keys.get(event.key)

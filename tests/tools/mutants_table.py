@@ -323,12 +323,15 @@ PlacementCosts.cheapest: placement by cost pairs instances that do not match
 ~ if each is not prefill and each.matches(prefill) => if each is not prefill
 EngineCosts.answer_ended: the time that prompts took counts as that of steps
 ~ share = min(1.0, prompts / lasted) => share = 0.0
-LinearModel.learn: what was observed teaches little
-~ step = _LEARNING_RATE * error => step = 0.01 * error
-LinearModel.learn: one stall decides what is predicted
-~ min(seen, 4.0 * predicted + 0.1) - predicted => seen - predicted
-LinearModel.learn: more work may be predicted to take less time
-~ max(0.0, weight + step * feature) => weight + step * feature
+LeastSquares.learn: what was observed is never forgotten
+~ _FORGET * products[column] + => products[column] +
+LeastSquares.learn: one stall decides what is predicted
+~ seen = min(seen, 4.0 * self.predict(*features) + 0.1) => pass
+LeastSquares._solved: more work may be predicted to take less time
+-         if found[least] < 0.0 and used[1:]:
+-             return self._solved([column for column in used if column != least])
+-         return [max(0.0, found.get(column, 0.0)) for column in self._columns]
++         return [found.get(column, 0.0) for column in self._columns]
 PlacedRequest.computed: a guess at when a prompt was computed teaches
 ~ learn=learn => learn=True
 EngineCosts.answer_ended: what an answer lasted teaches nothing
