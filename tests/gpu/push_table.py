@@ -36,12 +36,12 @@ SMALL = 1 << 20
 
 def raw_rates(sizes: Sequence[int], total: int, repeat: int) -> dict[int, list[float]]:
     """Bytes per second of NCCL's own sends and receives, by size of message."""
-    flat = [torch.zeros(total, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    os.environ.update(environment(shared=True))
-    name = bytes.fromhex(new_name())
-    ends: list[Any] = in_threads(*(lambda rank=rank: RawNccl(name, rank) for rank in range(2)))
-    rates: dict[int, list[float]] = {size: [] for size in sizes}
-    for size in sizes:
+    flat = [torch.zeros(total, dtype=torch.uint8, device="cuda") for _ in range(2)]  # needs a GPU
+    os.environ.update(environment(shared=True))  # needs a GPU
+    name = bytes.fromhex(new_name())  # needs a GPU
+    ends: list[Any] = in_threads(*(lambda rank=rank: RawNccl(name, rank) for rank in range(2)))  # needs a GPU
+    rates: dict[int, list[float]] = {size: [] for size in sizes}  # needs a GPU
+    for size in sizes:  # needs a GPU
         cut = [size] * (total // size)
         for turn in range(1 + turns_of(size, repeat)):
             begin = time.perf_counter()
@@ -50,9 +50,9 @@ def raw_rates(sizes: Sequence[int], total: int, repeat: int) -> dict[int, list[f
             )
             if turn:  # the first one only warms up
                 rates[size].append(total / (time.perf_counter() - begin))
-    for end in ends:
+    for end in ends:  # needs a GPU
         end.close()
-    return rates
+    return rates  # needs a GPU
 
 
 def in_threads(*calls: Any, seconds: float = 60.0) -> list[Any]:
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes, total = [each << 10 for each in args.sizes_kib], args.total_mib << 20
     raw: dict[int, list[float]] = {}
     if args.link == "nccl":
-        raw = raw_rates(sizes, total, REPEAT)
+        raw = raw_rates(sizes, total, REPEAT)  # needs a GPU
     rows = push_rows(args.link, tuple(args.devices), sizes, total, REPEAT)
     for row in rows:
         row["raw"] = raw.get(row["bytes"], [])

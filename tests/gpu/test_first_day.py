@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from _pytest.mark.expression import Expression
 from gpu import first_day
 from gpu.figures import VARIABLE, figure, figures
 from gpu.first_day import Step, blocks, figures_table, limits, main, run_all, verdict
-from gpu.page import Boxes, Output, Table, Text, markdown
+from gpu.page import Boxes, Output, Table, Text, markdown, page
 
 
 def step(name: str, code: str, **more: object) -> Step:
@@ -78,12 +79,12 @@ def test_a_step_whose_tests_are_all_skipped_was_not_run(
     assert verdict(status, said) == outcome
 
 
-def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "")  # so that what the command sets ends with this test
+def test_the_command_writes_both_reports(tmp_path: Path) -> None:
     assert main(["--only", "environment", "--out", str(tmp_path)]) == 0
     (found,) = json.loads((tmp_path / "first_day.json").read_text())["steps"]
     assert found["outcome"] == "passed" and any(line.startswith("torch ") for line in found["output"])
     assert "| environment |" in (tmp_path / "first_day.md").read_text()
+    assert "<td>environment</td>" in (tmp_path / "first_day.html").read_text()
 
 
 def test_every_step_names_tests_that_are_there(tmp_path: Path) -> None:
@@ -179,11 +180,13 @@ def test_figures_are_kept_for_the_report(tmp_path: Path, monkeypatch: pytest.Mon
     assert figures(path) == [{"name": "longest pause", "value": 0.5, "unit": "s", "where": "here"}]
 
 
-def test_a_page_in_markdown() -> None:
+def test_a_page_says_the_same_in_both_forms() -> None:
     boxes, output = Boxes([(True, "one"), (False, "two")]), Output(["```", "<i>"])
-    said = markdown("A & B", [Text("a < b"), Table(["x"], [["a|b"]]), boxes, output])
-    assert said.startswith("# A & B\n\na < b\n")
+    parts = [Text("a < b"), Table(["x"], [["a|b"]]), boxes, output]
+    said, html = markdown("A & B", parts), page("A & B", parts)
     assert "| a\\|b |" in said and "- [x] one\n- [ ] two" in said and "````\n```\n<i>\n````" in said
+    assert "<h1>A &amp; B</h1>" in html and "<td>a|b</td>" in html and "&lt;i&gt;" in html
+    assert "☑ one" in html and "☐ two" in html
 
 
 @pytest.mark.timeout(300)
@@ -211,3 +214,11 @@ def test_programs_that_tell_of_limits_are_asked() -> None:
     assert first_day._asked(sys.executable, "-c", "print('Link 0: 25 GB/s')") == "Link 0: 25 GB/s\n"
     assert first_day._asked(sys.executable, "-c", "raise SystemExit(9)") == ""
     assert first_day._asked("a program that is not installed") == ""
+
+
+def test_first_day_is_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")  # so that what the script sets ends with this test
+    monkeypatch.setattr(sys, "argv", ["first_day.py", "--only", "environment", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(first_day.__file__, run_name="__main__")
+    assert ended.value.code == 0 and (tmp_path / "first_day.html").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -154,9 +155,13 @@ def test_first_tokens_of_the_h100_are_its_pages_table() -> None:
 # The steps themselves, on a CPU.
 
 
-def test_the_push_table_on_a_cpu(tmp_path: Path) -> None:
+def test_the_push_table_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "pushes.json"
     given = ["--link", "host", "--devices", "cpu", "cpu", "--sizes-kib", "512", "1024", "--total-mib", "8"]
+    monkeypatch.setattr(sys, "argv", ["push_table.py", *given, "--json", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(push_table.__file__, run_name="__main__")
+    assert ended.value.code == 0
     assert push_table.main([*given, "--json", str(out)]) == 0
     measured = json.loads(out.read_text())
     assert [(row["bytes"], len(row["push"])) for row in measured["rows"]] == [(512 << 10, 1), (1 << 20, 3)]
@@ -204,10 +209,13 @@ def test_nccls_log_tells_what_a_communicator_takes(tmp_path: Path) -> None:
     ]
 
 
-def test_the_communicators_step_on_a_cpu(tmp_path: Path) -> None:
-    assert communicator.main(["--link", "host", "--json", str(tmp_path / "out.json")]) == 0
+def test_the_communicators_step_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = str(tmp_path / "out.json")
+    monkeypatch.setattr(sys, "argv", ["communicator.py", "--link", "host", "--json", out])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(communicator.__file__, run_name="__main__")
     data = json.loads((tmp_path / "out.json").read_text())
-    assert data["links"] == [0, 0, 0, 0] and data["log"] == []
+    assert ended.value.code == 0 and data["links"] == [0, 0, 0, 0] and data["log"] == []
 
 
 def test_a_model_of_another_geometry_has_no_weights(tmp_path: Path) -> None:
@@ -252,10 +260,13 @@ def test_a_load_that_is_not_answered_is_an_error() -> None:
 @pytest.mark.servers
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_first_tokens_on_a_cpu(tmp_path: Path) -> None:
+def test_first_tokens_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real servers, a tiny model and link: host: its table has both systems."""
     out = tmp_path / "tokens.json"
-    assert first_tokens.main(["--links", "host", "--json", str(out)]) == 0
+    monkeypatch.setattr(sys, "argv", ["first_tokens.py", "--links", "host", "--json", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(first_tokens.__file__, run_name="__main__")
+    assert ended.value.code == 0
     measured = json.loads(out.read_text())
     assert measured["wrong"] == [0, 4] and measured["transfers"]["host"][1] == 0
     assert set(measured["itl"]) == {

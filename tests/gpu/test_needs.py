@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 from types import SimpleNamespace
 
 import pytest
+import torch
 from gpu import conftest, needs
 
 
@@ -49,6 +51,13 @@ def test_what_will_be_skipped_is_listed(
         "msgspec and pyzmq missing: test_push.py, test_bench_gpu.py, test_servers.py, test_first_day_steps"
         in said
     )
+
+
+def test_needs_is_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(needs.__file__, run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"torch {torch.__version__}")
 
 
 def test_a_file_whose_imports_are_missing_is_skipped_with_the_reason(
