@@ -124,6 +124,24 @@ def pause_of(pauses: Iterable[float], least: float) -> float:
     return min(max(min(pauses, default=least), least), MAX_PAUSE)
 
 
+class SlotTensors:
+    """The tensors of the slots of one block of memory. Slots come again, so they are kept: torch takes long
+    for one."""
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self._block = block
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] over a slot."""
+        place = offset, nbytes
+        if (tensor := self._tensors.get(place)) is None:
+            if len(self._tensors) >= MAX_TENSORS:
+                self._tensors.clear()
+            tensor = self._tensors[place] = self._block[offset : offset + nbytes]
+        return tensor
+
+
 class DevicePool(Slots):
     """Slots in one block of device memory, taken once and for all: a full device fails at the start.
     `beside`: uint8 [beside] in the same block, which no slot ever takes."""
@@ -131,18 +149,13 @@ class DevicePool(Slots):
     def __init__(self, allocate: Allocate, nbytes: int, beside: int = 0) -> None:
         """Raises ValueError if `nbytes` is not positive."""
         super().__init__(nbytes)
-        self._bytes = allocate(self.capacity + beside)
-        self.scratch = self._bytes[self.capacity :]
-        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+        block = allocate(self.capacity + beside)
+        self.scratch = block[self.capacity :]
+        self._tensors = SlotTensors(block)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] over the slot. Slots come again, so tensors are kept: torch takes long for one."""
-        place = offset, nbytes
-        if (tensor := self._tensors.get(place)) is None:
-            if len(self._tensors) >= MAX_TENSORS:
-                self._tensors.clear()
-            tensor = self._tensors[place] = self._bytes[offset : offset + nbytes]
-        return tensor
+        """uint8 [nbytes] over the slot."""
+        return self._tensors.tensor(offset, nbytes)
 
 
 class HelperThreads:

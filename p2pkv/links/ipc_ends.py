@@ -20,7 +20,7 @@ import torch
 from p2pkv.device import CudaEvent
 from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
-from p2pkv.links.gpu import MAX_TENSORS, CudaDevice, DevicePool, HelperThreads, PollTimer, wait_out
+from p2pkv.links.gpu import CudaDevice, DevicePool, HelperThreads, PollTimer, SlotTensors, wait_out
 from p2pkv.links.ipc_socket import (
     COMMITTED,
     GOODBYE,
@@ -48,21 +48,8 @@ ORPHAN_SECONDS = 5.0
 killed, its sockets may be closed a moment before the driver stops its kernels."""
 
 
-class MappedBlock:
+class MappedBlock(SlotTensors):
     """All of a peer's memory, as this process sees it. Tensors of it keep it mapped."""
-
-    def __init__(self, bytes_: torch.Tensor) -> None:
-        self._bytes = bytes_
-        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] over a slot. Slots come again, so tensors are kept: torch takes long for one."""
-        place = offset, nbytes
-        if (tensor := self._tensors.get(place)) is None:
-            if len(self._tensors) >= MAX_TENSORS:
-                self._tensors.clear()
-            tensor = self._tensors[place] = self._bytes[offset : offset + nbytes]
-        return tensor
 
 
 @dataclass
