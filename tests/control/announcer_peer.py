@@ -18,8 +18,8 @@ from support.gil import hold_lock
 
 
 def main(announcement: str) -> None:
-    standing = EngineHealth()
-    announcer = Announcer(msgspec.json.decode(announcement, type=Announcement), standing=lambda: standing)
+    health = EngineHealth()
+    announcer = Announcer(msgspec.json.decode(announcement, type=Announcement), health=lambda: health)
     announcer.start()
     print(json.dumps({"pid": announcer._child.pid}), flush=True)
     for line in sys.stdin:
@@ -28,7 +28,7 @@ def main(announcement: str) -> None:
             print(json.dumps({"holding": True}), flush=True)
             hold_lock(order["seconds"])
         elif order["do"] == "stand":
-            standing = msgspec.convert(order["standing"], EngineHealth)
+            health = msgspec.convert(order["standing"], EngineHealth)
         elif order["do"] == "stop":
             announcer.stop()
         print(json.dumps({"done": True}), flush=True)
