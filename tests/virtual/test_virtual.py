@@ -70,11 +70,11 @@ def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
 @pytest.mark.parametrize("groups", ["P", "D", "PD"])
 def test_data_parallel_engines_behind_a_router_that_names_any_of_them(groups: str) -> None:
     """No invariant is broken, and D finds the engine of P to which the request has come."""
-    world = World(11, model=ONE_GROUP, tps=(1, 2), groups=groups)
-    with patch.object(Decode, "referred", autospec=True, side_effect=Decode.redirected) as referred:
+    with patch.object(Decode, "redirected", autospec=True, side_effect=Decode.redirected) as redirected:
+        world = World(11, model=ONE_GROUP, tps=(1, 2), groups=groups)
         world.run(SHORT)
     assert world.jobs.outcomes["loaded"] > 10
-    assert referred.called == ("P" in groups)
+    assert redirected.called == ("P" in groups)
 
 
 def test_a_referral_for_a_request_that_has_ended_waits_until_d_has_forgotten_it() -> None:
