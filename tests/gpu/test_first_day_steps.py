@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_steps_that_need_no_quiet_run_at_the_same_time() -> None:
     assert [each.output for each in results] == [["both"], ["both"], ["alone"]]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Where a shell has started pytest in the background, Python ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_who_interrupts_it_interrupts_the_steps() -> None:
     code = "import time; time.sleep(60)"
     pair = [Step(name, "", (sys.executable, "-c", code), quiet=False) for name in ("one", "other")]
