@@ -29,7 +29,7 @@ def weighed() -> list[tuple[str, int, int]]:
     return [
         ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_950),
         ("lines of proxy", lines("proxy"), 10_100),
-        ("lines of tests", lines("tests"), 64_720),
+        ("lines of tests", lines("tests"), 64_740),
         ("lines of benchmarks", lines("benchmarks"), 3_680),
         ("words of README.md and docs/", words(), 22_000),
     ]
