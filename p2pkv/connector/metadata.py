@@ -52,7 +52,7 @@ class StepMetadata(KVConnectorMetadata):
     idle_wait: float = 0.0
     """Seconds that this step may wait for events of the transfers; 0 unless it is idle."""
     wakeup_address: str = ""
-    """Where to ring when there is news (`idle_steps.WakeupSender`); "": the engine core does not rest."""
+    """Where to send wake-ups (`idle_steps.WakeupSender`); "": the engine core does not sleep."""
 
     # P
     holds: list[HoldPrompt] = field(default_factory=list)

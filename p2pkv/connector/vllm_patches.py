@@ -59,7 +59,7 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 MAX_PARTIAL = 1024
-"""What some ranks have message, and others were not heard to say."""
+"""Messages kept that some ranks have sent and others have not yet."""
 
 
 @dataclass(frozen=True)
