@@ -20,7 +20,7 @@ from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .metrics import StreamTimer
 from .placement import PlacedRequest
-from .policy import RoutingRequest
+from .policies import RoutingRequest
 from .routing import Choice, DecodeAloneFull, Full, PrefillMode, Router, Unroutable
 from .tenants import Tenant
 

@@ -24,7 +24,7 @@ from .membership import Membership
 from .membership.listed import ListedInstance
 from .membership.registry import Registry, random_turn
 from .metrics import Metrics
-from .policy import Routing
+from .policies import Routing
 from .service import PROXY, Proxy, by_proxy, errors_as_json, note_begin, recording, written_in_time
 from .tenants import Tenants
 from .tracing import Spans

@@ -27,7 +27,7 @@ from .app import make_app, make_runner
 from .cors import Cors, joined
 from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
-from .policy import Routing
+from .policies import Routing
 from .service import PROXY
 from .tracing import NoTracing, Spans
 

@@ -18,8 +18,7 @@ from .cors import read_list
 from .limits import Limits
 from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
-from .policy import Routing
-from .routing import POLICIES
+from .policies import POLICIES, Routing
 from .tenants import OTHER, Tenants, read_tenants
 
 _DESCRIPTION = """\

@@ -16,7 +16,6 @@ short prompt goes to 2 before 1.
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,51 +28,10 @@ from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, 
 from .membership.partners import LinkedPairs
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
-from .policy import Pick, Policy, Routing, RoutingRequest
-from .prefixes import PrefixAware
-from .sessions import ConsistentHash
-
-
-class LeastLoaded(Policy):
-    help = (
-        "the one with the least to do: the fewest prompt tokens to compute (prefill), the fewest requests "
-        "and prompt tokens (decode)"
-    )
-
-    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
-        return Pick(least_busy(candidates))
-
-
-class RoundRobin(Policy):
-    help = "each in turn"
-
-    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
-        return Pick(min(candidates, key=lambda instance: instance.turn))
-
-
-class PowerOfTwo(Policy):
-    """So several proxies do not all send their next requests to the same instance."""
-
-    help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
-
-    def __init__(self, routing: Routing | None = None, dice: random.Random | None = None) -> None:
-        self._dice = dice or random.Random()
-
-    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
-        return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
-
+from .policies import POLICIES, Pick, Policy, Routing, RoutingRequest
 
 _BUSIER = 8
 """Requests."""
-
-POLICIES: dict[str, type[Policy]] = {
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
-    "power_of_two": PowerOfTwo,
-    "prefix_aware": PrefixAware,
-    "consistent_hash": ConsistentHash,
-}
-"""To add one: a file of its own, as prefixes.py is, and a line here."""
 
 
 class Unroutable(Exception):

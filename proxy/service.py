@@ -31,7 +31,7 @@ from .membership import Membership
 from .membership.instance import Instance
 from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .models import ModelLists
-from .policy import Routing, RoutingRequest
+from .policies import Routing, RoutingRequest
 from .relay import STALL_SECONDS, ClientGone, hang_up
 from .responses import StoredResponses
 from .retries import Retries

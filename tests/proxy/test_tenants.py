@@ -28,7 +28,7 @@ from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.errors import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.tenants import OTHER, Tenant, Tenants, TenantSettings, read_tenants
 from support.waiting import eventually
 

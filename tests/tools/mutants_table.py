@@ -684,7 +684,7 @@ _replies: one frozen D holds up the list of models
 ~             left = _OTHERS_SECONDS =>             pass
 ModelLists.merged: the models of a D that does not answer are forgotten
 ~             self._latest.update(found) =>             pass
-== proxy/prefixes.py
+== proxy/policies.py
 > tests/proxy/test_routing.py::test_four_ranks_compute_all_of_it_sooner_than_one_computes_half
 PrefixAware.__call__.cost: what is left of a prompt takes as long on any number of ranks
 ~ _WEIGHT_OF_NEW * new / instance.ping.tp_size => _WEIGHT_OF_NEW * new
