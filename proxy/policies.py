@@ -1,28 +1,28 @@
-"""How one of several instances is picked for a request: the policies, and what they know of the request.
+"""What a policy knows of the request for which it picks an instance; and the policies that look further than
+at how much there is to do.
 
-A new policy is a class here and a line in `POLICIES`. `prefix_aware` sends prompts that begin alike to one
-instance, which has their KV in its cache: vLLM finds it there by a chain of hashes, each over a block and the
-hash before it. The proxy has no tokenizer, so its chain (`Prompt.chain`) is over pieces of the text, or of
-the token ids if the client sends these. Equal chains mean equal beginnings, for the same model. What an
-instance still has in its cache the proxy can only guess, from what it has sent there.
+A new policy is a class here and a line in `POLICIES` in routing.py. `prefix_aware` sends prompts that begin
+alike to one instance, which has their KV in its cache: vLLM finds it there by a chain of hashes, each over a
+block and the hash before it. The proxy has no tokenizer, so its chain (`Prompt.chain`) is over pieces of the
+text, or of the token ids if the client sends these. Equal chains mean equal beginnings, for the same model.
+What an instance still has in its cache the proxy can only guess, from what it has sent there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
+from .access import Tenant
 from .bodies import PIECE_TOKENS, Chain, Prompt
 from .membership.instance import Instance, least_busy
 from .placement import Placement
 from .settings import at_least, header, not_negative, option
-from .tenants import Tenant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,35 +109,6 @@ class Policy:
 
     def remember(self, instances: Iterable[Instance], request: RoutingRequest) -> None:
         """These are given the prompt, by another choice."""
-
-
-class LeastLoaded(Policy):
-    help = (
-        "the one with the least to do: the fewest prompt tokens to compute (prefill), the fewest requests "
-        "and prompt tokens (decode)"
-    )
-
-    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
-        return Pick(least_busy(candidates))
-
-
-class RoundRobin(Policy):
-    help = "each in turn"
-
-    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
-        return Pick(min(candidates, key=lambda instance: instance.turn))
-
-
-class PowerOfTwo(Policy):
-    """So several proxies do not all send their next requests to the same instance."""
-
-    help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
-
-    def __init__(self, routing: Routing | None = None, dice: random.Random | None = None) -> None:
-        self._dice = dice or random.Random()
-
-    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
-        return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
 
 
 class ConsistentHash(Policy):
@@ -278,12 +249,3 @@ class PrefixIndex:
                 holders[holder] = None
         while self._size > self._capacity:
             self._size -= len(self._links.popitem(last=False)[1])
-
-
-POLICIES: dict[str, type[Policy]] = {
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
-    "power_of_two": PowerOfTwo,
-    "prefix_aware": PrefixAware,
-    "consistent_hash": ConsistentHash,
-}

@@ -16,6 +16,7 @@ short prompt goes to 2 before 1.
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,10 +29,48 @@ from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, 
 from .membership.partners import LinkedPairs
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
-from .policies import POLICIES, Pick, Policy, Routing, RoutingRequest
+from .policies import ConsistentHash, Pick, Policy, PrefixAware, Routing, RoutingRequest
+
+
+class LeastLoaded(Policy):
+    help = (
+        "the one with the least to do: the fewest prompt tokens to compute (prefill), the fewest requests "
+        "and prompt tokens (decode)"
+    )
+
+    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        return Pick(least_busy(candidates))
+
+
+class RoundRobin(Policy):
+    help = "each in turn"
+
+    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        return Pick(min(candidates, key=lambda instance: instance.turn))
+
+
+class PowerOfTwo(Policy):
+    """So several proxies do not all send their next requests to the same instance."""
+
+    help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
+
+    def __init__(self, routing: Routing | None = None, dice: random.Random | None = None) -> None:
+        self._dice = dice or random.Random()
+
+    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
+
 
 _BUSIER = 8
 """Requests."""
+
+POLICIES: dict[str, type[Policy]] = {
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+    "power_of_two": PowerOfTwo,
+    "prefix_aware": PrefixAware,
+    "consistent_hash": ConsistentHash,
+}
 
 
 class Unroutable(Exception):

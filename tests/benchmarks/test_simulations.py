@@ -14,7 +14,7 @@ from bench_fleet import FAULTS, OTHERS, simulated
 from pool_simulation import MIXES
 from pool_simulation import simulated as pool_simulated
 
-from p2pkv_proxy.policies import POLICIES
+from p2pkv_proxy.routing import POLICIES
 
 SIZE = 20
 

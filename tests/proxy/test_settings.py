@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from p2pkv_proxy import cli, options, settings
-from p2pkv_proxy.policies import POLICIES
+from p2pkv_proxy.routing import POLICIES
 
 
 def given(*argv: str, **environ: str) -> argparse.Namespace:
