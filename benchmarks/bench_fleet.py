@@ -34,16 +34,15 @@ from fleet_engines import BLOCK, COSTS, Closed, Decode, Links, Lost, Prefill, Vi
 
 from p2pkv import __version__
 from p2pkv.control.discovery import Ping
-from p2pkv_proxy.admission import Admission, RequestPlace
+from p2pkv_proxy.admission import Admission, RequestPlace, Retries
 from p2pkv_proxy.bodies import MAX_PIECES, PIECE_TOKENS, Prompt
-from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import PartnerLists
 from p2pkv_proxy.membership.registry import Registry, random_turn
-from p2pkv_proxy.policy import Pick, Policy, Routing, RoutingRequest
-from p2pkv_proxy.retries import Retries
-from p2pkv_proxy.routing import POLICIES, NoInstance, Router, UnknownModel
+from p2pkv_proxy.policies import POLICIES, Pick, Policy, Routing, RoutingRequest
+from p2pkv_proxy.routing import NoInstance, Router, UnknownModel
 
 FIRST_TOKEN, PAUSE = 2.0, 0.025
 """A request is good if its first token comes within these seconds, and its mean pause is no longer."""

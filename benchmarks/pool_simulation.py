@@ -38,7 +38,7 @@ from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.placement import EngineCosts, PlacementCosts
-from p2pkv_proxy.policy import Routing, RoutingRequest
+from p2pkv_proxy.policies import Routing, RoutingRequest
 from p2pkv_proxy.routing import Router
 
 CHUNK = 256

@@ -1,15 +1,32 @@
-"""Who may ask, who may look and who may change."""
+"""Who may ask, who may look and who may change; and tenants: whose request it is, how much of theirs the
+proxy takes on, and who of those that wait goes next.
+
+A tenant is an API key or several, or what a gateway in front names in a header. One that has as much as it
+may gets a 429 with Retry-After. Of those that wait for a place, who has used least of its share goes next:
+each place costs a tenant the tokens of the prompt and of the answer, divided by its weight. Who comes back
+after a pause begins with the cost at which places are given out now, so nobody saves up.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+import math
+import re
+import time
+import tomllib
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
+import msgspec
 from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .errors import ProxyError
+from .http import ProxyError
 
 
 @dataclass(frozen=True)
@@ -78,3 +95,236 @@ def _bearer(request: web.Request) -> str:
 def _same(shown: str, expected: str) -> bool:
     """In a time that does not depend on how much of it is right."""
     return hmac.compare_digest(shown.encode("utf-8", "replace"), expected.encode())
+
+
+# Tenants.
+
+OTHER = "other"
+"""Whose requests belong to no tenant of the file: together they are this one."""
+_MOST = 1000
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ANSWER = 64.0
+"""Tokens that an answer is taken to have, until answers have been seen."""
+_RECENT = 0.05
+"""What the latest request counts in an average."""
+_LONGEST_WAIT = 60
+"""Seconds that Retry-After says where a place is awaited, at most."""
+
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file; 0 is no limit.
+
+    Attributes:
+        keys: API keys; who shows one is this tenant.
+        weight: its share of the places, beside those of others that wait.
+        requests: under way at a time, those that wait among them.
+        prompt_tokens: a second, as the proxy estimates them.
+        burst_seconds: of `prompt_tokens` may come at once.
+        priority: what vLLM gets for a request whose body has none.
+    """
+
+    keys: tuple[str, ...] = ()
+    weight: _Positive = 1.0
+    requests: _Count = 0
+    prompt_tokens: _Count = 0
+    burst_seconds: _Positive = 2.0
+    priority: _Priority | None = None
+
+
+def read_tenants(path: str) -> dict[str, TenantSettings]:
+    """The tenants of a TOML file, by name. Raises ValueError, with a sentence, if it is none of these."""
+    try:
+        with open(path, "rb") as opened:
+            tables = tomllib.load(opened)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    if not 0 < len(tables) <= _MOST:
+        raise ValueError(f"{path} has {len(tables)} tenants: expected at least one and at most {_MOST}")
+    found, owners = {}, dict[str, str]()
+    for name, table in tables.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{path} has a tenant {name!r}: a name is of letters, digits, `.`, `_` and `-`, 64 at most"
+            )
+        try:
+            found[name] = msgspec.convert(table, TenantSettings)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"tenant `{name}` in {path}: {str(error).replace('$.', '')}") from None
+        for key in found[name].keys:
+            if not (key and key.isascii() and key.isprintable() and " " not in key):
+                raise ValueError(
+                    f"tenant `{name}` in {path}: a key is printable ASCII characters without a space"
+                )
+            if owners.setdefault(key, name) != name:
+                raise ValueError(f"tenants `{owners[key]}` and `{name}` in {path} have one key in common")
+    return found
+
+
+@dataclass(eq=False)
+class _Now:
+    """The cost at which places are given out now, of which no tenant that comes may have used less."""
+
+    cost: float = 0.0
+
+
+@dataclass(eq=False)
+class Tenant:
+    """One tenant, and what it has and uses.
+
+    Attributes:
+        used: what its places have cost it; who of those that wait has least goes next.
+        under_way: its requests, those that wait for a place among them.
+        waiting: of these, those that wait.
+        answer: tokens of its streamed answers, lately.
+        prompt_tokens: that have been let in.
+        refused: with 429, by reason.
+    """
+
+    name: str
+    settings: TenantSettings
+    _clock: Callable[[], float]
+    _now: _Now = field(default_factory=_Now)
+    used: float = 0.0
+    under_way: int = 0
+    waiting: int = 0
+    answer: float = _ANSWER
+    prompt_tokens: int = 0
+    refused: Tally[str] = field(default_factory=Tally)
+    _seconds: float = 1.0
+    """Of its requests, lately."""
+
+    def __post_init__(self) -> None:
+        self._left = self.settings.prompt_tokens * self.settings.burst_seconds
+        self._filled = self._clock()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """One of its requests, from its head to its end. Raises ProxyError if there are as many as may be."""
+        most = self.settings.requests
+        if most and self.under_way >= most:
+            why = f"has {most} requests under way, as many as it may have at a time"
+            raise self._full("requests", why, self._place_seconds())
+        self.under_way += 1
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self._seconds += _RECENT * (self._clock() - began - self._seconds)
+
+    def spend(self, tokens: int) -> None:
+        """A prompt comes. The last one may go beyond what is left: then the next have to wait for longer.
+        Raises ProxyError if nothing is left."""
+        rate, now = self.settings.prompt_tokens, self._clock()
+        if rate:
+            most = rate * self.settings.burst_seconds
+            self._left = min(most, self._left + rate * (now - self._filled))
+            self._filled = now
+            if self._left <= 0:
+                why = f"has sent as many prompt tokens as it may, {rate} a second"
+                raise self._full("tokens", why, math.ceil(-self._left / rate))
+            self._left -= tokens
+        self.prompt_tokens += tokens
+
+    def wait(self, more: int) -> None:
+        """So many more of its requests wait for a place."""
+        self._come()
+        self.waiting += more
+
+    def pay(self, prompt: int, asked: int) -> float:
+        """One of its requests gets a place; it has asked for so many tokens (0: it has not said). Returns how
+        many its answer is taken to have."""
+        self._come()
+        self._now.cost = max(self._now.cost, self.used)
+        expected = min(asked or math.inf, self.answer)
+        self.used += (1 + prompt + expected) / self.settings.weight
+        return expected
+
+    def settle(self, expected: float, came: int) -> None:
+        """A streamed answer had so many tokens, and was taken to have others."""
+        self.used += (came - expected) / self.settings.weight
+        self.answer += _RECENT * (came - self.answer)
+
+    def crowd_out(self) -> ProxyError:
+        """For its last request that waits, where no more may and most of them, for its share, are its own."""
+        why = "has more requests waiting than others, for its share, and no more may wait"
+        return self._full("queue", why, self._place_seconds())
+
+    @property
+    def crowd(self) -> float:
+        """How many of its requests wait, for its share."""
+        return self.waiting / self.settings.weight
+
+    def _come(self) -> None:
+        if not self.waiting:
+            self.used = max(self.used, self._now.cost)
+
+    def _place_seconds(self) -> int:
+        """Until the next one of its requests ends, on average."""
+        return min(_LONGEST_WAIT, math.ceil(self._seconds / max(1, self.under_way - self.waiting)))
+
+    def _full(self, reason: str, why: str, seconds: int) -> ProxyError:
+        self.refused[reason] += 1
+        seconds = max(1, seconds)
+        return ProxyError(429, f"`{self.name}` {why}; try again in {seconds} s.", retry_after=seconds)
+
+
+class Tenants:
+    """All tenants of a proxy. To Prometheus's library it is one of its collectors.
+
+    Args:
+        settings: by name; all others together are `other`, without limits unless the file has that.
+        header: in which a gateway names the tenant; "" if there is none. A key that is a tenant's goes first.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, TenantSettings],
+        header: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = _Now()
+        every = {OTHER: TenantSettings(), **settings}
+        self.by_name = {name: Tenant(name, each, clock, now) for name, each in every.items()}
+        self._by_key = {digest(key): self.by_name[name] for name in every for key in every[name].keys}
+        self._header = header
+
+    def of(self, request: web.Request) -> Tenant:
+        """Whose request this is."""
+        for key in shown_keys(request):
+            if found := self._by_key.get(digest(key)):
+                return found
+        named = request.headers.get(self._header, "") if self._header else ""
+        return self.by_name.get(named) or self.by_name[OTHER]
+
+    def collect(self) -> Sequence[Metric]:
+        tokens = CounterMetricFamily(
+            "p2pkv_proxy_tenant_prompt_tokens", "Prompt tokens let in, as estimated.", labels=["tenant"]
+        )
+        refused = CounterMetricFamily(
+            "p2pkv_proxy_tenant_refused",
+            "Requests turned away with 429: as many were under way as may be (requests), too many prompt "
+            "tokens a second (tokens), or most of a full queue were its own, for its share (queue).",
+            labels=["tenant", "reason"],
+        )
+        running = GaugeMetricFamily(
+            "p2pkv_proxy_tenant_requests",
+            "Requests under way, those that wait among them.",
+            labels=["tenant"],
+        )
+        waiting = GaugeMetricFamily(
+            "p2pkv_proxy_tenant_requests_waiting", "Requests that wait for a place.", labels=["tenant"]
+        )
+        for name, each in self.by_name.items():
+            tokens.add_metric([name], each.prompt_tokens)
+            running.add_metric([name], each.under_way)
+            waiting.add_metric([name], each.waiting)
+            for reason in ("requests", "tokens", "queue"):
+                refused.add_metric([name, reason], each.refused[reason])
+        return tokens, refused, running, waiting

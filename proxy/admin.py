@@ -15,13 +15,14 @@ from typing import Any
 
 from aiohttp import web
 from msgspec import to_builtins
+from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
 from p2pkv.pairing import Address
 
-from .errors import ProxyError, error_response, retry_after
+from .http import ProxyError, error_response, retry_after
 from .membership.instance import ROLE_NAMES, Instance, Role
-from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, Sample, quantiles
+from .metrics import OUTCOMES, SAMPLE_SECONDS, Sample, quantiles
 from .service import STOPPING, Proxy
 
 _LONGEST_DRAIN = 86400.0
@@ -144,18 +145,19 @@ _MAX_PAIRS = 200
 _MAX_INSTANCES = 500
 
 
-async def keep_history(metrics: Metrics) -> None:
+async def keep_history(proxy: Proxy) -> None:
     """Takes samples until cancelled."""
     while True:
-        metrics.sample()
+        proxy.metrics.sample(proxy.admission.under_way, proxy.admission.waiting)
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
 async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
     proxy.guard.look(request)
-    body, kind = proxy.exposition.page(request.headers.get("Accept", ""))
-    return web.Response(body=body, headers={"Content-Type": kind})
+    proxy.metrics.forget()
+    encode, kind = choose_encoder(request.headers.get("Accept", ""))
+    return web.Response(body=encode(proxy.metrics.registry), headers={"Content-Type": kind})
 
 
 async def status_page(proxy: Proxy, request: web.Request) -> web.Response:

@@ -1,7 +1,8 @@
-"""How much the proxy takes on: which request goes to its instances now, which waits, which is turned away.
+"""How much the proxy takes on: which request goes to its instances now, which waits, which is turned away;
+and whether one that has failed may be sent a second time.
 
 Requests that the same instances can serve get their places in the order of arrival; between tenants, who has
-used least of its share goes first (tenants.py). A request that waits for one model holds up no request for
+used least of its share goes first (access.py). A request that waits for one model holds up no request for
 another.
 """
 
@@ -10,31 +11,31 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import deque
+import math
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from .errors import ProxyError
+from .access import Tenant
+from .http import ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .metrics import StreamTimer
 from .placement import PlacedRequest
-from .policy import RoutingRequest
+from .policies import RoutingRequest
 from .routing import Choice, DecodeAloneFull, Full, PrefillMode, Router, Unroutable
-from .tenants import Tenant
 
-# Of the budget of retries.
+# Second tries.
+
 _WINDOW_SECONDS = 10.0
 _SHARE = 0.2
 _PER_SECOND = 1.0
-# Requests and retries are counted together within so many seconds.
-_TICK_SECONDS = 0.1
 
 
 class RetryBudget:
-    """Of the last ten seconds it allows a share of the requests as retries: in an outage, when everything
-    fails, they add that share to the load and do not multiply it."""
+    """Of about the last ten seconds it allows a share of the requests as retries: in an outage, when
+    everything fails, they add that share to the load and do not multiply it."""
 
     def __init__(self) -> None:
         self._asked = _Recent()
@@ -54,23 +55,16 @@ class RetryBudget:
 
 
 class _Recent:
-    """How many things happened in the last window, in bounded memory."""
+    """How many things happened lately: what is ten seconds old counts by a third."""
 
     def __init__(self) -> None:
-        self._ticks: deque[list[float]] = deque()
-        self._total = 0
+        self._count, self._at = 0.0, 0.0
 
     def add(self, now: float) -> None:
-        if not self._ticks or now - self._ticks[-1][0] >= _TICK_SECONDS:
-            self._ticks.append([now, 0])
-        self._ticks[-1][1] += 1
-        self._total += 1
-        self.total(now)
+        self._count, self._at = self.total(now) + 1, now
 
-    def total(self, now: float) -> int:
-        while self._ticks and now - self._ticks[0][0] > _WINDOW_SECONDS:
-            self._total -= int(self._ticks.popleft()[1])
-        return self._total
+    def total(self, now: float) -> float:
+        return self._count * math.exp((self._at - now) / _WINDOW_SECONDS)
 
 
 # Places at instances.
@@ -361,3 +355,83 @@ class Admission:
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:
     """Who has waited longest, without those who have just been turned away or have left."""
     return next((waiter for waiter in queue if not waiter.placed.done()), None)
+
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+
+
+@dataclass(frozen=True)
+class Retries:
+    """Whether a request may be sent a second time: within a budget, and only where there is another instance.
+    `clock` is monotonic seconds."""
+
+    admission: Admission
+    limits: Limits
+    counters: RequestCounters
+    clock: Callable[[], float]
+
+    def spend(self, *, whatever: bool = False) -> bool:
+        """Whether the budget allows one try more, or allowed `whatever` is left; if so it is counted."""
+        allowed = self.admission.budget.spend(self.clock(), whatever=whatever)
+        self.counters.retries_refused += not allowed
+        return allowed
+
+    def may_leave(
+        self, place: RequestPlace, instance: Instance, failed: frozenset[Instance], tries: int
+    ) -> bool:
+        """Whether a request that this instance holds up has anywhere else to go. The budget does not count:
+        an instance that hangs has computed nothing, and each request leaves it once."""
+        if tries > self.limits.retries:
+            return False
+        mode = place.mode_after(instance)
+        return self.admission.can_move(place, mode, failed | {instance}) or (
+            instance is place.choice.prefill and self.limits.decode_alone > 0
+        )
+
+    async def try_elsewhere(
+        self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
+    ) -> bool:
+        """Moves a request away from those that failed it. False if that was its last try. `tries`: without
+        those that count as none, see `Outcome.uncounted`; `free`: the budget does not count."""
+        mode = place.mode_after(culprit)
+        if tries > self.limits.retries or not self.admission.can_move(place, mode, failed):
+            return False
+        if not free and not self.spend():
+            return False
+        await asyncio.sleep(pause(tries))
+        return self._move(place, culprit, failed)
+
+    async def resume(
+        self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool
+    ) -> bool:
+        """Moves a request whose answer has begun away from the decode instance that it lost. False if that
+        was its last try, or no other has room. The budget counts each time, and refuses only the second and
+        later ones: the first are no more than the answers that were under way. `tries`: how often it has been
+        moved so, without the moves that were `free`, for which neither the limit nor the budget counts.
+        """
+        if not free and (tries == self.limits.resumes or not self.spend(whatever=tries == 0)):
+            return False
+        if tries:
+            await asyncio.sleep(pause(tries))
+        return self._move(place, place.choice.decode, failed, alone=self.limits.decode_alone > 0)
+
+    def _move(
+        self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], *, alone: bool = False
+    ) -> bool:
+        """To another server if any has room: the engines behind one HTTP server may stop together, with
+        experts in lockstep and when the server ends. Else it may be left to a D `alone`."""
+        mode, others = place.mode_after(culprit), failed.union(culprit.neighbours())
+        moved = (
+            self.admission.move(place, mode, others)
+            or (others != failed and self.admission.move(place, mode, failed))
+            or (alone and self.admission.move_to_decode_alone(place, failed))
+        )
+        self.counters.retried += moved
+        return moved
+
+
+def pause(tries: int, uniform: Callable[[float, float], float] = random.uniform) -> float:
+    """Seconds before the next try, after `tries` (at least 1) have failed: random, so that what failed
+    together does not come back together."""
+    return uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (tries - 1)))

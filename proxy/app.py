@@ -1,34 +1,372 @@
-"""The HTTP application: endpoints on one side, the registry and its tasks on the other."""
+"""The HTTP server: clients' connections, what is done around each request, and the endpoints."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.typedefs import Middleware
+from aiohttp.web_protocol import RequestHandler
 
 from p2pkv.control.security import Members
+from p2pkv.log import RateLimit
 
 from . import admin
-from .access import Access
+from .access import Access, Tenants
 from .attempt import Dispatch
-from .connections import BoundedRunner, on_expect
 from .cors import Cors
-from .http import PAIRED, SINGLE
+from .exposition import Exposition
+from .http import PAIRED, REQUEST_ID, SINGLE, ProxyError, _sentence, error_response
 from .limits import Limits
 from .membership import Membership
 from .membership.listed import ListedInstance
 from .membership.registry import Registry, random_turn
-from .metrics import Metrics
-from .policy import Routing
-from .service import PROXY, Proxy, by_proxy, errors_as_json, note_begin, recording, written_in_time
-from .tenants import Tenants
+from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
+from .policies import Routing
+from .relay import STALL_SECONDS, hang_up
+from .service import PROXY, Handler, Proxy, by_proxy
 from .tracing import Spans
 from .upstream import Client
+
+logger = logging.getLogger(__name__)
+
+# Connections.
+
+_FULL = "This proxy has as many connections as it takes; try again in a few seconds."
+# Between two log lines about that, and about what is no HTTP.
+_LOG_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 10.0
+# Beyond the limit.
+_HANDSHAKES_BESIDE = 64
+# For a client to take the end of its last answer in, and the end of TLS.
+_CLOSING_SECONDS = 5.0
+# For a client that is refused, to take that in.
+_REFUSED_SECONDS = 1.0
+MAX_HEAD = 4 << 20
+"""Bytes of a request's head, and of each of its headers, as vLLM's servers take."""
+# Of all heads that have not come whole, beyond which one may not be larger than the usual limit of servers.
+_MAX_HEADS, _USUAL_HEAD = 256 << 20, 1 << 16
+_LONG_HEAD = f"The head of a request may have {MAX_HEAD} bytes."
+
+
+class BoundedRunner(web.AppRunner):
+    """An AppRunner with at most `most` connections.
+
+    One more takes the place of the one that has been open for longest without a request under way: so a
+    client that opens many and sends nothing does not shut others out. If each has a request under way, it
+    gets a 503.
+
+    With `tls` all connections begin with a TLS handshake. Those that are in it count, too. 64 of them may go
+    beyond `most`, so that a client learns by a 503 that there is no room; of more the oldest is closed.
+    """
+
+    def __init__(
+        self, app: web.Application, most: int, tls: ssl.SSLContext | None = None, **options: Any
+    ) -> None:
+        super().__init__(app, max_line_size=MAX_HEAD, max_field_size=MAX_HEAD, **options)
+        self._heads = _Heads()
+        self._most = most
+        self._tls = tls
+        self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
+        """The oldest comes first."""
+        self._log_limit = RateLimit(seconds=_LOG_SECONDS)
+
+    @property
+    def server(self) -> web.Server | None:
+        """What makes the protocol of each new connection; aiohttp's sites ask for it."""
+        # A site only calls it.
+        return None if self._server is None else cast("web.Server", self._protocol)
+
+    def _protocol(self) -> asyncio.Protocol:
+        # A TLS server of asyncio's own tells of a connection only when its handshake has ended.
+        return self._taken() if self._tls is None else _Newcomer(self._begin_handshake)
+
+    def _taken(self) -> asyncio.Protocol:
+        """What serves one more connection, or refuses it."""
+        assert self._server is not None
+        if not self._has_room():
+            return _Refusal()
+        # As the server itself would make one; aiohttp has no public name for its options.
+        return _Connection(self._heads, self._server, loop=asyncio.get_running_loop(), **self._server._kwargs)
+
+    def _begin_handshake(self, accepted: asyncio.Transport) -> None:
+        shared: socket.socket = accepted.get_extra_info("socket")
+        accepted.abort()  # it goes on in a copy of its descriptor
+        try:
+            connection = shared.dup()
+        except OSError:
+            return  # for want of descriptors
+        if not self._has_room(len(self._handshakes)) and len(self._handshakes) > _HANDSHAKES_BESIDE:
+            self._end_oldest_handshake()
+        self._handshakes[connection] = asyncio.create_task(self._secure(connection))
+
+    def _end_oldest_handshake(self) -> None:
+        oldest = next(iter(self._handshakes))
+        self._handshakes.pop(oldest)
+        with suppress(OSError):  # its client has left
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    async def _secure(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Newcomer(partial(self._serve, connection)),
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+            )
+        except OSError:
+            pass  # the client has left, was too slow, or speaks no TLS
+        finally:
+            self._handshakes.pop(connection, None)
+
+    def _serve(self, connection: socket.socket, secured: asyncio.Transport) -> None:
+        self._handshakes.pop(connection, None)  # or it would count twice for a moment
+        successor = self._taken()
+        secured.set_protocol(successor)
+        successor.connection_made(secured)
+
+    def _has_room(self, handshakes: int = 0) -> bool:
+        """Whether there may be one more beside so many handshakes; closes an idle one if need be."""
+        assert self._server is not None
+        known, most = self._server.connections, self._most - handshakes
+        if len(known) < most:
+            return True
+        there = [(each, one) for each in known if (one := each.transport) and not one.is_closing()]
+        if len(there) < most:
+            return True
+        if self._log_limit.admits():
+            logger.warning("clients have %d connections, and this proxy takes no more", self._most)
+        for each, transport in there:
+            if each._current_request is None:  # aiohttp has no public name for it
+                transport.close()  # what is left of its last answer still goes out
+                if self._tls is not None:  # then a close waits for the client's
+                    asyncio.get_running_loop().call_later(_CLOSING_SECONDS, transport.abort)
+                return True
+        return False
+
+
+@dataclass
+class _Heads:
+    """Of all connections the bytes of heads that have not come whole, and how many were no HTTP."""
+
+    held: int = 0
+    bad: int = 0
+    _log_limit: RateLimit = field(default_factory=lambda: RateLimit(seconds=_LOG_SECONDS))
+
+    def refuse(self, what: str) -> None:
+        """One line in ten seconds, however much garbage comes."""
+        self.bad += 1
+        if self._log_limit.admits():
+            logger.warning("something that is no HTTP request came (%d so far): %s", self.bad, what)
+
+
+class _Connection(RequestHandler):
+    """One whose errors are JSON, and of whose requests' heads nothing comes into a log: they hold keys."""
+
+    __slots__ = ("_head", "_heads")
+
+    def __init__(self, heads: _Heads, server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._heads, self._head = heads, 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # aiohttp bounds each header, and their number. It waits for the rest of a head then, and for no body.
+        head = 0 if self._waiter is None or self._messages else self._head + len(data)
+        self._count_head(head)
+        crowded = head > _USUAL_HEAD and self._heads.held > _MAX_HEADS
+        if (head > MAX_HEAD or crowded) and self.transport is not None:
+            self._count_head(0)
+            self.transport.write(_whole_answer(*((503, _FULL) if crowded else (431, _LONG_HEAD))))
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._count_head(0)
+        super().connection_lost(exc)
+
+    def _count_head(self, size: int) -> None:
+        self._heads.held += size - self._head
+        self._head = size
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no request, or whose handler failed."""
+        if isinstance(exc, HttpProcessingError):
+            what = type(exc).__name__  # its message has what came
+            self._heads.refuse(what)
+            why = f"This is not a request of HTTP/1.1 that can be read ({what})."
+            status, why = (431, _LONG_HEAD) if isinstance(exc, LineTooLong) else (status, why)
+        else:
+            self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
+            why = "The proxy itself failed; see its log."
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun already, so there cannot be another one")
+        response = error_response(status, why)
+        response.force_close()
+        return response
+
+
+async def on_expect(request: web.Request) -> web.StreamResponse | None:
+    """Answers a client that waits with its body; an error if it expects what no server here does."""
+    if request.version != HttpVersion11:
+        return None
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return error_response(417, "Of expectations only `Expect: 100-continue` is met here.")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # nothing of the answer itself has been sent
+    return None
+
+
+class _Newcomer(asyncio.Protocol):
+    """A connection for whoever is to `take` it."""
+
+    def __init__(self, take: Callable[[asyncio.Transport], None]) -> None:
+        self._take = take
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass.
+        self._take(cast("asyncio.Transport", transport))
+
+
+def _whole_answer(status: int, message: str) -> bytes:
+    """An error, as it goes over a connection that ends then."""
+    answer = error_response(status, message)
+    assert isinstance(answer.body, bytes)
+    headers = {**answer.headers, "Content-Length": len(answer.body), "Connection": "close"}
+    lines = [f"HTTP/1.1 {status} {answer.reason}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join((*lines, "", "")).encode() + answer.body
+
+
+class _Refusal(asyncio.Protocol):
+    """Answers whatever a client will ask."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        connection = cast("asyncio.Transport", transport)
+        connection.write(_whole_answer(503, _FULL))
+        connection.close()
+        # Over TLS, a close waits for the client's.
+        asyncio.get_running_loop().call_later(_REFUSED_SECONDS, connection.abort)
+
+
+# Around each request.
+
+_BEGUN = web.RequestKey("begun", bool)
+"""Whether the head of an answer has been sent."""
+
+
+async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
+    """To be called when an answer's head is about to be sent. Returns the client's own X-Request-Id;
+    instances get it as X-Client-Request-Id."""
+    request[_BEGUN] = True
+    if theirs := request.headers.get(REQUEST_ID):
+        response.headers[REQUEST_ID] = theirs
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns what a handler raises into a response; an unexpected error becomes a 500 without details."""
+    try:
+        return await handler(request)
+    except ProxyError as failure:
+        if failure.status in (429, 503) and RECORD in request and not request[RECORD].tries:
+            request[RECORD].end("shed")
+        response = error_response(failure.status, str(failure))
+        if failure.last:
+            response.force_close()
+        if failure.retry_after:
+            response.headers["Retry-After"] = str(failure.retry_after)
+        if failure.ask:
+            response.headers["WWW-Authenticate"] = failure.ask
+        return response
+    except web.HTTPException as error:
+        response = error_response(error.status, _sentence(request, error))
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except ConnectionError:
+        raise  # the client's own connection; no answer would arrive
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        if _BEGUN in request:
+            if RECORD in request:
+                request[RECORD].ended_with(500)
+            # A second head in the middle of an answer would be taken for the rest of it.
+            hang_up(request)
+            raise ConnectionResetError from None
+        return error_response(500, "The proxy itself failed; see its log.")
+
+
+_MAX_ID = 200
+"""The most characters of the client's X-Request-Id that a log line repeats."""
+
+
+def recording(
+    metrics: Metrics, endpoints: frozenset[str], tracing: Spans | None, *, log_requests: bool
+) -> Middleware:
+    """The middleware that keeps a record of each request to one of `endpoints`, or to none that there is;
+    `log_requests`: and writes a line for each."""
+
+    @web.middleware
+    async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        path = "other" if resource is None else resource.canonical
+        if resource is not None and path not in endpoints:
+            return await handler(request)
+        client_id, trace_id = request.headers.get(REQUEST_ID, "")[:_MAX_ID], trace_id_of(request.headers)
+        span = RequestSpan() if tracing is None else tracing.request(path, request.headers)
+        record = RequestRecord(metrics, path, client_id, trace_id=trace_id, span=span)
+        request[RECORD] = record
+        before = CURRENT.set(record)
+        try:
+            response = await handler(request)
+            record.ended_with(response.status)
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            record.end("left")
+            raise
+        finally:
+            record.count()
+            record.span.end(record)
+            if log_requests:
+                logger.info("request ended: %s", record, extra={"request": record.as_fields()})
+            CURRENT.reset(before)
+
+    return recorded
+
+
+@web.middleware
+async def written_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
+    written when it comes here."""
+    response = await handler(request)
+    if response.prepared:
+        return response
+    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, hang_up, request)
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionError:
+        logger.debug("a client left before its answer was written")
+    finally:
+        deadline.cancel()
+    return response
+
+
+# The application.
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
 IDLE_SECONDS = 75.0
@@ -93,11 +431,12 @@ def make_app(
                 guard=guard or Access(),
                 tenants=tenants,
             )
+            metrics.registry.register(Exposition(proxy))
             membership.watch(listed, members)
             membership.listen(discovery, members)
             if plain_discovery is not None:
                 membership.listen(plain_discovery)
-            forever = [membership.run(), admin.keep_history(metrics)]
+            forever = [membership.run(), admin.keep_history(proxy)]
             tasks = [asyncio.create_task(each) for each in forever]
             yield
             await end([*tasks, *proxy.background])

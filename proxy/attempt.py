@@ -28,19 +28,17 @@ from aiohttp import ClientResponse, web
 from p2pkv.first_token import FirstToken, params
 from p2pkv.pairing import mint
 
-from .admission import RequestPlace
+from .admission import RequestPlace, Retries
 from .blame import REFUSALS, Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
 from .bodies import Body, Fields, json_content
 from .continuation import Continuation, ending
-from .errors import error_response
 from .first_token import FirstTokenPlan, FirstTokens
-from .http import PRIORITY, REQUEST_ID
+from .http import PRIORITY, REQUEST_ID, error_response
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
 from .prompt_usage import last_usage
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
-from .retries import Retries
 from .transcript import COMPLETIONS, Transcript
 from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, read_whole
 
@@ -161,8 +159,9 @@ class Attempt:
             self._plan = self.services.first_tokens.plan(self.body, self.transcript, self.choice)
         if self._plan is not None:
             try:
-                relayed = self._plan.relayed
-                return await (self._by_prefill_alone() if relayed else self._by_prefill(self._plan))
+                if self._plan.what is FirstToken.WHOLE:
+                    return await self._by_prefill_alone()
+                return await self._by_prefill(self._plan)
             finally:
                 self._plan.leave()
         return await (self._concurrent() if self.services.dispatch == "concurrent" else self._sequential())
@@ -371,7 +370,7 @@ class Attempt:
                 said = params(self._plan.what)
                 body = (
                     self.body.for_decode(self.request_id, said)
-                    if self._plan.relayed
+                    if self._plan.what is FirstToken.WHOLE
                     else self.body.for_first_token(said, self._plan.seed)
                 )
                 reply = await call.begin(body, self._deadline)

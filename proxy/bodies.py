@@ -22,11 +22,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from .body_limits import WITH_TOKEN_IDS, check_values
-from .errors import ProxyError
-from .http import PAIRED
+from .body_checks import WITH_TOKEN_IDS, check_values, read_by_python
+from .http import PAIRED, ProxyError
 from .limits import Limits, RequestCounters
-from .python_json import read_by_python
 
 Fields = dict[str, Any]
 Views = dict[str, Raw]
@@ -53,6 +51,10 @@ _SMALL_BODY = 1 << 16
 _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
 
+_MOST_TOKENS = {
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/responses": ("max_output_tokens",),
+}
 _WITH_TOKEN_IDS = b',"return_token_ids":true}'
 # As vLLM's request classes read a text in place of true or false.
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -139,15 +141,6 @@ class Body:
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
 
-    @property
-    def one_token(self) -> bool:
-        """Whether a completion, a chat or a message asks for one token alone."""
-        if self.path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
-            return False
-        names = ("max_completion_tokens", "max_tokens") if "chat" in self.path else ("max_tokens",)
-        given = (value for name in names if (value := _small(self.fields, name)) is not None)
-        return next(given, None) == 1
-
     def messages(self, most: int) -> int:
         """How many messages it has, or items of its input; they are not counted if there cannot be more than
         `most`."""
@@ -159,7 +152,7 @@ class Body:
     @property
     def asked(self) -> int:
         """Tokens of its answer at most; 0 if it does not say."""
-        for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+        for name in _MOST_TOKENS.get(self.path, ("max_tokens",)):
             if isinstance(most := _small(self.fields, name), int) and most > 0:
                 return most
         return 0

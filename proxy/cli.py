@@ -25,11 +25,10 @@ from . import options, settings, tracepoints
 from .access import Access
 from .app import make_app, make_runner
 from .cors import Cors, joined
-from .logs import set_up_logging
 from .membership.listener import Listener, endpoint_of
-from .policy import Routing
+from .policies import Routing
 from .service import PROXY
-from .tracing import NoTracing, Spans
+from .tracing import NoTracing, Spans, set_up_logging
 
 logger = logging.getLogger(__name__)
 

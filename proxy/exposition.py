@@ -1,10 +1,10 @@
-"""The metrics as Prometheus reads them."""
+"""What Prometheus reads of a proxy beside what metrics.py measures."""
 
 from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import product
 
 from prometheus_client.core import (
@@ -14,35 +14,25 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
 
 from .first_token import REASONS
 from .limits import RequestCounters
 from .membership.instance import STATES, Instance
-from .metrics import Metrics, ProxyState
+from .service import Proxy
 
 
+@dataclass(eq=False)
 class Exposition:
-    """The /metrics page: what is measured, and what others count or hold, read when it is asked for. To the
-    library it is one of its collectors."""
+    """What a proxy counts or holds beside what is measured, read when /metrics is asked for. To the library
+    it is one of its collectors."""
 
-    def __init__(self, metrics: Metrics, held: ProxyState) -> None:
-        self._metrics = metrics
-        self._held = held
-        metrics.show(held)
-        metrics.registry.register(self)
-
-    def page(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type: in the format that `accept`, a header, asks for."""
-        self._metrics.forget()
-        encode, kind = choose_encoder(accept)
-        return encode(self._metrics.registry), kind
+    _proxy: Proxy
 
     def collect(self) -> Iterator[Metric]:
         yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
-        counted, gauges = self._held.counted(), self._held.gauges()
+        counted, gauges = self._proxy.counted(), self._proxy.gauges()
         shed = CounterMetricFamily(
             "p2pkv_proxy_shed",
             "Requests turned away with 503: too many waited or held memory (full), none had room in time "
@@ -64,8 +54,8 @@ class Exposition:
             yield CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
         for name, key, what in _GAUGES:
             yield GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
-        instances = self._held.instances()
-        found = Tally[tuple[str, str]]((each.role, self._held.state_of(each)) for each in instances)
+        instances = self._proxy.instances()
+        found = Tally[tuple[str, str]]((each.role, self._proxy.state_of(each)) for each in instances)
         states = GaugeMetricFamily(
             "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
         )
@@ -75,7 +65,7 @@ class Exposition:
         for name, what, value_of in _OF_INSTANCES:
             family = GaugeMetricFamily(f"p2pkv_proxy_{name}", what, labels=["address", "role", "rank"])
             for each in instances:
-                if (value := value_of(self._held, each)) is not None:
+                if (value := value_of(self._proxy, each)) is not None:
                     family.add_metric([each.ping.http_address, each.role, str(each.ping.dp_rank)], value)
             yield family
         between = HistogramMetricFamily(
@@ -88,7 +78,7 @@ class Exposition:
             "Events of streamed answers: a token each, or nearly so.",
             labels=["address"],
         )
-        for name, gaps in self._metrics.gaps.items():
+        for name, gaps in self._proxy.metrics.gaps.items():
             between.add_metric([name], gaps.buckets(), gaps.total)
             events.add_metric([name], gaps.events)
         yield from (between, events)
@@ -113,14 +103,12 @@ _GAUGES = (
 )  # fmt: skip
 
 
-def _prefill_work(held: ProxyState, instance: Instance, at: int) -> float | None:
-    work = held.prefill_work(instance)
+def _prefill_work(proxy: Proxy, instance: Instance, at: int) -> float | None:
+    work = proxy.prefill_work(instance)
     return None if work is None else work[at]
 
 
-def _reported(
-    name: str, field: str, what: str
-) -> tuple[str, str, Callable[[ProxyState, Instance], float | None]]:
+def _reported(name: str, field: str, what: str) -> tuple[str, str, Callable[[Proxy, Instance], float | None]]:
     """A field of the Workload that an instance reports."""
     return (
         f"instance_reported_{name}",
@@ -130,17 +118,17 @@ def _reported(
 
 
 # The name of a gauge of each instance, what it is, and its value; None where there is none.
-_OF_INSTANCES: tuple[tuple[str, str, Callable[[ProxyState, Instance], float | None]], ...] = (
+_OF_INSTANCES: tuple[tuple[str, str, Callable[[Proxy, Instance], float | None]], ...] = (
     ("instance_load", "Requests at an instance or on their way to it.", lambda _, each: each.load),
     ("breaker_open", "1 while an instance has a pause because its requests failed, else 0.",
      lambda _, each: not each.breaker.closed),
     ("instance_queued_prefill_seconds",
      "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted; "
      "of an instance that does not report its queue, those that this proxy gave it.",
-     lambda held, each: _prefill_work(held, each, 0)),
+     lambda proxy, each: _prefill_work(proxy, each, 0)),
     ("instance_prefill_share",
      "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
-     lambda held, each: _prefill_work(held, each, 1)),
+     lambda proxy, each: _prefill_work(proxy, each, 1)),
     _reported("running", "running", "Requests that run"),
     _reported("waiting", "waiting", "Requests that wait"),
     _reported("queued_tokens", "tokens",

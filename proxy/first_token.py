@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -106,19 +107,17 @@ class FirstTokenPlan:
     """How one attempt gets its first token from P.
 
     Attributes:
-        what: P is told.
+        what: P is told. WHOLE: its answer is relayed as it is, as D's would be.
         most: tokens of the answer; 0 if only the model's context bounds it.
         seed: for P, and for D if it has to draw the same token; None: of a request that is not sampled.
-        relayed: P's answer is relayed as it is, as D's would be.
         decode, room: D, and tokens of its room for KV ahead that are taken until `leave`.
     """
 
     what: FirstToken
     most: int
-    seed: int | None
+    seed: int | None = None
     decode: Instance | None = None
     room: int = 0
-    relayed: bool = False
 
     def leave(self) -> None:
         """D has taken the KV to its blocks, or will not. Idempotent."""
@@ -129,8 +128,7 @@ class FirstTokenPlan:
     def keeps(self, token: PrefillToken) -> bool:
         """Whether P keeps blocks for a D although this token may be all there is: its engine core ends with
         one token in any case, and learns of no stop string."""
-        stopped = isinstance(token.choice.stop_reason, str)
-        return self.what is FirstToken.HANDED_ON and (stopped or not token.ends)
+        return isinstance(token.choice.stop_reason, str) or not token.ends
 
     def ends_with(self, token: PrefillToken, context: int) -> bool:
         """Whether the answer has come to its end with this token; `context`: of the model."""
@@ -143,10 +141,12 @@ class FirstTokens:
 
     Attributes:
         on: whether P's tokens are handed on at all.
+        from_decode: how many answers of a pair began with D's, by why.
     """
 
     on: bool
     counters: RequestCounters
+    from_decode: Counter[Why] = field(default_factory=Counter)
     _parsed: set[str | None] = field(default_factory=set)
     """Models whose chats have no plain text."""
 
@@ -154,26 +154,24 @@ class FirstTokens:
         """For an attempt that begins an answer; None if its first token is D's, which is counted."""
         if not self.on or choice.prefill is None:
             return None
+        if self._is_ps(body, choice.prefill, choice.decode):
+            return FirstTokenPlan(FirstToken.WHOLE, 1)
         why = self.against(body, transcript, choice.prefill, choice.decode)
-        if why is not None and self._is_ps(body, choice.prefill, choice.decode):
-            return FirstTokenPlan(FirstToken.WHOLE, 1, None, relayed=True)
         if why is not None or transcript is None:
             self.count_from_decode(why or "request")
             return None
         wanted = transcript.wanted
-        most = wanted.most_tokens(0)
-        if most == 1:
-            return FirstTokenPlan(FirstToken.WHOLE, most, None)
         greedy = wanted.fields.get("temperature") == 0
         seed = None if greedy else random.getrandbits(63)
         choice.decode.count_prefetch(room := body.prompt.tokens + _WHOLE_BLOCKS)
-        return FirstTokenPlan(FirstToken.HANDED_ON, most, seed, choice.decode, room)
+        return FirstTokenPlan(FirstToken.HANDED_ON, wanted.most_tokens(0), seed, choice.decode, room)
 
     def _is_ps(self, body: Body, prefill: Instance, decode: Instance) -> bool:
         """Whether the answer is one token, whatever its form, and P gives the same as D."""
         parses = prefill.ping.parses or decode.ping.parses or not _PARSED.isdisjoint(body.fields)
         parses &= body.path != COMPLETIONS
-        return bool(prefill.ping.first_token) and body.one_token and not parses
+        one = body.asked == 1 and body.path != "/v1/responses"
+        return bool(prefill.ping.first_token) and one and not parses
 
     def against(
         self, body: Body, transcript: Transcript | None, prefill: Instance, decode: Instance
@@ -199,7 +197,7 @@ class FirstTokens:
         if fields.get("temperature") != 0 and not (prefill.ping.seeds and decode.ping.seeds):
             return "instances"
         room = decode.prefetch_tokens + body.prompt.tokens + _WHOLE_BLOCKS
-        if most != 1 and room > decode.ping.ahead_tokens:
+        if room > decode.ping.ahead_tokens:
             return "room"
         return None if decode.context else "context"
 
@@ -208,8 +206,7 @@ class FirstTokens:
         self.counters.first_tokens += 1
 
     def count_from_decode(self, why: Why) -> None:
-        name = f"first_token_{why}"
-        setattr(self.counters, name, getattr(self.counters, name) + 1)
+        self.from_decode[why] += 1
 
     def of(
         self, head: bytes, plan: FirstTokenPlan, body: Body, transcript: Transcript, context: int

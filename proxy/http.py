@@ -1,7 +1,12 @@
-"""Endpoints, and the headers of requests and answers that the proxy passes on. No IO."""
+"""Endpoints, headers that the proxy passes on, and errors as OpenAI's clients expect them: JSON with one
+object `error`. No IO."""
 
 from __future__ import annotations
 
+import random
+
+import msgspec
+from aiohttp import web
 from multidict import CIMultiDict
 
 # Where P computes the prompt, and where one instance does all there is.
@@ -21,3 +26,79 @@ PRIORITY = "X-Vllm-Priority"
 REPLICA = "X-data-parallel-rank"
 
 Headers = CIMultiDict[str]
+
+# Errors.
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    417: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    502: "bad_gateway_error",
+    503: "service_unavailable_error",
+}
+_SENTENCES = {
+    404: "There is no {path} here; this proxy serves POST /v1/completions, /v1/chat/completions, "
+    "/v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/embeddings, /tokenize, /detokenize and "
+    "/instances/{{address}}/drain and /resume, GET /v1/models, /health, /ready, /metrics, /status and "
+    "/instances, and a dashboard at /.",
+    405: "{path} does not take {method}; it takes {allowed}.",
+    413: "The request body is larger than the {limit} bytes that this proxy takes (--max-body-mib).",
+}
+
+
+class ProxyError(Exception):
+    """A request that ends with an error of this proxy's own.
+
+    Attributes:
+        last: this connection is not used any more.
+        ask: for a 401, what the client should show; else "".
+        retry_after: for a 429, seconds; else 0.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, last: bool = False, ask: str = "", retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.last, self.ask, self.retry_after = status, last, ask, retry_after
+
+
+def retry_after() -> dict[str, str]:
+    """For a 503. Every living instance pings within 3 s; the rest is random, so that not all clients come
+    back at once."""
+    return {"Retry-After": str(random.randint(3, 6))}
+
+
+def error_json(status: int, message: str) -> bytes:
+    kind = _KINDS.get(status, "internal_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def error_event(status: int, message: str, *, named: bool = False) -> bytes:
+    """The same as a server-sent event, for an answer that has already begun; `named`: its events have
+    names."""
+    body = error_json(status, message)
+    if named:
+        return b'event: error\ndata: {"type":"error",' + body[1:] + b"\n\n"
+    return b"data: " + body + b"\n\n"
+
+
+def error_response(status: int, message: str) -> web.Response:
+    headers = retry_after() if status == 503 else None
+    body = error_json(status, message)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _sentence(request: web.Request, error: web.HTTPException) -> str:
+    allowed = ", ".join(sorted(error.allowed_methods)) if isinstance(error, web.HTTPMethodNotAllowed) else ""
+    template = _SENTENCES.get(error.status)
+    if template is None:
+        return error.text or error.reason
+    path, limit = request.path[:200], request.client_max_size
+    return template.format(path=path, method=request.method, allowed=allowed, limit=limit)

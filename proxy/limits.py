@@ -84,15 +84,6 @@ class RequestCounters:
     refused_alone: int = 0
     first_tokens: int = _count(
         "first_tokens_from_prefill", "Answers whose first token came from the prefill instance.")
-    # Why others did not, see first_token.REASONS. /metrics has them as the reasons of one counter.
-    first_token_request: int = 0
-    first_token_parser: int = 0
-    first_token_instances: int = 0
-    first_token_room: int = 0
-    first_token_context: int = 0
-    first_token_memory: int = 0
-    first_token_token: int = 0
-    first_token_failed: int = 0
     decode_alone: int = _count(
         "decode_alone", "Requests given to a decode instance because no prefill instance could help.")
     prefill_skipped: int = _count(

@@ -1,4 +1,4 @@
-"""What the proxy measures of requests and instances, and how Prometheus and the dashboard read it.
+"""What the proxy measures of requests and instances, for Prometheus and the dashboard.
 
 Each thing has one holder. What happens to single requests is measured here. What others count or hold anyway
 (`RequestCounters`, places, instances) is read from them when asked for, and not counted again.
@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import prometheus_client as prometheus
 from aiohttp import web
@@ -59,26 +59,6 @@ SAMPLE_SECONDS = 2.0
 _SAMPLES = 150
 # The lists of pairs that have worked together.
 _MAX_PAIRS = 4096
-
-
-class ProxyState(Protocol):
-    """What others count or hold, for the pages that show it."""
-
-    def counted(self) -> dict[str, int]:
-        """What has been counted since the start."""
-
-    def gauges(self) -> dict[str, int]:
-        """What is held now."""
-
-    def instances(self) -> list[Instance]:
-        """Those that live."""
-
-    def state_of(self, instance: Instance) -> str:
-        """One of STATES."""
-
-    def prefill_work(self, instance: Instance) -> tuple[float, float] | None:
-        """Seconds of prompts that are queued there, and the share of its time that prompts take; None
-        without --placement auto, which learns them."""
 
 
 class TokenGaps:
@@ -132,10 +112,11 @@ class Sample(NamedTuple):
 
 
 class Metrics:
-    """All that is measured of one proxy; `exposition` is its /metrics page. `clock` is monotonic seconds."""
+    """All that is measured of one proxy. `clock` is monotonic seconds; `instances`: those that live."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.instances: Callable[[], Iterable[Instance]] = tuple
         self.began = clock()
         self.registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self.registry)
@@ -182,12 +163,7 @@ class Metrics:
         """How often each P and D have been given a request together."""
         self._latest: deque[tuple[float, float, bool]] = deque(maxlen=_RECENT)
         self.history: deque[Sample] = deque(maxlen=_SAMPLES)
-        self._held: ProxyState | None = None
         self._forgot = self.began
-
-    def show(self, held: ProxyState) -> None:
-        """From now on the history has what `held` knows, too."""
-        self._held = held
 
     # One request.
 
@@ -211,8 +187,8 @@ class Metrics:
         if not model:
             return _NO_MODEL
         if model not in self._models:
-            held = self._held.instances() if self._held is not None else ()
-            if len(self._models) >= _MAX_MODELS or not any(model in each.names for each in held):
+            known = any(model in each.names for each in self.instances())
+            if len(self._models) >= _MAX_MODELS or not known:
                 return _OTHER_MODEL
             self._models.add(model)
         return model
@@ -261,19 +237,19 @@ class Metrics:
         now, wanted = self.clock(), (True, False) if by_prefill is None else (by_prefill,)
         return [seconds for at, seconds, by in self._latest if now - at <= _RECENT_SECONDS and by in wanted]
 
-    def sample(self) -> None:
-        """One point of the history; to be called every SAMPLE_SECONDS."""
+    def sample(self, running: int, waiting: int) -> None:
+        """One point of the history, with the requests that have a place and that wait for one; to be called
+        every SAMPLE_SECONDS."""
         if self.clock() - self._forgot >= _FORGET_SECONDS / 10:
             self.forget()  # where no one scrapes
-        gauges = self._held.gauges() if self._held is not None else {}
         self.history.append(
             Sample(
                 at=self.clock(),
                 ended=self.totals.total(),
                 failed=sum(self.totals[outcome] for outcome in FAILURES),
                 events=self.events,
-                running=gauges.get("under_way", 0),
-                waiting=gauges.get("waiting", 0),
+                running=running,
+                waiting=waiting,
                 first_token=quantiles(self.recent(), 0.5)[0],
             )
         )
@@ -283,9 +259,7 @@ class Metrics:
     def forget(self) -> None:
         """Ends the series of instances that have been gone for long."""
         now = self._forgot = self.clock()
-        if self._held is None:
-            return
-        here = {instance.ping.http_address for instance in self._held.instances()}
+        here = {instance.ping.http_address for instance in self.instances()}
         self._gone = {name: self._gone.get(name, now) for name in self._addresses() - here}
         over = {name for name, since in self._gone.items() if now - since >= _FORGET_SECONDS}
         self._series = {key: series for key, series in self._series.items() if key[1][0] not in over}

@@ -1,21 +1,28 @@
-"""What instances list as their models: GET /v1/models is one list of what all decode instances list, and what
-they list now decides who gets a request for a model that was not there before."""
+"""What single instances have, and a request may need: models, and stored responses.
+
+GET /v1/models is one list of what all decode instances list, and what they list now decides who gets a
+request for a model that was not there before. vLLM stores a response of /v1/responses in the process that
+made it (VLLM_ENABLE_RESPONSES_API_STORE=1), under the id that the request had there; clients know it by
+another id.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from .errors import error_response
+from .http import ProxyError, error_response
 from .membership.instance import Instance
+from .membership.registry import Registry
 from .relay import Scrubber, refusal, to_instance
 from .routing import Choice
 from .upstream import CallFailed, Client, Reply, read_whole
@@ -136,3 +143,43 @@ def _models_in(reply: Reply) -> Models | None:
     except (msgspec.MsgspecError, RecursionError, ValueError):
         logger.warning("a list of models could not be read")
         return None
+
+
+# Stored responses.
+
+MAX_RESPONSES = 1 << 16
+"""That are known; of more the oldest is forgotten. Each takes about 300 bytes."""
+
+
+class StoredResponse(NamedTuple):
+    """A response, and its id as its instance knows it."""
+
+    decode: Instance
+    name: str
+
+
+class StoredResponses:
+    """Which decode instance has which, so that the next one can go on with it; by the ids that clients know,
+    at most `most`."""
+
+    def __init__(self, registry: Registry, most: int = MAX_RESPONSES) -> None:
+        self._registry, self._most = registry, most
+        self._known: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def note(self, shown: str, decode: Instance, name: str) -> None:
+        """This instance is about to make it."""
+        self._known[shown] = StoredResponse(decode, name)
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def find(self, shown: str, now: float) -> StoredResponse:
+        """Raises ProxyError if no decode instance could go on with it."""
+        found = self._known.get(shown)
+        if found is not None and found.decode in self._registry.routable("D", now):
+            return found
+        why = (
+            "the decode instance that has it takes no requests any more"
+            if found is not None
+            else "this proxy has not passed it on, or not since it was started"
+        )
+        raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

@@ -14,13 +14,13 @@ from p2pkv import __version__
 from p2pkv.pairing import Address
 
 from . import settings
+from .access import OTHER, Tenants, read_tenants
 from .cors import read_list
 from .limits import Limits
 from .membership.instance import ROLE_NAMES, Role
 from .membership.listed import ListedInstance
-from .policy import Routing
+from .policies import Routing
 from .routing import POLICIES
-from .tenants import OTHER, Tenants, read_tenants
 
 _DESCRIPTION = """\
 One OpenAI endpoint in front of vLLM prefill and decode instances.

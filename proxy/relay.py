@@ -16,8 +16,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from .blame import CallEnd
 from .continuation import Continuation, Diverged
-from .errors import error_event
-from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers
+from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers, error_event
 from .membership.instance import ROLE_NAMES, Instance
 from .metrics import RECORD, StreamTimer
 from .prompt_usage import COUNTS, with_ps_counts

@@ -29,9 +29,7 @@ from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, 
 from .membership.partners import LinkedPairs
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
-from .policy import Pick, Policy, Routing, RoutingRequest
-from .prefixes import PrefixAware
-from .sessions import ConsistentHash
+from .policies import ConsistentHash, Pick, Policy, PrefixAware, Routing, RoutingRequest
 
 
 class LeastLoaded(Policy):
@@ -73,7 +71,6 @@ POLICIES: dict[str, type[Policy]] = {
     "prefix_aware": PrefixAware,
     "consistent_hash": ConsistentHash,
 }
-"""To add one: a file of its own, as prefixes.py is, and a line here."""
 
 
 class Unroutable(Exception):

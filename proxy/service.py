@@ -14,30 +14,23 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
-from .access import Access
-from .admission import Admission, Demand, RequestPlace
+from .access import Access, Tenant, Tenants
+from .admission import Admission, Demand, RequestPlace, Retries
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Blame, CallEnd, Charge, RetryKind
 from .bodies import Body, BodyBudget, BodyReader, parse, response_id
 from .continuation import Continuation, ending
-from .errors import ProxyError, _sentence, error_response
-from .exposition import Exposition
-from .first_token import FirstTokens
-from .http import REQUEST_ID, UNCOMPUTED
+from .first_token import REASONS, FirstTokens
+from .http import UNCOMPUTED, ProxyError
 from .limits import Limits, RequestCounters
 from .membership import Membership
 from .membership.instance import Instance
-from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
-from .models import ModelLists
-from .policy import Routing, RoutingRequest
-from .relay import STALL_SECONDS, ClientGone, hang_up
-from .responses import StoredResponses
-from .retries import Retries
+from .metrics import RECORD, Metrics, RequestRecord
+from .models import ModelLists, StoredResponses
+from .policies import Routing, RoutingRequest
+from .relay import ClientGone, hang_up
 from .routing import NoInstance, Router, UnknownModel
-from .tenants import Tenant, Tenants
-from .tracing import Spans
 from .transcript import Transcript, TranscriptMemory
 from .upstream import Client
 
@@ -49,7 +42,7 @@ _MOVE_SECONDS = 1.0
 
 @dataclass
 class Proxy:
-    """All that the handlers share. What of it is counted or held, see `ProxyState`.
+    """All that the handlers share.
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
@@ -85,7 +78,7 @@ class Proxy:
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         handed_on = self.limits.first_token == "prefill" and self.limits.resumes > 0
         self.first_tokens = FirstTokens(handed_on, self.counters)
-        self.exposition = Exposition(self.metrics, self)
+        self.metrics.instances = self.instances
         if self.tenants is not None:
             self.metrics.registry.register(self.tenants)
 
@@ -282,13 +275,16 @@ class Proxy:
                 moved[wants] += attempt.move()
 
     def counted(self) -> dict[str, int]:
+        """What has been counted since the start."""
         return {
             **asdict(self.counters),
+            **{f"first_token_{why}": self.first_tokens.from_decode[why] for why in REASONS},
             "reconnected": self.session.reconnected,
             "claims_refused": self.registry.claims_refused,
         }
 
     def instances(self) -> list[Instance]:
+        """Those that live."""
         return list(dict.fromkeys(self.registry.known("P") + self.registry.known("D")))
 
     def state_of(self, instance: Instance) -> str:
@@ -297,6 +293,8 @@ class Proxy:
         return instance.state(self.clock(), needed=needed)
 
     def prefill_work(self, instance: Instance) -> tuple[float, float] | None:
+        """Seconds of prompts that are queued there, and the share of its time that prompts take; None
+        without --placement auto, which learns them."""
         if self.routing.placement != "auto":
             return None
         engine, now = self.router.costs.of(instance), self.clock()
@@ -442,107 +440,3 @@ class ActiveRequests:
         for each in list(self._open):
             hang_up(each.request)
         return len(rest)
-
-
-# Around each request.
-
-_BEGUN = web.RequestKey("begun", bool)
-"""Whether the head of an answer has been sent."""
-
-
-async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
-    """To be called when an answer's head is about to be sent. Returns the client's own X-Request-Id;
-    instances get it as X-Client-Request-Id."""
-    request[_BEGUN] = True
-    if theirs := request.headers.get(REQUEST_ID):
-        response.headers[REQUEST_ID] = theirs
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns what a handler raises into a response; an unexpected error becomes a 500 without details."""
-    try:
-        return await handler(request)
-    except ProxyError as failure:
-        if failure.status in (429, 503) and RECORD in request and not request[RECORD].tries:
-            request[RECORD].end("shed")
-        response = error_response(failure.status, str(failure))
-        if failure.last:
-            response.force_close()
-        if failure.retry_after:
-            response.headers["Retry-After"] = str(failure.retry_after)
-        if failure.ask:
-            response.headers["WWW-Authenticate"] = failure.ask
-        return response
-    except web.HTTPException as error:
-        response = error_response(error.status, _sentence(request, error))
-        if isinstance(error, web.HTTPMethodNotAllowed):
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except ConnectionError:
-        raise  # the client's own connection; no answer would arrive
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
-        if _BEGUN in request:
-            if RECORD in request:
-                request[RECORD].ended_with(500)
-            # A second head in the middle of an answer would be taken for the rest of it.
-            hang_up(request)
-            raise ConnectionResetError from None
-        return error_response(500, "The proxy itself failed; see its log.")
-
-
-_MAX_ID = 200
-"""The most characters of the client's X-Request-Id that a log line repeats."""
-
-
-def recording(
-    metrics: Metrics, endpoints: frozenset[str], tracing: Spans | None, *, log_requests: bool
-) -> Middleware:
-    """The middleware that keeps a record of each request to one of `endpoints`, or to none that there is;
-    `log_requests`: and writes a line for each."""
-
-    @web.middleware
-    async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        path = "other" if resource is None else resource.canonical
-        if resource is not None and path not in endpoints:
-            return await handler(request)
-        client_id, trace_id = request.headers.get(REQUEST_ID, "")[:_MAX_ID], trace_id_of(request.headers)
-        span = RequestSpan() if tracing is None else tracing.request(path, request.headers)
-        record = RequestRecord(metrics, path, client_id, trace_id=trace_id, span=span)
-        request[RECORD] = record
-        before = CURRENT.set(record)
-        try:
-            response = await handler(request)
-            record.ended_with(response.status)
-            return response
-        except (asyncio.CancelledError, ConnectionError):
-            record.end("left")
-            raise
-        finally:
-            record.count()
-            record.span.end(record)
-            if log_requests:
-                logger.info("request ended: %s", record, extra={"request": record.as_fields()})
-            CURRENT.reset(before)
-
-    return recorded
-
-
-@web.middleware
-async def written_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
-    written when it comes here."""
-    response = await handler(request)
-    if response.prepared:
-        return response
-    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, hang_up, request)
-    try:
-        await response.prepare(request)
-        await response.write_eof()
-    except ConnectionError:
-        logger.debug("a client left before its answer was written")
-    finally:
-        deadline.cancel()
-    return response

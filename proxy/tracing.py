@@ -1,4 +1,5 @@
-"""Spans of requests and of the calls to instances, by OpenTelemetry where it is installed and wanted.
+"""What is said of requests while they run: lines of the log, as text or as JSON, and spans, by OpenTelemetry
+where it is installed and wanted.
 
 Without it the client's own `traceparent` reaches the instances as every other header does. With it they get
 ours, so that their spans lie below the span of the call that caused them.
@@ -6,14 +7,17 @@ ours, so that their spans lie below the span of the call that caused them.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from .http import Headers
 from .membership.instance import ROLE_NAMES, Instance, Role
-from .metrics import CallSpan, RequestRecord, RequestSpan
+from .metrics import CURRENT, CallSpan, RequestRecord, RequestSpan
 
 # For one batch, retries included: so long the proxy's end may wait for a collector that is gone.
 _EXPORT_SECONDS = 2.0
@@ -102,3 +106,34 @@ class _Call(CallSpan):
         if failed:
             self._span.set_status(self._trace.StatusCode.ERROR, failed)
         self._span.end()
+
+
+# The log of the process.
+
+
+def set_up_logging(level: str, form: str) -> None:
+    """For the whole process; `form` is text or json."""
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, with the ids of the request that it is about, if it is about one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        current = CURRENT.get()
+        if current is not None:
+            line |= current.ids()
+        line |= getattr(record, "request", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

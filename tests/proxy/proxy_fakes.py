@@ -27,7 +27,7 @@ from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, Role
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import Routing
+from p2pkv_proxy.policies import Routing
 from p2pkv_proxy.relay import AnswerFilter, Scrubber
 from p2pkv_proxy.routing import Choice, Router
 from p2pkv_proxy.service import PROXY, Proxy

@@ -12,7 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from proxy_draws import json_values
 
 from p2pkv_proxy.bodies import parse
-from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.upstream import Reply
 
 JSON = json_values()

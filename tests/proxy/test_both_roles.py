@@ -12,7 +12,7 @@ from test_partners import PartnerRig
 
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice
 
 REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")

@@ -8,7 +8,7 @@ from proxy_fakes import deployed, fail, fleet, join, ping
 
 from p2pkv_proxy.membership.instance import LIFE, Breaker, Instance
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice, PrefillMode
 
 

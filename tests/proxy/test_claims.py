@@ -16,7 +16,7 @@ from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 from p2pkv_proxy.membership.instance import LIFE, Instance, Role
 from p2pkv_proxy.membership.registry import LEASE, Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Router
 from support.hostile import dealer
 from support.waiting import eventually

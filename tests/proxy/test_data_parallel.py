@@ -18,7 +18,7 @@ from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import Routing
+from p2pkv_proxy.policies import Routing
 from support.waiting import eventually
 
 PAIR = re.compile(r"___prefill_addr_(.*:\d+)___decode_addr_(.*:\d+)_[0-9a-f]{32}")

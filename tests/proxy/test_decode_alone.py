@@ -22,7 +22,7 @@ from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice, PrefillMode
 from support.waiting import eventually
 

@@ -25,8 +25,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_fields import Fields, fields_of
 
 from p2pkv_proxy.bodies import Body, parse
-from p2pkv_proxy.errors import ProxyError
-from p2pkv_proxy.http import PAIRED
+from p2pkv_proxy.http import PAIRED, ProxyError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")]
 

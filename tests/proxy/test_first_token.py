@@ -82,7 +82,7 @@ def handed_on(
     head = b"".join(engine.events(path, json.loads(bytes(request.for_first_token({}, None))), "id-0"))
     token = tokens.of(head, plan, request, transcript, CONTEXT)
     if token is None:
-        assert tokens.counters.first_token_token > 0
+        assert tokens.from_decode["token"] > 0
         return None, 0
     relay = filter_of(path)
     if plan.ends_with(token, CONTEXT):
@@ -181,7 +181,7 @@ def test_pairs_of_sampled_tokens_have_one_servers_distribution(monkeypatch: pyte
     assert set(counted) == set(probable) and sum(probable.values()) == pytest.approx(1)
     for pair, share in probable.items():
         assert abs(counted[pair] - draws * share) < 5 * (draws * share * (1 - share)) ** 0.5, pair
-    assert tokens.counters.first_token_token == counted[FIRST_HALF, SECOND_HALF]
+    assert tokens.from_decode["token"] == counted[FIRST_HALF, SECOND_HALF]
 
 
 # A proxy between stand-ins.

@@ -96,5 +96,5 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> FirstTokens:
 def test_pairs_of_p_and_d_are_drawn_as_one_servers(tokens: FirstTokens) -> None:
     assert excess(one_server) < 4
     assert excess(by_the_proxy(tokens)) < 4
-    assert tokens.counters.first_token_token == pytest.approx(DRAWS * (FIRST[""] + FIRST["E"]), rel=0.05)
+    assert tokens.from_decode["token"] == pytest.approx(DRAWS * (FIRST[""] + FIRST["E"]), rel=0.05)
     assert excess(by_the_proxy(tokens, one_seed=False)) > 100, "with a seed of D's own they are not"

@@ -10,7 +10,7 @@ from proxy_fakes import deployed, fleet, join, ping
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, differences
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice, Full, NoInstance, PrefillMode, Router
 
 OLD = "protocol=1, weights=aa, link=host"

@@ -12,7 +12,7 @@ from proxy_fakes import Line, fleet, ping
 from p2pkv.control.discovery import Ping, goodbye
 from p2pkv_proxy.membership import registry as registry_module
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Full, NoInstance, PrefillMode, Router, UnknownModel
 
 LIFE, LEASE = 10.0, 30.0

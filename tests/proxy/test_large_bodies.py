@@ -20,9 +20,8 @@ from proxy_fakes import Deployment, all_do, connect, deployed, error_of, quiet
 
 from p2pkv_proxy import bodies
 from p2pkv_proxy.bodies import Content, parse
-from p2pkv_proxy.body_limits import MAX_ESCAPES, MAX_NUMBERS, check_values, values_in
-from p2pkv_proxy.errors import ProxyError
-from p2pkv_proxy.http import PAIRED
+from p2pkv_proxy.body_checks import MAX_ESCAPES, MAX_NUMBERS, check_values, values_in
+from p2pkv_proxy.http import PAIRED, ProxyError
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.upstream import _Streamed
 from support.waiting import eventually
@@ -146,7 +145,7 @@ JSON = json_values(
 def test_values_are_counted_however_they_are_read(value: Any, at_once: int, indent: int | None) -> None:
     raw = bytearray(json.dumps(value, indent=indent, ensure_ascii=False).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("p2pkv_proxy.body_limits._READ_AT_ONCE", at_once)
+        patch.setattr("p2pkv_proxy.body_checks._READ_AT_ONCE", at_once)
         *_, (values, numbers) = values_in(raw)
     assert values + numbers == counted(value)
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_behaviours import answer_error, die, dies, never, stream_of, streams, streams_at_once, with_a_p
 from proxy_fakes import Deployment, deployed, ping, quiet
@@ -183,21 +185,29 @@ async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequen
         assert (await response.text()).endswith("# EOF\n")
 
 
-def exposed(metrics: Metrics, here: list[Instance]) -> Exposition:
-    """The page of instances that come and go as a test wants."""
+def exposed(metrics: Metrics, here: list[Instance]) -> Callable[[], str]:
+    """The page of instances that come and go as a test wants, each time that it is called."""
     reasons = [
         *(f"refused_{each}" for each in ("full", "late", "alone")),
         *(f"first_token_{each}" for each in REASONS),
     ]
     counters = [*(key for _, key, _ in exposition._COUNTERS), *reasons]
-    proxy = SimpleNamespace(
+    metrics.instances = lambda: here
+    proxy: Any = SimpleNamespace(
+        metrics=metrics,
         counted=lambda: dict.fromkeys(counters, 0),
         gauges=lambda: dict.fromkeys([key for _, key, _ in exposition._GAUGES], 0),
         instances=lambda: here,
         state_of=lambda _: "ready",
         prefill_work=lambda _: None,
     )
-    return Exposition(metrics, proxy)
+    metrics.registry.register(Exposition(proxy))
+
+    def text() -> str:
+        metrics.forget()
+        return generate_latest(metrics.registry).decode()
+
+    return text
 
 
 def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
@@ -205,11 +215,10 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     metrics = Metrics(lambda: now)
     p, d = Instance(ping("P", 1), 0.0), Instance(ping("D", 2), 0.0)
     here = [p, d]
-    pages = exposed(metrics, here)
+    page = exposed(metrics, here)
 
     def shown() -> set[str]:
-        text = pages.page("")[0].decode()
-        return {sample.labels["address"] for sample in Page(text).samples if "address" in sample.labels}
+        return {sample.labels["address"] for sample in Page(page()).samples if "address" in sample.labels}
 
     metrics.paired(Choice(p, d))
     for instance in (p, d):
@@ -237,7 +246,7 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
 def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
     now, here = 0.0, list[Instance]()
     metrics = Metrics(lambda: now)
-    pages = exposed(metrics, here)
+    page = exposed(metrics, here)
     d = Instance(ping("D", 2), 0.0)
     metrics.record_outcome(d, True)
     metrics.forget()
@@ -248,17 +257,16 @@ def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
     here.remove(d)
     metrics.forget()
     now = 1500.0
-    assert d.ping.http_address in pages.page("")[0].decode()
+    assert d.ping.http_address in page()
 
 
 def test_what_nobody_scrapes_does_not_grow_either() -> None:
     now = 0.0
     metrics = Metrics(lambda: now)
-    exposed(metrics, [])
     for number in range(2000):
         metrics.record_outcome(Instance(ping("D", 1 + number % 60000), 0.0), True)
         now += metrics_module.SAMPLE_SECONDS
-        metrics.sample()
+        metrics.sample(running=0, waiting=0)
     assert len(metrics._addresses()) < 700
     assert len(metrics.history) == 150
 
@@ -353,8 +361,7 @@ def test_every_series_in_a_query_is_ours_or_vllms() -> None:
 async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
     assert (await concurrent.post()).status == 200
     concurrent.proxy.metrics.first_token("of a stream", "pair", 0.1)
-    page, _ = concurrent.proxy.exposition.page("")
-    families = list(text_string_to_metric_families(page.decode()))
+    families = (await page(concurrent)).families.values()
     names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
     assert len(asked("p2pkv_proxy_")) > 10
     assert asked("p2pkv_proxy_") <= names

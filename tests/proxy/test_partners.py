@@ -15,7 +15,7 @@ from p2pkv.control.discovery import Ping, decode_partners, goodbye
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, LinkedPairs, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import Routing, RoutingRequest
+from p2pkv_proxy.policies import Routing, RoutingRequest
 from p2pkv_proxy.routing import Router
 from support.waiting import eventually
 

@@ -36,7 +36,7 @@ from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance, WorkloadReport
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.placement import MAX_COMPARED, EngineCosts, LeastSquares, PlacedRequest, PlacementCosts
-from p2pkv_proxy.policy import Routing, RoutingRequest
+from p2pkv_proxy.policies import Routing, RoutingRequest
 from p2pkv_proxy.routing import PrefillMode, Router
 from support.waiting import eventually
 

@@ -12,10 +12,10 @@ from proxy_fakes import Deployment, fleet, join, ping
 from test_admission import ask, slow
 
 from p2pkv_proxy.admission import Admission
-from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import PrefillMode
 from support.waiting import eventually
 

@@ -17,7 +17,7 @@ from proxy_draws import json_values
 from proxy_fakes import prompt_of
 
 from p2pkv_proxy.bodies import BYTES_PER_TOKEN, DATA_BYTES_PER_TOKEN, MAX_PIECES, PIECE_TOKENS, Chain, Prompt
-from p2pkv_proxy.prefixes import MAX_HOLDERS, PrefixIndex
+from p2pkv_proxy.policies import MAX_HOLDERS, PrefixIndex
 
 PIECE = PIECE_TOKENS * BYTES_PER_TOKEN
 """Bytes."""

@@ -17,9 +17,8 @@ from proxy_fakes import DEADLINE, Deployment, deployed, quiet
 from proxy_process import served
 
 from p2pkv.demo.processes import free_ports
-from p2pkv_proxy.logs import JsonLines
 from p2pkv_proxy.metrics import trace_id_of
-from p2pkv_proxy.tracing import NoTracing, Spans
+from p2pkv_proxy.tracing import JsonLines, NoTracing, Spans
 from support.waiting import eventually
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

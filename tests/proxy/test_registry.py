@@ -11,7 +11,7 @@ from proxy_fakes import Line, fleet, join, ping
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
 from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, LossReason, Role, least_busy
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
+from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import NoInstance, PrefillMode, Router
 
 

@@ -13,10 +13,10 @@ from proxy_behaviours import Seen, event_stream
 from proxy_fakes import Deployment, deployed, filter_of, join, ping
 
 from p2pkv_proxy.attempt import Dispatch
-from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.models import StoredResponses
 from p2pkv_proxy.relay import AnswerFilter, Scrubber
-from p2pkv_proxy.responses import StoredResponses
 from p2pkv_proxy.routing import Choice
 
 PATH = "/v1/responses"

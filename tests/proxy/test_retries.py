@@ -22,11 +22,10 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, all_do, asked, deployed, quiet, take_turns
 from test_failures import OFF
 
-from p2pkv_proxy.admission import RetryBudget
+from p2pkv_proxy.admission import RetryBudget, pause
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Role
-from p2pkv_proxy.retries import pause
 from support.waiting import eventually
 
 
@@ -76,7 +75,7 @@ async def test_if_the_other_is_gone_after_the_pause_there_is_no_try(monkeypatch:
                 instance.healthy = False
             return 0.0
 
-        monkeypatch.setattr("p2pkv_proxy.retries.pause", everybody_goes)
+        monkeypatch.setattr("p2pkv_proxy.admission.pause", everybody_goes)
         all_do(deployment.prefills, dies)
         assert (await deployment.post()).status == 502
         assert asked(deployment.prefills) == [0, 1]
@@ -133,11 +132,13 @@ async def test_an_outage_does_not_multiply_the_load(alone: bool) -> None:
             assert counters.retried <= 10 and counters.refused_alone == 0 and tries < 30
             assert not any("_addr_" in seen.request_id for seen in deployment.d.requests)
         else:
-            assert (counters.retried, counters.retries_refused, tries) == (10, 30, 50)
+            # Ten, and about one for each second that this takes.
+            assert 10 <= counters.retried < 30 and tries == 40 + counters.retried
+            assert counters.retried + counters.retries_refused == 40
 
 
 async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv_proxy.retries.pause", lambda tries: 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.admission.pause", lambda tries: 1000.0)
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
         all_do(deployment.prefills, dies)
         deployment.d.behaviour = never
@@ -158,7 +159,7 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         pausing.set()
         return 1000.0
 
-    monkeypatch.setattr("p2pkv_proxy.retries.pause", long)
+    monkeypatch.setattr("p2pkv_proxy.admission.pause", long)
     async with deployed("sequential", prefill=2, decode=1) as deployment:
         all_do(deployment.prefills, dies)
         asking = asyncio.create_task(deployment.post())
@@ -187,19 +188,15 @@ async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
 def test_the_budget_is_a_share_of_what_was_asked_lately_and_a_little_always() -> None:
     budget = RetryBudget()
     assert [budget.spend(0.0) for _ in range(11)] == [True] * 10 + [False]
-    assert not budget.spend(9.9)
-    assert budget.spend(10.2)
+    assert not budget.spend(0.9)
+    assert budget.spend(1.1)
     budget = RetryBudget()
-    for tick in range(1000):
+    for tick in range(20_000):
         budget.request(tick * 0.005)
-    assert [budget.spend(5.0) for _ in range(201)] == [True] * 200 + [False]
-    for tick in range(1000):
-        budget.request(14.0 + tick * 0.001)
-    assert not budget.spend(15.0)  # what was asked is forgotten, what was spent not yet
-    assert budget.spend(15.2)
-    for tick in range(100_000):
-        budget.request(20.0 + tick * 0.001)
-    assert len(budget._asked._ticks) <= 102, "its memory is bounded"
+    allowed = [budget.spend(100.0) for _ in range(401)]
+    assert allowed[:399] == [True] * 399 and not allowed[-1], "a fifth of 200 a second for 10 s"
+    assert not budget.spend(100.1, whatever=False) and budget.spend(100.1, whatever=True)
+    assert [budget.spend(1e6) for _ in range(11)] == [True] * 10 + [False], "all is forgotten"
 
 
 def test_pauses_are_random_and_grow_to_a_bound() -> None:

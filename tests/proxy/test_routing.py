@@ -13,9 +13,8 @@ from test_admission import ask, slow
 from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
 from p2pkv_proxy.membership.instance import REQUEST_TOKENS, Instance
 from p2pkv_proxy.membership.registry import Registry, random_turn
-from p2pkv_proxy.policy import Policy, Routing, RoutingRequest
+from p2pkv_proxy.policies import ConsistentHash, Policy, Routing, RoutingRequest
 from p2pkv_proxy.routing import POLICIES, LeastLoaded, NoInstance, PowerOfTwo, PrefillMode
-from p2pkv_proxy.sessions import ConsistentHash
 from support.waiting import eventually
 
 least_loaded, consistent_hash = LeastLoaded(), ConsistentHash()

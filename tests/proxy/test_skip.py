@@ -14,7 +14,7 @@ from test_failures import OFF
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.policy import Routing
+from p2pkv_proxy.policies import Routing
 from support.waiting import eventually
 
 SKIP = Routing(skip_below=64)

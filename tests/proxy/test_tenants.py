@@ -22,14 +22,13 @@ from test_settings import given as options_given
 from test_settings import refused
 
 from p2pkv_proxy import options
-from p2pkv_proxy.access import Access
+from p2pkv_proxy.access import OTHER, Access, Tenant, Tenants, TenantSettings, read_tenants
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.bodies import parse
-from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.policy import RoutingRequest
-from p2pkv_proxy.tenants import OTHER, Tenant, Tenants, TenantSettings, read_tenants
+from p2pkv_proxy.policies import RoutingRequest
 from support.waiting import eventually
 
 ALICE, BOB = "the-key-of-alice", "the-key-of-bob"
@@ -167,18 +166,19 @@ def test_a_large_bound_of_answers_costs_what_answers_have_and_what_comes_is_paid
 
 
 @pytest.mark.parametrize(
-    ("body", "asked"),
+    ("path", "body", "asked"),
     [
-        (b'{"max_tokens": 7}', 7),
-        (b'{"max_tokens": 7, "max_completion_tokens": 5}', 5),
-        (b'{"max_output_tokens": 6}', 6),
-        (b'{"max_tokens": "7", "max_completion_tokens": null}', 0),
-        (b'{"max_tokens": -1}', 0),
-        (b"{}", 0),
+        ("/v1/completions", b'{"max_tokens": 7}', 7),
+        ("/v1/completions", b'{"max_tokens": 7, "max_completion_tokens": 5}', 7),
+        ("/v1/chat/completions", b'{"max_tokens": 7, "max_completion_tokens": 5}', 5),
+        ("/v1/responses", b'{"max_output_tokens": 6}', 6),
+        ("/v1/chat/completions", b'{"max_tokens": "7", "max_completion_tokens": null}', 0),
+        ("/v1/completions", b'{"max_tokens": -1}', 0),
+        ("/v1/completions", b"{}", 0),
     ],
 )
-def test_what_a_body_asks_for(body: bytes, asked: int) -> None:
-    assert parse(body).asked == asked
+def test_what_a_body_asks_for(path: str, body: bytes, asked: int) -> None:
+    assert parse(body, path).asked == asked
 
 
 async def test_a_streamed_answer_costs_what_came_of_it_although_its_client_left() -> None:

@@ -660,7 +660,7 @@ Proxy._serve: a request that was sent twice is sent anew without bound
 > tests/proxy/test_retries.py::test_instances_whose_port_refuses_are_no_tries
 Proxy._serve: an instance whose port refuses counts as a try
 ~ tries - uncounted => tries
-== proxy/body_limits.py
+== proxy/body_checks.py
 > tests/proxy/test_large_bodies.py::test_texts_pictures_and_token_ids_are_no_values_however_long_they_are
 check_values: others wait while the values of a body are counted
 -             counted = True
@@ -684,7 +684,7 @@ _replies: one frozen D holds up the list of models
 ~             left = _OTHERS_SECONDS =>             pass
 ModelLists.merged: the models of a D that does not answer are forgotten
 ~             self._latest.update(found) =>             pass
-== proxy/prefixes.py
+== proxy/policies.py
 > tests/proxy/test_routing.py::test_four_ranks_compute_all_of_it_sooner_than_one_computes_half
 PrefixAware.__call__.cost: what is left of a prompt takes as long on any number of ranks
 ~ _WEIGHT_OF_NEW * new / instance.ping.tp_size => _WEIGHT_OF_NEW * new
@@ -709,7 +709,7 @@ Continuation._body: a stream that goes on may generate as many tokens as a new o
 ~ self._transcript.prompt_tokens) - self.before => self._transcript.prompt_tokens)
 Continuation._passed: the client gets text again that it has
 ~  and not self._ids and not self._chars =>
-== proxy/retries.py
+== proxy/admission.py
 > tests/proxy/test_data_parallel.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
 Retries._move: a retry may go to the neighbour of the engine that failed
 ~ failed.union(culprit.neighbours()) => failed

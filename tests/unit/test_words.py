@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,9 +78,11 @@ def log_lines(source: str) -> Iterator[str]:
 
 
 def metric_names() -> list[str]:
-    held = SimpleNamespace(counted=lambda: defaultdict(int), gauges=lambda: defaultdict(int), instances=list)
-    metrics = Metrics()
-    Exposition(metrics, held)  # type: ignore[arg-type]
+    metrics, counts = Metrics(), defaultdict[str, int](int)
+    proxy: Any = SimpleNamespace(
+        metrics=metrics, counted=lambda: counts, gauges=lambda: counts, instances=list
+    )
+    metrics.registry.register(Exposition(proxy))
     return [family.name for family in metrics.registry.collect()] + list(Counters.NAMES)
 
 
