@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_behaviours import answer_error, answer_json, stream_of
-from proxy_draws import json_values
 from proxy_fakes import Deployment, all_do, connect, deployed, error_of, quiet
+from test_bodies import json_values
 
 from p2pkv_proxy import bodies
 from p2pkv_proxy.bodies import Content, parse
