@@ -31,7 +31,6 @@ from p2pkv.demo.tiny_model import TinyLlama, default_cache_dir, ensure_model, ll
 
 PAGES = {
     "/metrics": (200, 'p2pkv_bytes_sent_total{rank="0"} 5\np2pkv_bytes_sent_total{rank="1"} 7.0\n'),
-    "/health?prefill=1&decode=2": (200, "enough"),
     "/teapot": (418, "short and stout"),
     "/whole": (200, 'data: {"n": 1}\n\n: a comment\n\ndata: {"n": 2}\n\ndata: [DONE]\n\n'),
     "/cut": (200, 'data: {"n": 1}\n\n'),
@@ -39,17 +38,14 @@ PAGES = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves PAGES; /echo gives back the body that it was sent, and one of its headers."""
+    """Serves PAGES."""
 
     def do_GET(self) -> None:
         self._answer(*PAGES[self.path])
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/echo":
-            self._answer(200, json.dumps({"body": body, "id": self.headers["X-Request-Id"]}))
-        else:
-            self._answer(*PAGES[self.path])
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(*PAGES[self.path])
 
     def _answer(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -68,15 +64,6 @@ def base_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-def test_post_sends_json_and_headers(base_url: str) -> None:
-    answer = client.post(f"{base_url}/echo", {"prompt": [1, 2]}, headers={"X-Request-Id": "abc"})
-    assert answer == {"body": {"prompt": [1, 2]}, "id": "abc"}
-
-
-def test_a_query_is_sent(base_url: str) -> None:
-    assert client.get(f"{base_url}/health?prefill=1&decode=2") == "enough"
 
 
 def test_an_error_carries_status_and_text(base_url: str) -> None:
