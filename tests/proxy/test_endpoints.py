@@ -1,19 +1,41 @@
-"""The endpoints beside completions and chat: which instances they reach, with which body and id."""
+"""The endpoints beside completions and chat: whom they reach, with which body, id and usage."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
-from proxy_behaviours import Step, answer_error, answer_json, answers, die, dies, never, stream_of
-from proxy_fakes import Deployment, all_do, deployed, error_of
+from proxy_behaviours import (
+    Behaviour,
+    Seen,
+    Step,
+    answer_error,
+    answer_json,
+    answers,
+    die,
+    dies,
+    event_stream,
+    never,
+    stream_of,
+)
+from proxy_fakes import Deployment, all_do, deployed, error_of, filter_of, join, ping
 
 from p2pkv.pairing import find_pair
+from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import parse
-from p2pkv_proxy.http import PAIRED, SINGLE
+from p2pkv_proxy.http import PAIRED, SINGLE, ProxyError
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.models import StoredResponses
+from p2pkv_proxy.prompt_usage import with_ps_counts
+from p2pkv_proxy.relay import AnswerFilter, Scrubber
+from p2pkv_proxy.routing import Choice
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 5},
@@ -171,9 +193,236 @@ async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: D
     assert concurrent.d.requests[0].body["request_id"] == f"resp_{concurrent.d.requests[0].request_id}"
 
 
-async def test_counts_are_by_endpoint(concurrent: Deployment) -> None:
-    for path in sorted(PAIRED | SINGLE):
-        assert (await concurrent.post(body_of(path), path)).status == 200
-    text = await concurrent.text("/metrics")
-    for path in PAIRED | SINGLE:
-        assert f'p2pkv_proxy_requests_total{{endpoint="{path}",model="tiny",outcome="answered"}} 1.0' in text
+# Responses that go on with one before, which a single D has.
+
+
+PATH = "/v1/responses"
+
+
+class Store:
+    """What vLLM does with an instance's responses, by its ids."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+
+    async def __call__(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = seen.body
+        previous = body.get("previous_response_id")
+        if previous is not None and previous not in self.made:
+            why = {"message": f"Response with id '{previous}' not found.", "type": "X", "code": 404}
+            return web.json_response({"error": why}, status=404)
+        answer = {
+            "id": body["request_id"],
+            "object": "response",
+            "status": "completed",
+            "output": [*self.made.get(previous, []), body["input"]],
+            "previous_response_id": previous,
+        }
+        if body.get("store", True):
+            self.made[body["request_id"]] = answer["output"]
+        if not body.get("stream"):
+            return web.json_response(answer)
+        response = await event_stream(request)
+        for name in ("response.created", "response.output_text.delta", "response.completed"):
+            event = {"type": name, "response": answer, "delta": "x"}
+            await response.write(f"event: {name}\ndata: {json.dumps(event)}\n\n".encode())
+        return response
+
+
+@asynccontextmanager
+async def stores(dispatch: Dispatch, decode: int, **more: Any) -> AsyncIterator[Deployment]:
+    async with deployed(dispatch, prefill=1, decode=decode, **more) as deployment:
+        for each in deployment.decodes:
+            each.behaviour = Store()
+        yield deployment
+
+
+async def respond(deployment: Deployment, text: str, previous: str | None = None, **more: Any) -> Any:
+    """The response, as the client knows it."""
+    body = {"model": "tiny", "input": text, "previous_response_id": previous, **more}
+    answer = await deployment.post(body, PATH)
+    said = await answer.text()
+    assert answer.status == 200, said
+    assert "_addr_" not in said
+    if not more.get("stream"):
+        return json.loads(said)
+    shown = [json.loads(line[6:])["response"] for line in said.split("\n") if line.startswith("data: ")]
+    assert len(shown) == 3 and shown[0] == shown[2]
+    return shown[2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_goes_on_at_the_d_that_has_it(dispatch: Dispatch, stream: bool) -> None:
+    async with stores(dispatch, decode=3) as deployment:
+        said: dict[str, Any] = {}
+        for turn in range(4):
+            for who in "abc":
+                before = said.get(who, {"id": None, "output": []})
+                said[who] = answer = await respond(deployment, f"{who}{turn}", before["id"], stream=stream)
+                assert answer["output"] == [f"{who}{each}" for each in range(turn + 1)]
+                assert answer["previous_response_id"] == before["id"]
+        assert len(deployment.p.requests) == 3, "of those that go on with one P does not know the prompt"
+        assert deployment.proxy.counters.decode_alone == 0, "which costs no place of D's share for prompts"
+
+
+async def test_it_is_said_why_one_cannot_go_on(dispatch: Dispatch) -> None:
+    async with stores(dispatch, decode=2) as deployment:
+        first = (await respond(deployment, "a"))["id"]
+        body = {"model": "tiny", "input": "b"}
+        why = await deployment.refusal(400, {**body, "previous_response_id": "resp_" + "0" * 32}, PATH)
+        assert "not found" in why and "this proxy has not passed it on" in why
+        (holder,) = (each for each in deployment.decodes if each.requests)
+        await deployment.goodbye(holder)
+        why = await deployment.refusal(400, {**body, "previous_response_id": first}, PATH)
+        assert first in why and "takes no requests any more" in why
+        (other,) = (each for each in deployment.decodes if each is not holder)
+        assert not other.requests, "it could only have said that it does not know it"
+
+
+async def test_what_was_not_stored_is_not_looked_for(dispatch: Dispatch) -> None:
+    """A vLLM that stores nothing says so by the client's id."""
+    async with stores(dispatch, decode=1) as deployment:
+        first = (await respond(deployment, "a"))["id"]
+        unstored = (await respond(deployment, "a", store=False))["id"]
+        body = {"model": "tiny", "input": "b", "previous_response_id": unstored}
+        assert "not found" in await deployment.refusal(400, body, PATH)
+        deployment.d.behaviour = Store()
+        assert f"'{first}' not found" in await deployment.refusal(
+            404, body | {"previous_response_id": first}, PATH
+        )
+
+
+@pytest.mark.parametrize("background", [True, "true", 1])
+async def test_nothing_is_answered_in_the_background(dispatch: Dispatch, background: Any) -> None:
+    """It could not be fetched."""
+    async with stores(dispatch, decode=1) as deployment:
+        body = {"model": "tiny", "input": "b"}
+        why = await deployment.refusal(400, {**body, "background": background}, PATH)
+        assert "`background` is not supported" in why
+        assert not deployment.p.requests and not deployment.d.requests
+        await deployment.serves(1, {**body, "background": False}, PATH)
+
+
+def test_the_oldest_are_forgotten() -> None:
+    registry = Registry()
+    decode, stored = join(registry, ping("D")), StoredResponses(registry, most=2)
+    for number in range(3):
+        stored.note(f"resp_{number}", decode, f"resp_at_d_{number}")
+    assert stored.find("resp_2", 0.0) == (decode, "resp_at_d_2")
+    with pytest.raises(ProxyError, match="'resp_0' not found"):
+        stored.find("resp_0", 0.0)
+
+
+def cut(text: bytes, size: int) -> Iterator[bytes]:
+    yield from (text[at : at + size] for at in range(0, len(text), size))
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 1000])
+def test_both_ids_are_replaced_wherever_the_answer_is_cut(size: int) -> None:
+    ids = {"the new one's id, which is long": "new", "id of the previous": "before"}
+    (old, new), previous = ids.items()
+    scrubber = Scrubber(Choice(None, join(Registry(), ping("D"))), old, new, previous)
+    text = "".join(f"{word} {old} {previous[0]}{old} {previous[0]}" for word in "abc")
+    watch = AnswerFilter(PATH, scrubber, streamed=False)
+    got = b"".join(watch.feed(piece) for piece in cut(text.encode(), size)) + watch.flush()
+    assert got.decode() == text.replace(old, new).replace(*previous)
+    assert filter_of(PATH).feed(b"x") == b""
+
+
+# Usage: of cached tokens it says what P's prefix cache had, and not what D got from P.
+
+
+PROMPT, ANSWER = 200, 7
+each_path = pytest.mark.parametrize("path", sorted(PAIRED))
+
+
+def usage(path: str, cached: int | None) -> dict[str, Any]:
+    """As vLLM writes it; None: without --enable-prompt-tokens-details."""
+    if path == "/v1/messages":
+        read = {} if cached is None else {"cache_creation_input_tokens": 3, "cache_read_input_tokens": cached}
+        rest = PROMPT if cached is None else PROMPT - 3 - cached
+        return {"input_tokens": rest, "output_tokens": ANSWER, **read}
+    if path == "/v1/responses":
+        details = {"cached_tokens": cached or 0, "cache_write_tokens": 3, "cached_tokens_per_turn": []}
+        return {"input_tokens": PROMPT, "input_tokens_details": details, "output_tokens": ANSWER}
+    details = None if cached is None else {"cached_tokens": cached, "multimodal_tokens": {"image": 5}}
+    return {"prompt_tokens": PROMPT, "completion_tokens": ANSWER, "prompt_tokens_details": details}
+
+
+def answers_with(counts: dict[str, Any]) -> Behaviour:
+    """An answer that repeats what looks like a usage, and is none."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        text = json.dumps(usage(request.path, 1))
+        repeated = {"usage": {"input_tokens_details": {"cached_tokens": 1}, "cache_read_input_tokens": 1}}
+        answer = {"object": "response", "tools": [repeated], "choices": [{"text": text}], "usage": counts}
+        answer |= {"type": "message", "stop_reason": "x"} if request.path == "/v1/messages" else {}
+        if not seen.body.get("stream"):
+            return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+        response = await event_stream(request)
+        if request.path == "/v1/responses":
+            answer = {"type": "response.completed", "response": answer}
+        for each in ({"choices": [{"text": text}]}, answer):
+            await response.write(b"data: " + msgspec.json.encode(each) + b"\n\n")
+        return response
+
+    return behaviour
+
+
+async def ask(deployment: Deployment, path: str, stream: bool) -> Any:
+    answer = await deployment.post(body_of(path, stream=stream), path)
+    said = await answer.text()
+    assert answer.status == 200, said
+    whole = json.loads(said.strip().rpartition("data: ")[2] if stream else said)
+    return whole.get("response", whole)
+
+
+@each_path
+@pytest.mark.parametrize("stream", [False, True])
+async def test_it_is_what_p_says(either: Deployment, path: str, stream: bool) -> None:
+    ps, ds = usage(path, 64), usage(path, PROMPT - 1)
+    either.p.behaviour, either.d.behaviour = answers_with(ps), answers_with(ds)
+    answer = await ask(either, path, stream)
+    assert answer["usage"] == ps
+    assert answer["tools"] == [
+        {"usage": {"input_tokens_details": {"cached_tokens": 1}, "cache_read_input_tokens": 1}}
+    ]
+
+
+@each_path
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_the_option_nothing_is_added(either: Deployment, path: str, stream: bool) -> None:
+    for on_p, on_d in ((None, 64), (64, None), (None, None)):
+        either.p.behaviour = answers_with(usage(path, on_p))
+        either.d.behaviour = answers_with(ds := usage(path, on_d))
+        got = (await ask(either, path, stream))["usage"]
+        assert got == (usage(path, on_p) if path == "/v1/responses" else ds)
+
+
+@each_path
+async def test_what_d_has_done_alone_d_counts(concurrent: Deployment, path: str) -> None:
+    await concurrent.goodbye(concurrent.p)
+    concurrent.d.behaviour = answers_with(usage(path, 32))
+    assert (await ask(concurrent, path, True))["usage"] == usage(path, 32)
+
+
+async def test_a_p_that_has_not_answered_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D has all of the prompt in its own cache: then its counts are right."""
+    path = "/v1/completions"
+    prefilled: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+    data = msgspec.json.encode({"usage": usage(path, 128)})
+    monkeypatch.setattr("p2pkv_proxy.prompt_usage._WAIT_SECONDS", 0.01)
+    assert await with_ps_counts(data, path, prefilled, streamed=False) == data
+    monkeypatch.setattr("p2pkv_proxy.prompt_usage._WAIT_SECONDS", 1000.0)
+    made = asyncio.create_task(with_ps_counts(data, path, prefilled, streamed=False))
+    await asyncio.sleep(0)
+    prefilled.set_result(b'{"usage":{"prompt_tokens_details":{"cached_tokens":8}}}')
+    assert json.loads(await made)["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"x", b"[]", b'{"usage":null}', b'{"usage":{}}'])
+async def test_a_p_that_says_nothing_of_it_changes_nothing(answer: bytes | None) -> None:
+    prefilled: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+    prefilled.set_result(answer)
+    data = b'{"usage":{"cache_read_input_tokens":5}}'
+    assert await with_ps_counts(data, "/v1/messages", prefilled, streamed=False) == data

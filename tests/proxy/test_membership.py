@@ -40,27 +40,6 @@ async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> No
         assert (await lonely.post()).status == 200
 
 
-async def test_two_models_are_kept_apart(lonely: Deployment) -> None:
-    for name in ("a", "b"):
-        await lonely.add("P", model=name, models=(name,))
-        await lonely.add("D", model=name, models=(name, f"{name}-adapter"))
-        lonely.prefills[-1].models = (name, f"{name}-adapter")
-    await lonely.ready(prefill=2, decode=2)
-    for name in ("b", "b-adapter", "b"):
-        await lonely.serves(1, {"model": name, "prompt": "x"})
-    assert [len(i.requests) for i in (*lonely.prefills, *lonely.decodes)] == [0, 3, 0, 3]
-    said = await lonely.refusal(404, {"model": "c", "prompt": "x"})
-    assert "`c` does not exist; served here: a, a-adapter, b, b-adapter" in said
-
-
-async def test_one_bad_list_of_models_does_not_spoil_the_others(lonely: Deployment) -> None:
-    bad, _ = [await lonely.add("D", models=(name,)) for name in ("a", "b")]
-    await lonely.ready(prefill=0, decode=2)
-    await bad.stop()
-    _, listing = await lonely.get("/v1/models")
-    assert [model["id"] for model in listing["data"]] == ["b"]
-
-
 async def leaves(deployment: Deployment, instance: FakeInstance) -> None:
     """As vLLM that is told to stop: it says goodbye, its port refuses, and what it has stays open."""
     instance.refuse()

@@ -102,14 +102,6 @@ async def test_what_the_list_shows_is_served(unlike: Deployment) -> None:
     assert len(unlike.decodes[1].requests) == 2
 
 
-async def test_an_adapter_of_one_of_two_alike(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv_proxy.models._LOOK_SECONDS", 0.05)
-    async with deployed(dispatch, prefill=1, decode=3) as deployment:
-        await loads(deployment, "late", deployment.p, deployment.decodes[1])
-        await deployment.serves(4, model="late")
-        assert [len(each.requests) for each in deployment.decodes] == [0, 4, 0]
-
-
 async def test_an_adapter_that_is_unloaded_at_one_is_served_by_the_other(unlike: Deployment) -> None:
     await loads(unlike, "late", *unlike.instances)
     await unlike.serves(4, model="late")

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from proxy_draws import json_values
 from proxy_fakes import prompt_of
+from test_bodies import json_values
 
 from p2pkv_proxy.bodies import BYTES_PER_TOKEN, DATA_BYTES_PER_TOKEN, MAX_PIECES, PIECE_TOKENS, Chain, Prompt
 from p2pkv_proxy.policies import MAX_HOLDERS, PrefixIndex

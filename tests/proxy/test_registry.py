@@ -1,18 +1,35 @@
-"""Who exists and who is chosen, on a clock that only the test moves."""
+"""Who exists, under which address, who fits whom, and who is chosen."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
-from proxy_fakes import Line, fleet, join, ping
+from proxy_fakes import Deployment, Line, deployed, fail, fleet, join, ping
 
-from p2pkv.control.discovery import PING_INTERVAL, goodbye
-from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, LossReason, Role, least_busy
-from p2pkv_proxy.membership.registry import Registry
+from p2pkv.control.discovery import PING_INTERVAL, encode_ping, goodbye
+from p2pkv.control.security import Members
+from p2pkv.pairing import Address
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import (
+    LIFE,
+    Instance,
+    ListedSource,
+    LossReason,
+    Role,
+    differences,
+    least_busy,
+)
+from p2pkv_proxy.membership.registry import LEASE, Registry
 from p2pkv_proxy.policies import RoutingRequest
-from p2pkv_proxy.routing import NoInstance, PrefillMode, Router
+from p2pkv_proxy.routing import Choice, Full, NoInstance, PrefillMode, Router
+from support.hostile import dealer
+from support.waiting import eventually
 
 
 def test_life_is_more_than_three_intervals_and_each_ping_renews_it() -> None:
@@ -170,3 +187,344 @@ def test_who_is_listed_with_each_role_and_pings_with_both_is_one(listed: str, dr
     assert registry.known("P") == [both] and registry.known("D") == [other, both]
     assert all(source.pinged for source in sources)
     assert both.drained == drained, "a restart ends it"
+
+
+# Only a P and a D that fit make a pair; and the proxy says who fits nobody, and why.
+
+
+OLD = "protocol=1, weights=aa, link=host"
+NEW = "protocol=2, weights=aa, link=host"
+OTHER_LINK = "protocol=1, weights=aa, link=nccl 2.27.3"
+
+
+def pools(p: list[str], d: list[str], **options: Any) -> tuple[Router, list[Instance], list[Instance]]:
+    """A router, and a P and a D for each of these fingerprints."""
+    roles = [(role, {"fit": fit, "model": "m"}) for role, fits in (("P", p), ("D", d)) for fit in fits]
+    router, pool = fleet(*roles, **options)
+    return router, pool[: len(p)], pool[len(p) :]
+
+
+def pair(choice: Choice) -> tuple[str, str]:
+    assert choice.prefill is not None
+    return choice.prefill.ping.fit, choice.decode.ping.fit
+
+
+def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
+    router, _, (old, new) = pools([OLD, NEW], [OLD, NEW], room=1)
+    old.count_place(1, decode_alone=False)
+    assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
+    new.count_place(1, decode_alone=False)
+    with pytest.raises(Full):
+        router.choose(RoutingRequest("m"), 0.0)
+
+
+def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
+    router, (old, new), _ = pools([OLD, NEW], [OLD, NEW])
+    assert pair(router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old}))) == (
+        NEW,
+        NEW,
+    )
+    with pytest.raises(NoInstance):
+        router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old, new}))
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> None:
+    router, *_ = pools([OLD, OLD], [OTHER_LINK], decode_alone=alone)
+    if alone:
+        choice = router.choose(RoutingRequest("m"), 0.0)
+        assert (choice.prefill, choice.prefill_unavailable) == (None, True)
+    else:
+        with pytest.raises(NoInstance, match=r"fits a decode instance for this model: they differ in link\."):
+            router.choose(RoutingRequest("m"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "fits"),
+    [
+        ({}, {}, True),
+        ({}, {"protocol": 1, "fit": OLD}, True),
+        ({}, {"protocol": 2, "fit": NEW}, False),
+        ({"protocol": 2, "fit": NEW}, {}, False),
+        ({"version": 0}, {"version": 1}, True),
+        ({"protocol": 2, "fit": NEW}, {"protocol": 2, "fit": NEW}, True),
+    ],
+)
+def test_a_ping_that_does_not_say_is_one_of_protocol_1(p: Any, d: Any, fits: bool) -> None:
+    registry = Registry()
+    prefill, decode = join(registry, ping("P", 1, **p)), join(registry, ping("D", 2, **d))
+    assert prefill.matches(decode) == decode.matches(prefill) == fits
+    if not fits:
+        assert registry.misfits() == {prefill: ("protocol",), decode: ("protocol",)}
+
+
+def test_the_words_are_those_of_the_nearest_and_another_models_are_no_misfits() -> None:
+    registry = Registry()
+    _, (p,), _ = pools([OLD], [NEW.replace("aa", "bb"), OTHER_LINK], registry=registry)
+    assert registry.misfits()[p] == ("link",)
+    registry = Registry()
+    join(registry, ping("P", 1, fit=OLD, model="a"))
+    join(registry, ping("D", 2, fit=NEW, model="b"))
+    assert registry.misfits() == {}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("protocol=1, weights=bb, link=nccl", ("weights", "link")),
+        ("protocol=1, weights=aa", ("link",)),
+        ("link=host, weights=aa, protocol=1", ("the order of words",)),
+        ("nonsense", ("protocol", "weights", "link", "nonsense")),
+    ],
+)
+def test_what_two_pings_differ_in(other: str, words: tuple[str, ...]) -> None:
+    instances = [Instance(ping(fit=fit), 0.0) for fit in (OLD, other)]
+    assert differences(*instances) == words
+
+
+def test_a_large_fleet_that_does_not_fit_is_looked_at_once_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, registry = 0, Registry()
+    router, *_ = pools([OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15, registry=registry)
+
+    def counted(one: Instance, other: Instance) -> tuple[str, ...]:
+        nonlocal looks
+        looks += 1
+        return differences(one, other)
+
+    for module in ("membership.registry", "routing"):
+        monkeypatch.setattr(f"p2pkv_proxy.{module}.differences", counted)
+    with pytest.raises(NoInstance):
+        router.choose(RoutingRequest("m"), 0.0)
+    assert len(registry.misfits()) == 60
+    assert looks <= 8
+
+
+def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    registry = Registry()
+    router, *_ = pools([OLD, NEW], [OLD], registry=registry)
+    registry.expire(0.0)
+    registry.expire(1.0)
+    said = [each.getMessage() for each in caplog.records if "fits no" in each.getMessage()]
+    assert said == [
+        "prefill instance 10.0.0.1:11 fits no decode instance, so it gets no requests: the nearest differs "
+        f"in protocol; use the same version of p2pkv; this one needs: {NEW}"
+    ]
+    assert router.missing(0.0) == ["1 prefill instance fits no decode instance: they differ in protocol."]
+    join(registry, ping("D", 60, fit=NEW, model="m"))
+    registry.expire(2.0)
+    assert "prefill instance 10.0.0.1:11 now has an instance that it fits" in caplog.messages
+    assert router.missing(0.0) == []
+
+
+# Over real pings.
+
+
+async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
+    async with deployed("concurrent", limits=Limits(alone_share=0)) as deployment:
+        await deployment.add("P", fit=OLD)
+        await deployment.add("D", fit=OTHER_LINK)
+        await deployment.ready(prefill=1, decode=1)
+        assert await deployment.refusal(503) == (
+            "No prefill instance that is ready fits a decode instance for this model: they differ in link. "
+            "Try again in a few seconds."
+        )
+        status, report = await deployment.get("/health")
+        assert (status, report["status"]) == (503, "unavailable")
+        assert report["missing"] == [
+            "1 decode instance fits no prefill instance: they differ in link.",
+            "1 prefill instance fits no decode instance: they differ in link.",
+        ]
+        assert deployment.p.requests == deployment.d.requests == []
+
+
+# Two who ping under one address: the first keeps it while it lives, and its successor gets it at once.
+
+
+MEMBERS = Members(b"a secret of the tests")
+
+
+def held(**more: Any) -> tuple[Registry, Instance, Line]:
+    """A registry with one instance that pinged at 0."""
+    registry, line = Registry(), Line()
+    return registry, join(registry, ping(incarnation="first", **more), 0.0, line), line
+
+
+@pytest.mark.parametrize(
+    ("address", "spelled"),
+    [
+        ("10.0.0.1:21001", "10.0.0.1:21001"),
+        ("node-7:21001", "NODE-7.:21001"),
+        ("[fd00::1]:21001", "[fd00:0::1]:21001"),
+    ],
+)
+def test_a_zmq_address_is_its_holders_too(address: str, spelled: str) -> None:
+    registry = Registry()
+    holder = join(registry, msgspec.structs.replace(ping(), zmq_address=address), 0.0, Line())
+    thief = msgspec.structs.replace(ping(port=1), zmq_address=spelled)
+    assert registry.observe(thief, 1.0, Line()) is None
+    assert registry.known("P") == [holder] and registry.claims_refused == 1
+    assert registry.observe(msgspec.structs.replace(thief, type="D"), 1.0, Line()) is not None
+
+
+def test_of_a_frozen_holder_the_successor_is_taken_when_its_pings_are_late() -> None:
+    registry, _, _ = held()
+    assert registry.observe(ping(incarnation="second"), 2 * PING_INTERVAL, Line()) is None
+    assert registry.observe(ping(incarnation="second"), 3 * PING_INTERVAL, Line()) is not None
+    assert 3 * PING_INTERVAL < LIFE
+
+
+def test_a_goodbye_from_elsewhere_removes_nobody_who_lives() -> None:
+    registry, holder, line = held()
+    registry.observe(goodbye(holder.ping), 1.0, Line())
+    assert registry.known("P") == [holder]
+    line.open, anew = False, Line()
+    assert registry.observe(holder.ping, 1.0, anew) is None, "it has dialed anew"
+    assert registry.observe(ping(incarnation="second"), 1.0, Line()) is None
+    anew.open = False  # again, and the goodbye is the first that it says
+    registry.observe(goodbye(holder.ping), 1.0, Line())
+    assert registry.known("P") == []
+
+
+def test_a_replayed_ping_does_not_take_the_address_over() -> None:
+    registry, holder, line = held()
+    replayer = Line()
+    registry.observe(holder.ping, 1.0, replayer)
+    assert registry.observe(ping(incarnation="second"), 1.0, replayer) is None
+    assert holder.source is line
+
+
+def test_a_member_is_not_kept_out_by_what_anybody_may_say_and_keeps_anybody_out() -> None:
+    registry, _, _ = held()
+    member = registry.observe(ping(incarnation="second"), 0.1, Line(member=True))
+    assert registry.known("P") == [member]
+    assert registry.observe(ping(incarnation="third"), 0.2, Line()) is None
+    assert registry.known("P") == [member]
+
+
+def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    registry, holder, line = held()
+    for second in range(1, 100):
+        registry.observe(holder.ping, float(second), line)
+        registry.observe(ping(incarnation="second"), float(second), Line())
+    assert registry.claims_refused == 99
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2
+    assert re.search(r"10\.0\.0\.1:8100 refused \(1 such .* 10\.0\.0\.1:18100 belongs to prefill", said[0])
+
+
+# Silent, and gone.
+
+
+def test_it_is_silent_while_its_connection_stands_and_then_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    registry, holder, line = held()
+    for second in range(12, 25):
+        assert registry.expire(float(second)) == []
+        assert holder.silent(float(second)) and registry.routable("P", float(second)) == [holder]
+    line.open = False
+    assert registry.routable("P", 25.0) == []
+    assert registry.expire(25.0) == [holder]
+    (silent, removed) = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    assert "is silent: no ping for 12 s, but its connection stands" in silent
+    assert removed.endswith("removed: no ping for 25 s, and its connection is closed")
+
+
+def test_it_speaks_again_and_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    """A closed connection alone is a reconnection; after a lease of silence it is gone whatever stands."""
+    caplog.set_level(logging.INFO)
+    registry, holder, line = held()
+    registry.expire(20.0)
+    assert registry.observe(holder.ping, 21.0, line) is None
+    registry.expire(22.0)
+    assert not holder.silent(22.0)
+    assert caplog.records[-1].getMessage().endswith("pings again")
+    line.open = False
+    assert registry.expire(21.0 + LIFE - 0.1) == [] and not holder.silent(21.0 + LIFE - 0.1)
+    assert registry.observe(holder.ping, 31.0, Line()) is None
+    assert registry.expire(31.0 + LIFE + 5.0) == []
+    assert registry.expire(31.0 + LEASE - 0.1) == []
+    assert registry.routable("P", 31.0 + LEASE - 0.1) == [holder]
+    assert registry.routable("P", 31.0 + LEASE + 0.1) == []
+    assert registry.expire(31.0 + LEASE + 0.1) == [holder]
+
+
+def test_an_instance_that_answers_is_not_silent_although_its_pings_are_lost() -> None:
+    """Else the half of a fleet whose pings still come would get all requests."""
+    registry, line = Registry(), Line()
+    p, lost, pings = (join(registry, ping(role, n), 0.0, line) for n, role in enumerate("PDD", 1))
+    router = Router(registry)
+
+    def chosen(now: float) -> set[Instance]:
+        for each in (p, pings):
+            each.pinged(each.ping, now)
+        return {router.choose(RoutingRequest(), now).decode for _ in range(4)}
+
+    for now in (LIFE - 1.0, 2.0 * LIFE - 2.0, 3.0 * LIFE - 3.0, 3.0 * LIFE + 30.0):
+        lost.answered(now)
+        assert chosen(now + 1.0) == {lost, pings} and not registry.overdue(lost, now + 1.0)
+    assert chosen(now + LIFE + 1.0) == {pings}
+    assert registry.expire(now + LIFE + 1.0) == []
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role: Role) -> None:
+    registry, line = Registry(), Line()
+    for port, kind in ((1, "P"), (2, "D"), (3, role)):
+        join(registry, ping(kind, port), 0.0, line)
+    both = registry.known(role)
+    router = Router(registry)
+
+    def chosen() -> set[Instance]:
+        return {
+            each for _ in range(4) for each in router.choose(RoutingRequest(), 20.0).instances if each in both
+        }
+
+    assert chosen() == set(both), "all are silent"
+    both[1].pinged(both[1].ping, 19.0)
+    assert chosen() == {both[1]}
+    fail(both[1], 20.0)
+    assert chosen() == {both[0]}, "rather one that says nothing than one that fails"
+
+
+# The same over real connections.
+
+
+@pytest.fixture(params=[None, MEMBERS], ids=["plain", "members"])
+async def place(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """A proxy with one P and one D that ping, with and without a secret."""
+    async with deployed("concurrent", 1, 1, members=request.param) as deployment:
+        yield deployment
+
+
+async def test_a_member_that_registers_anothers_address_is_refused(place: Deployment) -> None:
+    holder, p = place.registry.known("P"), place.p.ping
+    changes: list[dict[str, str]] = [
+        *({"incarnation": "second"}, {"incarnation": ""}, {"model": "other"}),
+        *({"zmq_address": "127.0.0.1:9"}, {"http_address": "127.0.0.1:9"}),
+    ]
+    claims = [*(msgspec.structs.replace(p, **change) for change in changes), goodbye(p)]
+    with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
+        for claim in claims * 100:
+            socket.send(encode_ping(claim))
+        await eventually(lambda: place.registry.claims_refused == 600)
+        seen = holder[0].last_seen
+        await eventually(lambda: holder[0].last_seen > seen, "its pings still count")
+        assert place.registry.known("P") == holder
+        assert place.registry.routable("P", place.proxy.clock()) == holder
+        assert (await place.post()).status == 200
+    assert (await place.get("/health"))[1]["counters"]["claims_refused"] == 600
+    assert place.refused == 0
+
+
+async def test_a_process_that_was_killed_is_followed_at_once(place: Deployment) -> None:
+    place.pingers[place.p.http_address].stop()
+    await eventually(lambda: place.registry.known("P") == [])
+    for number in range(10):
+        ping = msgspec.structs.replace(place.p.ping, incarnation=f"number {number}")
+        # Its end closes the connection, without a goodbye, as a kill does.
+        with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
+            socket.send(encode_ping(ping))
+            await eventually(lambda ping=ping: [each.ping for each in place.registry.known("P")] == [ping])
+    assert place.registry.claims_refused == 0

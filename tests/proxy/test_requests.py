@@ -82,12 +82,6 @@ async def test_no_address_in_body_or_headers(either: Deployment) -> None:
     assert response.headers["X-Trace"].startswith("a ")
 
 
-async def test_concurrent_calls_both_at_once(concurrent: Deployment) -> None:
-    together = after(lambda: called(concurrent.p, concurrent.d), answer_json)
-    concurrent.p.behaviour = concurrent.d.behaviour = together
-    assert (await concurrent.post()).status == 200
-
-
 async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> None:
     release = asyncio.Event()
     more = {"kv_transfer_params": {"remote_block_ids": [1, 2]}}
@@ -136,12 +130,6 @@ async def test_a_p_that_does_not_end_is_closed_after_a_while(
     concurrent.d.behaviour = after(lambda: called(concurrent.p), answer_json)
     assert (await concurrent.post()).status == 200
     await eventually(lambda: concurrent.p.requests[0].aborted)
-
-
-async def test_an_end_that_looks_like_the_start_of_its_id_arrives(either: Deployment) -> None:
-    either.d.behaviour = answers(lambda seen: web.Response(text=f"so it goes: {seen.request_id[:5]}"))
-    said = await (await either.post()).text()
-    assert said == f"so it goes: {either.d.requests[0].request_id[:5]}"
 
 
 async def test_cookies_are_each_clients_own(either: Deployment) -> None:

@@ -44,7 +44,7 @@ ALLOWED = (
     Allowed("tests/gpu/", r"needs \d CUDA device", "make gpu-test runs them on a GPU", on_ci=True),
     Allowed("tests/gpu/", "needs CuPy|is not installed", "make gpu-test says what is missing", on_ci=True),
     Allowed(
-        "tests/cli/test_bench_nccl.py",
+        "tests/cli/test_bench.py",
         "there is a CUDA device",
         "it tests the sentence of a machine without one",
     ),
@@ -57,7 +57,7 @@ ALLOWED = (
     # Programs that are no Python packages.
     Allowed("tests/kv/", "gcc is not installed", "it compiles the kernels for a CPU"),
     Allowed("tests/links/test_shared_gpu.py", "gcc is not installed", "it compiles a pretend NVML"),
-    Allowed("tests/proxy/test_dashboard.py", "no Chromium", "a browser of the machine's", on_ci=True),
+    Allowed("tests/proxy/test_instances.py", "no Chromium", "a browser of the machine's", on_ci=True),
     Allowed(
         "tests/chaos/test_partitions.py",
         "network namespace|there is no",

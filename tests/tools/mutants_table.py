@@ -274,7 +274,7 @@ Core._blocked: gathers ignore the forward's fence
 ~ return isinstance(head, Computed) and not head.fence.ready() => return False
 Core.revoke: pages that are taken back are not marked
 ~ self.context.revoked.add(keys) => pass
-== proxy/routing.py > tests/proxy/test_both_roles.py
+== proxy/routing.py > tests/proxy/test_partners.py::test_each_of_a_pool_comes_to_have_either_role
 Router.choose: a pool of instances of both roles never pushes under load
 ~ return self._other_prefill(decode, prefillers, request) => return Choice(None, decode, single_instance=True)
 > tests/proxy/test_placement.py
@@ -362,7 +362,8 @@ _Worker.follow: the process that announces outlives a worker that has not read a
 ~ contextlib.suppress(ConnectionError) => contextlib.suppress(KeyError)
 _Worker.ping: an instance in trouble is announced (K4)
 ~ if silent or last.trouble: => if silent:
-== proxy/membership/prober.py > tests/proxy/test_paused_engines.py
+== proxy/membership/prober.py
+> tests/proxy/test_hung.py::test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another
 Prober._doubt: requests stay at a D whose engine hangs behind a server that answers (K4)
 ~ instance.lost("hung") => pass
 > tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
@@ -374,10 +375,10 @@ Prober._doubt: an answer has no second of grace after the goodbye
 > tests/proxy/test_membership.py::test_a_frozen_leaver_loses_its_requests_after_a_lease
 Prober._doubt: a leaver that freezes with its port open keeps its requests
 ~                 elif not refused and self._registry.overdue(instance, now): =>                 elif False:
-== proxy/membership/registry.py > tests/proxy/test_claims.py
+== proxy/membership/registry.py > tests/proxy/test_registry.py::test_a_zmq_address_is_its_holders_too
 Registry._holder: another spelling of an instance's address is another address
 ~ each.zmq_address == newcomer.zmq_address => each.ping.zmq_address == newcomer.ping.zmq_address
-> tests/proxy/test_paused_engines.py
+> tests/proxy/test_hung.py::test_a_paused_instance_gets_nothing_until_it_is_resumed
 Registry.candidates: a paused instance gets requests (K3)
 ~ not (each.drained or each.paused) => not each.drained
 == p2pkv/connector/worker.py > tests/engine/test_thread.py
@@ -515,7 +516,7 @@ _empty: a stream is given back with copies on it, and their memory freed
 ~ CudaEvent(device, stream).wait() => CudaEvent(device, stream).ready()
 take_stream: each rank and link makes a stream, and none is used again
 ~ return _idle_streams[device, first].popleft() => return _make_stream(first)
-== p2pkv/cli/pair.py > tests/cli/test_pair.py::test_other_bytes_than_were_sent_are_seen
+== p2pkv/cli/pair.py > tests/cli/test_doctor.py::test_other_bytes_than_were_sent_are_seen
 _grant: the doctors believe whatever comes over the link
 ~ if compare and not torch.equal => if False and not torch.equal
 == p2pkv/connector/rings.py
@@ -637,7 +638,7 @@ Prompt.let_go: a body that is let go still stands in memory
 _is_data: a picture counts by the length of its base64
 ~ return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64) => return False
 == proxy/membership/instance.py
-> tests/proxy/test_fleet_cache.py tests/proxy/test_places.py tests/proxy/test_fit.py
+> tests/proxy/test_registry.py::test_a_p_is_chosen_among_those_that_fit_a_d_with_room
 Instance.count_place: a D that is full is given more
 ~ self.full.add(self) => pass
 > tests/proxy/test_breaker.py::test_while_there_is_a_trial_what_becomes_of_others_decides_nothing
@@ -657,7 +658,7 @@ Proxy._serve: the budget of retries keeps requests at a hung D
 > tests/proxy/test_blame.py::test_what_is_sent_twice_and_fails_is_sent_anew_only_once
 Proxy._serve: a request that was sent twice is sent anew without bound
 ~                 may_resend = False =>                 may_resend = True
-> tests/proxy/test_retries.py::test_instances_whose_port_refuses_are_no_tries
+> tests/proxy/test_failures.py::test_instances_whose_port_refuses_are_no_tries
 Proxy._serve: an instance whose port refuses counts as a try
 ~ tries - uncounted => tries
 == proxy/body_checks.py
