@@ -53,6 +53,8 @@ ADDRESSES = 1 << 32
 """A kernel's argument that is larger is an address."""
 
 SUCCESS = 0
+MOST_URGENT = -5
+"""The priority of streams whose kernels come first."""
 
 
 def _nothing() -> None:
@@ -93,8 +95,8 @@ class SimulatedDriver:
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
-        self.made = 0
-        """Streams, ever."""
+        self.created: list[tuple[int, int]] = []
+        """Streams, ever: the flags and the priority of each."""
         self.done = 0
         """What has been queued and done."""
         self.at_once = False
@@ -109,7 +111,12 @@ class SimulatedDriver:
 
     # Streams.
 
+    @property
+    def made(self) -> int:
+        return len(self.created)
+
     def cuCtxGetStreamPriorityRange(self, least: Any, greatest: Any) -> int:
+        ctypes.cast(greatest, ctypes.POINTER(ctypes.c_int))[0] = MOST_URGENT
         return SUCCESS
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
@@ -117,7 +124,7 @@ class SimulatedDriver:
 
     def cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: Any) -> int:
         with self._lock:
-            self.made += 1
+            self.created.append((flags, getattr(priority, "value", priority)))
             self._streams[number := next(self._numbers)] = self._queues[number] = deque()
         return _out(stream, number)
 
