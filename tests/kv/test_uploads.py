@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,127 +12,23 @@ import torch
 
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.checksum import digest_by_torch
-from p2pkv.kv.copiers import Columns, Copier, KernelCopier, StorageCopier, columns_on_device
+from p2pkv.kv.copiers import Columns, Copier, StorageCopier, columns_on_device
 from p2pkv.kv.layouts import LayerPages, Rows, pages_of
 from p2pkv.kv.uploads import DIGESTS, MAX_RECENT, SEGMENTS, Digests, Ring, Uploads
+from support.cuda.device import CUDA, SimulatedCuda
 from support.cuda.kernels import CpuLauncher
-from support.engine.fake_device import Device
 from support.kv.pages import Memory
-from support.waiting import wait_for
 
-CUDA = torch.device("cuda", 0)
 BLOCK, HEADS, CONTENT, LAYERS = 16, 2, 32, 4
 CUT = (0, LAYERS), (3, 61), (0, HEADS)
-POISON = -9
-KEPT: list[torch.Tensor] = []
-"""Memory that was taken: an address must not be taken for another's."""
-
-MakeCopier = Callable[[list[LayerPages], Sequence[torch.Tensor]], Copier]
-
-
-class PretendCuda:
-    """A device that stands still until the test frees it, and what torch does with it.
-
-    A copy from memory that is not pinned waits for all that its stream holds (CUDA Runtime API, "API
-    synchronization behavior").
-
-    Attributes:
-        copied: what has been copied to the device.
-        calls: those that CUDA may answer only when all that was queued before is done. Each that takes
-            memory: CUDA C++ Programming Guide of CUDA 12, 3.2.8.5.4, "Implicit Synchronization" (the edition
-            of CUDA 13 has only the NULL stream there), and NCCL's User Guide before 2.26, "Using multiple
-            NCCL communicators concurrently" ("any CUDA operation"). Each first launch of a kernel, which
-            loads it: CUDA 12's 25.5.1, "Concurrent Execution", and CUDA 13's 4.7.5.1.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.device = Device()
-        self.copied: list[torch.Tensor] = []
-        self.calls: list[str] = []
-        self._pinned: set[int] = set()
-        self._on_device: set[int] = set()
-        self._loaded: set[object] = set()
-        self._copy = torch.Tensor.copy_
-        for name in ("empty", "zeros", "full"):
-            patch.setattr(torch, name, self._maker(name, getattr(torch, name)))
-        to = torch.Tensor.to
-
-        def pretend_to(tensor: torch.Tensor, *args: Any, **kind: Any) -> torch.Tensor:
-            if args != (CUDA,):
-                return to(tensor, *args, **kind)
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA).copy_(tensor, **kind)
-
-        def pretend_copy(target: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
-            return self._copied(target, *args, **how)
-
-        patch.setattr(torch.Tensor, "to", pretend_to)
-        patch.setattr(torch.Tensor, "copy_", pretend_copy)
-        patch.setattr("p2pkv.kv.uploads.make_recorder", lambda device: self.device.fence)
-
-    def launch(self, kernel: object) -> None:
-        """A kernel of this name, or of torch's, is launched."""
-        if kernel not in self._loaded:
-            self._loaded.add(kernel)
-            self.calls.append(f"load {kernel}")
-
-    def _maker(self, name: str, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def pretend(*args: Any, pin_memory: bool = False, device: Any = None, **kind: Any) -> torch.Tensor:
-            made = make(*args, **kind)
-            if pin_memory or device == CUDA:
-                (self._pinned if pin_memory else self._on_device).add(made.untyped_storage().data_ptr())
-                self.calls.append(f"take {'pinned' if pin_memory else 'device'} memory ({name})")
-                KEPT.append(made)
-            return made
-
-        return pretend
-
-    def _copied(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if target.untyped_storage().data_ptr() not in self._on_device:
-            if source.untyped_storage().data_ptr() in self._on_device:
-                self.device.queue(lambda: self._copy(target, source))
-                return target
-            return self._copy(target, source)
-        self._copy(target, torch.full_like(target, POISON))
-        self.copied.append(target)
-        self.device.queue(lambda: self._copy(target, source))
-        if source.untyped_storage().data_ptr() not in self._pinned or not non_blocking:
-            self.calls.append("wait for the device (a copy from ordinary memory)")
-            self.device.free()
-        return target
-
-    def stands(self) -> bool:
-        """Whether nothing of what has been queued is done."""
-        return not self.device.passed(1)
+NBYTES = LAYERS * (61 - 3) * HEADS * CONTENT * 2
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendCuda]:
-    pretend = PretendCuda(monkeypatch)
-    yield pretend
-    pretend.device.free()
-    KEPT.clear()
-
-
-class Queued:
-    """Launches in the order of the device's work."""
-
-    def __init__(self, inner: CpuLauncher, cuda: PretendCuda) -> None:
-        self.most_blocks = inner.most_blocks
-        self._inner, self._cuda = inner, cuda
-
-    def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
-        self._cuda.launch(name)
-        self._cuda.device.queue(lambda: self._inner.launch(name, blocks, threads, args))
-
-
-def with_kernels(cuda: PretendCuda, launcher: CpuLauncher) -> MakeCopier:
-    def make(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
-        copier = KernelCopier(pages, tensors, Queued(launcher, cuda))
-        copier.upload = Uploads(CUDA, torch.int32)
-        copier._digests = Digests(CUDA)
-        return copier
-
-    return make
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    simulated = SimulatedCuda(monkeypatch)
+    yield simulated
+    simulated.let_go()
 
 
 def with_torch(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
@@ -148,114 +43,114 @@ def memory_of(groups: tuple[int, ...] = (0,) * LAYERS) -> Memory:
     return Memory("LBHNC", LAYERS, 8, BLOCK, 1, HEADS, CONTENT, kind, "dense", 0, 0, groups, 1)
 
 
-def cache_of(memory: Any, make: MakeCopier, apart: bool = False) -> PagedCache:
-    """A cache over the memory, or over a copy that has a storage for each layer."""
-    layers = [layer.clone() if apart else layer for layer in memory.view(memory.flat).unbind(0)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("p2pkv.kv.cache.copier_of", make)
-        patch.setattr(memory, "view", lambda flat: SimpleNamespace(unbind=lambda axis: layers))
-        cache: PagedCache = memory.cache(memory.flat)
-    return cache
+def cache_with_kernels(cuda: SimulatedCuda, launcher: CpuLauncher, memory: Memory) -> PagedCache:
+    with cuda.moving(launcher):
+        return memory.cache(memory.flat)
 
 
-def gathered(cache: PagedCache, tables: list[list[int]]) -> torch.Tensor:
-    """Where the rectangle CUT will be."""
-    out = torch.zeros(cache.nbytes(LAYERS, *CUT[1], HEADS), dtype=torch.uint8)
-    cache.gather(out, *CUT, tables)
-    return out
+def a_buffer() -> torch.Tensor:
+    """Where the rectangle CUT will be, on the device."""
+    return torch.zeros(NBYTES, dtype=torch.uint8, device=CUDA)
 
 
-def right(memory: Any, tables: list[list[int]], out: torch.Tensor) -> bool:
+def right(memory: Memory, tables: list[list[int]], out: torch.Tensor) -> bool:
     return torch.equal(out, torch.cat(list(memory.rows(memory.flat, *CUT, tables))))
 
 
 def test_gathers_are_queued_behind_unfinished_work_each_with_its_own_block_table(
-    launcher: CpuLauncher, cuda: PretendCuda
+    launcher: CpuLauncher, cuda: SimulatedCuda
 ) -> None:
     memory = memory_of()
-    cache = cache_of(memory, with_kernels(cuda, launcher))
-    tables = [memory.tables(64, seed) for seed in range(3)]
-    outs = []
-    for table in tables:
+    cache = cache_with_kernels(cuda, launcher, memory)
+    cache.warm_up()
+    outs, tables = [a_buffer() for _ in range(3)], [memory.tables(64, n) for n in range(3)]
+    done = cuda.driver.done
+    for out, table in zip(outs, tables, strict=True):
         given = [list(group) for group in table]
-        outs.append(gathered(cache, given))
+        cache.gather(out, *CUT, given)
         given[0][:] = [0] * len(given[0])  # the caller's list is the caller's
-        assert cuda.stands(), "the call has waited for the device"
-    cuda.device.free()
-    for table, out in zip(tables, outs, strict=True):
+    assert cuda.driver.done == done, "a call has waited for the device"
+    cuda.driver.synchronize(cuda.stream)
+    for out, table in zip(outs, tables, strict=True):
         assert right(memory, table, out)
 
 
-def test_a_copy_from_memory_that_is_not_pinned_would_be_seen(cuda: PretendCuda) -> None:
-    torch.zeros(3, dtype=torch.int32).to(CUDA, non_blocking=True)
-    assert not cuda.stands()
+def test_a_copy_from_memory_that_is_not_pinned_would_be_seen(cuda: SimulatedCuda) -> None:
+    torch.tensor([1, 2, 3]).to(CUDA, non_blocking=True)
+    assert cuda.calls[-1] == "wait for the device" and not cuda.driver.busy
 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0, 0), (0, 1, 0, 1), (2, 1, 0, 2)])
 def test_a_block_table_is_uploaded_once_for_all_layers_that_share_it(
-    groups: tuple[int, ...], launcher: CpuLauncher, cuda: PretendCuda
+    groups: tuple[int, ...], launcher: CpuLauncher, cuda: SimulatedCuda
 ) -> None:
     memory = memory_of(groups)
-    cache = cache_of(memory, with_kernels(cuda, launcher))
-    tables = memory.tables(64, seed=1)
-    out = gathered(cache, tables)
-    assert len(cuda.copied) == len(set(groups))
-    cuda.device.free()
+    cache, tables, out = cache_with_kernels(cuda, launcher, memory), memory.tables(64, seed=1), a_buffer()
+    for _ in range(2):  # equal tables of another call are other tables
+        before = cuda.copied
+        cache.gather(out, *CUT, tables)
+        assert cuda.copied - before == len(set(groups))
+    cuda.driver.synchronize(cuda.stream)
     assert right(memory, tables, out)
-    gathered(cache, tables)
-    assert len(cuda.copied) == 2 * len(set(groups)), "equal tables of another call are other tables"
 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0, 0), (0, 1, 0, 1)])
 def test_without_cupy_rows_are_listed_and_uploaded_once_for_layers_that_lie_alike(
-    groups: tuple[int, ...], cuda: PretendCuda
+    groups: tuple[int, ...], cuda: SimulatedCuda
 ) -> None:
-    cuda.device.free()
+    """Layers that have a storage each."""
+    cuda.driver.at_once = True
     memory = memory_of(groups)
-    cache = cache_of(memory, with_torch, apart=True)
-    tables = memory.tables(64, seed=1)
-    assert right(memory, tables, gathered(cache, tables))
-    assert len(cuda.copied) == len(set(groups))
+    layers = [layer.clone() for layer in memory.view(memory.flat).unbind(0)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("p2pkv.kv.cache.copier_of", with_torch)
+        patch.setattr(memory, "view", lambda flat: SimpleNamespace(unbind=lambda axis: layers))
+        cache = memory.cache(memory.flat)
+    tables, out = memory.tables(64, seed=1), torch.zeros(NBYTES, dtype=torch.uint8)
+    cache.gather(out, *CUT, tables)
+    assert cuda.copied == len(set(groups))
+    assert right(memory, tables, out)
 
 
-def test_few_arrays_are_kept(cuda: PretendCuda) -> None:
-    cuda.device.free()
+def test_few_arrays_are_kept(cuda: SimulatedCuda) -> None:
+    cuda.driver.at_once = True
     uploads = Uploads(CUDA, torch.int32)
     arrays = [np.array([number]) for number in range(MAX_RECENT + 1)]
     for array in [*arrays, *arrays[1:]]:
         assert uploads(array).tolist() == array.tolist()
-    assert len(cuda.copied) == MAX_RECENT + 1
+    assert cuda.copied == MAX_RECENT + 1
     uploads(arrays[0])
-    assert len(cuda.copied) == MAX_RECENT + 2
+    assert cuda.copied == MAX_RECENT + 2
 
 
 def test_after_a_warm_up_no_call_takes_memory_loads_a_kernel_or_waits(
-    launcher: CpuLauncher, cuda: PretendCuda
+    launcher: CpuLauncher, cuda: SimulatedCuda
 ) -> None:
     """What may wait for the device may wait for a peer, whose receive runs there."""
     memory = memory_of((0, 1, 0, 1))
-    cache = cache_of(memory, with_kernels(cuda, launcher))
+    cache, done = cache_with_kernels(cuda, launcher, memory), cuda.driver.done
     cache.warm_up()
     assert any("pinned" in call for call in cuda.calls) and any("load" in call for call in cuda.calls)
-    assert cuda.stands(), "the warm-up itself has waited"
+    assert cuda.driver.done == done, "the warm-up itself has waited"
+    tables = [memory.tables(64, seed) for seed in range(200)]
+    outs, digests = [a_buffer() for _ in tables], []
     cuda.calls.clear()
-    outs, tables, digests = [], [memory.tables(64, seed) for seed in range(200)], []
-    for table in tables:
-        outs.append(gathered(cache, table))
-        digests.append(cache.digest(outs[-1]))
-        cache.scatter(outs[-1], *CUT, table)
-    assert cuda.calls == [] and cuda.stands()
-    cuda.device.free()
+    for table, out in zip(tables, outs, strict=True):
+        cache.gather(out, *CUT, table)
+        digests.append(cache.digest(out))
+        cache.scatter(out, *CUT, table)
+    assert cuda.calls == [] and cuda.driver.done == done
+    cuda.driver.synchronize(cuda.stream)
     for table, out, digest in zip(tables, outs, digests, strict=True):
         assert right(memory, table, out)
         assert digest.value() == digest_by_torch(out).value()
 
 
 def test_a_warm_up_without_cupy_runs_each_of_torchs_kernels(
-    cuda: PretendCuda, monkeypatch: pytest.MonkeyPatch
+    cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of each width, and columns of each: torch loads a kernel when it is first used."""
-    cuda.device.free()
+    cuda.driver.at_once = True
 
     def loads(owner: object, name: str) -> None:
         call = getattr(owner, name)
@@ -263,7 +158,7 @@ def test_a_warm_up_without_cupy_runs_each_of_torchs_kernels(
         def pretend(*args: Any, **how: Any) -> Any:
             tensor = args[0]
             if how.get("non_blocking") is None:
-                cuda.launch((name, tensor.dtype, tensor.dim()))
+                cuda.load((name, tensor.dtype, tensor.dim()))
             return call(*args, **how)
 
         monkeypatch.setattr(owner, name, pretend)
@@ -284,46 +179,50 @@ def test_a_warm_up_without_cupy_runs_each_of_torchs_kernels(
     assert cuda.calls == []
 
 
-def test_a_ring_is_used_round_and_round(cuda: PretendCuda) -> None:
+def small_ring() -> tuple[Uploads, int]:
+    """Uploads whose ring has parts of so many entries."""
+    uploads = Uploads(CUDA, torch.int32)
+    ring = uploads._ring = Ring(CUDA, torch.int32, nbytes=4 * SEGMENTS * 4)
+    return uploads, ring.segment
+
+
+def test_a_ring_is_used_round_and_round(cuda: SimulatedCuda) -> None:
     """A part of it is written again only when what was copied out of it has arrived."""
-    uploads = Uploads(CUDA, torch.int32)
-    ring = uploads._ring = Ring(CUDA, torch.int32, nbytes=4 * SEGMENTS * 4)
+    (uploads, segment), seen = small_ring(), list[list[int]]()
     cuda.calls.clear()
-    seen = []
+
+    def upload(number: int) -> None:
+        on_device = uploads(np.full(segment, number))
+        cuda.driver.queue(cuda.stream, "a kernel", [], lambda: seen.append(on_device.tolist()))
+
     for number in range(SEGMENTS):
-        on_device = uploads(np.full(ring.segment, number))
-        cuda.device.queue(lambda on_device=on_device: seen.append(on_device.tolist()))  # a kernel's look
-    waited = threading.Thread(target=uploads, args=(np.full(ring.segment, -1),))
-    waited.start()
-    wait_for(lambda: cuda.device.waiting, what="the wait for the ring")
-    cuda.device.run(2)
-    waited.join(20)
-    assert not waited.is_alive() and cuda.calls == []
-    cuda.device.free()
-    assert seen == [[number] * ring.segment for number in range(SEGMENTS)]
+        upload(number)
+    assert seen == []
+    upload(SEGMENTS)
+    assert seen == [[0] * segment], "it has waited for the first part, and no longer"
+    cuda.driver.synchronize(cuda.stream)
+    assert seen == [[number] * segment for number in range(SEGMENTS + 1)] and cuda.calls == []
 
 
-def test_what_a_ring_has_overwritten_is_copied_again(cuda: PretendCuda) -> None:
-    cuda.device.free()
-    uploads = Uploads(CUDA, torch.int32)
-    ring = uploads._ring = Ring(CUDA, torch.int32, nbytes=4 * SEGMENTS * 4)
+def test_what_a_ring_has_overwritten_is_copied_again(cuda: SimulatedCuda) -> None:
+    cuda.driver.at_once = True
+    uploads, segment = small_ring()
     first = np.array([7])
     uploads(first)
     for number in range(SEGMENTS):
-        uploads(np.full(ring.segment, number))
+        uploads(np.full(segment, number))
         assert uploads(first).tolist() == [7]
 
 
-def test_an_array_larger_than_a_ring_takes_memory_of_its_own(cuda: PretendCuda) -> None:
-    cuda.device.free()
-    uploads = Uploads(CUDA, torch.int32)
-    ring = uploads._ring = Ring(CUDA, torch.int32, nbytes=4 * SEGMENTS * 4)
-    large = np.arange(ring.segment + 1)
+def test_an_array_larger_than_a_ring_takes_memory_of_its_own(cuda: SimulatedCuda) -> None:
+    cuda.driver.at_once = True
+    uploads, segment = small_ring()
+    large = np.arange(segment + 1)
     assert uploads(large).tolist() == large.tolist()
 
 
-def test_places_of_checksums_are_free_again_when_nobody_refers_to_them(cuda: PretendCuda) -> None:
-    cuda.device.free()
+def test_places_of_checksums_are_free_again_when_nobody_refers_to_them(cuda: SimulatedCuda) -> None:
+    cuda.driver.at_once = True
     digests = Digests(CUDA, count=2)
     cuda.calls.clear()
 
@@ -335,5 +234,5 @@ def test_places_of_checksums_are_free_again_when_nobody_refers_to_them(cuda: Pre
     assert cuda.calls == []
     held = [digests.compute(add(number)) for number in range(3)]
     assert [int.from_bytes(each.value(), "big") for each in held] == [0, 1, 2]
-    assert len(cuda.calls) == 1, "the third found no place, and took memory for itself"
+    assert cuda.calls[0] == "take device memory", "the third found no place, and took memory for itself"
     assert DIGESTS > 100

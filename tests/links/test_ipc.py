@@ -17,7 +17,7 @@ import torch
 
 from p2pkv.links import base, cuda_memory, ipc, ipc_ends, ipc_socket
 from p2pkv.links.base import LinkError
-from p2pkv.links.cuda_memory import CudaError, allocate, open_block
+from p2pkv.links.cuda_memory import open_block
 from p2pkv.links.ipc import IpcAcceptance, IpcInvitation, IpcLinks
 from support.cuda.ipc import GRANULARITY, SimulatedGpu, SimulatedMemory
 from support.links.pairs import Pair, connect, ipc_links
@@ -224,26 +224,6 @@ def test_memory_that_cannot_be_mapped_is_a_sentence(p: IpcLinks, d: IpcLinks, ca
     with pytest.raises(LinkError, match="closed by the peer"):
         wait_for(pair.inbound.ready)
     wait_for(lambda: driver(p).baseline)
-
-
-def test_blocks_of_two_processes_are_one_memory() -> None:
-    card = SimulatedGpu()
-    mine, theirs = SimulatedMemory(card), SimulatedMemory(card)
-    block = allocate(mine, 100)
-    assert block.tensor.numel() == 100 and block.nbytes == GRANULARITY
-    mapped = open_block(theirs, block.fd, block.nbytes)
-    mapped[:100] = 5
-    assert bool((block.tensor == 5).all())
-    view = mapped[10:20]
-    del mapped
-    assert theirs.mapped, "a view keeps the memory"
-    del view
-    assert theirs.baseline
-    os.close(block.fd)
-    with pytest.raises(CudaError, match="cuMemMap"):
-        other = allocate(mine, 100)
-        open_block(theirs, other.fd, 2 * GRANULARITY)
-    assert theirs.baseline
 
 
 # Who is refused.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.metadata
 import inspect
@@ -26,6 +25,7 @@ from p2pkv.links.nccl_bindings import (
     load_nccl,
     version_name,
 )
+from support.cuda.device import MOST_URGENT, SimulatedCuda
 from support.nccl.fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
 NOBODY = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__nccl": None}
@@ -240,35 +240,17 @@ def test_settings_of_nccl_that_harm_links_are_warned_of(
     assert warned == [warning] * bool(warning)
 
 
-class FakeDriver:
-    """libcuda's calls for streams, with the driver's own parameters."""
-
-    def __init__(self, result: int = 0) -> None:
-        self.result = result
-        self.made: list[tuple[int, int]] = []
-
-    def cuCtxGetStreamPriorityRange(self, leastPriority: object, greatestPriority: object) -> int:
-        ctypes.cast(greatestPriority, ctypes.POINTER(ctypes.c_int))[0] = -5
-        return 0
-
-    def cuStreamCreateWithPriority(self, phStream: object, flags: int, priority: ctypes.c_int) -> int:
-        self.made.append((flags, priority.value))
-        ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.made)
-        return self.result
-
-
 def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link's comes before the model's; the engine's does not."""
-    fake = FakeDriver()
-    monkeypatch.setattr(device, "driver", lambda: fake)
-    monkeypatch.setattr(device, "_idle_streams", {})
+    driver = SimulatedCuda(monkeypatch).driver
     streams = [gpu.CudaStream(0) for _ in range(2)]
-    assert [stream.number for stream in streams] == [0x1231, 0x1232]
-    assert device.take_stream(0) == 0x1233
-    assert fake.made == [(1, -5), (1, -5), (1, 0)]
+    assert driver.created == [(1, MOST_URGENT)] * 2
+    numbers = {streams[0].number, streams[1].number, device.take_stream(0)}
+    assert driver.created[2:] == [(1, 0)] and len(numbers) == 3
     streams[0].close()
-    assert [gpu.CudaStream(1).number, gpu.CudaStream(0).number] == [0x1234, 0x1231], "one device's own"
-    fake.result = 201
+    assert gpu.CudaStream(1).number not in numbers, "one device's own"
+    assert gpu.CudaStream(0).number == streams[0].number
+    monkeypatch.setattr(driver, "cuStreamCreateWithPriority", lambda *_: 201)
     with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority returned 201"):
         gpu.CudaStream(0)
 

@@ -331,32 +331,6 @@ def fresh(mesh: Mesh) -> Mesh:
     return mesh
 
 
-def test_the_simulation_shows_launches_that_wait_in_a_circle() -> None:
-    """As before, with launches that block: each rank is inside a launch whose partner is in another one."""
-    mesh = fresh(Mesh(True, announced=False))
-    for line in mesh.lines.values():
-        line.grant()
-    fresh(mesh)
-    for rank in itertools.chain(*mesh.ranks):
-        simulated(rank).launches_wait = True
-    calls = [
-        mesh.lines[0, 0].inbound.poll,  # D 0 waits for P 0,
-        mesh.lines[0, 1].decide,  # which is busy with D 1,
-        mesh.lines[1, 1].inbound.poll,  # which waits for P 1,
-        mesh.lines[1, 0].decide,  # which is busy with D 0
-    ]
-    threads = [threading.Thread(target=call, daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: all(gpu.occupied == 8 for gpus in mesh.gpus for gpu in gpus))
-    assert all(thread.is_alive() for thread in threads)
-    assert not any(line.arrived for line in mesh.lines.values())
-    for rank in itertools.chain(*mesh.ranks):
-        simulated(rank).over.set()
-    for thread in threads:
-        thread.join(SECONDS)
-
-
 # Whose turn it is.
 
 

@@ -79,12 +79,6 @@ ALLOWED = (
     Allowed("tests/vllm/test_ray.py", "pip", "Ray, from a package index"),
     Allowed("tests/vllm/test_other_clients.py", "pip", "LiteLLM, from a package index"),
     Allowed("tests/vllm/test_clients.py", "there is no curl", "a program of the system"),
-    Allowed(
-        "tests/vllm/test_combined.py",
-        "torchvision",
-        "its CPU build comes from PyTorch's own index",
-        on_ci=True,
-    ),
     Allowed("tests/connector/", "the sources of vLLM", "the next version's, from a package index"),
 )
 

@@ -31,7 +31,6 @@ from support.servers.fleet import (
     at_rest,
     joined,
     metric,
-    paired_headers,
     probing_server,
     tokens,
 )
@@ -202,13 +201,6 @@ def test_both_proxies_see_what_the_schedulers_have_to_do(pool: Start) -> None:
 
 
 @pytest.mark.long
-def test_a_thousand_requests_placed_by_cost_have_one_server_s_answers(pool: Start, tmp_path: Path) -> None:
-    options = [[*each, "--prefill-policy", "prefix_aware"] for each in (BY_COST, APART)]
-    servers, *proxies = pool("both", "both", options=options)
-    placed_by_cost(servers, proxies, tmp_path, 1000)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("roles", [("both", "D"), ("P", "both")], ids="-".join)
 def test_beside_a_fixed_p_or_d(pool: Start, tmp_path: Path, roles: tuple[str, str]) -> None:
     (a, b), proxy = pool(*roles)
@@ -220,16 +212,6 @@ def test_beside_a_fixed_p_or_d(pool: Start, tmp_path: Path, roles: tuple[str, st
     assert compared.spans(at_least=1), "some were pushed"
     assert sent(a) > 0 == sent(b)
     assert_same(alone(a, asked), got)
-
-
-@pytest.mark.long
-def test_named_twice_and_named_not_at_all(pool: Start) -> None:
-    (a, b), _ = pool("both", "both")
-    prompt = tokens(150, "named twice")
-    (expected,) = alone(b, [prompt])
-    for headers in (paired_headers(a, a), {}):
-        assert_same([expected], answers.complete(a.base_url, MODEL_NAME, prompt, headers=headers))
-    assert sent(a) == sent(b) == 0
 
 
 def under_load(proxy: ProxyServer, servers: Sequence[VllmServer], what: str) -> VllmServer:

@@ -19,15 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
 from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
-from p2pkv.demo.tiny_model import ensure_model
-from support.models.llava import TinyLlava
 from support.servers.fleet import (
     BLOCK,
     CHUNK,
@@ -47,7 +44,6 @@ from support.servers.fleet import (
     counter,
     forked,
     kv_bytes,
-    letters,
     metric,
     paired_headers,
     probing_server,
@@ -342,49 +338,6 @@ def test_prompt_embeddings(adapted_pair: Combined, tiny_model: Path, length: int
         assert_same([single], [pair])
     assert compared.spans(2) == [(0, length - 1)] * 2
     adapted_pair.rests()
-
-
-# Pictures among the tokens.
-
-
-@pytest.fixture(scope="module")
-def seeing(own: ExitStack, tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Combined:
-    pytest.importorskip("torchvision", reason="vLLM's LLaVA imports torchvision, and it is not installed")
-    model = ensure_model(TinyLlava(), tmp_path_factory.mktemp("llava"))
-    single = forked(model, logs, "seeing-single")
-    made = pair_of("seeing", model, logs, single, SETTINGS, SETTINGS)
-    start(own, made)
-    return made
-
-
-def picture(seed: int) -> dict[str, Any]:
-    """A part of a message: 7 x 5 coloured squares."""
-    draw = torch.Generator().manual_seed(seed)
-    squares = torch.randint(0, 256, (5, 7, 3), generator=draw, dtype=torch.uint8).numpy()
-    out = io.BytesIO()
-    Image.fromarray(squares).resize((140, 100), Image.Resampling.NEAREST).save(out, "PNG")
-    data = base64.b64encode(out.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pictures", [1, 3])
-def test_pictures(seeing: Combined, pictures: int) -> None:
-    """Two prompts that differ in their last picture only; the longer ones are computed in two steps."""
-    text = {"type": "text", "text": letters(tokens(60, "see"))}
-    compared, expected = Compared(seeing.probes), []
-    for last in (100, 200):
-        seen = [*map(picture, range(pictures - 1)), picture(last)]
-        messages = [{"role": "user", "content": [*seen, text]}]
-        (single,), (pair,) = (
-            answers.chat(url, MODEL_NAME, messages) for url in (seeing.single.base_url, seeing.url)
-        )
-        assert_same([single], [pair])
-        expected.append(single)
-    assert answers.difference(*expected), "the picture changes nothing, so this test shows nothing"
-    spans = compared.spans(2)
-    assert all(past - first >= TinyLlava().patches for first, past in spans)
-    seeing.rests()
 
 
 # Few blocks: preemption on P and on D.

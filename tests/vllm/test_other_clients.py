@@ -26,7 +26,7 @@ from p2pkv.demo import client
 from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
 from p2pkv.demo.servers import LOOPBACK, ProxyServer
 from support.servers.clients import GREEDY, NAMED, WEATHER, WORDS, said, story
-from support.servers.fleet import DISPATCHES, MODEL_NAME, Fleet, each_dispatch
+from support.servers.fleet import DISPATCHES, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.usefixtures("compared")]
 
@@ -178,8 +178,8 @@ REQUESTS = 24
 def test_vllm_bench_serve(
     fleet: Fleet, dispatch: str, backend: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Every request is answered, with as many tokens as of one server."""
-    found = []
+    """Every request is answered, with as many tokens as of one server, from KV that moved."""
+    found, traffic = [], Traffic(fleet)
     endpoint = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
     for name, url in (("pair", fleet.proxy(dispatch).base_url), ("single", fleet.single.base_url)):
         command = [sys.executable, str(Path(__file__).with_name("vllm_bench.py")), "--backend", backend]
@@ -193,6 +193,7 @@ def test_vllm_bench_serve(
         result = json.loads((tmp_path / f"{name}.json").read_text())
         found.append({each: result[each] for each in ("completed", "failed", "total_output_tokens")})
     assert found[0] == found[1] == {"completed": REQUESTS, "failed": 0, "total_output_tokens": 8 * REQUESTS}
+    assert traffic.scattered(at_least=REQUESTS * kv_bytes(0, 100)) > 0
 
 
 @each_dispatch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -197,45 +195,6 @@ def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(trio: Deploym
     assert_same(answers_of(other.base_url), moved)
     assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
     trio.order(leaving, "resume")
-    trio.rests()
-
-
-def test_a_rolling_upgrade_of_both_ds_under_endless_streams(trio: Deployment) -> None:
-    """One D after the other is drained with a deadline, stopped and started anew. Each of 16 clients always
-    has a stream."""
-    prompts = [tokens(40, f"upgrade {number}") for number in range(16)]
-    upgraded = threading.Event()
-
-    def stream(base_url: str, prompt: list[int]) -> Answer:
-        return completion(base_url, prompt, LONG // 2, ignore_eos=True)
-
-    def streams(prompt: list[int]) -> list[Answer]:
-        got = []
-        while not upgraded.is_set():
-            got.append(stream(trio.proxy.base_url, prompt))
-        return got
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        expected = list(pool.map(partial(stream, trio.ds[1].base_url), prompts))
-        under_way = [pool.submit(streams, each) for each in prompts]
-        try:
-            for leaving in trio.ds:
-                wait_until(lambda each=leaving: running(each) > 0, f"streams on {leaving.name}", 60.0)  # type: ignore[misc]
-                resumed, began = trio.counted("resumed_total"), time.monotonic()
-                trio.order(leaving, "drain?move_after=1")
-                wait_until(lambda each=leaving: trio.state(each) == "drained", f"a free {leaving.name}", 60.0)  # type: ignore[misc]
-                print(f"{leaving.name} was free after {time.monotonic() - began:.1f} s")
-                leaving.stop()
-                leaving.start()
-                leaving.wait_ready()
-                wait_until(trio.trusted, "all three", 60.0)
-                assert trio.counted("resumed_total") > resumed
-        finally:
-            upgraded.set()
-        for one, got in zip(expected, under_way, strict=True):
-            answered = got.result()
-            assert_same([one] * len(answered), answered)
-    assert trio.counted("not_resumed_total") == 0
     trio.rests()
 
 

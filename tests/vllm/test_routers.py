@@ -6,12 +6,6 @@ Where it cannot be had, its tests are skipped and say why.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +18,18 @@ from support.servers.fleet import (
     Fleet,
     Traffic,
     ask_all,
+    assert_moved,
     assert_same,
     chat_all,
-    kv_bytes,
     letters,
     tokens,
 )
-from support.servers.routers import MODES, RouterProcess, original_router, vllm_router
+from support.servers.routers import MODES, original_router, vllm_router
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compared")]
 
 AT_ONCE = 8
 REQUESTS = 24
-
-
-@contextmanager
-def found_by(fleet: Fleet, router: RouterProcess, note: Any) -> Iterator[str]:
-    """The router's URL, when it has found the fleet's P and D."""
-    note(router)
-    with router, fleet.pings.also(router.discovery):
-        router.wait_ready(60.0)
-        yield router.base_url
 
 
 def serves_as_one(fleet: Fleet, url: str, seed: str) -> None:
@@ -53,8 +38,7 @@ def serves_as_one(fleet: Fleet, url: str, seed: str) -> None:
     prompts = [tokens(length, f"{seed} {index}") for index, length in enumerate(lengths)]
     traffic = Traffic(fleet)
     pair = ask_all(url, prompts, at_once=AT_ONCE)
-    moved = traffic.scattered(at_least=sum(kv_bytes(0, length - 1) for length in lengths))
-    assert moved <= sum(kv_bytes(0, length - 1, whole_blocks=True) for length in lengths)
+    assert_moved(traffic, *((0, length - 1) for length in lengths))
     assert_same(ask_all(fleet.single.base_url, prompts, at_once=AT_ONCE), pair)
 
     stories, traffic = [letters(prompt) for prompt in prompts[:AT_ONCE]], Traffic(fleet)
@@ -70,56 +54,13 @@ def serves_as_one(fleet: Fleet, url: str, seed: str) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == single.text
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_vllm_router(
-    fleet: Fleet, pytestconfig: pytest.Config, logs: Path, servers_on_failure: Any, mode: str
+@pytest.mark.parametrize("router", ["original", *MODES])
+def test_a_router_gets_a_single_servers_answers(
+    fleet: Fleet, pytestconfig: pytest.Config, logs: Path, servers_on_failure: Any, router: str
 ) -> None:
-    with found_by(fleet, vllm_router(mode, pytestconfig, logs), servers_on_failure) as url:
-        serves_as_one(fleet, url, f"vllm-router {mode}")
-
-
-def test_the_original_example_proxy(fleet: Fleet, logs: Path, servers_on_failure: Any) -> None:
-    with found_by(fleet, original_router(logs), servers_on_failure) as url:
-        serves_as_one(fleet, url, "classic router")
-
-
-# The benchmark with its own options, but without the `vllm` command: that of the CPU build looks for a
-# distribution named vllm and fails, by `python -m vllm.entrypoints.cli.main` as well.
-BENCH = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
-
-
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_vllms_serving_benchmark(fleet: Fleet, tiny_model: Path, tmp_path: Path, backend: str) -> None:
-    endpoint = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}[backend]
-    result = tmp_path / "result.json"
-    options = {
-        "backend": backend,
-        "base-url": fleet.concurrent.base_url,
-        "endpoint": endpoint,
-        "model": MODEL_NAME,
-        "tokenizer": str(tiny_model),
-        "dataset-name": "random",
-        "random-input-len": "160",
-        "random-output-len": "8",
-        "num-prompts": str(REQUESTS),
-        "max-concurrency": str(AT_ONCE),
-        "result-filename": str(result),
-    }
-    command = [sys.executable, "-c", BENCH, "--save-result", "--ignore-eos"]
-    command += [word for name, value in options.items() for word in (f"--{name}", value)]
-    traffic = Traffic(fleet)
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(result.read_text())
-    assert (found["completed"], found.get("failed", 0)) == (REQUESTS, 0)
-    assert found["total_output_tokens"] == 8 * REQUESTS
-    assert traffic.scattered(at_least=REQUESTS * kv_bytes(0, 150)) > 0
+    """vllm-router in each mode, and the stand-in for the original connector's example proxy."""
+    process = original_router(logs) if router == "original" else vllm_router(router, pytestconfig, logs)
+    servers_on_failure(process)
+    with process, fleet.pings.also(process.discovery):
+        process.wait_ready(60.0)
+        serves_as_one(fleet, process.base_url, f"router {router}")

@@ -53,6 +53,8 @@ ADDRESSES = 1 << 32
 """A kernel's argument that is larger is an address."""
 
 SUCCESS = 0
+MOST_URGENT = -5
+"""The priority of streams whose kernels come first."""
 
 
 def _nothing() -> None:
@@ -93,8 +95,12 @@ class SimulatedDriver:
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
-        self.made = 0
-        """Streams, ever."""
+        self.created: list[tuple[int, int]] = []
+        """Streams, ever: the flags and the priority of each."""
+        self.done = 0
+        """What has been queued and done."""
+        self.at_once = False
+        """Whether what is queued is done when the call returns."""
         self.memory: list[Memory] = []
         self._lock = threading.RLock()
         self._numbers = itertools.count(0x1000)
@@ -105,7 +111,12 @@ class SimulatedDriver:
 
     # Streams.
 
+    @property
+    def made(self) -> int:
+        return len(self.created)
+
     def cuCtxGetStreamPriorityRange(self, least: Any, greatest: Any) -> int:
+        ctypes.cast(greatest, ctypes.POINTER(ctypes.c_int))[0] = MOST_URGENT
         return SUCCESS
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
@@ -113,7 +124,7 @@ class SimulatedDriver:
 
     def cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: Any) -> int:
         with self._lock:
-            self.made += 1
+            self.created.append((flags, getattr(priority, "value", priority)))
             self._streams[number := next(self._numbers)] = self._queues[number] = deque()
         return _out(stream, number)
 
@@ -195,6 +206,8 @@ class SimulatedDriver:
             else:
                 work = self._last[stream] = Work(what, stream, touched, act, over)
                 self._streams[stream].append(work)
+                if self.at_once:
+                    self.synchronize(stream)
 
     def synchronize(self, stream: int) -> None:
         """Do all that the stream holds."""
@@ -238,6 +251,7 @@ class SimulatedDriver:
             return False
         work = queued.popleft()
         work.act()
+        self.done += 1
         work.done, work.act, work.over = True, _nothing, None  # events still refer to it
         return True
 
@@ -254,10 +268,23 @@ def _out(place: Any, number: int) -> int:
 
 class SimulatedCuda:
     """Device CUDA of this process, under p2pkv.device, under torch, and under p2pkv's kernels. Tensors on it
-    are on a CPU, for torch."""
+    are on a CPU, for torch.
+
+    Attributes:
+        calls: those that CUDA may answer only when all that was queued before is done. Each that takes
+            memory: CUDA C++ Programming Guide of CUDA 12, 3.2.8.5.4, "Implicit Synchronization" (the edition
+            of CUDA 13 has only the NULL stream there), and NCCL's User Guide before 2.26, "Using multiple
+            NCCL communicators concurrently" ("any CUDA operation"). Each first launch of a kernel, which
+            loads it: CUDA 12's 25.5.1, "Concurrent Execution", and CUDA 13's 4.7.5.1. And a copy from or to
+            memory that is not pinned: CUDA Runtime API, "API synchronization behavior".
+        copied: how many copies to the device there were.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.driver = SimulatedDriver()
+        self.calls: list[str] = []
+        self.copied = 0
+        self._loaded: set[object] = set()
         self._here = threading.local()
         self._kept: list[torch.Tensor] = []  # an address must not be taken for another's
         for name in ("driver", "locked_driver"):
@@ -295,6 +322,12 @@ class SimulatedCuda:
             yield
         finally:
             self._here.stream = before
+
+    def load(self, kernel: object) -> None:
+        """This kernel, p2pkv's or torch's, is launched."""
+        if kernel not in self._loaded:
+            self._loaded.add(kernel)
+            self.calls.append(f"load {kernel}")
 
     # Torch.
 
@@ -351,6 +384,7 @@ class SimulatedCuda:
             memory = Memory("pinned memory", start, stop)
         else:
             memory = Memory("torch's device memory", start, stop, self.stream)
+        self.calls.append(f"take {'pinned' if pinned else 'device'} memory")
         self.driver.take(memory)
         lent = tensor_at(start, nbytes, CPU, 0, lambda: self._freed(memory))
         if zeros and not pinned:
@@ -376,7 +410,9 @@ class SimulatedCuda:
         assert target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
         to, from_, nbytes = target.data_ptr(), source.data_ptr(), target.numel() * target.element_size()
         self.driver.queue(self.stream, "a copy", there, lambda: ctypes.memmove(to, from_, nbytes))
+        self.copied += ends[0] is not None and ends[0].what != "pinned memory"
         if not non_blocking or len(there) < len(ends):
+            self.calls.append("wait for the device")
             self.driver.synchronize(self.stream)
         else:
             for memory in there:
@@ -414,6 +450,7 @@ class _Launcher:
 
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
         given = [int(each) for each in args]
+        self.cuda.load(name)
         launch_on(
             self.cuda,
             name,
