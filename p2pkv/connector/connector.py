@@ -84,7 +84,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         _log_as_vllm_does()
         self.options = describe.options_of(vllm_config)
         describe.refuse_what_cannot_pair(vllm_config)
-        describe.refuse_what_cannot_move(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.WORKER:  # the scheduler comes after all workers, and may have no model
+            describe.refuse_what_cannot_move(vllm_config, kv_cache_config)
         self.producer: ProducerScheduler | None = None
         self.consumer: ConsumerScheduler | None = None
         self.worker: Worker | None = None
