@@ -177,11 +177,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             steps=self._steps,
             transfers=any(scheduler.busy for scheduler in self._schedulers),
             orphaned=orphaned,
-            is_loaded=self._is_loaded,
+            is_loaded=(lambda request_id: False) if self.consumer is None else self.consumer.is_loaded,
         )
-
-    def _is_loaded(self, request_id: str) -> bool:
-        return self.consumer is not None and self.consumer.is_loaded(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -282,8 +279,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_wakeup(self, message: WakeupMessage) -> str | None:
         """All ranks have sent it. Returns the request whose load has ended, None if that was known."""
-        if self.consumer is None or message.number:
-            return None if self.consumer is None else self.consumer.loading(message.number)
+        if self.consumer is None:
+            return None
+        if message.number:
+            return self.consumer.loading(message.number)
         self.consumer.kept(message.key, message.tokens, message.digest, time.monotonic())
         return None
 
