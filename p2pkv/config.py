@@ -379,13 +379,13 @@ def default_staging(gpu_bytes: int) -> int:
     return max(64 * MIB, min(gpu_bytes // GPU_SHARE // (8 * MIB) * (8 * MIB), 1024 * MIB))
 
 
-def default_chunk(staging: object, has_gpu: bool) -> int:
+def default_chunk(staging: int, has_gpu: bool) -> int:
     """Bytes of a message, for what is given as `staging_bytes`; docs/design.md derives it ("The NCCL link").
 
     A message between GPUs costs 0.1 to 0.3 ms besides its bytes, so it should be large; but staging holds
     SLOTS_OF_A_LINK messages for each of BUSY_LINKS links.
     """
-    if not has_gpu or not isinstance(staging, int):
+    if not has_gpu:
         return 8 * MIB
     part = staging // (SLOTS_OF_A_LINK * BUSY_LINKS) // MIB * MIB
     return max(8 * MIB, min(part, 64 * MIB))

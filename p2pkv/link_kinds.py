@@ -23,7 +23,7 @@ class LinkKind:
     """
 
     name: str
-    memory: Literal["cpu", "cuda", "any"]
+    memory: Literal["cpu", "cuda"]
     between: str
 
 
@@ -62,7 +62,7 @@ def kind_of(name: str, has_gpu: bool) -> LinkKind:
 
 
 def _others(memory: str) -> str:
-    fitting = [kind.name for kind in KINDS.values() if kind.memory in (memory, "any")]
+    fitting = [kind.name for kind in KINDS.values() if kind.memory == memory]
     return " or ".join(repr(name) for name in (AUTO, *fitting))
 
 

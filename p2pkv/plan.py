@@ -87,11 +87,11 @@ class Plan(Struct, frozen=True, dict=True):
 
     def from_source(self, rank: int) -> tuple[Edge, ...]:
         """What P's `rank` sends, ordered by target and group; empty if other ranks send instead."""
-        return _of_rank(rank, self.prefill, self._by_rank[0])
+        return tuple(self._by_rank[0].get(rank, ()))
 
     def to_target(self, rank: int) -> tuple[Edge, ...]:
         """What D's `rank` receives, ordered by source and group."""
-        return _of_rank(rank, self.decode, self._by_rank[1])
+        return tuple(self._by_rank[1].get(rank, ()))
 
     @property
     def decode_ranks(self) -> int:
@@ -111,12 +111,6 @@ class Plan(Struct, frozen=True, dict=True):
             sources[edge.source].append(edge)
             targets[edge.target].append(edge)
         return sources, targets
-
-
-def _of_rank(rank: int, shapes: Shapes, edges: dict[int, list[Edge]]) -> tuple[Edge, ...]:
-    if not 0 <= rank < shapes[0].world:
-        raise PlanError(f"rank {rank} is none of the {shapes[0].world} ranks of {shapes[0]}")
-    return tuple(edges.get(rank, ()))
 
 
 @lru_cache(maxsize=64)

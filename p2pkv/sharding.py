@@ -27,17 +27,10 @@ class ShardingError(ValueError):
 
 
 class Interval(Struct, frozen=True, order=True, array_like=True):
-    """The integers from `start` to `stop`, half open. An empty one is false.
-
-    Raises ShardingError unless 0 <= start <= stop.
-    """
+    """The integers from `start` to `stop`, half open; 0 <= start <= stop. An empty one is false."""
 
     start: int
     stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise ShardingError(f"[{self.start}, {self.stop}) is no interval: expected 0 <= start <= stop")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -55,17 +48,10 @@ class Ownership(Struct, frozen=True, dict=True):
     """The interval of one global axis that each rank of a group holds.
 
     Intervals of two ranks are equal or disjoint, and together they cover the axis from 0 without a
-    gap; ranks may hold nothing. `ranks[r]` is rank r's. Raises ShardingError for anything else.
+    gap; ranks may hold nothing. `ranks[r]` is rank r's.
     """
 
     ranks: tuple[Interval, ...]
-
-    def __post_init__(self) -> None:
-        covered = 0
-        for part in self.parts:
-            if part.start != covered:
-                raise ShardingError(f"these intervals leave a gap or overlap at {covered}: {self.parts}")
-            covered = part.stop
 
     @classmethod
     def in_parts(cls, counts: Sequence[int]) -> Self:
@@ -76,14 +62,8 @@ class Ownership(Struct, frozen=True, dict=True):
     @classmethod
     def evenly(cls, size: int, ranks: int) -> Self:
         """Cells 0 to `size` in `ranks` equal parts, or, if there are more ranks than cells, one cell
-        to each group of consecutive ranks.
-
-        Raises ShardingError unless the smaller divides the larger, as vLLM does.
+        to each group of consecutive ranks. The smaller divides the larger: see `Shape`.
         """
-        if size < 1 or ranks < 1 or (size % ranks and ranks % size):
-            raise ShardingError(
-                f"{size} cannot be divided over {ranks} ranks: expected one to be a multiple of the other"
-            )
         held = max(1, size // ranks)
         starts = (rank * size // ranks for rank in range(ranks))
         return cls(tuple(Interval(start, start + held) for start in starts))

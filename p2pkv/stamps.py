@@ -36,7 +36,7 @@ class Stamps:
 
     def __init__(self, who: str, folder: str) -> None:
         self.who = who
-        self._path = Path(folder) / f"{os.getpid()}.stamps"
+        self._folder = Path(folder)
         self._file: int | None = None
         self._pid = 0
         self._seen: set[tuple[str, str]] = set()
@@ -51,7 +51,7 @@ class Stamps:
         self._seen.add((station, unique))
         if self._pid != os.getpid():  # vLLM forks its processes
             self._pid = os.getpid()
-            path = self._path.with_name(f"{self._pid}.stamps")
+            path = self._folder / f"{self._pid}.stamps"
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         assert self._file is not None
         line = f"{time.monotonic() if at is None else at:.6f}\t{self.who}\t{station}\t{unique}\n"

@@ -44,7 +44,7 @@ from p2pkv.links.nccl_memory import Way, end_bytes
 from p2pkv.pairing import Address
 
 FAN_OUTS = (1, 2, 4)
-TOTAL = {"cuda": 256 << 20, "cpu": 64 << 20, "any": 64 << 20}
+TOTAL = {"cuda": 256 << 20, "cpu": 64 << 20}
 """Bytes of a prompt: enough for several messages to each of 4 ranks."""
 
 Rows = list[dict[str, Any]]

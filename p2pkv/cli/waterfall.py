@@ -34,16 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "requests, one after the other; then read the folder."
     )
     parser.add_argument("folder", type=Path, help="where the stamps are")
-    parser.add_argument(
-        "--passed", default="", help="only requests that passed this station, such as 'P is asked'"
-    )
     parser.add_argument("--request", default="", help="32 hex digits: this request alone, not medians of all")
 
 
 def run(args: argparse.Namespace) -> int:
     ways = read(args.folder)
-    if args.passed:
-        ways = {u: way for u, way in ways.items() if any(name == args.passed for _, name in way)}
     if args.request:
         ways = {unique: way for unique, way in ways.items() if unique == args.request}
     if not ways:

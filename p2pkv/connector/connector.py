@@ -84,7 +84,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         _log_as_vllm_does()
         self.options = describe.options_of(vllm_config)
         describe.refuse_what_cannot_pair(vllm_config)
-        describe.refuse_what_cannot_move(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.WORKER:  # the scheduler comes after all workers, and may have no model
+            describe.refuse_what_cannot_move(vllm_config, kv_cache_config)
         self.producer: ProducerScheduler | None = None
         self.consumer: ConsumerScheduler | None = None
         self.worker: Worker | None = None
@@ -281,8 +282,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_wakeup(self, message: WakeupMessage) -> str | None:
         """All ranks have sent it. Returns the request whose load has ended, None if that was known."""
-        if self.consumer is None or message.number:
-            return None if self.consumer is None else self.consumer.loading(message.number)
+        if self.consumer is None:
+            return None
+        if message.number:
+            return self.consumer.loading(message.number)
         self.consumer.kept(message.key, message.tokens, message.digest, time.monotonic())
         return None
 

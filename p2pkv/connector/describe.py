@@ -25,7 +25,7 @@ from p2pkv.config import ConfigError, Options
 from p2pkv.connector.block_quota import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.planes import plane_views, row_form
-from p2pkv.connector.recurrent import conv_dim_first, is_recurrent, refuse_unknown_state, state_groups
+from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, state_groups
 from p2pkv.connector.rings import is_ring, ring_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import (
@@ -140,14 +140,15 @@ ATTENTION = (
 
 
 def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
-    """Raises ConfigError for KV that this version does not move."""
+    """Raises ConfigError for KV that this version does not move. For a worker, which has the layers
+    themselves, before vLLM takes the cache's memory."""
     modules = vllm_config.compilation_config.static_forward_context
+    tp = vllm_config.parallel_config.tensor_parallel_size
     for group in config.kv_cache_groups:
         for name in group.layer_names:
             spec = _spec_of(group, name)
             if is_recurrent(spec):
-                tp = vllm_config.parallel_config.tensor_parallel_size
-                refuse_unknown_state(name, spec, modules.get(name), tp)
+                form_of(name, spec, modules.get(name), tp=tp, dim_first=conv_dim_first())
             if keeps_state(spec):
                 continue
             if type(spec) not in ATTENTION:

@@ -6,6 +6,7 @@ they are reported to vLLM, and by the transfer key everywhere else.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -122,8 +123,7 @@ class P2pKvStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> P2pKvStats:
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+        self.data = dict(Counter(self.data) + Counter(other.data))
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -138,13 +138,12 @@ class CounterDeltas:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._seen = dict(counters.values)
+        self._seen = Counter(counters.values)
 
     def since(self) -> P2pKvStats | None:
-        now = dict(self._counters.values)
-        grown = {name: value - self._seen[name] for name, value in now.items() if value != self._seen[name]}
-        self._seen = now
-        return P2pKvStats(data=grown) if grown else None
+        seen, self._seen = self._seen, Counter(self._counters.values)
+        grown = self._seen - seen
+        return P2pKvStats(data=dict(grown)) if grown else None
 
 
 @cache

@@ -47,17 +47,6 @@ def is_recurrent(spec: Any) -> bool:
     return isinstance(spec, MambaSpec)
 
 
-def refuse_unknown_state(name: str, spec: Any, module: Any, tp: int) -> None:
-    """Raises ConfigError for a recurrent layer whose state this version does not move.
-
-    It needs no registered tensors. Without a `module` (vLLM's scheduler often has no model) it looks at the
-    spec alone.
-    """
-    _check_kind(name, spec)
-    if module is not None:
-        form_of(name, spec, module, tp=tp, dim_first=conv_dim_first())
-
-
 def conv_dim_first() -> bool:
     """Whether this vLLM keeps windows as DS, [channels, steps]; else SD, [steps, channels]."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -131,9 +120,9 @@ class Form:
 
 
 def form_of(name: str, spec: Any, module: Any, *, tp: int, dim_first: bool) -> Form:
-    """What the layer `name` keeps. Raises ConfigError unless its spec and its sizes agree."""
-    read = _check_kind(name, spec)
-    form = read(Sizes(name, module))
+    """What the layer `name` keeps. Raises ConfigError for a kind of state that this version does not move,
+    and unless its spec and its sizes agree. It needs no registered tensors."""
+    form = _check_kind(name, spec)(Sizes(name, module))
     if spec.tp_replicated:
         segments = tuple((segment, axis.whole()) for segment, axis in form.segments)
         form = replace(form, segments=segments, state=form.state and form.state.whole())

@@ -238,8 +238,8 @@ class Worker:
         self._wakeup = wakeup or WakeupSender()
         self._quiet = False
         """The engine thread learns of this step's prompts in the next one."""
-        self._take_metadata: list[Command] = []
-        """Of a quiet step."""
+        self._postponed: list[Command] = []
+        """Those of a quiet step."""
         rank.call_on_event(self._wakeup.send)
         self.loads = Loads(rank)
 
@@ -277,7 +277,7 @@ class Worker:
         # What fits one message is sent behind the last layer, and the engine thread would only take time from
         # the forward and from the token's way to the client before the next step.
         self._quiet = bool(meta.prefills) and meta.quiet and stride >= self._layers
-        order = self._take_metadata.append if self._quiet else self.rank.do
+        order = self._postponed.append if self._quiet else self.rank.do
         for hold in meta.holds:
             self._held.add(hold.key)
             order(hold)
@@ -325,9 +325,9 @@ class Worker:
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered, unless it is a quiet step."""
         if not self._quiet:
-            for command in self._take_metadata:
+            for command in self._postponed:
                 self.rank.do(command)
-            self._take_metadata.clear()
+            self._postponed.clear()
             self._computed.end(self.rank)
         self.rank.steps.end()
 

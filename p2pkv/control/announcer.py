@@ -37,7 +37,6 @@ from p2pkv.control.discovery import (
 )
 from p2pkv.control.pinger import Addresses, OnPartners
 from p2pkv.control.warm_up import WarmUp
-from p2pkv.pairing import Address
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class Announcer:
     """The worker's side: starts the child, beats, and starts it again should it end by itself.
 
     A thread of it calls `on_partners` with the partners that proxies have named, each time they change, and
-    `health` before each beat. Raises ValueError for a malformed address of a proxy.
+    `health` before each beat.
     """
 
     def __init__(
@@ -97,8 +96,6 @@ class Announcer:
         on_partners: OnPartners = lambda addresses: None,
         health: Callable[[], EngineHealth] = EngineHealth,
     ) -> None:
-        for proxy in announcement.proxies:
-            Address.parse(proxy)
         self._announcement = announcement
         self._on_partners = on_partners
         self._engine_health = health

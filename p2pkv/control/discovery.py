@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -180,10 +179,7 @@ def lasting(ping: Ping) -> Ping:
 
 def are_alike(one: Ping, other: Ping) -> bool:
     """Whether the two are of one start of an engine: `lasting` is equal, and both are goodbyes or neither."""
-    return _LASTING(one) == _LASTING(other)
-
-
-_LASTING = attrgetter(*(each for each in Ping.__struct_fields__ if each not in ("paused", "workload")))
+    return lasting(one) == lasting(other)
 
 
 def goodbye(ping: Ping) -> Ping:

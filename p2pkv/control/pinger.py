@@ -64,7 +64,7 @@ class Pinger:
     Before each ping the thread calls `current` for the ping as it is to be sent now, by default `ping`; None:
     none is sent. `on_partners` takes the partners that any of the proxies names. `members`: of the secret
     with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a malformed
-    address of a discovery socket, or an interval that is not positive.
+    address of a discovery socket.
     """
 
     def __init__(
@@ -76,8 +76,6 @@ class Pinger:
         current: Callable[[], Ping | None] | None = None,
         on_partners: OnPartners = lambda addresses: None,
     ) -> None:
-        if not interval > 0:
-            raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
         self._addresses = [*map(Address.parse, [proxies] if isinstance(proxies, str) else proxies)]
         self._current = current or (lambda: ping)
         self._goodbye = encode_ping(goodbye(ping))

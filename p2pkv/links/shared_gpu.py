@@ -65,8 +65,8 @@ def turns(others: int, mps: bool | None) -> str:
     )
 
 
-def doctor_sentence(processes: Mapping[int, int | None], mps: bool | None, directory: Path) -> str:
-    """`p2pkv doctor`'s line. `processes`: by device, how many compute there, None where that is unknown."""
+def doctor_sentence(processes: Mapping[int, int], mps: bool | None, directory: Path) -> str:
+    """`p2pkv doctor`'s line. `processes`: by device, how many compute there; 0 where NVML does not tell."""
     if mps:
         return f"its daemon serves {directory}: processes on one card compute at the same time"
     if mps is None:
@@ -75,7 +75,7 @@ def doctor_sentence(processes: Mapping[int, int | None], mps: bool | None, direc
             "another pid namespace"
         )
     for device, count in processes.items():
-        if count and count > 1 and (said := turns(count - 1, mps)):
+        if said := turns(count - 1, mps):
             return f"device {device}: {said}"
     return f"does not run: servers with a card each need none, two on one card would take turns ({PAGE})"
 

@@ -63,8 +63,6 @@ def test_the_command_shows_all_or_some(tmp_path: Path, capsys: pytest.CaptureFix
     assert "   4.00   4.00  P       request" in capsys.readouterr().out
     assert main(["waterfall", str(tmp_path), "--request", TWO]) == 0
     assert "   5.00   5.00  P       request" in capsys.readouterr().out
-    assert main(["waterfall", str(tmp_path), "--passed", "retried"]) == 0
-    assert "   3.00   3.00  P       request" in capsys.readouterr().out
     assert main(["waterfall", str(tmp_path), "--request", "none"]) == 1
     assert "no stamps" in capsys.readouterr().err
 

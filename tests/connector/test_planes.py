@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.config.cache import CacheDType
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
@@ -31,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.version import __version_tuple__ as version
 
 from p2pkv.config import ConfigError
+from p2pkv.connector.connector import P2pKvConnector
 from p2pkv.connector.describe import Layers, cache_of, make_ready
 from p2pkv.connector.planes import INDEXER, LATENT, MIXED_SCALES, RowForm, plane_views, row_form
 from p2pkv.kv import DENSE, PagedCache
@@ -215,6 +217,15 @@ def nvfp4_spec(monkeypatch: pytest.MonkeyPatch, capability: int = 90, **changes:
     )
     spec = FullAttentionSpec(**NVFP4, kv_quant_mode=get_kv_quant_mode("nvfp4"))
     return replace(NvFp4.customize_spec(spec), **changes)
+
+
+def test_a_scheduler_without_the_model_starts_with_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks vLLM's layers, which tell the backend, are in the workers only."""
+    config = kv_cache_config(spec=nvfp4_spec(monkeypatch))
+    connector = P2pKvConnector(vllm_config("P"), KVConnectorRole.SCHEDULER, config)
+    assert connector.producer is not None
+    with pytest.raises(ConfigError, match="NVFP4 numbers of an unknown backend"):
+        P2pKvConnector(vllm_config("P"), KVConnectorRole.WORKER, config)
 
 
 @pytest.mark.parametrize("heads_first", [True, False])

@@ -39,7 +39,6 @@ def a_layer(**other: int) -> torch.Tensor:
             {"codec": "page:vec"},
             "layer 1 packs 2 tokens in a page, layer 0 packs 4",
         ),
-        ([a_layer()], {"codec": "zip"}, "'zip' is not a codec"),
     ],
 )
 def test_tensors_that_cannot_be_addressed(

@@ -118,11 +118,11 @@ def test_turns_are_worth_a_word_without_mps_only(others: int, mps: bool | None, 
         ({0: 2}, True, "its daemon serves /pipes"),
         ({0: 2}, None, "the daemon is not seen from here"),
         ({0: 1, 1: 0}, False, "does not run: servers with a card each need none"),
-        ({0: None}, False, "does not run: servers with a card each need none"),
+        ({0: 0}, False, "does not run: servers with a card each need none"),
         ({0: 1, 1: 3}, False, "device 1: 2 other processes compute on this card"),
     ],
 )
-def test_the_doctor_names_the_card(processes: dict[int, int | None], mps: bool | None, words: str) -> None:
+def test_the_doctor_names_the_card(processes: dict[int, int], mps: bool | None, words: str) -> None:
     assert words in doctor_sentence(processes, mps, Path("/pipes"))
 
 

@@ -286,13 +286,7 @@ def test_what_a_proxy_answers_a_d_that_asked() -> None:
     assert heard == [("a:1",), ("a:1", "b:2"), ("c:3",)]
 
 
-@pytest.mark.parametrize(
-    ("address", "interval", "what"),
-    [
-        *((address, 1.0, "address") for address in ("nowhere", "127.0.0.1", "127.0.0.1:x")),
-        *(("127.0.0.1:9", interval, "interval") for interval in (0.0, -1.0, float("nan"))),
-    ],
-)
-def test_what_cannot_be_pinged_is_refused(address: str, interval: float, what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        Pinger(address, PING, interval)
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", "127.0.0.1:x"])
+def test_what_cannot_be_pinged_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        Pinger(address, PING)

@@ -162,7 +162,7 @@ FILES = [
     "plan.py",
 ]
 ERRORS = {"ConfigError", "Refused", "PlanError"}
-OTHER = {"negotiate", "_check_places", "_of_rank", "make_plan", "_check_same"}
+OTHER = {"negotiate", "_check_places", "make_plan", "_check_same"}
 """Two instances that are not of one model, are configured differently, or describe themselves wrongly."""
 
 

@@ -255,12 +255,3 @@ def test_different_models_are_refused(prefill: Shapes, decode: Shapes, told: str
 def test_a_plan_of_absurd_size_is_refused_before_it_is_made() -> None:
     with pytest.raises(PlanError, match="16777216 links"):
         make_plan((Shape((1,) * 1024, 1, 1),), (Shape((1024,), 1, 16384),))
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_unknown_ranks_are_refused(rank: int) -> None:
-    plan = make_plan((Shape((8,), 4, 2),), (Shape((8,), 4, 2),))
-    with pytest.raises(PlanError, match=f"rank {rank} is none of the 2 ranks"):
-        plan.from_source(rank)
-    with pytest.raises(PlanError, match=f"rank {rank} is none of the 2 ranks"):
-        plan.to_target(rank)

@@ -41,11 +41,6 @@ class TestInterval:
         assert (len(three), list(three), 2 in three, 5 in three) == (3, [2, 3, 4], True, False)
         assert not Interval(4, 4)
 
-    @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
-    def test_refused(self, start: int, stop: int) -> None:
-        with pytest.raises(ShardingError, match="no interval"):
-            Interval(start, stop)
-
 
 class TestOwnership:
     def test_split(self) -> None:
@@ -60,16 +55,6 @@ class TestOwnership:
         owned = Ownership.in_parts((3, 0, 2))
         assert owned.ranks == (Interval(0, 3), Interval(3, 3), Interval(3, 5))
         assert (owned.parts, owned.holders) == ((Interval(0, 3), Interval(3, 5)), ((0,), (2,)))
-
-    @pytest.mark.parametrize(("size", "ranks"), [(8, 3), (3, 8), (0, 1), (1, 0)])
-    def test_what_cannot_be_divided(self, size: int, ranks: int) -> None:
-        with pytest.raises(ShardingError, match=rf"{size} cannot be divided over {ranks} ranks"):
-            Ownership.evenly(size, ranks)
-
-    @pytest.mark.parametrize("ranks", [((0, 2), (3, 4)), ((0, 3), (2, 4)), ((1, 2),)])
-    def test_gaps_and_overlaps_are_refused(self, ranks: tuple[tuple[int, int], ...]) -> None:
-        with pytest.raises(ShardingError, match="gap or overlap"):
-            Ownership(tuple(Interval(start, stop) for start, stop in ranks))
 
 
 class TestOverlaps:
