@@ -1,7 +1,7 @@
 """How much later the pair's first token comes than one server's, and the second after it.
 
     python benchmarks/first_token.py OUT.json [--rounds 25] [--lengths 16,64,512] [--stamps FOLDER]
-                                     [--load SECONDS] [--pool]
+                                     [--load SECONDS] [--pool] [--geometry-8b] [--nap]
 
 A P, a D, a single server with the demo's tiny Llama on this machine, and two proxies. Each round asks, one
 after the other, the single server; the pair, where P's token goes to the client; and the pair by the proxy
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import bench_servers
 import psutil
 
 from p2pkv.demo import client
@@ -39,9 +40,8 @@ from p2pkv.stamps import VARIABLE
 ANSWER = 12
 STEPS = "vllm:iteration_tokens_total_count"
 WAYS = ("single", "from_p", "from_d")
-MODEL = TinyLlama()
-ARGS = ("--served-model-name", "tiny", "--dtype", MODEL.dtype, "--max-model-len", "2048",
-        "--block-size", "32", "--max-num-batched-tokens", "2048", "--no-enable-prefix-caching")  # fmt: skip
+ARGS = ("--served-model-name", "tiny", "--max-model-len", "2048", "--block-size", "32",
+        "--max-num-batched-tokens", "2048", "--no-enable-prefix-caching")  # fmt: skip
 
 
 def ask(url: str, prompt: list[int]) -> list[float]:
@@ -74,10 +74,13 @@ def main() -> None:
     parser.add_argument("--stamps", type=Path)
     parser.add_argument("--load", type=float, default=0.0, help="seconds of each of five closed loops a way")
     parser.add_argument("--pool", action="store_true", help="both engines have both roles, --placement auto")
+    parser.add_argument("--geometry-8b", action="store_true", help="128 KiB of KV a token, as Llama-8B has")
+    parser.add_argument("--nap", action="store_true", help="P and D with `spin: false`")
     args = parser.parse_args()
     stamps: Path | None = args.stamps
     lengths = [int(each) for each in args.lengths.split(",")]
-    model = ensure_model(MODEL)
+    spec, room_mib = (bench_servers.MODEL, 512) if args.geometry_8b else (TinyLlama(), 64)
+    model = ensure_model(spec)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
@@ -97,10 +100,12 @@ def main() -> None:
             )
             for first, host in (("prefill", "127.0.0.2"), ("decode", "127.0.0.3"))
         ]
-        room = {"extra_config": {"prefetch_bytes": 64 << 20}, "load_failure_policy": "recompute"}
+        extra = {"prefetch_bytes": room_mib << 20, "spin": not args.nap}
+        room = {"extra_config": extra, "load_failure_policy": "recompute"}
 
         def server(name: str, **more: Any) -> VllmServer:
-            more |= {"extra_args": ARGS, "env": env(name), "log_path": logs / f"{name}.log"}
+            more |= {"extra_args": (*ARGS, "--dtype", spec.dtype), "env": env(name)}
+            more |= {"log_path": logs / f"{name}.log"}
             return VllmServer(model, name=name, **more)
 
         pair = {"proxy": ("127.0.0.2,127.0.0.3", port)}
@@ -120,7 +125,7 @@ def main() -> None:
         for number in range(args.rounds + 3):
             for length in lengths:
                 for way, url in ways.items():
-                    got = ask(url, [draw.randrange(300, MODEL.vocab) for _ in range(length)])
+                    got = ask(url, [draw.randrange(300, spec.vocab) for _ in range(length)])
                     if number >= 3:
                         times[way][length].append(got)
         rates: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
@@ -169,7 +174,7 @@ def closed_loop(url: str, seed: int, seconds: float) -> tuple[int, float]:
     def one(number: int) -> int:
         draw, count = random.Random(seed + number), 0
         while time.monotonic() < until:
-            ask(url, [draw.randrange(300, MODEL.vocab) for _ in range(64)])
+            ask(url, [draw.randrange(300, TinyLlama.vocab) for _ in range(64)])
             count += 1
         return count
 

@@ -174,6 +174,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """milliseconds | no | how long a step that computes nothing may wait for KV, and so delay a new request,
     where vLLM's engine core cannot sleep (Ray's workers); 0: vLLM's processes spin while they wait for KV"""
 
+    spin: bool = True
+    """true or false | no | vLLM's processes spin while they wait for each other's messages; false: they sleep
+    for 20 us at a time, for P and D that share a few cores with nothing else"""
+
     skip_patches: tuple[PatchName, ...] = ()
     """names, as `["deferral"]` | no | [patches of vLLM](compatibility.md#what-p2pkv-replaces-in-vllm) to
     leave out: `weights`, `engine_core`, `spin_wait`, `early_revocation`, `deferral`, `paused_loads`"""

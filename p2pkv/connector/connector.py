@@ -96,8 +96,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._hello: Hello | None = None
         """Of the rank, also while it sleeps."""
         self._asleep = False
-        if self.options.idle_wait_ms:
+        if self.options.idle_wait_ms or not self.options.spin:
             patches.SPIN_WAIT.install(self.options.skip_patches)
+            patches.SPIN_WAIT.spins = self.options.spin
         if self.options.prefills and vllm_config.use_v2_model_runner:
             reason = patches.EARLY_REVOCATION.install(self.options.skip_patches)
             if reason and kv_cache_config.needs_kv_cache_zeroing:

@@ -33,6 +33,10 @@ STEPLESS_MS = 8
 waits for less; should it be longer all the same, a sleep is at most an eighth of it."""
 
 
+NAP_SECONDS = 0.00002
+"""Between two looks for a message where vLLM's processes shall not spin (`spin`). Linux adds up to 50 us."""
+
+
 class IdleBackoff:
     """How long the pause of a step without tokens may be. For the engine core; no clock."""
 

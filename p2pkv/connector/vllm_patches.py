@@ -29,6 +29,7 @@ from p2pkv.config import PatchName
 from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.connector.idle_steps import (
     MAX_SLEEP_MS,
+    NAP_SECONDS,
     STEPLESS_MS,
     VLLM_IDLE_SLEEP,
     WakeupMessage,
@@ -400,9 +401,15 @@ class SpinWait(Patch):
     """Whether the last step of this process had nothing to compute and might wait."""
     worker = False
     """Whether this process waits for steps only, and so has nothing to compute while none comes."""
+    spins = True
+    """Whether it spins as vLLM made it while there is something to compute (the option `spin`)."""
 
     def instead_of_wait(self, original: Original, condition: Any, timeout_ms: int | None = None) -> None:
-        sleep_ms = self._sleep_ms(time.monotonic() - condition.last_read, condition.busy_loop_s)
+        waited = time.monotonic() - condition.last_read
+        sleep_ms = self._sleep_ms(waited, condition.busy_loop_s)
+        if not sleep_ms and not self.spins and waited <= condition.busy_loop_s:
+            time.sleep(NAP_SECONDS)
+            return
         if not sleep_ms:
             original(condition, timeout_ms)
             return
@@ -421,7 +428,7 @@ class SpinWait(Patch):
         return min(int(waited * 1000) // STEPLESS_MS, MAX_SLEEP_MS) if self.worker else 0
 
     def instead_of_spinloop(self, original: Original, *args: Any, **kwargs: Any) -> Any:
-        return None if self.idle else original(*args, **kwargs)
+        return original(*args, **kwargs) if self.spins and not self.idle else None
 
 
 class EarlyRevocation(Patch):

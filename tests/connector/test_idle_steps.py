@@ -22,6 +22,7 @@ from p2pkv.connector.idle_steps import (
     FIRST_WAIT,
     IDLE_SLEEP,
     MAX_SLEEP_MS,
+    NAP_SECONDS,
     STEPLESS_MS,
     VLLM_IDLE_SLEEP,
     IdleBackoff,
@@ -30,7 +31,16 @@ from p2pkv.connector.idle_steps import (
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.vllm_patches import ENGINE_CORE, SPIN_WAIT, EngineCore, SpinWait
 from p2pkv.engine import commands as do
-from support.connector.instances import Instance, asked, each_pace, inner_id, pair_id, tokens, vllm_config
+from support.connector.instances import (
+    Instance,
+    asked,
+    each_pace,
+    inner_id,
+    kv_cache_config,
+    pair_id,
+    tokens,
+    vllm_config,
+)
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
@@ -370,6 +380,12 @@ def waits(condition: Any, waited: float) -> None:
     condition.wait(timeout_ms=5000)
 
 
+@pytest.mark.parametrize("spin", [False, True])
+def test_the_option_says_whether_vllms_processes_spin(spin: bool) -> None:
+    P2pKvConnector(vllm_config("D", spin=spin), KVConnectorRole.WORKER, kv_cache_config())
+    assert SPIN_WAIT.spins is spin
+
+
 class TestSpinning:
     @pytest.fixture
     def spinning(self, condition: Any) -> SpinWait:
@@ -414,6 +430,17 @@ class TestSpinning:
         condition.wait(timeout_ms=5000)
         assert condition.yields == 3 and polled == [1, MAX_SLEEP_MS]
 
+    def test_without_spinning_it_leaves_the_core_to_those_it_waits_for(
+        self, condition: Any, spinning: SpinWait, polled: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        naps: list[float] = []
+        monkeypatch.setattr("p2pkv.connector.vllm_patches.time.sleep", naps.append)
+        spinning.spins = False
+        waits(condition, 0.5)
+        assert naps == [NAP_SECONDS] and not condition.yields
+        waits(condition, 2.0)
+        assert polled == [5000] and len(naps) == 1, "it waits as vLLM does"
+
     def test_a_wake_up_ends_the_nap(
         self, condition: Any, spinning: SpinWait, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -449,6 +476,6 @@ class TestSpinning:
         )
         made.install()
         shm_broadcast.spinloop(b"", bool, timeout=1)
-        made.idle = True
-        shm_broadcast.spinloop(b"", bool, timeout=1)
+        for made.spins, made.idle in ((True, True), (False, False)):
+            shm_broadcast.spinloop(b"", bool, timeout=1)
         assert spun == ["spun"]
