@@ -28,7 +28,7 @@ def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
         ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_950),
-        ("lines of proxy", lines("proxy"), 9_980),
+        ("lines of proxy", lines("proxy"), 9_970),
         ("lines of tests", lines("tests"), 64_740),
         ("lines of benchmarks", lines("benchmarks"), 3_680),
         ("words of README.md and docs/", words(), 21_980),

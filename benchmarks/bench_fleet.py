@@ -41,8 +41,8 @@ from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partners import PartnerLists
 from p2pkv_proxy.membership.registry import Registry, random_turn
-from p2pkv_proxy.policies import POLICIES, Pick, Policy, Routing, RoutingRequest
-from p2pkv_proxy.routing import NoInstance, Router, UnknownModel
+from p2pkv_proxy.policies import Pick, Policy, Routing, RoutingRequest
+from p2pkv_proxy.routing import POLICIES, NoInstance, Router, UnknownModel
 
 FIRST_TOKEN, PAUSE = 2.0, 0.025
 """A request is good if its first token comes within these seconds, and its mean pause is no longer."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 from aiohttp.web_protocol import RequestHandler
 
 from p2pkv.control.security import Members
@@ -33,7 +33,7 @@ from .membership.registry import Registry, random_turn
 from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .policies import Routing
 from .relay import STALL_SECONDS, hang_up
-from .service import PROXY, Handler, Proxy, by_proxy
+from .service import PROXY, Proxy, by_proxy
 from .tracing import Spans
 from .upstream import Client
 

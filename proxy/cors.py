@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 # A browser may always send these.
@@ -15,8 +15,6 @@ _SAFE_HEADERS = ("Accept", "Accept-Language", "Content-Language", "Content-Type"
 _MAX_AGE_SECONDS = 600
 _ANY = ("*",)
 _ALLOW = "Access-Control-Allow-"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)

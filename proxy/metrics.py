@@ -112,11 +112,11 @@ class Sample(NamedTuple):
 
 
 class Metrics:
-    """All that is measured of one proxy. `clock` is monotonic seconds; `instances`: those that live."""
+    """All that is measured of one proxy. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.instances: Callable[[], Iterable[Instance]] = tuple
+        self._instances: Callable[[], Iterable[Instance]] = tuple
         self.began = clock()
         self.registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self.registry)
@@ -165,6 +165,10 @@ class Metrics:
         self.history: deque[Sample] = deque(maxlen=_SAMPLES)
         self._forgot = self.began
 
+    def follow(self, instances: Callable[[], Iterable[Instance]]) -> None:
+        """From now on these live: only their models have series, and those of others end."""
+        self._instances = instances
+
     # One request.
 
     def _one(self, metric: Any, *labels: str) -> Any:
@@ -187,7 +191,7 @@ class Metrics:
         if not model:
             return _NO_MODEL
         if model not in self._models:
-            known = any(model in each.names for each in self.instances())
+            known = any(model in each.names for each in self._instances())
             if len(self._models) >= _MAX_MODELS or not known:
                 return _OTHER_MODEL
             self._models.add(model)
@@ -259,7 +263,7 @@ class Metrics:
     def forget(self) -> None:
         """Ends the series of instances that have been gone for long."""
         now = self._forgot = self.clock()
-        here = {instance.ping.http_address for instance in self.instances()}
+        here = {instance.ping.http_address for instance in self._instances()}
         self._gone = {name: self._gone.get(name, now) for name in self._addresses() - here}
         over = {name for name, since in self._gone.items() if now - since >= _FORGET_SECONDS}
         self._series = {key: series for key, series in self._series.items() if key[1][0] not in over}
@@ -322,6 +326,7 @@ class RequestRecord:
     Attributes:
         endpoint: the path, as the metrics name it.
         client_id: the client's own X-Request-Id.
+        model: that it names.
         unique: the id under which the proxy's log has it.
         way: pair, alone or unpaired.
         status: of the answer; 0 while there is none.
@@ -354,10 +359,6 @@ class RequestRecord:
     @property
     def seconds(self) -> float:
         return self.metrics.clock() - self.began
-
-    def wants(self, model: str | None) -> None:
-        """It names this model."""
-        self.model = model
 
     def begins(self, choice: Choice, unique: str) -> None:
         self.tries += 1

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from .access import Access, Tenant, Tenants
+from .access import Access, Tenants
 from .admission import Admission, Demand, RequestPlace, Retries
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Blame, CallEnd, Charge, RetryKind
@@ -78,7 +79,7 @@ class Proxy:
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         handed_on = self.limits.first_token == "prefill" and self.limits.resumes > 0
         self.first_tokens = FirstTokens(handed_on, self.counters)
-        self.metrics.instances = self.instances
+        self.metrics.follow(self.instances)
         if self.tenants is not None:
             self.metrics.registry.register(self.tenants)
 
@@ -86,7 +87,9 @@ class Proxy:
         """A POST that one D answers, with a P's help or without."""
         if self.guard.keys:
             self.guard.ask(request)
-        tenant = self._tenant_of(request)
+        record = request[RECORD]
+        tenant = None if self.tenants is None else self.tenants.of(request)
+        record.tenant = "" if tenant is None else tenant.name
         entered = nullcontext() if tenant is None else tenant.enter()
         with self.active.enter(request) as active, entered, closing(BodyReader(self.intake)) as reader:
             body = parse(await reader.read(request), request.path, reader.close)
@@ -103,7 +106,7 @@ class Proxy:
                 tenant.spend(body.prompt.tokens)
                 asked = body.asked
             wants = RoutingRequest(body.model, body.prompt, session, tenant, asked, only)
-            request[RECORD].wants(body.model)
+            record.model = body.model
             if not self.router.knows(body.model, self.clock()):
                 await asyncio.shield(self._look_at_models(request))
             try:
@@ -120,13 +123,6 @@ class Proxy:
                 body.let_go()
                 if active.transcript is not None:
                     active.transcript.drop()
-
-    def _tenant_of(self, request: web.Request) -> Tenant | None:
-        if self.tenants is None:
-            return None
-        tenant, record = self.tenants.of(request), request[RECORD]
-        record.tenant = tenant.name
-        return tenant
 
     def _look_at_models(self, request: web.Request) -> asyncio.Task[None]:
         look = self.model_lists.look(request, self.registry.candidates, uuid.uuid4().hex)
@@ -326,7 +322,6 @@ class Proxy:
 
 
 PROXY = web.AppKey("proxy", Proxy)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def by_proxy(serve: Callable[[Proxy, web.Request], Awaitable[web.StreamResponse]]) -> Handler:

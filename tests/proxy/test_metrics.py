@@ -155,7 +155,6 @@ async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
 def test_every_counter_of_the_proxy_is_shown() -> None:
     shown = {key for _, key, _ in exposition._COUNTERS}
     reasons = {f"refused_{reason}" for reason in ("full", "late", "alone")}
-    reasons |= {f"first_token_{reason}" for reason in REASONS}
     counted = {each.name for each in fields(RequestCounters)} | {"reconnected", "claims_refused"}
     assert shown | reasons == counted
 
@@ -192,7 +191,7 @@ def exposed(metrics: Metrics, here: list[Instance]) -> Callable[[], str]:
         *(f"first_token_{each}" for each in REASONS),
     ]
     counters = [*(key for _, key, _ in exposition._COUNTERS), *reasons]
-    metrics.instances = lambda: here
+    metrics.follow(lambda: here)
     proxy: Any = SimpleNamespace(
         metrics=metrics,
         counted=lambda: dict.fromkeys(counters, 0),

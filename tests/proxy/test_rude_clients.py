@@ -191,9 +191,8 @@ async def test_garbage_makes_one_line_in_ten_seconds(
         async with Client(short) as client, asyncio.timeout(10):
             client.writer.write(b"no HTTP\r\n\r\n")
             assert await client.status() == 400
-    assert [line.getMessage() for line in caplog.records if "no HTTP" in line.getMessage()] == [
-        "something that is no HTTP request came (1 so far): BadHttpMethod"
-    ]
+    (line,) = [line.getMessage() for line in caplog.records if "no HTTP" in line.getMessage()]
+    assert line.startswith("something that is no HTTP request came (1 so far): Bad")
     assert "Traceback" not in caplog.text
 
 
@@ -224,7 +223,7 @@ LARGE = answers(lambda _: web.Response(status=400, body=b"x" * (16 << 20)))
 
 
 @pytest.mark.parametrize(
-    ("module", "behaviour"), [("relay", WITHOUT_END), ("service", LARGE)], ids=["a stream", "an error"]
+    ("module", "behaviour"), [("relay", WITHOUT_END), ("app", LARGE)], ids=["a stream", "an error"]
 )
 async def test_a_client_that_stays_and_does_not_read_is_disconnected(
     short: Deployment, monkeypatch: pytest.MonkeyPatch, module: str, behaviour: Behaviour
