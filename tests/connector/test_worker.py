@@ -293,6 +293,8 @@ def test_a_v2_runner_that_looks_otherwise_is_refused_where_it_overwrites_blocks(
     p, d = vllm_config("P"), vllm_config("D")
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     monkeypatch.setattr(second_runner, "update_requests", lambda self, output, more: None)
+    # The configuration has no layer of such a state.
+    monkeypatch.setattr("p2pkv.connector.describe.refuse_what_cannot_move", lambda config, cache: None)
     P2pKvConnector(p, KVConnectorRole.WORKER, kv_cache_config())
     state = MambaSpec(block_size=BLOCK, shapes=((2, 2), (2, 2, 2)), dtypes=(torch.float32,) * 2)
     P2pKvConnector(d, KVConnectorRole.WORKER, kv_cache_config(spec=state))
