@@ -92,12 +92,6 @@ def test_vec_by_hand() -> None:
     assert pack(unpack(page, "page:vec", 2), "page:vec", 2).tolist() == page.tolist()
 
 
-def test_an_isa_is_a_name() -> None:
-    assert cpu_codec("amx") == "page:amx"
-    with pytest.raises(ValueError, match="'a b' is not the name"):
-        cpu_codec("a b")
-
-
 @pytest.mark.parametrize("codec", list(PACKINGS))
 def test_the_gil_is_free_while_pages_are_packed_and_unpacked(codec: str) -> None:
     dense, packed = np.zeros((64, 2, 128, 256), np.uint16), np.zeros((64, 2, 128 * 256), np.uint16)
