@@ -28,7 +28,7 @@ import torch
 
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
-from p2pkv.engine.commands import Blocks
+from p2pkv.engine.commands import Blocks, Event, Loaded
 from p2pkv.kv.cache import PagedCache
 from p2pkv.packings import DENSE, packing_of
 from p2pkv.protocol.handshake import RowFormat, shapes
@@ -49,6 +49,17 @@ class ProbeConnector(P2pKvConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._layers = kv_caches
         super().register_kv_caches(kv_caches)
+        assert self.worker is not None
+        tell_core = self.worker._wakeup.send
+
+        def note(event: Event) -> None:
+            """On the engine thread, before vLLM knows: the request's first step overwrites its states."""
+            if isinstance(event, Loaded) and event.key in self._asked:
+                blocks, start, stop = self._asked.pop(event.key)
+                self._write("D", event.key, blocks, start, stop)
+            tell_core(event)
+
+        self.worker.rank.call_on_event(note)
 
     def _poison(self, blocks: Blocks, start: int) -> None:
         for group, table in zip(self._kv_cache_config.kv_cache_groups, blocks, strict=True):
@@ -80,16 +91,6 @@ class ProbeConnector(P2pKvConnector):
                 end = time.monotonic() + 60
                 while self._hold.exists() and time.monotonic() < end:
                     time.sleep(0.01)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        assert self.worker is not None
-        requests = {load.request_id: key for key, load in self.worker.loads._known.items()}
-        results = super().get_transfer_results(finished_req_ids)
-        for request in results.finished_recving - results.failed_recving:
-            key = requests[request]
-            blocks, start, stop = self._asked.pop(key)
-            self._write("D", key, blocks, start, stop)
-        return results
 
     def _write(self, side: str, key: str, blocks: Blocks, start: int, stop: int) -> None:
         if stop <= start:
