@@ -22,6 +22,7 @@ import json
 import os
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -50,16 +51,29 @@ class ProbeConnector(P2pKvConnector):
         self._layers = kv_caches
         super().register_kv_caches(kv_caches)
         assert self.worker is not None
-        tell_core = self.worker._wakeup.send
+        rank, tell_core = self.worker.rank, self.worker._wakeup.send
+        take_events, noting = rank.events, Lock()
 
         def note(event: Event) -> None:
-            """On the engine thread, before vLLM knows: the request's first step overwrites its states."""
-            if isinstance(event, Loaded) and event.key in self._asked:
-                blocks, start, stop = self._asked.pop(event.key)
-                self._write("D", event.key, blocks, start, stop)
+            """Before vLLM knows: the request's first step overwrites its states."""
+            with noting:
+                if isinstance(event, Loaded) and event.key in self._asked:
+                    blocks, start, stop = self._asked.pop(event.key)
+                    self._write("D", event.key, blocks, start, stop)
+
+        def note_and_tell(event: Event) -> None:
+            """On the engine thread, which has put the event where the forward thread may take it already."""
+            note(event)
             tell_core(event)
 
-        self.worker.rank.call_on_event(note)
+        def note_and_take() -> list[Event]:
+            events = take_events()
+            for event in events:
+                note(event)
+            return events
+
+        rank.call_on_event(note_and_tell)
+        rank.events = note_and_take
 
     def _poison(self, blocks: Blocks, start: int) -> None:
         for group, table in zip(self._kv_cache_config.kv_cache_groups, blocks, strict=True):
