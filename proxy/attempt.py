@@ -5,8 +5,8 @@ who is to blame, and whether the request may be sent again. Who is to blame blam
 sure that:
 
 - Before D's first token nothing goes to the client, so any failure becomes a whole error response; but for
-  P's token, where it is the answer's first (first_token.py): D is then asked for the rest, and its failure is
-  that of a stream that has begun.
+  P's token, where it is the answer's first (first_token.py): D is then asked for the rest, or has been asked
+  for all of it, and its failure is that of a stream that has begun.
 - The end of the attempt closes the call to D, and P's, which may go on for a moment if D's answer is
   complete. So does the client when it leaves, which cancels the handler.
 """
@@ -31,7 +31,7 @@ from p2pkv.pairing import mint
 from .admission import RequestPlace, Retries
 from .blame import REFUSALS, Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
 from .bodies import Body, Fields, json_content
-from .continuation import Continuation, ending
+from .continuation import Continuation, Repetition, ending
 from .first_token import FirstTokenPlan, FirstTokens
 from .http import PRIORITY, REQUEST_ID, error_response
 from .limits import Limits, RequestCounters
@@ -134,6 +134,10 @@ class Attempt:
     _plan: FirstTokenPlan | None = field(init=False, default=None)
     _handed_on: Relay | None = field(init=False, default=None)
     """What has sent P's token to the client."""
+    _repetition: Repetition | None = field(init=False, default=None)
+    """How D, which was asked for all of the answer, goes on behind it."""
+    _rest: asyncio.Task[bytes] | None = field(init=False, default=None)
+    """What P's answer has behind its token."""
     _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
@@ -161,7 +165,9 @@ class Attempt:
             try:
                 if self._plan.what is FirstToken.WHOLE:
                     return await self._by_prefill_alone()
-                return await self._by_prefill(self._plan)
+                if self._plan.what is not None:
+                    return await self._by_prefill(self._plan)
+                return await self._concurrent()
             finally:
                 self._plan.leave()
         return await (self._concurrent() if self.services.dispatch == "concurrent" else self._sequential())
@@ -233,30 +239,42 @@ class Attempt:
 
     async def _by_prefill(self, plan: FirstTokenPlan) -> Outcome:
         """P, whose token the client gets as the first one if it may; then D for the rest."""
-        assert self.transcript is not None
         verdict, ended = await self._prefill()
         if isinstance(ended, CallFailed):
             self.services.first_tokens.count_from_decode("failed")
             return self._prefill_failed(verdict, ended)
         assert not isinstance(ended, Reply)
-        answered, head = ended
-        rest = asyncio.create_task(self._rest_of_prefill(answered))
-        self._finish_later(rest)
-        context = self.choice.decode.context
+        if (outcome := await self._hand_on(ended, plan)) is not None:
+            return outcome
+        if self._handed_on is None:
+            return await self._by_decode(seed=plan.seed)
+        self._go_on()
+        return await self._by_decode(params(FirstToken.IN_PROMPT))
+
+    def _go_on(self) -> None:
+        """D is asked for what is behind P's token."""
+        assert self.transcript is not None
+        self.body.let_go()
+        goes_on = Continuation(self.transcript, self.choice.decode.context, None)
+        self.body, self.continuation = goes_on.body, goes_on
+
+    async def _hand_on(self, begun: Begun, plan: FirstTokenPlan) -> Outcome | None:
+        """The client gets P's token, if it may: `_handed_on` is set. The outcome if that is the end."""
+        assert self.transcript is not None and self._rest is not None
+        head, context = begun[1], self.choice.decode.context
         token = self.services.first_tokens.of(head, plan, self.body, self.transcript, context)
         if token is None:
-            return await self._by_decode(seed=plan.seed)
+            return None
         pace = self.record.begun_by_prefill(head)
         if self.place.progress is not None:
             self.place.progress.first_token(self.services.clock())
-        relay = self.relay = self._handed_on = Relay(
-            self.request, *ended, self._scrubber, pace, transcript=self.transcript, prefilled=self._prefilled
+        relay = self.relay = self._handed_on = self.former = Relay(
+            self.request, *begun, self._scrubber, pace, transcript=self.transcript, prefilled=self._prefilled
         )
-        self.body.let_go()
         kept = plan.keeps(token)
         try:
             if plan.ends_with(token, context):
-                await relay.begin(head + await rest)
+                await relay.begin(head + await self._rest)
                 await relay.finish(b"" if self.transcript.done else ending(self.transcript))
                 return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
             await relay.begin(token.going_on)
@@ -267,9 +285,8 @@ class Attempt:
             if kept:
                 self._finish_later(asyncio.create_task(self._release()))
         self.transcript.settle()
-        goes_on = Continuation(self.transcript, context, None)
-        self.body, self.continuation, self.former = goes_on.body, goes_on, relay
-        return await self._by_decode(params(FirstToken.IN_PROMPT))
+        self._repetition = Repetition(self.transcript, token.choice)
+        return None
 
     async def _release(self) -> None:
         """P keeps its blocks for a D that will not ask."""
@@ -313,15 +330,32 @@ class Attempt:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             if prefilling.done() and call.end not in _DECIDED_BY_D:
                 verdict, ended = prefilling.result()
-                if isinstance(ended, CallFailed) and verdict.again is not RetryKind.GOES_ON:
-                    return self._prefill_failed(verdict, ended)
+                if isinstance(ended, CallFailed):
+                    if self._plan is not None:
+                        self.services.first_tokens.count_from_decode("failed")
+                    if verdict.again is not RetryKind.GOES_ON:
+                        return self._prefill_failed(verdict, ended)
+                elif self._plan is not None and not isinstance(ended, Reply):
+                    outcome = await self._hand_on(ended, self._plan)
+                    if outcome is not None:
+                        return outcome
+            elif self._plan is not None:
+                self.services.first_tokens.count_from_decode("late")
             try:
                 answer = await decoding
             except CallFailed as error:
                 if error.end is CallEnd.ERROR:
                     await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
                 return self._decode_failed(error)
-            return await self._pass_on(answer, prefilling)
+            outcome = await self._pass_on(answer, prefilling)
+            if self.relay is None or not self.relay.diverged:
+                return outcome
+        logger.info("request %s: D goes on behind P's first token, for its own is another", self.unique)
+        # The KV is there, so that P has no part in this.
+        self.request_id, self._prefilling = self.unique, None
+        self._scrubber = replace(self._scrubber, request_id=self.unique)
+        self._go_on()
+        return await self._by_decode()
 
     def _call(self, role: Role, instance: Instance, tokens: int = 0, path: str = "") -> Call:
         # If P hangs and D has been asked, D's own lease for it ends D's wait.
@@ -367,13 +401,17 @@ class Attempt:
                 if self._prefilled is not None:
                     self._prefilled.set_result(reply.body)
             else:
-                said = params(self._plan.what)
+                what = self._plan.what
+                said = None if what is None else params(what)
                 body = (
                     self.body.for_decode(self.request_id, said)
-                    if self._plan.what is FirstToken.WHOLE
+                    if what is FirstToken.WHOLE
                     else self.body.for_first_token(said, self._plan.seed)
                 )
                 reply = await call.begin(body, self._deadline)
+                if what is not FirstToken.WHOLE:
+                    self._rest = asyncio.create_task(self._rest_of_prefill(reply[0]))
+                    self._finish_later(self._rest)
             if self.place.progress is not None:
                 self.place.progress.computed(services.clock())
             self.record.metrics.prefilled(instance, services.clock() - asked)
@@ -518,14 +556,14 @@ class Attempt:
             self._plan.leave()
         answered, head = answer
         streamed = answered.content_type == EVENT_STREAM
-        pace = self.record.streams(head, again=self.continuation is not None) if streamed else None
+        pace = self.record.streams(head, again=self.former is not None) if streamed else None
         if pace is not None:
             self.place.streams(pace)
         progress = self.place.progress
         if progress is not None and streamed:
             progress.first_token(self.services.clock())
         silence = (streamed and self.services.limits.event_seconds) or math.inf
-        held, goes_on = self.transcript if streamed else None, self.continuation
+        held, goes_on = self.transcript if streamed else None, self.continuation or self._repetition
         relay = self.relay = Relay(
             self.request, *answer, self._scrubber, pace, silence, held, goes_on, self._prefilled, self.former
         )

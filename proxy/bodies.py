@@ -178,13 +178,11 @@ class Body:
         changes: Fields = {"max_tokens": 1, "n": 1, "stream": False}
         return self._changed(changes | self._of_one_token(), _NOT_FOR_PREFILL)
 
-    def for_first_token(self, kv_transfer_params: Fields, seed: int | None) -> Content:
+    def for_first_token(self, kv_transfer_params: Fields | None, seed: int | None) -> Content:
         """P's body where its token is the answer's first one, and these are for P."""
-        changes: Fields = {
-            "max_tokens": 1,
-            "return_token_ids": True,
-            "kv_transfer_params": kv_transfer_params,
-        }
+        changes: Fields = {"max_tokens": 1, "return_token_ids": True}
+        if kv_transfer_params is not None:
+            changes["kv_transfer_params"] = kv_transfer_params
         if seed is not None:
             changes["seed"] = seed
         return self._changed(changes | self._of_one_token())

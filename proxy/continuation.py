@@ -12,7 +12,17 @@ import re
 import msgspec
 
 from .bodies import Body, Fields, parse
-from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, Transcript, Wanted, end_of_offsets, fields_of
+from .transcript import (
+    COMPLETIONS,
+    DATA_SPACE,
+    DONE,
+    SAME,
+    TextChoice,
+    Transcript,
+    Wanted,
+    end_of_offsets,
+    fields_of,
+)  # fmt: skip
 from .upstream import EVENT_END
 
 _PLAIN = re.compile(
@@ -115,6 +125,47 @@ class Continuation:
         return {**made, "token_ids": ids}
 
 
+class Repetition:
+    """The whole answer of an instance, of which the client has the first token from another one: `first`,
+    which is left out here."""
+
+    def __init__(self, transcript: Transcript, first: TextChoice) -> None:
+        self._transcript = transcript
+        self._ids, self._text = first.token_ids or [], first.said or ""
+        """What is still to come again."""
+        self._created = b"", b""
+        """When this instance began, and when the client's answer did, as events say it."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """As `Transcript.feed`. Raises Diverged."""
+        if not self._ids and not self._text:
+            return self._transcript.feed(chunk.replace(*self._created))
+        return b"".join(self._passed(event) for event in self._transcript.events(chunk))
+
+    def _passed(self, event: bytes) -> bytes:
+        again, had = self._ids, self._text
+        if not (again or had) or not event.startswith(DATA_SPACE + b'{"id"'):
+            return self._transcript.feed(event.replace(*self._created))
+        fields = fields_of(event)
+        theirs, fields["created"] = fields["created"], head_of(self._transcript)["created"]
+        self._created = b'"created":%d' % theirs, b'"created":%d' % fields["created"]
+        [choice] = fields["choices"]
+        part, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+        ids, text, finish = choice.get("token_ids") or [], part.get(name) or "", choice["finish_reason"]
+        if not ids and finish is None:
+            return b""  # the beginning of a chat
+        if ids[: len(again)] != again or text[: len(had)] != had[: len(text)]:
+            raise Diverged
+        self._ids, self._text = [], had[len(text) :]
+        part[name], choice["token_ids"] = text[len(had) :], ids[len(again) :]
+        if not part[name] and not choice["token_ids"] and finish is None:
+            return b""
+        choice["logprobs"] = _later(choice.get("logprobs"), len(again), 0)
+        if "prompt_token_ids" in choice:
+            choice["prompt_token_ids"] = None
+        return self._transcript.feed(written(fields))
+
+
 def ending(transcript: Transcript) -> bytes:
     """What is missing of an answer whose last token has been sent."""
     options = transcript.wanted.fields.get("stream_options") or {}
@@ -144,11 +195,12 @@ def written(fields: Fields) -> bytes:
 
 
 def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:
-    """The log-probabilities of a completion without those of the first tokens."""
+    """Log-probabilities without those of the first tokens."""
     if logprobs is None:
         return None
     made = {name: each[skipped:] if isinstance(each, list) else each for name, each in logprobs.items()}
-    made["text_offset"] = [each + offset for each in made.get("text_offset") or ()]
+    if "text_offset" in made:
+        made["text_offset"] = [each + offset for each in made["text_offset"]]
     return made
 
 

@@ -11,6 +11,9 @@ is the one place that decides where it is exact, beside the rule of such streams
 Whether a token is handed on depends on it then, and if D drew another in its place, the others would be drawn
 too often. So where the request is sampled, P and D get the same seed, made here, and D draws the same token.
 Behind a token that is handed on D draws without it: with it, it would draw P's number once more.
+
+Where D can only be asked for all of the answer, at once, the token of a greedy one goes to the client all the
+same, as D's first one is equal. Where it is not, for P and D may round otherwise, D is asked for the rest.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from .bodies import Body
 from .limits import RequestCounters
 from .membership.instance import Instance
 from .routing import Choice
-from .transcript import COMPLETIONS, DATA_SPACE, PROMPT_IDS, TextChoice, Transcript, text_of
+from .transcript import COMPLETIONS, DATA_SPACE, PROMPT_IDS, TextChoice, Transcript, Wanted, text_of
 from .upstream import EVENT_END
 
-Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed"]
+Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed", "late"]
 REASONS: dict[Why, str] = {
     "request": "it is no stream that could go on elsewhere, has a seed, or bounds its answer in a way that "
     "only D can judge",
@@ -43,6 +46,7 @@ REASONS: dict[Why, str] = {
     "memory": "--resume-mib is used up",
     "token": "it is a part of a character, or may begin a stop string",
     "failed": "P has failed",
+    "late": "D's, asked at once, was there before",
 }
 """Why the first token of a request came from D, although a P took part in it."""
 
@@ -107,13 +111,14 @@ class FirstTokenPlan:
     """How one attempt gets its first token from P.
 
     Attributes:
-        what: P is told. WHOLE: its answer is relayed as it is, as D's would be.
+        what: P is told. WHOLE: its answer is relayed as it is, as D's would be. None: nothing, for D is asked
+            at once and repeats the token.
         most: tokens of the answer; 0 if only the model's context bounds it.
         seed: for P, and for D if it has to draw the same token; None: of a request that is not sampled.
         decode, room: D, and tokens of its room for KV ahead that are taken until `leave`.
     """
 
-    what: FirstToken
+    what: FirstToken | None
     most: int
     seed: int | None = None
     decode: Instance | None = None
@@ -127,8 +132,8 @@ class FirstTokenPlan:
 
     def keeps(self, token: PrefillToken) -> bool:
         """Whether P keeps blocks for a D although this token may be all there is: its engine core ends with
-        one token in any case, and learns of no stop string."""
-        return isinstance(token.choice.stop_reason, str) or not token.ends
+        one token in any case, and learns of no stop string. A D that is asked at once learns of the end."""
+        return self.what is not None and (isinstance(token.choice.stop_reason, str) or not token.ends)
 
     def ends_with(self, token: PrefillToken, context: int) -> bool:
         """Whether the answer has come to its end with this token; `context`: of the model."""
@@ -141,11 +146,13 @@ class FirstTokens:
 
     Attributes:
         on: whether P's tokens are handed on at all.
+        at_once: whether P and D are asked at once.
         from_decode: how many answers of a pair began with D's, by why.
     """
 
     on: bool
     counters: RequestCounters
+    at_once: bool = False
     from_decode: Counter[Why] = field(default_factory=Counter)
     _parsed: set[str | None] = field(default_factory=set)
     """Models whose chats have no plain text."""
@@ -157,12 +164,13 @@ class FirstTokens:
         if self._is_ps(body, choice.prefill, choice.decode):
             return FirstTokenPlan(FirstToken.WHOLE, 1)
         why = self.against(body, transcript, choice.prefill, choice.decode)
-        if why is not None or transcript is None:
+        if transcript is None or (why is not None and not self._repeats(why, transcript, choice)):
             self.count_from_decode(why or "request")
             return None
         wanted = transcript.wanted
-        greedy = wanted.fields.get("temperature") == 0
-        seed = None if greedy else random.getrandbits(63)
+        if why is not None:
+            return FirstTokenPlan(None, wanted.most_tokens(0))
+        seed = None if _is_greedy(wanted) else random.getrandbits(63)
         choice.decode.count_prefetch(room := body.prompt.tokens + _WHOLE_BLOCKS)
         return FirstTokenPlan(FirstToken.HANDED_ON, wanted.most_tokens(0), seed, choice.decode, room)
 
@@ -172,6 +180,11 @@ class FirstTokens:
         parses &= body.path != COMPLETIONS
         one = body.asked == 1 and body.path != "/v1/responses"
         return bool(prefill.ping.first_token) and one and not parses
+
+    def _repeats(self, why: Why, transcript: Transcript, choice: Choice) -> bool:
+        """Whether D, which cannot be asked for the rest, is asked at once and begins with the same token."""
+        able = choice.prefill is not None and choice.prefill.ping.first_token and choice.decode.context
+        return self.at_once and why in ("instances", "room") and bool(able) and _is_greedy(transcript.wanted)
 
     def against(
         self, body: Body, transcript: Transcript | None, prefill: Instance, decode: Instance
@@ -185,7 +198,7 @@ class FirstTokens:
         except (TypeError, ValueError):
             return "request"
         unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
-        drawn = fields.get("seed") is not None and fields.get("temperature") != 0
+        drawn = fields.get("seed") is not None and not _is_greedy(wanted)
         spaces = fields.get("spaces_between_special_tokens") is False
         if drawn or spaces or (unbounded and not wanted.chat) or not (unbounded or most >= max(1, least)):
             return "request"
@@ -194,7 +207,7 @@ class FirstTokens:
         levels = prefill.ping.first_token, decode.ping.first_token
         if not all(levels) or (unbounded and decode.ping.first_token < 2):
             return "instances"
-        if fields.get("temperature") != 0 and not (prefill.ping.seeds and decode.ping.seeds):
+        if not _is_greedy(wanted) and not (prefill.ping.seeds and decode.ping.seeds):
             return "instances"
         room = decode.prefetch_tokens + body.prompt.tokens + _WHOLE_BLOCKS
         if room > decode.ping.ahead_tokens:
@@ -238,3 +251,7 @@ class FirstTokens:
         if not text or transcript.wanted.may_begin_stop(text):
             return "token"
         return None if transcript.has_room(token.prompt) else "memory"
+
+
+def _is_greedy(wanted: Wanted) -> bool:
+    return wanted.fields.get("temperature") == 0

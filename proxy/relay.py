@@ -15,7 +15,7 @@ from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from .blame import CallEnd
-from .continuation import Continuation, Diverged
+from .continuation import Continuation, Diverged, Repetition
 from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers, error_event
 from .membership.instance import ROLE_NAMES, Instance
 from .metrics import RECORD, StreamTimer
@@ -54,6 +54,8 @@ class Relay:
         most_silence: seconds from one piece of the answer to the next, at most.
         transcript: what the client has of a stream that others could go on with; None if none could.
         continuation: how this instance goes on with it; None if it is the first.
+        diverged: it was asked for all of the answer, and begins with another token than the client has, of
+            which nothing went on.
         prefilled: what P says, of which the answer's usage has a part; None if no P has helped.
         former: what relayed what was sent before that.
         response: to the client.
@@ -70,12 +72,13 @@ class Relay:
     pace: StreamTimer | None = None
     most_silence: float = math.inf
     transcript: Transcript | None = None
-    continuation: Continuation | None = None
+    continuation: Continuation | Repetition | None = None
     prefilled: asyncio.Future[bytes | None] | None = None
     former: InitVar[Relay | None] = None
     complete: bool = field(init=False, default=False)
     resumable: bool = field(init=False, default=False)
     broken: CallEnd | None = field(init=False, default=None)
+    diverged: bool = field(init=False, default=False)
 
     def __post_init__(self, former: Relay | None) -> None:
         self._filter = AnswerFilter(self.request.path, self.scrubber, streamed=self.pace is not None)
@@ -135,7 +138,7 @@ class Relay:
                 await self.finish(self._filter.flush())
             elif self.broken is not None and self.transcript is not None and self.transcript.can_go_on:
                 self.resumable = True
-            else:
+            elif not self.diverged:
                 await self.give_up()
         except ClientGone:
             pass  # which is on record
@@ -182,6 +185,9 @@ class Relay:
                 if pace is not None and chunk:
                     pace.chunk_arrived(chunk)
         except Diverged as error:
+            if isinstance(stream, Repetition):
+                self.diverged = True
+                return False
             self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")
             return self._broke_off(error)
         except (aiohttp.ClientError, OSError) as error:

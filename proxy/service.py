@@ -78,7 +78,7 @@ class Proxy:
         self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         handed_on = self.limits.first_token == "prefill" and self.limits.resumes > 0
-        self.first_tokens = FirstTokens(handed_on, self.counters)
+        self.first_tokens = FirstTokens(handed_on, self.counters, self.dispatch == "concurrent")
         self.metrics.follow(self.instances)
         if self.tenants is not None:
             self.metrics.registry.register(self.tenants)

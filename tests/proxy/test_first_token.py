@@ -18,6 +18,7 @@ from proxy_behaviours import (
     DONE,
     Behaviour,
     Seen,
+    after,
     answer_error,
     answer_json,
     by_kind,
@@ -36,13 +37,15 @@ from p2pkv.first_token import FirstToken
 from p2pkv_proxy import first_token
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import parse
-from p2pkv_proxy.continuation import Continuation
+from p2pkv_proxy.continuation import Continuation, Diverged, Repetition
 from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.routing import Choice
+from p2pkv_proxy.transcript import text_of
 from support.waiting import eventually
 
 CONTEXT = 600
+GREEDY = body_of(COMPLETIONS, max_tokens=12, temperature=0)
 PARAMS = "kv_transfer_params"
 
 
@@ -131,6 +134,65 @@ def test_ps_token_and_ds_rest_are_one_servers_answer(
         assert rest in (0, most - 1)
 
 
+@given(
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+    more=BODIES,
+    most=st.integers(2, 30),
+    logprobs=st.none() | st.integers(0, 3),
+    salt=st.integers(0, 10_000),
+    other=st.booleans(),
+    chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 700), max_size=5),
+)
+def test_what_d_repeats_of_ps_token_is_left_out(
+    path: str,
+    more: dict[str, Any],
+    most: int,
+    logprobs: int | None,
+    salt: int,
+    other: bool,
+    chunks: list[int],
+    sizes: list[int],
+) -> None:
+    if logprobs is not None:
+        more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
+    body = body_of(path, **more | {"max_tokens": most})
+    transcript, engine = transcript_of(path, body), Engine(Model(salt))
+    assert transcript is not None
+    request, plan = parse(json.dumps(body).encode(), path), FirstTokenPlan(None, most)
+    head = b"".join(engine.events(path, json.loads(bytes(request.for_first_token(None, None))), "id-0"))
+    token = FirstTokens(True, RequestCounters()).of(head, plan, request, transcript, CONTEXT)
+    if token is None or plan.ends_with(token, CONTEXT):
+        return
+    had = transcript.feed(filter_of(path).feed(token.going_on))
+    transcript.settle()
+    repetition, relay = Repetition(transcript, token.choice), filter_of(path)
+    engine_of_d = Engine(Model(salt + other), chunks)
+    asked_of_d = json.loads(bytes(request.for_decode("x", token_ids=True)))
+    ids = answer(engine_of_d, asked_of_d, path).ids
+    got = b""
+    try:
+        events = b"".join(engine_of_d.events(path, asked_of_d, "id-1")).replace(b"id-1", b"id-0")
+        for piece in pieces(events, sizes):
+            got += repetition.feed(relay.feed(piece))
+    except Diverged:
+        assert not got and ids[:1] != token.choice.token_ids and transcript.tokens == 1
+    else:
+        wanted = answer(Engine(engine_of_d.model), body, path)
+        assert transcript.tokens == len(ids) and same(Answer.of(had + got), wanted)
+
+
+def test_another_token_with_the_same_text_is_not_ps() -> None:
+    transcript, engine = transcript_of(COMPLETIONS, GREEDY), salt_where(None, GREEDY)
+    assert transcript is not None
+    first, *_ = engine.events(COMPLETIONS, GREEDY | {"return_token_ids": True}, "id-0")
+    transcript.feed(first)
+    had = text_of(first)
+    with pytest.raises(Diverged):
+        Repetition(transcript, had).feed(first.replace(b'"token_ids":[', b'"token_ids":[7'))
+    assert Repetition(transcript, had).feed(first) == b""
+
+
 AFTER = {
     0: (5, 2, 1, 2),
     FIRST_HALF: (0, 0, 0, 0),
@@ -192,6 +254,11 @@ def engine_of(engine: Engine) -> Behaviour:
     )
 
 
+def behind_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
+    """Of a D that was asked at once: it waits for P, and P's token comes to the proxy sooner than its own."""
+    return after(lambda: deployment.proxy.counters.first_tokens > 0 or reasons(deployment) != {}, behaviour)
+
+
 @asynccontextmanager
 async def pair_of(
     engine: Engine,
@@ -209,7 +276,7 @@ async def pair_of(
                 first_token=2,
                 ahead_tokens=ahead_tokens,
                 context=CONTEXT,
-                behaviour=engine_of(engine),
+                behaviour=engine_of(engine) if ahead_tokens else behind_p(deployment, engine_of(engine)),
             )
         await deployment.ready(1, decode)
         await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
@@ -405,6 +472,71 @@ async def test_a_d_whose_room_is_taken_is_asked_at_once() -> None:
         assert deployment.proxy.counters.first_tokens == 2, "there is room again"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_d_without_room_repeats_the_token_of_a_greedy_answer(path: str) -> None:
+    """P and D are asked at once, and the client does not wait for D."""
+    body = body_of(path, max_tokens=12, temperature=0, **USAGE)
+    engine, release = salt_where(None, body, path), asyncio.Event()
+    async with pair_of(engine, ahead_tokens=0) as deployment:
+        deployment.d.behaviour = chosen(
+            lambda seen: stream_of(release, *engine.events(seen.path, seen.body, seen.request_id))
+        )
+        async with await deployment.post(body, path) as response:
+            first = b""
+            while not Answer.of(first + DONE).text:
+                first += await response.content.readuntil(b"\n\n")
+            release.set()
+            assert same(Answer.of(first + await response.read()), answer(engine, body, path))
+        (of_p,), (of_d,) = deployment.p.requests, deployment.d.requests
+        assert of_p.request_id == of_d.request_id and PARAMS not in of_p.body and PARAMS not in of_d.body
+        assert of_p.body | {"max_tokens": 12} == of_d.body == body | {"return_token_ids": True}
+        assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
+
+
+async def test_a_d_that_draws_another_first_token_goes_on_behind_ps() -> None:
+    engine = salt_where(None, GREEDY)
+    token = answer(engine, GREEDY | {"return_token_ids": True}).ids[0]
+    other = salt_where(next(each for each in (2, 3) if each != token), GREEDY | {"return_token_ids": True})
+    async with pair_of(engine, ahead_tokens=0) as deployment:
+        deployment.d.behaviour = behind_p(deployment, engine_of(other))
+        got = await ask(deployment, GREEDY)
+        whole, rest = deployment.d.requests
+        assert rest.body["prompt"][-1] == token and rest.body["max_tokens"] == 11
+        assert PARAMS not in rest.body and rest.request_id not in (whole.request_id, None)
+        behind = Answer.of(b"".join(other.events(COMPLETIONS, rest.body, "one-server")))
+        assert got.text == answer(engine, GREEDY | {"max_tokens": 1}).text + behind.text and got.error is None
+        assert len(deployment.p.requests) == deployment.proxy.counters.first_tokens == 1
+
+
+@pytest.mark.parametrize("why", ["end of text", "half a character"])
+async def test_a_token_that_d_asked_at_once_does_not_go_behind(why: str) -> None:
+    """The end is the client's at once, and D is left; half a character comes with D's other half."""
+    ends = why == "end of text"
+    engine = salt_where(END_OF_TEXT if ends else FIRST_HALF, GREEDY)
+    async with pair_of(engine, ahead_tokens=0) as deployment:
+        if ends:
+            deployment.d.behaviour = never_a_token
+        assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
+        assert deployment.proxy.counters.first_tokens == ends
+        assert reasons(deployment) == ({} if ends else {"token": 1})
+        if ends:
+            await eventually(lambda: deployment.d.requests[0].aborted)
+
+
+async def test_a_d_that_is_there_before_p() -> None:
+    engine, release = salt_where(None, GREEDY), asyncio.Event()
+    async with pair_of(engine, ahead_tokens=0) as deployment:
+        events = chosen(
+            lambda seen: stream_of(release, *engine.events(seen.path, seen.body, seen.request_id))
+        )
+        deployment.p.behaviour, deployment.d.behaviour = events, engine_of(engine)
+        async with await deployment.post(GREEDY) as response:
+            first = await response.content.readuntil(b"\n\n")
+            release.set()
+            assert same(Answer.of(first + await response.read()), answer(engine, GREEDY))
+        assert reasons(deployment) == {"late": 1} and not deployment.proxy.counters.first_tokens
+
+
 @pytest.mark.parametrize(("greedy", "done"), [(True, True), (False, False)])
 async def test_instances_that_take_no_seeds_share_no_sampled_answer(greedy: bool, done: bool) -> None:
     body = body_of(COMPLETIONS, max_tokens=9) | ({"temperature": 0} if greedy else {})
@@ -514,11 +646,17 @@ async def test_limits_that_leave_all_to_d(limits: Limits, why: dict[str, int]) -
 
 # Faults.
 
-BODY = body_of(COMPLETIONS, max_tokens=12)
+BODY = GREEDY
+
+
+@pytest.fixture(params=[True, False], ids=["D asked behind P", "D asked at once"])
+def room(request: pytest.FixtureRequest) -> int:
+    """`ahead_tokens` of D."""
+    return request.param << 16
 
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])
-async def test_a_p_that_fails_before_its_token(how: str) -> None:
+async def test_a_p_that_fails_before_its_token(how: str, room: int) -> None:
     """Nothing has gone to the client, and a D takes the request alone."""
     engine = salt_where(None, BODY)
     error = b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n'
@@ -528,28 +666,28 @@ async def test_a_p_that_fails_before_its_token(how: str) -> None:
         "an error": stream_of(error, DONE),
         "no event": stream_of(b'data: {"id":"x","choices":[{"index":0,"text":"a"}]}\n\n', DONE),
     }
-    async with pair_of(engine) as deployment:
+    async with pair_of(engine, ahead_tokens=room) as deployment:
         deployment.p.behaviour = failing[how]
         assert same(await ask(deployment, BODY), answer(engine, BODY))
         assert reasons(deployment) == {"failed": 1}
         assert deployment.d.requests[-1].body["prompt"] == "hi"
 
 
-async def test_a_p_that_dies_after_its_token_is_not_noticed() -> None:
+async def test_a_p_that_dies_after_its_token_is_not_noticed(room: int) -> None:
     engine = salt_where(None, BODY)
 
     def dies_behind(seen: Seen) -> Behaviour:
         events = list(engine.events(seen.path, seen.body, seen.request_id))
         return stream_of(events[0], die)
 
-    async with pair_of(engine) as deployment:
+    async with pair_of(engine, ahead_tokens=room) as deployment:
         deployment.p.behaviour = chosen(dies_behind)
         assert same(await ask(deployment, BODY), answer(engine, BODY))
         assert deployment.proxy.counters.first_tokens == 1
 
 
 @pytest.mark.parametrize("how", ["dies", "refuses", "an error", "in the middle"])
-async def test_a_d_that_is_lost_behind_ps_token(how: str) -> None:
+async def test_a_d_that_is_lost_behind_ps_token(how: str, room: int) -> None:
     """Another one goes on from there, as with any stream that has begun."""
     engine = salt_where(None, BODY)
 
@@ -562,17 +700,18 @@ async def test_a_d_that_is_lost_behind_ps_token(how: str) -> None:
         "an error": stream_of(b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE),
         "in the middle": chosen(loses),
     }
-    async with pair_of(engine, 2) as deployment:
-        take_turns(deployment.decodes, losing[how], engine_of(engine))
+    async with pair_of(engine, 2, ahead_tokens=room) as deployment:
+        lost = losing[how] if room else behind_p(deployment, losing[how])
+        take_turns(deployment.decodes, lost, engine_of(engine))
         assert same(await ask(deployment, BODY), answer(engine, BODY))
         assert asked(deployment.decodes) == [1, 1]
         assert deployment.proxy.counters.resumed == 1 and deployment.proxy.counters.first_tokens == 1
         assert len(deployment.p.requests) == 2, "P computes it again for the other D"
 
 
-async def test_a_client_that_leaves_behind_ps_token() -> None:
+async def test_a_client_that_leaves_behind_ps_token(room: int) -> None:
     engine = salt_where(None, BODY)
-    async with pair_of(engine) as deployment:
+    async with pair_of(engine, ahead_tokens=room) as deployment:
         deployment.d.behaviour = never_a_token
         response = await deployment.post(BODY)
         await eventually(lambda: deployment.d.requests != [])
@@ -580,9 +719,9 @@ async def test_a_client_that_leaves_behind_ps_token() -> None:
         await eventually(lambda: deployment.d.requests[0].aborted)
 
 
-async def test_a_drain_behind_ps_token_moves_what_d_has_not_begun() -> None:
+async def test_a_drain_behind_ps_token_moves_what_d_has_not_begun(room: int) -> None:
     engine = salt_where(None, BODY)
-    async with pair_of(engine, 2) as deployment:
+    async with pair_of(engine, 2, ahead_tokens=room) as deployment:
         take_turns(deployment.decodes, stream_of(b": waiting\n\n", forever), engine_of(engine))
         asking = asyncio.create_task(ask(deployment, BODY))
         await eventually(lambda: sum(asked(deployment.decodes)) == 1)
