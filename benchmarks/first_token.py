@@ -3,8 +3,8 @@
     python benchmarks/first_token.py OUT.json [--rounds 25] [--lengths 16,64,512] [--stamps FOLDER]
                                      [--load SECONDS] [--pool] [--geometry-8b] [--nap] [--at-once]
 
-A P, a D, a single server with the demo's tiny Llama on this machine, and two proxies. Each round asks, one
-after the other, the single server; the pair, where P's token goes to the client; and the pair by the proxy
+A P, a D, a single server with the demo's tiny Llama on this machine, and two proxies. Each round asks, in an
+order of its own, the single server; the pair, where P's token goes to the client; and the pair by the proxy
 with `--first-token decode`. With `--stamps` all of them make the stamps of `p2pkv waterfall`, which take some
 of the time. With `--load` follow closed loops at both proxies by turns, and the CPU time of each process.
 """
@@ -125,8 +125,8 @@ def main() -> None:
         times: dict[str, dict[int, list[list[float]]]] = {way: defaultdict(list) for way in ways}
         for number in range(args.rounds + 3):
             for length in lengths:
-                for way, url in ways.items():
-                    got = ask(url, [draw.randrange(300, spec.vocab) for _ in range(length)])
+                for way in draw.sample(WAYS, len(WAYS)):
+                    got = ask(ways[way], [draw.randrange(300, spec.vocab) for _ in range(length)])
                     if number >= 3:
                         times[way][length].append(got)
         rates: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
