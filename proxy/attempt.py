@@ -31,7 +31,7 @@ from p2pkv.pairing import mint
 from .admission import RequestPlace, Retries
 from .blame import REFUSALS, Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
 from .bodies import Body, Fields, json_content
-from .continuation import Continuation, Repetition, ending
+from .continuation import Continuation, RepeatedAnswer, ending
 from .first_token import FirstTokenPlan, FirstTokens
 from .http import PRIORITY, REQUEST_ID, error_response
 from .limits import Limits, RequestCounters
@@ -134,7 +134,7 @@ class Attempt:
     _plan: FirstTokenPlan | None = field(init=False, default=None)
     _handed_on: Relay | None = field(init=False, default=None)
     """What has sent P's token to the client."""
-    _repetition: Repetition | None = field(init=False, default=None)
+    _repeated: RepeatedAnswer | None = field(init=False, default=None)
     """How D, which was asked for all of the answer, goes on behind it."""
     _rest: asyncio.Task[bytes] | None = field(init=False, default=None)
     """What P's answer has behind its token."""
@@ -285,7 +285,7 @@ class Attempt:
             if kept:
                 self._finish_later(asyncio.create_task(self._release()))
         self.transcript.settle()
-        self._repetition = Repetition(self.transcript, token.choice)
+        self._repeated = RepeatedAnswer(self.transcript, token.choice)
         return None
 
     async def _release(self) -> None:
@@ -350,7 +350,7 @@ class Attempt:
             outcome = await self._pass_on(answer, prefilling)
             if self.relay is None or not self.relay.diverged:
                 return outcome
-        logger.info("request %s: D goes on behind P's first token, for its own is another", self.unique)
+        logger.info("request %s: the first token of D differs from that of P, which stands", self.unique)
         # The KV is there, so that P has no part in this.
         self.request_id, self._prefilling = self.unique, None
         self._scrubber = replace(self._scrubber, request_id=self.unique)
@@ -563,7 +563,7 @@ class Attempt:
         if progress is not None and streamed:
             progress.first_token(self.services.clock())
         silence = (streamed and self.services.limits.event_seconds) or math.inf
-        held, goes_on = self.transcript if streamed else None, self.continuation or self._repetition
+        held, goes_on = self.transcript if streamed else None, self.continuation or self._repeated
         relay = self.relay = Relay(
             self.request, *answer, self._scrubber, pace, silence, held, goes_on, self._prefilled, self.former
         )

@@ -125,7 +125,7 @@ class Continuation:
         return {**made, "token_ids": ids}
 
 
-class Repetition:
+class RepeatedAnswer:
     """The whole answer of an instance, of which the client has the first token from another one: `first`,
     which is left out here."""
 

@@ -15,7 +15,7 @@ from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from .blame import CallEnd
-from .continuation import Continuation, Diverged, Repetition
+from .continuation import Continuation, Diverged, RepeatedAnswer
 from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers, error_event
 from .membership.instance import ROLE_NAMES, Instance
 from .metrics import RECORD, StreamTimer
@@ -72,7 +72,7 @@ class Relay:
     pace: StreamTimer | None = None
     most_silence: float = math.inf
     transcript: Transcript | None = None
-    continuation: Continuation | Repetition | None = None
+    continuation: Continuation | RepeatedAnswer | None = None
     prefilled: asyncio.Future[bytes | None] | None = None
     former: InitVar[Relay | None] = None
     complete: bool = field(init=False, default=False)
@@ -185,7 +185,7 @@ class Relay:
                 if pace is not None and chunk:
                     pace.chunk_arrived(chunk)
         except Diverged as error:
-            if isinstance(stream, Repetition):
+            if isinstance(stream, RepeatedAnswer):
                 self.diverged = True
                 return False
             self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")

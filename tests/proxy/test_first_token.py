@@ -37,7 +37,7 @@ from p2pkv.first_token import FirstToken
 from p2pkv_proxy import first_token
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import parse
-from p2pkv_proxy.continuation import Continuation, Diverged, Repetition
+from p2pkv_proxy.continuation import Continuation, Diverged, RepeatedAnswer
 from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.routing import Choice
@@ -166,7 +166,7 @@ def test_what_d_repeats_of_ps_token_is_left_out(
         return
     had = transcript.feed(filter_of(path).feed(token.going_on))
     transcript.settle()
-    repetition, relay = Repetition(transcript, token.choice), filter_of(path)
+    repeated, relay = RepeatedAnswer(transcript, token.choice), filter_of(path)
     engine_of_d = Engine(Model(salt + other), chunks)
     asked_of_d = json.loads(bytes(request.for_decode("x", token_ids=True)))
     ids = answer(engine_of_d, asked_of_d, path).ids
@@ -174,7 +174,7 @@ def test_what_d_repeats_of_ps_token_is_left_out(
     try:
         events = b"".join(engine_of_d.events(path, asked_of_d, "id-1")).replace(b"id-1", b"id-0")
         for piece in pieces(events, sizes):
-            got += repetition.feed(relay.feed(piece))
+            got += repeated.feed(relay.feed(piece))
     except Diverged:
         assert not got and ids[:1] != token.choice.token_ids and transcript.tokens == 1
     else:
@@ -189,8 +189,8 @@ def test_another_token_with_the_same_text_is_not_ps() -> None:
     transcript.feed(first)
     had = text_of(first)
     with pytest.raises(Diverged):
-        Repetition(transcript, had).feed(first.replace(b'"token_ids":[', b'"token_ids":[7'))
-    assert Repetition(transcript, had).feed(first) == b""
+        RepeatedAnswer(transcript, had).feed(first.replace(b'"token_ids":[', b'"token_ids":[7'))
+    assert RepeatedAnswer(transcript, had).feed(first) == b""
 
 
 AFTER = {

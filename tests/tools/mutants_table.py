@@ -711,15 +711,15 @@ Continuation._body: a stream that goes on may generate as many tokens as a new o
 Continuation._passed: the client gets text again that it has
 ~  and not self._ids and not self._chars =>
 > tests/proxy/test_first_token.py
-Repetition._passed: another first token of D's passes for P's
+RepeatedAnswer._passed: another first token of D's passes for P's
 ~ ids[: len(again)] != again or =>
-Repetition._passed: what D has generated with P's token is lost
+RepeatedAnswer._passed: what D has generated with P's token is lost
 ~ if not part[name] and not choice["token_ids"] and finish is None: => if True:
-Repetition._passed: the client gets P's text once more
+RepeatedAnswer._passed: the client gets P's text once more
 ~ text[len(had) :], => text,
-Repetition._passed: the client gets the log-probabilities of P's token once more
+RepeatedAnswer._passed: the client gets the log-probabilities of P's token once more
 ~ len(again), 0) => 0, 0)
-Repetition.feed: the events of D say when D began
+RepeatedAnswer.feed: the events of D say when D began
 ~ chunk.replace(*self._created) => chunk
 == proxy/first_token.py > tests/proxy/test_first_token.py
 FirstTokens._repeats: a sampled answer begins with P's token and goes on with what D has drawn
