@@ -9,6 +9,7 @@ request gets a place, and held until no instance will be sent it any more.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
 import itertools
 import re
@@ -22,7 +23,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from .body_checks import WITH_TOKEN_IDS, check_values, read_by_python
+from .body_checks import WITH_TOKEN_IDS, check_values
 from .http import PAIRED, ProxyError
 from .limits import Limits, RequestCounters
 
@@ -257,11 +258,14 @@ def parse(
 ) -> Body:
     """The client's request. `raw` must not change any more. Raises ProxyError if it is none, if its model's
     name is too long to be one, or if it asks for an answer in the background."""
+    marked = raw.startswith(codecs.BOM_UTF8)
     try:
-        return Body(raw, _views.decode(raw), path, released)
+        fields = _views.decode(memoryview(raw)[len(codecs.BOM_UTF8) :] if marked else raw)
+        return Body(raw, fields, path, released)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        fields = read_by_python(raw, error, texts=_LEADING)
-        return Body(b"".join(_object(fields)), fields, path, released)
+        half = " Perhaps a text was cut within a character, `\\ud...`." if b"\\ud" in raw.lower() else ""
+        why = f"The request body is not a JSON object in UTF-8: {error}.{half}"
+        raise ProxyError(400, why) from None
 
 
 def _object(fields: Mapping[str, bytes | Raw]) -> list[Piece]:

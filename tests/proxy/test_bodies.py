@@ -130,21 +130,10 @@ def test_what_is_made_of_a_field() -> None:
 
 
 TAKEN = b'{"prompt": "\xc3\xa4 \\ud83d\\ude00", "stream": true, "n": 1}'
-ODD = {
-    "a byte order mark": b"\xef\xbb\xbf" + TAKEN,
-    "UTF-16": TAKEN.decode().encode("utf-16"),
-    "UTF-32": TAKEN.decode().encode("utf-32-le"),
-    "no number": TAKEN.replace(b"1", b"NaN"),
-    "no finite number": TAKEN.replace(b"1", b'{"5": -Infinity}'),
-    "half a pair where it is no text": TAKEN.replace(b"1", b'["\\ud83d"]'),
-    "half a pair in bytes": TAKEN.replace(b"1", b'"\xed\xa0\xbd"'),
-}
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_json_that_python_reads_and_others_do_not(kind: str) -> None:
-    """vLLM's servers read it with Python's decoder."""
-    raw = ODD[kind]
+@pytest.mark.parametrize("raw", [TAKEN, b"\xef\xbb\xbf" + TAKEN], ids=["plain", "a byte order mark"])
+def test_json_is_taken_with_a_byte_order_mark(raw: bytes) -> None:
     made = parse(raw)
     assert made.streams and repr(json.loads(bytes(made.for_decode("id")))) == repr(json.loads(raw))
     prefill = json.loads(bytes(made.for_prefill("id")))
@@ -158,27 +147,16 @@ NO_OBJECTS = (b"", b"{", b"[]", b"3", b'"x"', b"null", b"{}x", b'{"a":nan}', b"[
     ("raw", "why"),
     [
         *((each, "not a JSON object") for each in NO_OBJECTS),
-        (b'{"prompt": "a\\ud83d"}', "`prompt` .* half of a surrogate pair, '.ud83d'"),
-        (
-            b'{"messages": [{"content": "\\udc00\\ud83d"}]}',
-            "`messages` .* half of a surrogate pair, '.udc00'",
-        ),
-        (b'{"\\ud83d": 1}', "name, '.ud83d', .* half of a surrogate pair"),
-        (b"\xff", "not a JSON object: invalid start byte in utf-8, byte 0"),
+        (b'{"prompt": "a\\ud83d"}', "cut within a character"),
+        (b'{"messages": [{"content": "\\udc00\\ud83d"}]}', "cut within a character"),
+        (b"\xff", r"in UTF-8: .* \(byte 0\)"),
+        (TAKEN.decode().encode("utf-16"), "in UTF-8"),
     ],
 )
 def test_what_is_no_object_is_refused_and_the_cause_is_named(raw: bytes, why: str) -> None:
     with pytest.raises(ProxyError, match=why) as refused:
         parse(raw)
     assert refused.value.status == 400
-
-
-def test_of_a_large_body_only_the_byte_order_mark_is_taken() -> None:
-    """The rest would keep the proxy from other requests."""
-    large = b'{"prompt": "%s"}' % (b"x" * (5 << 20))
-    assert bytes(parse(b"\xef\xbb\xbf" + large).for_decode("id")) == large.replace(b": ", b":")
-    with pytest.raises(ProxyError, match="not a JSON object"):
-        parse(large.decode().encode("utf-16"))
 
 
 @given(st.dictionaries(NAMES, JSON, max_size=8))
