@@ -92,10 +92,15 @@ def handed_on(
         return transcript.feed(relay.feed(head)), 0
     got = transcript.feed(relay.feed(token.going_on))
     transcript.settle()
-    goes_on = Continuation(transcript, CONTEXT, None)
-    asked_of_d = json.loads(bytes(goes_on.body.for_decode("x")))
-    relay = filter_of(COMPLETIONS)
-    for piece in pieces(b"".join(rest.events(COMPLETIONS, asked_of_d, "id-1")), sizes):
+    if plan.what is None:
+        goes_on: Continuation | RepeatedAnswer = RepeatedAnswer(transcript, token.choice)
+        asked_of_d = json.loads(bytes(request.for_decode("x", token_ids=True)))
+    else:
+        path, goes_on = COMPLETIONS, Continuation(transcript, CONTEXT, None)
+        asked_of_d = json.loads(bytes(goes_on.body.for_decode("x")))
+    relay = filter_of(path)
+    events = b"".join(rest.events(path, asked_of_d, "id-1")).replace(b"id-1", b"id-0")
+    for piece in pieces(events, sizes):
         got += goes_on.feed(relay.feed(piece))
     return got, asked_of_d["max_tokens"]
 
@@ -106,6 +111,7 @@ def handed_on(
     most=st.integers(1, 30),
     logprobs=st.none() | st.integers(0, 3),
     salt=st.integers(0, 10_000),
+    at_once=st.booleans(),
     chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 700), max_size=5),
 )
@@ -115,14 +121,17 @@ def test_ps_token_and_ds_rest_are_one_servers_answer(
     most: int,
     logprobs: int | None,
     salt: int,
+    at_once: bool,
     chunks: list[int],
     sizes: list[int],
 ) -> None:
+    """D is asked for the rest, or at once for all of it."""
     if logprobs is not None:
         more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
     body = body_of(path, **more | {"max_tokens": most})
     engine = Engine(Model(salt))
-    got, rest = handed_on(engine, path, body, sizes, Engine(Model(salt), chunks))
+    plan = FirstTokenPlan(None if at_once else FirstToken.HANDED_ON, most)
+    got, rest = handed_on(engine, path, body, sizes, Engine(Model(salt), chunks), plan=plan)
     wanted = answer(engine, body, path)
     if got is None:
         first = answer(engine, body | {"return_token_ids": True, "max_tokens": 1, "stop": None}, path)
@@ -131,55 +140,7 @@ def test_ps_token_and_ds_rest_are_one_servers_answer(
         assert first.ids == [FIRST_HALF] or any(begins)
     else:
         assert same(Answer.of(got), wanted)
-        assert rest in (0, most - 1)
-
-
-@given(
-    path=st.sampled_from([CHAT, COMPLETIONS]),
-    more=BODIES,
-    most=st.integers(2, 30),
-    logprobs=st.none() | st.integers(0, 3),
-    salt=st.integers(0, 10_000),
-    other=st.booleans(),
-    chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    sizes=st.lists(st.integers(1, 700), max_size=5),
-)
-def test_what_d_repeats_of_ps_token_is_left_out(
-    path: str,
-    more: dict[str, Any],
-    most: int,
-    logprobs: int | None,
-    salt: int,
-    other: bool,
-    chunks: list[int],
-    sizes: list[int],
-) -> None:
-    if logprobs is not None:
-        more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
-    body = body_of(path, **more | {"max_tokens": most})
-    transcript, engine = transcript_of(path, body), Engine(Model(salt))
-    assert transcript is not None
-    request, plan = parse(json.dumps(body).encode(), path), FirstTokenPlan(None, most)
-    head = b"".join(engine.events(path, json.loads(bytes(request.for_first_token(None, None))), "id-0"))
-    token = FirstTokens(True, RequestCounters()).of(head, plan, request, transcript, CONTEXT)
-    if token is None or plan.ends_with(token, CONTEXT):
-        return
-    had = transcript.feed(filter_of(path).feed(token.going_on))
-    transcript.settle()
-    repeated, relay = RepeatedAnswer(transcript, token.choice), filter_of(path)
-    engine_of_d = Engine(Model(salt + other), chunks)
-    asked_of_d = json.loads(bytes(request.for_decode("x", token_ids=True)))
-    ids = answer(engine_of_d, asked_of_d, path).ids
-    got = b""
-    try:
-        events = b"".join(engine_of_d.events(path, asked_of_d, "id-1")).replace(b"id-1", b"id-0")
-        for piece in pieces(events, sizes):
-            got += repeated.feed(relay.feed(piece))
-    except Diverged:
-        assert not got and ids[:1] != token.choice.token_ids and transcript.tokens == 1
-    else:
-        wanted = answer(Engine(engine_of_d.model), body, path)
-        assert transcript.tokens == len(ids) and same(Answer.of(had + got), wanted)
+        assert rest in (0, most if at_once else most - 1)
 
 
 def test_another_token_with_the_same_text_is_not_ps() -> None:
