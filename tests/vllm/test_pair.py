@@ -96,15 +96,19 @@ def test_chat(fleet: Fleet, dispatch: str) -> None:
 
 @each_dispatch
 def test_streaming(fleet: Fleet, dispatch: str) -> None:
+    """A greedy one, which begins with P's token where D is asked at once."""
+    proxy, from_p = fleet.proxy(dispatch).base_url, "p2pkv_proxy_first_tokens_from_prefill_total"
+    before = client.metrics(proxy)[from_p]
     prompt = tokens(CHUNK + 11, f"stream {dispatch}")
     (single,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, max_tokens=96)
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 96, **answers.GREEDY}
     traffic = Traffic(fleet)
-    events = list(client.stream(f"{fleet.proxy(dispatch).base_url}/v1/completions", body))
+    events = list(client.stream(f"{proxy}/v1/completions", body))
     choices = [event["choices"][0] for event in events if event["choices"]]
     assert len(choices) > 1, "the answer came in one piece"
     assert_same([single], [streamed(choices, single.margins)])
     assert_moved(traffic, (0, len(prompt) - 1))
+    assert client.metrics(proxy)[from_p] - before == (dispatch == "concurrent")
 
 
 @each_dispatch
