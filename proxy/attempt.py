@@ -40,7 +40,7 @@ from .metrics import RECORD
 from .prompt_usage import last_usage
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .transcript import COMPLETIONS, Transcript
-from .upstream import EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, read_whole
+from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,11 @@ class Attempt:
         kept = plan.keeps(token)
         try:
             if plan.ends_with(token, context):
-                await relay.begin(head + await self._rest)
+                # P may hang or die behind its token: what is missing then is made.
+                await asyncio.wait((self._rest,), timeout=_VERDICT_SECONDS)
+                ended = self._rest.done() and not self._rest.cancelled()
+                events, end, _ = (head + (self._rest.result() if ended else b"")).rpartition(EVENT_END)
+                await relay.begin(events + end)
                 await relay.finish(b"" if self.transcript.done else ending(self.transcript))
                 return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
             await relay.begin(token.going_on)
@@ -301,7 +305,7 @@ class Attempt:
         finally:
             call.close(call.why)
 
-    async def _rest_of_prefill(self, answered: ClientResponse) -> bytes:
+    async def _rest_of_prefill(self, answered: ClientResponse, head: bytes) -> bytes:
         """What P's answer has behind its token, read so that the connection can be used again."""
         call = self._prefilling
         assert call is not None
@@ -315,7 +319,7 @@ class Attempt:
         finally:
             call.close()
         if self._prefilled is not None and not self._prefilled.done():
-            self._prefilled.set_result(last_usage(rest))
+            self._prefilled.set_result(last_usage(head + rest))
         return rest
 
     async def _concurrent(self) -> Outcome:
@@ -328,7 +332,8 @@ class Attempt:
             decoding.add_done_callback(lambda done: done.cancelled() or done.exception())
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
-            if prefilling.done() and call.end not in _DECIDED_BY_D:
+            d_first = not prefilling.done() or call.end in _DECIDED_BY_D
+            if not d_first:
                 verdict, ended = prefilling.result()
                 if isinstance(ended, CallFailed):
                     if self._plan is not None:
@@ -339,20 +344,21 @@ class Attempt:
                     outcome = await self._hand_on(ended, self._plan)
                     if outcome is not None:
                         return outcome
-            elif self._plan is not None:
-                self.services.first_tokens.count_from_decode("late")
             try:
                 answer = await decoding
             except CallFailed as error:
                 if error.end is CallEnd.ERROR:
                     await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
                 return self._decode_failed(error)
+            if d_first and self._plan is not None:
+                self.services.first_tokens.count_from_decode("late")
             outcome = await self._pass_on(answer, prefilling)
             if self.relay is None or not self.relay.diverged:
                 return outcome
         logger.info("request %s: the first token of D differs from that of P, which stands", self.unique)
         # The KV is there, so that P has no part in this.
         self.request_id, self._prefilling = self.unique, None
+        self.relay, self.doubted = self._handed_on, ()
         self._scrubber = replace(self._scrubber, request_id=self.unique)
         self._go_on()
         return await self._by_decode()
@@ -410,7 +416,7 @@ class Attempt:
                 )
                 reply = await call.begin(body, self._deadline)
                 if what is not FirstToken.WHOLE:
-                    self._rest = asyncio.create_task(self._rest_of_prefill(reply[0]))
+                    self._rest = asyncio.create_task(self._rest_of_prefill(*reply))
                     self._finish_later(self._rest)
             if self.place.progress is not None:
                 self.place.progress.computed(services.clock())
@@ -440,7 +446,8 @@ class Attempt:
         if error.end in REFUSALS and error.reply is not None:
             response = refusal(error.reply, self._scrubber)
         else:
-            response = self._failed(f"The prefill instance failed: it {error}.")
+            status = 504 if error.end is CallEnd.LATE else 502
+            response = self._failed(f"The prefill instance failed: it {error}.", status)
         return self._outcome(response, verdict, error)
 
     def _end_prefill(self, prefilling: asyncio.Task[_Prefilled]) -> None:
@@ -476,7 +483,7 @@ class Attempt:
         finally:
             if timer is not None:
                 timer.cancel()
-            complete = self.relay is not None and self.relay.complete
+            complete = self.relay is not None and self.relay.complete and self.relay is not self._handed_on
             call.close("" if complete else "the answer is not complete")
 
     async def _decode(

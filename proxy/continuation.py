@@ -133,22 +133,26 @@ class RepeatedAnswer:
         self._transcript = transcript
         self._ids, self._text = first.token_ids or [], first.said or ""
         """What is still to come again."""
-        self._created = b"", b""
-        """When this instance began, and when the client's answer did, as events say it."""
+        self._head = b"", b""
+        """When this instance began and how it names the model, and the same as the client has it."""
 
     def feed(self, chunk: bytes) -> bytes:
         """As `Transcript.feed`. Raises Diverged."""
         if not self._ids and not self._text:
-            return self._transcript.feed(chunk.replace(*self._created))
+            return self._transcript.feed(chunk.replace(*self._head))
         return b"".join(self._passed(event) for event in self._transcript.events(chunk))
 
     def _passed(self, event: bytes) -> bytes:
         again, had = self._ids, self._text
         if not (again or had) or not event.startswith(DATA_SPACE + b'{"id"'):
-            return self._transcript.feed(event.replace(*self._created))
+            return self._transcript.feed(event.replace(*self._head))
         fields = fields_of(event)
-        theirs, fields["created"] = fields["created"], head_of(self._transcript)["created"]
-        self._created = b'"created":%d' % theirs, b'"created":%d' % fields["created"]
+        theirs, ours = (
+            {name: each[name] for name in ("created", "model")}
+            for each in (fields, head_of(self._transcript))
+        )
+        self._head = msgspec.json.encode(theirs)[1:-1], msgspec.json.encode(ours)[1:-1]
+        fields |= ours
         [choice] = fields["choices"]
         part, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
         ids, text, finish = choice.get("token_ids") or [], part.get(name) or "", choice["finish_reason"]

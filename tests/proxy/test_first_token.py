@@ -261,6 +261,12 @@ def reasons(deployment: Deployment) -> dict[str, int]:
 USAGE = {"stream_options": {"include_usage": True}}
 
 
+@pytest.fixture(params=[True, False], ids=["D asked behind P", "D asked at once"])
+def room(request: pytest.FixtureRequest) -> int:
+    """`ahead_tokens` of D."""
+    return request.param << 16
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("greedy", [True, False])
 async def test_d_is_asked_for_the_rest(path: str, greedy: bool, dispatch: Dispatch) -> None:
@@ -454,10 +460,21 @@ async def test_a_d_without_room_repeats_the_token_of_a_greedy_answer(path: str) 
         assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
 
 
+def differing() -> tuple[Engine, int, Engine]:
+    """P's, its first token, and one of a D that draws another."""
+    engine, body = salt_where(None, GREEDY), GREEDY | {"return_token_ids": True}
+    token = answer(engine, body).ids[0]
+    return engine, token, salt_where(next(each for each in (2, 3) if each != token), body)
+
+
+def in_turn(deployment: Deployment, *behaviours: Behaviour) -> None:
+    """Of all D's together; the first waits for P."""
+    first, *later = behaviours
+    take_turns(deployment.decodes, behind_p(deployment, first), *later)
+
+
 async def test_a_d_that_draws_another_first_token_goes_on_behind_ps() -> None:
-    engine = salt_where(None, GREEDY)
-    token = answer(engine, GREEDY | {"return_token_ids": True}).ids[0]
-    other = salt_where(next(each for each in (2, 3) if each != token), GREEDY | {"return_token_ids": True})
+    engine, token, other = differing()
     async with pair_of(engine, ahead_tokens=0) as deployment:
         deployment.d.behaviour = behind_p(deployment, engine_of(other))
         got = await ask(deployment, GREEDY)
@@ -467,6 +484,82 @@ async def test_a_d_that_draws_another_first_token_goes_on_behind_ps() -> None:
         behind = Answer.of(b"".join(other.events(COMPLETIONS, rest.body, "one-server")))
         assert got.text == answer(engine, GREEDY | {"max_tokens": 1}).text + behind.text and got.error is None
         assert len(deployment.p.requests) == deployment.proxy.counters.first_tokens == 1
+
+
+LOST = {
+    "dies": stream_of(die),
+    "refuses": answer_error(500),
+    "an error": stream_of(b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE),
+}
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("how", LOST)
+async def test_a_d_that_is_lost_behind_a_token_that_it_drew_otherwise(how: str, others: int) -> None:
+    engine, _, other = differing()
+    async with pair_of(engine, 1 + others, ahead_tokens=0) as deployment:
+        in_turn(deployment, engine_of(other), LOST[how], engine_of(engine))
+        got = await ask(deployment, GREEDY)
+        assert same(got, answer(engine, GREEDY)) if others else got.error is not None
+
+
+async def test_the_proxy_stops_while_d_goes_on_behind_ps_token() -> None:
+    engine, _, other = differing()
+    async with pair_of(engine, ahead_tokens=0) as deployment:
+        in_turn(deployment, engine_of(other), never_a_token)
+        async with await deployment.post(GREEDY) as response:
+            await eventually(lambda: len(deployment.d.requests) == 2)
+            await deployment.proxy.stop(0.0, asyncio.Event())
+            assert b"had to stop" in await response.read()
+
+
+async def test_a_first_token_comes_from_p_at_the_second_try() -> None:
+    engine, first = salt_where(None, GREEDY), [never_a_token]
+    async with pair_of(engine, 2, ahead_tokens=0) as deployment:
+        deployment.p.behaviour = chosen(lambda _: first.pop() if first else engine_of(engine))
+        take_turns(deployment.decodes, stream_of(die), behind_p(deployment, engine_of(engine)))
+        assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
+        assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
+
+
+async def test_ps_count_of_cached_tokens_may_come_with_its_token(room: int) -> None:
+    body = GREEDY | USAGE
+    engine = salt_where(None, body)
+
+    def counted(cached: int) -> Behaviour:
+        usage = b'"usage":{"prompt_tokens_details":{"cached_tokens":%d},' % cached
+        return chosen(
+            lambda seen: stream_of(
+                b"".join(engine.events(seen.path, seen.body, seen.request_id)).replace(b'"usage":{', usage)
+            )
+        )
+
+    async with pair_of(engine, ahead_tokens=room) as deployment:
+        deployment.p.behaviour, deployment.d.behaviour = counted(7), behind_p(deployment, counted(99))
+        async with await deployment.post(body) as response:
+            assert b'"cached_tokens":7' in await response.read()
+
+
+@pytest.mark.parametrize("how", [forever, die])
+async def test_a_p_that_hangs_or_dies_behind_the_last_token(how: Any, room: int) -> None:
+    body = GREEDY | USAGE
+    engine = salt_where(END_OF_TEXT, body)
+
+    def ends(seen: Seen) -> Behaviour:
+        first, rest, *_ = engine.events(seen.path, seen.body, seen.request_id)
+        return stream_of(first + rest[:40], how)
+
+    async with pair_of(engine, ahead_tokens=room) as deployment:
+        deployment.p.behaviour, deployment.d.behaviour = chosen(ends), never_a_token
+        assert same(await ask(deployment, body), answer(engine, body))
+
+
+async def test_a_first_token_that_is_late_is_a_504() -> None:
+    limits = Limits(first_token_seconds=0.3, retries=0, alone_share=0.0)
+    async with pair_of(Engine(Model(1)), ahead_tokens=0, limits=limits) as deployment:
+        deployment.p.behaviour = deployment.d.behaviour = never_a_token
+        async with await deployment.post(GREEDY) as response:
+            assert response.status == 504
 
 
 @pytest.mark.parametrize("why", ["end of text", "half a character"])
@@ -610,12 +703,6 @@ async def test_limits_that_leave_all_to_d(limits: Limits, why: dict[str, int]) -
 BODY = GREEDY
 
 
-@pytest.fixture(params=[True, False], ids=["D asked behind P", "D asked at once"])
-def room(request: pytest.FixtureRequest) -> int:
-    """`ahead_tokens` of D."""
-    return request.param << 16
-
-
 @pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])
 async def test_a_p_that_fails_before_its_token(how: str, room: int) -> None:
     """Nothing has gone to the client, and a D takes the request alone."""
@@ -647,7 +734,7 @@ async def test_a_p_that_dies_after_its_token_is_not_noticed(room: int) -> None:
         assert deployment.proxy.counters.first_tokens == 1
 
 
-@pytest.mark.parametrize("how", ["dies", "refuses", "an error", "in the middle"])
+@pytest.mark.parametrize("how", [*LOST, "in the middle"])
 async def test_a_d_that_is_lost_behind_ps_token(how: str, room: int) -> None:
     """Another one goes on from there, as with any stream that has begun."""
     engine = salt_where(None, BODY)
@@ -655,12 +742,7 @@ async def test_a_d_that_is_lost_behind_ps_token(how: str, room: int) -> None:
     def loses(seen: Seen) -> Behaviour:
         return stream_of(*list(engine.events(seen.path, seen.body, seen.request_id))[:3], die)
 
-    losing: dict[str, Behaviour] = {
-        "dies": stream_of(die),
-        "refuses": answer_error(500),
-        "an error": stream_of(b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE),
-        "in the middle": chosen(loses),
-    }
+    losing = LOST | {"in the middle": chosen(loses)}
     async with pair_of(engine, 2, ahead_tokens=room) as deployment:
         lost = losing[how] if room else behind_p(deployment, losing[how])
         take_turns(deployment.decodes, lost, engine_of(engine))

@@ -720,13 +720,15 @@ RepeatedAnswer._passed: the client gets P's text once more
 RepeatedAnswer._passed: the client gets the log-probabilities of P's token once more
 ~ len(again), 0) => 0, 0)
 RepeatedAnswer.feed: the events of D say when D began
-~ chunk.replace(*self._created) => chunk
+~ chunk.replace(*self._head) => chunk
 == proxy/first_token.py > tests/proxy/test_first_token.py
 FirstTokens._repeats: a sampled answer begins with P's token and goes on with what D has drawn
 ~  and _is_greedy(transcript.wanted) =>
 == proxy/attempt.py > tests/proxy/test_first_token.py
 Attempt._concurrent: a D that goes on behind P's token waits for P's KV once more
 ~ self.request_id, self._prefilling = self.unique, None => self._prefilling = None
+Attempt._concurrent: a D that is lost after it has drawn another first token takes the client's stream with it
+~ self.relay, self.doubted = self._handed_on, () => self.doubted = ()
 == proxy/admission.py
 > tests/proxy/test_data_parallel.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
 Retries._move: a retry may go to the neighbour of the engine that failed
