@@ -617,7 +617,7 @@ Call._open: the proxy's own lack of sockets is an instance's failure
 ~             if is_ours(error): =>             if False:
 == proxy/bodies.py > tests/proxy/test_large_bodies.py::test_no_item_of_a_list_becomes_an_object
 parse: the values of a body become objects
-- return Body(raw, _views.decode(raw), path, released)
+- return Body(raw, fields, path, released)
 + read = msgspec.json.decode(raw)
 +         return Body(raw, {k: Raw(msgspec.json.encode(v)) for k, v in read.items()}, path)
 > tests/proxy/test_large_bodies.py::test_what_instances_get_is_made_of_the_clients_own_bytes
