@@ -22,7 +22,7 @@ from .transcript import (
     Wanted,
     end_of_offsets,
     fields_of,
-)  # fmt: skip
+)
 from .upstream import EVENT_END
 
 _PLAIN = re.compile(
@@ -158,7 +158,8 @@ class RepeatedAnswer:
         ids, text, finish = choice.get("token_ids") or [], part.get(name) or "", choice["finish_reason"]
         if not ids and finish is None:
             return b""  # the beginning of a chat
-        if ids[: len(again)] != again or text[: len(had)] != had[: len(text)]:
+        ended = finish is not None and len(text) < len(had)
+        if ids[: len(again)] != again or text[: len(had)] != had[: len(text)] or ended:
             raise Diverged
         self._ids, self._text = [], had[len(text) :]
         part[name], choice["token_ids"] = text[len(had) :], ids[len(again) :]
