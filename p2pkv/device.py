@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ def make_recorder(device: torch.device) -> Callable[[], Fence]:
         index = cuda_index(device)
         with torch.cuda.device(index):
             CudaEvent.prepare(index)
-        return lambda: CudaEvent(index, torch.cuda.current_stream(index).cuda_stream)
+        return lambda: CudaEvent(index, current_stream(index))
     raise ValueError(f"KV cache on device {str(device)!r}: only cpu and cuda are supported")
 
 
@@ -186,6 +187,21 @@ def give_stream(device: int, stream: int, first: bool = False) -> None:
     _idle_streams.setdefault((device, first), deque()).append(stream)
 
 
+class _Stream(threading.local):
+    """That of `own_stream`, in the calling thread: its device and handle."""
+
+    device, handle = -1, 0
+
+
+_own = _Stream()
+
+
+def current_stream(device: int) -> int:
+    """The handle of the calling thread's current stream. Inside `own_stream` torch is not asked, which makes
+    a Python object for each answer."""
+    return _own.handle if _own.device == device else int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def ignore_captures() -> None:
     """Let the calling thread allocate, and query events, while another thread captures a CUDA graph. A thread
     begins in the mode "global": vLLM's capture (in that mode, too) makes such calls of it errors, and they
@@ -218,8 +234,10 @@ def own_stream(device: torch.device) -> Iterator[None]:
         stream = take_stream(index)
         try:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):  # type: ignore[no-untyped-call]
+                _own.device, _own.handle = index, stream
                 yield
         finally:
+            _own.device = -1
             _empty(index, stream)
 
 

@@ -48,7 +48,11 @@ class DecodeSide:
         self._memory = Memory(settings["capacity"], "D", settings.get("device", "cpu"), **share)
         self._record = make_recorder(self._memory.flat.device)
         staging = settings.get("staging_bytes", STAGING_BYTES)
-        options = {"lease_seconds": settings.get("lease_seconds", 30.0), "staging_bytes": staging}
+        options = {
+            "lease_seconds": settings.get("lease_seconds", 30.0),
+            "staging_bytes": staging,
+            "nccl_in_flight": settings.get("nccl_in_flight", 1),
+        }
         self._raw: RawNccl | None = None
         self._ranks: dict[str, Rank] = {}
         self._links = make_factory(settings["link"], host=HOST, staging_bytes=staging)

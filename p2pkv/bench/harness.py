@@ -40,8 +40,6 @@ WINDOW_BYTES = STAGING_BYTES // 2
 DEADLINE_SECONDS = 60.0
 """How long anything in the benchmark may take before it gives up."""
 
-POLL_SECONDS = 200e-6
-
 Decoder = subprocess.Popen[bytes]
 
 
@@ -150,6 +148,7 @@ def make_rank(
     *,
     link: str,
     staging_bytes: int = STAGING_BYTES,
+    nccl_in_flight: int = 1,
     rank: int = 0,
     tp: int = 1,
     **options: Any,
@@ -157,7 +156,13 @@ def make_rank(
     """A running rank of `tp` over this memory, and where its engine's rank 0 listens: on `port`."""
     cache = layout.rank_cache(memory)
     settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=staging_bytes, **options)
-    links = make_factory(link, host=HOST, staging_bytes=staging_bytes, receives=role != "P")
+    links = make_factory(
+        link,
+        host=HOST,
+        staging_bytes=staging_bytes,
+        receives=role != "P",
+        nccl_in_flight=nccl_in_flight,
+    )
     hello = hello_of(settings, layout, cache, links.kind, rank, tp)
     return settings.address, Rank(hello, settings, cache, links)
 
@@ -218,20 +223,18 @@ def bare_link(links: LinkFactory, pipe: Pipe, window: int) -> Outbound:
 
 
 def wait_for(rank: Rank, event: Event) -> float:
-    """When this event came, on the monotonic clock. Raises BenchError if it fails or is late."""
+    """When this event came, on the monotonic clock: without polling, which would take the interpreter's lock
+    from the engine. Raises BenchError if it fails or is late."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while True:
-        events = rank.events()
-        now = time.monotonic()
-        if event in events:
-            return now
+    while event not in (events := rank.events()):
         for other in events:
             if isinstance(other, LoadFailed):
                 raise BenchError(f"a push failed: {other.reason}")
-        if now > deadline:
+        if time.monotonic() > deadline:
             counters = rank.counters.snapshot()
             raise BenchError(f"{event} did not come in {DEADLINE_SECONDS:g} s; counters: {counters}")
-        time.sleep(POLL_SECONDS)
+        rank.wait_for_event(1.0)
+    return time.monotonic()
 
 
 # Devices.

@@ -27,11 +27,11 @@ import torch
 from p2pkv.bench.harness import (
     DEADLINE_SECONDS,
     HOST,
-    BenchError,
     Pipe,
     end_decode,
     hello_of,
     start_decode,
+    wait_for,
 )
 from p2pkv.bench.memory import CONTENT, DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.bench.paced_card import SOURCES, Card, PacedLauncher, PacedRank
@@ -39,7 +39,6 @@ from p2pkv.config import Options, default_chunk
 from p2pkv.control.endpoint import Connection
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
-from p2pkv.engine.commands import Event
 from p2pkv.engine.thread import Rank
 from p2pkv.kv import RankCache
 from p2pkv.pairing import Address
@@ -125,20 +124,6 @@ def let_libzmq_first() -> None:
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("ZMQbg"):
             os.sched_setscheduler(int(task.name), policy, above)
-
-
-def await_event(rank: Rank, event: Event) -> float:
-    """When this event came, on the monotonic clock: as `harness.wait_for`, without polling, which would take
-    the interpreter's lock from the engine. Raises BenchError if it fails or is late."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while event not in (events := rank.events()):
-        for other in events:
-            if isinstance(other, do.LoadFailed):
-                raise BenchError(f"a push failed: {other.reason}")
-        if time.monotonic() > deadline:
-            raise BenchError(f"{event} did not come in {DEADLINE_SECONDS:g} s: {rank.counters.snapshot()}")
-        rank.wait_for_event(1.0)
-    return time.monotonic()
 
 
 class Forward:
@@ -263,7 +248,7 @@ class PacedPair:
         before = self._side.meter.read()
         self._pipe.send(go=True)
         times = self._pipe.expect("loaded")
-        await_event(rank, do.BlocksFree(key))
+        wait_for(rank, do.BlocksFree(key))
         after = self._side.meter.read()
         rank.do(do.Forget(key))
         return {
@@ -315,13 +300,13 @@ def serve(pipe: Pipe, settings: dict[str, Any]) -> None:
                 continue
             key, tokens = order["key"], order["tokens"]
             rank.do(do.Expect(key, Address.parse(order["prefill"]), tokens, b"bench"))
-            await_event(rank, do.Begun(key))
+            wait_for(rank, do.Begun(key))
             pipe.send(begun=True)
             pipe.expect("go")
             before = side.meter.read()
             asked = time.monotonic()
             rank.do(do.Load(key, 0, tokens - 1, (side.table(tokens),), side.record()))
-            loaded = await_event(rank, do.Loaded(key))
+            loaded = wait_for(rank, do.Loaded(key))
             after = side.meter.read()
             rank.do(do.Forget(key))
             spent = {name: after[name] - before[name] for name in after}

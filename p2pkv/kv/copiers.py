@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from p2pkv.device import launch_call
+from p2pkv.device import current_stream, launch_call
 from p2pkv.kv.checksum import FOLD, Checksum, digest_by_torch
 from p2pkv.kv.host import HostCopier, RowLists, columns_on_host, flat_bytes, grid
 from p2pkv.kv.layouts import Bounds, Columns, Cut, LayerPages, Rows, Span, runs_of, spans_of
@@ -376,7 +376,7 @@ class CupyLauncher(DriverLauncher):
         super().__init__(functions, BLOCKS_PER_PROCESSOR * count, launch_call())
 
     def stream(self) -> int:
-        return int(torch.cuda.current_stream(self._index).cuda_stream)
+        return current_stream(self._index)
 
 
 def cupy_launcher(device: torch.device) -> CupyLauncher | None:

@@ -13,7 +13,7 @@ from math import inf
 
 import torch
 
-from p2pkv.device import CudaEvent, give_stream, ignore_captures, take_memory, take_stream
+from p2pkv.device import CudaEvent, current_stream, give_stream, ignore_captures, take_memory, take_stream
 from p2pkv.links.staging import Slots
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class CudaDevice:
 
     def record_event(self) -> CudaEvent:
         """Record an event at this point of the calling thread's current stream."""
-        return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
+        return CudaEvent(self._index, current_stream(self._index))
 
 
 class PollTimer:

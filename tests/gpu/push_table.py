@@ -85,10 +85,10 @@ def turns_of(size: int, repeat: int) -> int:
 
 
 def push_rows(
-    link: str, devices: tuple[str, str], sizes: Sequence[int], total: int, repeat: int
+    link: str, devices: tuple[str, str], sizes: Sequence[int], total: int, repeat: int, in_flight: int = 1
 ) -> list[dict[str, Any]]:
     """By size of message: bytes per second of a plain copy, gather, scatter, and of whole pushes."""
-    with one_torch_thread(), messages(link, devices, sizes, total) as both:
+    with one_torch_thread(), messages(link, devices, sizes, total, in_flight=in_flight) as both:
         found = both.on_device(sizes)
         rows = []
         for size in sizes:
@@ -104,16 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", nargs=2, metavar=("P", "D"), default=["cuda:0", "cuda:0"])
     parser.add_argument("--sizes-kib", type=int, nargs="+", default=SIZES_KIB)
     parser.add_argument("--total-mib", type=int, default=TOTAL_MIB)
+    parser.add_argument("--in-flight", type=int, default=1, help="the option nccl_in_flight")
     args = parser.parse_args(argv)
     sizes, total = [each << 10 for each in args.sizes_kib], args.total_mib << 20
     raw: dict[int, list[float]] = {}
     if args.link == "nccl":
         raw = raw_rates(sizes, total, REPEAT)  # needs a GPU
-    rows = push_rows(args.link, tuple(args.devices), sizes, total, REPEAT)
+    rows = push_rows(args.link, tuple(args.devices), sizes, total, REPEAT, args.in_flight)
     for row in rows:
         row["raw"] = raw.get(row["bytes"], [])
         print(row, flush=True)
     data = {"link": args.link, "devices": args.devices, "total": total, "rows": rows}
+    data["in_flight"] = args.in_flight
     data["mps"] = mps_runs(pipe_directory())
     args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return 0
