@@ -58,6 +58,10 @@ class BusyEnds:
     def contended(self) -> bool:
         return bool(self._waiting)
 
+    def others(self, end: object) -> bool:
+        """Whether another end is inside, or has asked."""
+        return self.contended or len(self._inside) > (end in self._inside)
+
     def enter(self, end: object) -> bool:
         """This end has something on the device from now on. Always True."""
         self._waiting.pop(end, None)
@@ -89,7 +93,8 @@ class NcclContext:
     in_flight: int = 1
     """Operations of a link that are launched and unfinished, at most; one more is announced. A second one
     waits in its stream for the first, at the head of a hardware queue that other streams of the process may
-    share, the model's too (docs/design.md, "The NCCL link")."""
+    share, the model's too (docs/design.md, "The NCCL link"): so it is launched only by an end that `alone`
+    is busy."""
     times: list[tuple[float, ...]] | None = None
     """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
     NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
@@ -99,6 +104,10 @@ class NcclContext:
 
     def __post_init__(self) -> None:
         self.busy_sends = self.busy
+
+    def alone(self, end: object) -> bool:
+        """Whether no other end has something on the device, or waits to have."""
+        return not (self.busy.others(end) or self.busy_sends.others(end))
 
     def carry_both_ways(self) -> None:
         """Half of the busy ends send, and half receive. A send that is launched waits for the peer's receive,

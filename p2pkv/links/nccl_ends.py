@@ -63,8 +63,8 @@ class NcclEnd(GuardedEnd):
     An operation is launched on the end's own stream, and only when nothing on the device is before it: what
     the owner thread had queued on its *current* stream before `commit`, or `post`, is done, and so are the
     end's earlier operations. So none of them waits at the head of a hardware queue. With `in_flight` above 1
-    all of that may be under way, and the device keeps the order. A receive is done only
-    when its bytes are there, so what is queued afterwards, on any stream, reads them.
+    an end that is busy alone may launch with all of that under way: the device keeps the order. A receive is
+    done only when its bytes are there, so what is queued afterwards, on any stream, reads them.
 
     With `announced` an operation is launched only once `launch` was called for it. Only ends with something
     launched count as busy then; otherwise all that have an operation.
@@ -181,6 +181,11 @@ class NcclEnd(GuardedEnd):
     def _on_device(self) -> int:
         return len(self._flying) + (self._launching is not None)
 
+    @property
+    def _most(self) -> int:
+        """Operations that this end may have on the device now."""
+        return self.shared.in_flight if self.shared.in_flight == 1 or self.shared.alone(self) else 1
+
     def _comm(self) -> Comm | None:
         try:
             return self._opening.comm()
@@ -214,11 +219,7 @@ class NcclEnd(GuardedEnd):
 
     def _launch(self, comm: Comm) -> bool:
         """Launch the next operation, if it may be; whether it was."""
-        if (
-            self._on_device >= self.shared.in_flight
-            or not self._queue
-            or not self._may_launch(self._queue[0])
-        ):
+        if self._on_device >= self._most or not self._queue or not self._may_launch(self._queue[0]):
             return False
         operation = self._queue.popleft()
         self._launchable -= self._announced
@@ -226,9 +227,7 @@ class NcclEnd(GuardedEnd):
         self._time(operation)
         with self._calling:
             self.guard.check()
-            self._opening.queue(
-                comm, operation.buffer, operation.after if self.shared.in_flight > 1 else None
-            )
+            self._opening.queue(comm, operation.buffer, operation.after if self._most > 1 else None)
         self._time(operation)
         if self.shared.nccl.blocking:
             self._record(operation)
@@ -246,9 +245,7 @@ class NcclEnd(GuardedEnd):
         """Whether the operation may be launched as far as this device is concerned: it is wanted, and what it
         stands behind is done, or is waited for on the device, where only this device's own copies come before
         it."""
-        if self.shared.in_flight > 1:
-            return operation.after is not None
-        return self._reached(operation.after)
+        return operation.after is not None if self._most > 1 else self._reached(operation.after)
 
     def _record(self, operation: Operation) -> None:
         # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
@@ -377,7 +374,7 @@ class NcclOutbound(NcclEnd, GuardedOutbound):
         pending = self._on_device + number
         if pending == 0:
             return self._busy.turn_of(self)
-        return pending <= self.shared.in_flight and not self._busy.contended
+        return pending <= self._most and not self._busy.contended
 
     def launch(self) -> None:
         self.announce()

@@ -101,11 +101,18 @@ class Mesh:
         announced: bool = True,
         processors: int = 132,
         sides: tuple[int, int] = (2, 2),
+        in_flight: int = 1,
     ) -> None:
         self.gpus = [[SimulatedGpu(queues, processors) for _ in range(side)] for side in sides]
         self.ranks: list[list[NcclLinks]] = [
             [
-                nccl_links(blocking=blocking, gpu=gpu, announced=announced, processors=processors)
+                nccl_links(
+                    blocking=blocking,
+                    gpu=gpu,
+                    announced=announced,
+                    processors=processors,
+                    in_flight=in_flight,
+                )
                 for gpu in gpus
             ]
             for gpus in self.gpus
@@ -363,3 +370,19 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
     assert first.said == ANNOUNCED, "the other's turn"
     wait_for(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
                first.arrived == second.arrived == AHEAD)  # fmt: skip
+
+
+def test_a_link_launches_ahead_only_while_it_is_busy_alone(blocking: bool) -> None:
+    mesh = Mesh(blocking, queues=8, sides=(1, 2), in_flight=2)
+    first, second = mesh.lines.values()
+    (gpu,) = mesh.gpus[0]
+    mesh.grant()
+    for line in (first, second):
+        while line.decide():
+            pass
+    wait_for(lambda: first.turn_of_p() or gpu.launched == 2)
+    wait_for(lambda: second.turn_of_p() or gpu.launched == 3)
+    for line in (first, second) * 10:
+        line.turn_of_p()
+    assert gpu.launched == 3
+    mesh.deliver(AHEAD)

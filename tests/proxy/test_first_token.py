@@ -237,7 +237,7 @@ async def pair_of(
                 first_token=2,
                 ahead_tokens=ahead_tokens,
                 context=CONTEXT,
-                behaviour=engine_of(engine) if ahead_tokens else behind_p(deployment, engine_of(engine)),
+                behaviour=behind_p(deployment, engine_of(engine)),
             )
         await deployment.ready(1, decode)
         await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
@@ -261,14 +261,12 @@ def reasons(deployment: Deployment) -> dict[str, int]:
 USAGE = {"stream_options": {"include_usage": True}}
 
 
-@pytest.fixture(params=[True, False], ids=["D asked behind P", "D asked at once"])
-def room(request: pytest.FixtureRequest) -> int:
-    """`ahead_tokens` of D."""
-    return request.param << 16
+BEHIND_P = [("sequential", True), ("sequential", False), ("concurrent", False)]
+"""Dispatch, and whether the request is greedy, with which D is asked for the rest."""
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("dispatch", "greedy"), BEHIND_P)
 async def test_d_is_asked_for_the_rest(path: str, greedy: bool, dispatch: Dispatch) -> None:
     body = body_of(path, max_tokens=12, **USAGE) | ({"temperature": 0} if greedy else {})
     engine = salt_where(None, body, path)
@@ -340,10 +338,10 @@ async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:
         assert release.body[PARAMS] == {"first_token": "released"} and len(release.body["prompt"]) == 1
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("dispatch", "greedy"), BEHIND_P)
 @pytest.mark.parametrize("why", ["half a character", "may begin a stop string"])
-async def test_d_draws_the_token_that_is_not_handed_on(why: str, sampled: bool, dispatch: Dispatch) -> None:
-    body = body_of(COMPLETIONS, max_tokens=9) | ({} if sampled else {"temperature": 0})
+async def test_d_draws_the_token_that_is_not_handed_on(why: str, greedy: bool, dispatch: Dispatch) -> None:
+    body = body_of(COMPLETIONS, max_tokens=9) | ({"temperature": 0} if greedy else {})
     engine = salt_where(FIRST_HALF if why.startswith("half") else None, body)
     if why.startswith("may"):
         body["stop"] = [answer(engine, body | {"max_tokens": 1}).text[-1] + "never"]
@@ -351,7 +349,7 @@ async def test_d_draws_the_token_that_is_not_handed_on(why: str, sampled: bool, 
         assert same(await ask(deployment, body), answer(engine, body))
         (first,), (whole,) = deployment.p.requests, deployment.d.requests
         assert PARAMS not in whole.body and whole.body["prompt"] == "hi" and whole.body["max_tokens"] == 9
-        assert ("seed" in whole.body) == sampled and whole.body.get("seed") == first.body.get("seed")
+        assert ("seed" in whole.body) != greedy and whole.body.get("seed") == first.body.get("seed")
         assert reasons(deployment) == {"token": 1} and not deployment.proxy.counters.first_tokens
 
 
@@ -440,11 +438,12 @@ async def test_a_d_whose_room_is_taken_is_asked_at_once() -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_d_without_room_repeats_the_token_of_a_greedy_answer(path: str) -> None:
-    """P and D are asked at once, and the client does not wait for D."""
+@pytest.mark.parametrize("room", [0, 1 << 16])
+async def test_a_d_that_is_asked_at_once_repeats_the_token_of_a_greedy_answer(path: str, room: int) -> None:
+    """Whether it has room or not, and the client does not wait for it."""
     body = body_of(path, max_tokens=12, temperature=0, **USAGE)
     engine, release = salt_where(None, body, path), asyncio.Event()
-    async with pair_of(engine, ahead_tokens=0) as deployment:
+    async with pair_of(engine, ahead_tokens=room) as deployment:
         deployment.d.behaviour = chosen(
             lambda seen: stream_of(release, *engine.events(seen.path, seen.body, seen.request_id))
         )
@@ -475,7 +474,7 @@ def in_turn(deployment: Deployment, *behaviours: Behaviour) -> None:
 
 async def test_a_d_that_draws_another_first_token_goes_on_behind_ps() -> None:
     engine, token, other = differing()
-    async with pair_of(engine, ahead_tokens=0) as deployment:
+    async with pair_of(engine) as deployment:
         deployment.d.behaviour = behind_p(deployment, engine_of(other))
         got = await ask(deployment, GREEDY)
         whole, rest = deployment.d.requests
@@ -497,7 +496,7 @@ LOST = {
 @pytest.mark.parametrize("how", LOST)
 async def test_a_d_that_is_lost_behind_a_token_that_it_drew_otherwise(how: str, others: int) -> None:
     engine, _, other = differing()
-    async with pair_of(engine, 1 + others, ahead_tokens=0) as deployment:
+    async with pair_of(engine, 1 + others) as deployment:
         in_turn(deployment, engine_of(other), LOST[how], engine_of(engine))
         got = await ask(deployment, GREEDY)
         assert same(got, answer(engine, GREEDY)) if others else got.error is not None
@@ -505,7 +504,7 @@ async def test_a_d_that_is_lost_behind_a_token_that_it_drew_otherwise(how: str, 
 
 async def test_the_proxy_stops_while_d_goes_on_behind_ps_token() -> None:
     engine, _, other = differing()
-    async with pair_of(engine, ahead_tokens=0) as deployment:
+    async with pair_of(engine) as deployment:
         in_turn(deployment, engine_of(other), never_a_token)
         async with await deployment.post(GREEDY) as response:
             await eventually(lambda: len(deployment.d.requests) == 2)
@@ -515,14 +514,14 @@ async def test_the_proxy_stops_while_d_goes_on_behind_ps_token() -> None:
 
 async def test_a_first_token_comes_from_p_at_the_second_try() -> None:
     engine, first = salt_where(None, GREEDY), [never_a_token]
-    async with pair_of(engine, 2, ahead_tokens=0) as deployment:
+    async with pair_of(engine, 2) as deployment:
         deployment.p.behaviour = chosen(lambda _: first.pop() if first else engine_of(engine))
         take_turns(deployment.decodes, stream_of(die), behind_p(deployment, engine_of(engine)))
         assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
         assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
 
 
-async def test_ps_count_of_cached_tokens_may_come_with_its_token(room: int) -> None:
+async def test_ps_count_of_cached_tokens_may_come_with_its_token(dispatch: Dispatch) -> None:
     body = GREEDY | USAGE
     engine = salt_where(None, body)
 
@@ -534,14 +533,14 @@ async def test_ps_count_of_cached_tokens_may_come_with_its_token(room: int) -> N
             )
         )
 
-    async with pair_of(engine, ahead_tokens=room) as deployment:
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         deployment.p.behaviour, deployment.d.behaviour = counted(7), behind_p(deployment, counted(99))
         async with await deployment.post(body) as response:
             assert b'"cached_tokens":7' in await response.read()
 
 
 @pytest.mark.parametrize("how", [forever, die])
-async def test_a_p_that_hangs_or_dies_behind_the_last_token(how: Any, room: int) -> None:
+async def test_a_p_that_hangs_or_dies_behind_the_last_token(how: Any, dispatch: Dispatch) -> None:
     body = GREEDY | USAGE
     engine = salt_where(END_OF_TEXT, body)
 
@@ -549,14 +548,14 @@ async def test_a_p_that_hangs_or_dies_behind_the_last_token(how: Any, room: int)
         first, rest, *_ = engine.events(seen.path, seen.body, seen.request_id)
         return stream_of(first + rest[:40], how)
 
-    async with pair_of(engine, ahead_tokens=room) as deployment:
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         deployment.p.behaviour, deployment.d.behaviour = chosen(ends), never_a_token
         assert same(await ask(deployment, body), answer(engine, body))
 
 
 async def test_a_first_token_that_is_late_is_a_504() -> None:
     limits = Limits(first_token_seconds=0.3, retries=0, alone_share=0.0)
-    async with pair_of(Engine(Model(1)), ahead_tokens=0, limits=limits) as deployment:
+    async with pair_of(Engine(Model(1)), limits=limits) as deployment:
         deployment.p.behaviour = deployment.d.behaviour = never_a_token
         async with await deployment.post(GREEDY) as response:
             assert response.status == 504
@@ -567,7 +566,7 @@ async def test_a_token_that_d_asked_at_once_does_not_go_behind(why: str) -> None
     """The end is the client's at once, and D is left; half a character comes with D's other half."""
     ends = why == "end of text"
     engine = salt_where(END_OF_TEXT if ends else FIRST_HALF, GREEDY)
-    async with pair_of(engine, ahead_tokens=0) as deployment:
+    async with pair_of(engine) as deployment:
         if ends:
             deployment.d.behaviour = never_a_token
         assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
@@ -579,7 +578,7 @@ async def test_a_token_that_d_asked_at_once_does_not_go_behind(why: str) -> None
 
 async def test_a_d_that_is_there_before_p() -> None:
     engine, release = salt_where(None, GREEDY), asyncio.Event()
-    async with pair_of(engine, ahead_tokens=0) as deployment:
+    async with pair_of(engine) as deployment:
         events = chosen(
             lambda seen: stream_of(release, *engine.events(seen.path, seen.body, seen.request_id))
         )
@@ -597,7 +596,8 @@ async def test_instances_that_take_no_seeds_share_no_sampled_answer(greedy: bool
     engine = salt_where(None, body)
     async with deployed("concurrent") as deployment:
         await deployment.add("P", first_token=2, behaviour=engine_of(engine), seeds=False)
-        await deployment.add("D", first_token=2, context=CONTEXT, behaviour=engine_of(engine))
+        behaviour = behind_p(deployment, engine_of(engine))
+        await deployment.add("D", first_token=2, context=CONTEXT, behaviour=behaviour)
         await deployment.ready(1, 1)
         await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
         assert same(await ask(deployment, body), answer(engine, body))
@@ -694,6 +694,7 @@ async def test_limits_that_leave_all_to_d(limits: Limits, why: dict[str, int]) -
     body = body_of(COMPLETIONS, max_tokens=9)
     engine = salt_where(None, body)
     async with pair_of(engine, limits=limits) as deployment:
+        deployment.d.behaviour = engine_of(engine)
         assert same(await ask(deployment, body), answer(engine, body))
         assert not deployment.proxy.counters.first_tokens and reasons(deployment) == why
 
@@ -704,7 +705,7 @@ BODY = GREEDY
 
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])
-async def test_a_p_that_fails_before_its_token(how: str, room: int) -> None:
+async def test_a_p_that_fails_before_its_token(how: str, dispatch: Dispatch) -> None:
     """Nothing has gone to the client, and a D takes the request alone."""
     engine = salt_where(None, BODY)
     error = b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n'
@@ -714,28 +715,28 @@ async def test_a_p_that_fails_before_its_token(how: str, room: int) -> None:
         "an error": stream_of(error, DONE),
         "no event": stream_of(b'data: {"id":"x","choices":[{"index":0,"text":"a"}]}\n\n', DONE),
     }
-    async with pair_of(engine, ahead_tokens=room) as deployment:
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         deployment.p.behaviour = failing[how]
         assert same(await ask(deployment, BODY), answer(engine, BODY))
         assert reasons(deployment) == {"failed": 1}
         assert deployment.d.requests[-1].body["prompt"] == "hi"
 
 
-async def test_a_p_that_dies_after_its_token_is_not_noticed(room: int) -> None:
+async def test_a_p_that_dies_after_its_token_is_not_noticed(dispatch: Dispatch) -> None:
     engine = salt_where(None, BODY)
 
     def dies_behind(seen: Seen) -> Behaviour:
         events = list(engine.events(seen.path, seen.body, seen.request_id))
         return stream_of(events[0], die)
 
-    async with pair_of(engine, ahead_tokens=room) as deployment:
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         deployment.p.behaviour = chosen(dies_behind)
         assert same(await ask(deployment, BODY), answer(engine, BODY))
         assert deployment.proxy.counters.first_tokens == 1
 
 
 @pytest.mark.parametrize("how", [*LOST, "in the middle"])
-async def test_a_d_that_is_lost_behind_ps_token(how: str, room: int) -> None:
+async def test_a_d_that_is_lost_behind_ps_token(how: str, dispatch: Dispatch) -> None:
     """Another one goes on from there, as with any stream that has begun."""
     engine = salt_where(None, BODY)
 
@@ -743,18 +744,17 @@ async def test_a_d_that_is_lost_behind_ps_token(how: str, room: int) -> None:
         return stream_of(*list(engine.events(seen.path, seen.body, seen.request_id))[:3], die)
 
     losing = LOST | {"in the middle": chosen(loses)}
-    async with pair_of(engine, 2, ahead_tokens=room) as deployment:
-        lost = losing[how] if room else behind_p(deployment, losing[how])
-        take_turns(deployment.decodes, lost, engine_of(engine))
+    async with pair_of(engine, 2, dispatch=dispatch) as deployment:
+        in_turn(deployment, losing[how], engine_of(engine))
         assert same(await ask(deployment, BODY), answer(engine, BODY))
         assert asked(deployment.decodes) == [1, 1]
         assert deployment.proxy.counters.resumed == 1 and deployment.proxy.counters.first_tokens == 1
         assert len(deployment.p.requests) == 2, "P computes it again for the other D"
 
 
-async def test_a_client_that_leaves_behind_ps_token(room: int) -> None:
+async def test_a_client_that_leaves_behind_ps_token(dispatch: Dispatch) -> None:
     engine = salt_where(None, BODY)
-    async with pair_of(engine, ahead_tokens=room) as deployment:
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         deployment.d.behaviour = never_a_token
         response = await deployment.post(BODY)
         await eventually(lambda: deployment.d.requests != [])
@@ -762,9 +762,9 @@ async def test_a_client_that_leaves_behind_ps_token(room: int) -> None:
         await eventually(lambda: deployment.d.requests[0].aborted)
 
 
-async def test_a_drain_behind_ps_token_moves_what_d_has_not_begun(room: int) -> None:
+async def test_a_drain_behind_ps_token_moves_what_d_has_not_begun(dispatch: Dispatch) -> None:
     engine = salt_where(None, BODY)
-    async with pair_of(engine, 2, ahead_tokens=room) as deployment:
+    async with pair_of(engine, 2, dispatch=dispatch) as deployment:
         take_turns(deployment.decodes, stream_of(b": waiting\n\n", forever), engine_of(engine))
         asking = asyncio.create_task(ask(deployment, BODY))
         await eventually(lambda: sum(asked(deployment.decodes)) == 1)

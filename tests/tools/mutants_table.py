@@ -502,9 +502,12 @@ PollTimer.pause: a link is looked at late once an operation has waited for its p
 ~ min(self._took, default=0.0) => max(self._took, default=0.0)
 == p2pkv/links/nccl_ends.py > tests/links/test_nccl_queues.py
 NcclEnd._launch: a link launches a second operation behind an unfinished one
-~ self._on_device >= self.shared.in_flight => self._on_device > self.shared.in_flight
+~ self._on_device >= self._most => self._on_device > self._most
 NcclEnd._may_launch: D launches a receive that P has not announced
 ~ self._launchable > 0 and =>
+== p2pkv/links/nccl_communicator.py > tests/links/test_nccl_queues.py
+NcclContext.alone: two links launch operations behind unfinished ones
+~ not (self.busy.others(end) or self.busy_sends.others(end)) => True
 == p2pkv/kv/kernels.cu > tests/kv/test_nvrtc.py
 : what a thread of a kernel loads goes through local memory
 ~ = some[i]; => = some[(i + rows) % P2PKV_TOGETHER];
