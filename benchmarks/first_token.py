@@ -1,7 +1,7 @@
 """How much later the pair's first token comes than one server's, and the second after it.
 
     python benchmarks/first_token.py OUT.json [--rounds 25] [--lengths 16,64,512] [--stamps FOLDER]
-                                     [--load SECONDS] [--pool] [--geometry-8b] [--nap] [--at-once]
+                                     [--load SECONDS] [--pool] [--geometry-8b] [--nap] [--behind]
 
 A P, a D, a single server with the demo's tiny Llama on this machine, and two proxies. Each round asks, in an
 order of its own, the single server; the pair, where P's token goes to the client; and the pair by the proxy
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--pool", action="store_true", help="both engines have both roles, --placement auto")
     parser.add_argument("--geometry-8b", action="store_true", help="128 KiB of KV a token, as Llama-8B has")
     parser.add_argument("--nap", action="store_true", help="P and D with `spin: false`")
-    parser.add_argument("--at-once", action="store_true", help="D has no `prefetch_bytes`: asked beside P")
+    parser.add_argument("--behind", action="store_true", help="D has room, and is asked behind P")
     args = parser.parse_args()
     stamps: Path | None = args.stamps
     lengths = [int(each) for each in args.lengths.split(",")]
@@ -97,11 +97,12 @@ def main() -> None:
             ProxyServer(
                 log_path=logs / f"{first}.log",
                 extra_args=[*placed, "--first-token", first, "--discovery", f"{host}:{port}"],
+                dispatch="sequential" if args.behind else "concurrent",
                 env=env(f"proxy-{first}"),
             )
             for first, host in (("prefill", "127.0.0.2"), ("decode", "127.0.0.3"))
         ]
-        extra = {"prefetch_bytes": 0 if args.at_once else room_mib << 20, "spin": not args.nap}
+        extra = {"prefetch_bytes": room_mib << 20 if args.behind else 0, "spin": not args.nap}
         room = {"extra_config": extra, "load_failure_policy": "recompute"}
 
         def server(name: str, **more: Any) -> VllmServer:
