@@ -540,7 +540,10 @@ async def test_ps_count_of_cached_tokens_may_come_with_its_token(dispatch: Dispa
 
 
 @pytest.mark.parametrize("how", [forever, die])
-async def test_a_p_that_hangs_or_dies_behind_the_last_token(how: Any, dispatch: Dispatch) -> None:
+async def test_a_p_that_hangs_or_dies_behind_the_last_token(
+    how: Any, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
     body = GREEDY | USAGE
     engine = salt_where(END_OF_TEXT, body)
 
