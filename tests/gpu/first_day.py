@@ -104,6 +104,11 @@ def steps(out: Path) -> list[Step]:
         command = (*tests, "tests/gpu/test_servers.py", "-k", setting)
         return Step(name, what, command, gpus, 240.0 * gpus, boxes=boxes, quiet=gpus > 1)
 
+    def model(name: str, what: str) -> Step:
+        command = (*tests, "tests/gpu/test_models.py", "-k", f"one-gpu-{name}")
+        box = f"{what}: a P and a D of vLLM on one card answer as a single server, and all checksums agree"
+        return Step(f"model, {name}", f"vLLM, {what}", command, 1, 240.0, boxes=(box,), quiet=False)
+
     def pushes(name: str, what: str, chosen: str, gpus: int, *boxes: str, also: Sequence[str] = ()) -> Step:
         command = (*tests, "tests/gpu/test_push.py", *also, "-k", chosen)
         return Step(name, what, command, gpus, 240.0, wheels, boxes=boxes, quiet=gpus > 1)
@@ -186,6 +191,7 @@ def steps(out: Path) -> list[Step]:
             1,
             "with CUDA graphs on one card the answers are right",
         ),
+        *(model(name, what) for name, what in MODELS.items()),
         table("nccl", "a push over NCCL beside NCCL alone, on one card (table below)"),
         tokens("first tokens", "0", "0", 1),
         table("ipc", "a push over link: ipc beside a plain copy, on one card (table below)"),
@@ -271,6 +277,19 @@ def steps(out: Path) -> list[Step]:
     ]
 
 
+MODELS = {
+    "mla": "MLA with vLLM's own choice of kernels",
+    "triton-mla": "MLA with Triton's kernels",
+    "window": "sliding windows beside full attention",
+    "recurrent": "states of gated delta nets beside attention",
+    "mamba": "states of Mamba-2 beside attention",
+    "sinks": "attention sinks, experts and windows",
+    "fp8": "KV in fp8",
+    "runner1": "the V1 model runner",
+    "blocks": "D's blocks twice as large as P's",
+}
+"""What the settings of test_models.py show."""
+
 STOP_SECONDS = 90.0
 BENCH = "bench.json"
 BENCH_IPC = "bench_ipc.json"
@@ -278,7 +297,7 @@ PUSHES = {"nccl": "pushes_nccl.json", "ipc": "pushes_ipc.json"}
 TOKENS = {1: "first_tokens.json", 2: "first_tokens_two_cards.json"}
 """By the number of cards."""
 
-MINUTES = {1: 8.0, 2: 30.0}
+MINUTES = {1: 10.0, 2: 30.0}
 """What it takes by default, with so many cards or fewer."""
 
 AT_ONCE = max(2, (os.cpu_count() or 2) // 2)
@@ -513,7 +532,7 @@ def _written(path: Path) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--minutes", type=float, help="it ends by itself within this time; by default 8, with two cards 30"
+        "--minutes", type=float, help="it ends by itself within this time; by default 10, with two cards 30"
     )
     parser.add_argument(
         "--mps", action="store_true", help="start CUDA MPS for this time, which two processes on a card need"

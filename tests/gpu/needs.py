@@ -25,6 +25,7 @@ FILES = {
     "test_push.py": ("msgspec", "zmq"),
     "test_bench_gpu.py": ("msgspec", "zmq"),
     "test_servers.py": ("msgspec", "zmq"),
+    "test_models.py": ("msgspec", "zmq"),
     "test_first_day_steps.py": ("msgspec", "zmq"),
 }
 """The modules of WHEELS that a file imports, itself or by what it imports."""

@@ -7,80 +7,24 @@ answers show that the blocks are used. Answers in bfloat16 may part where two to
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from gpu.figures import figure
+from gpu.servers import NAME, Servers, setting, started
 
-from p2pkv.control.endpoint import inspect
 from p2pkv.demo import answers, client
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
-from p2pkv.demo.tiny_model import TinyLlama, ensure_model
-from p2pkv.pairing import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.servers, pytest.mark.timeout(600)]
 
-NAME = "tiny"
 LENGTHS = (1, 15, 16, 17, 300, 1500)
 LOAD_PROMPTS = 8
 LOAD_TOKENS = 1200
 STREAM_TOKENS = 300
-LEASE_SECONDS = 5
-ARGUMENTS = (
-    *("--served-model-name", NAME, "--max-model-len", "2048"),
-    *("--max-num-batched-tokens", "512", "--enable-prefix-caching"),
-)
-BF16_TIE = 0.25
-"""Log-probabilities of two tokens that are nearer than that may change places: the logits of a small model
-lie at some 16, where two neighbours of bfloat16 are 0.06 apart."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the servers run with.
-
-    Attributes:
-        p, d: CUDA_VISIBLE_DEVICES of each; "" on a CPU.
-        graphs: vLLM's cudagraph_mode; "" means --enforce-eager.
-        link: what carries KV between GPUs.
-    """
-
-    name: str
-    p: str
-    d: str
-    tp: int = 1
-    graphs: str = ""
-    link: str = "nccl"
-
-    @property
-    def gpu(self) -> bool:
-        return bool(self.p)
-
-    def arguments(self) -> tuple[str, ...]:
-        given = [*ARGUMENTS, "--dtype", "bfloat16" if self.gpu else "float32"]
-        given += ["--block-size", "16" if self.gpu else "32"]
-        given += ["--tensor-parallel-size", str(self.tp)]
-        if self.gpu:
-            # Not a share of the card: vLLM would take what another server has there for its own. It checks at
-            # its start that the share is free all the same, so a small one.
-            given += ["--kv-cache-memory-bytes", str(512 << 20)]  # needs a GPU
-            given += ["--gpu-memory-utilization", "0.05"]  # needs a GPU
-        if self.graphs:
-            given += ["--compilation-config", f'{{"cudagraph_mode": "{self.graphs}"}}']  # needs a GPU
-        return tuple(given)
-
-
-def setting(name: str, *marks: Any, **how: Any) -> Any:
-    return pytest.param(Setting(name, **how), id=name, marks=marks)
-
 
 SETTINGS = [
     setting("cpu", pytest.mark.long, p="", d=""),
@@ -95,72 +39,10 @@ SETTINGS = [
 ]
 
 
-@dataclass(frozen=True)
-class Servers:
-    """A pair behind a proxy, and a server that does all by itself."""
-
-    setting: Setting
-    vocab: int
-    proxy: ProxyServer
-    p: VllmServer
-    d: VllmServer
-    single: VllmServer
-
-    def prompt(self, seed: str, length: int) -> list[int]:
-        draw = random.Random(seed)
-        return [draw.randrange(300, self.vocab) for _ in range(length)]
-
-    def counters(self, rank: int = 0) -> Mapping[str, Any]:
-        """Once no load is under way: a prompt of one token may be answered before its transfer has ended."""
-        address = Address.parse(self.d.zmq_address).shifted(rank)
-        wait_until(lambda: not int(inspect(address)["loads"]), "the end of D's loads")
-        return inspect(address)
-
-    def differs(self, expected: answers.Answer, got: answers.Answer) -> str | None:
-        return answers.difference(expected, got, BF16_TIE if self.setting.gpu else answers.TIE)
-
-
 @pytest.fixture(scope="module", params=SETTINGS)
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Started together: with --kv-cache-memory-bytes none takes another's memory for its own."""
-    chosen: Setting = request.param
-    # FlashAttention takes head sizes from 64 on in all its versions.
-    shape = TinyLlama(dtype="bfloat16", head_dim=64) if chosen.gpu else TinyLlama()
-    model = ensure_model(shape, tmp_path_factory.mktemp("models"))
-    logs = tmp_path_factory.mktemp("logs")
-    proxy = ProxyServer(log_path=logs / "proxy.log")
-    settings = {
-        "link": chosen.link if chosen.gpu else "host",
-        "staging_bytes": 64 << 20,
-        "lease_seconds": LEASE_SECONDS,
-        "verify": True,
-    }
-
-    def server(name: str, cards: str, **options: Any) -> VllmServer:
-        environment = {"CUDA_VISIBLE_DEVICES": cards}
-        if chosen.tp > 1:  # vLLM's communicator is NCCL's first one, and so decides for p2pkv's
-            environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # needs a GPU
-        return VllmServer(
-            model,
-            extra_args=chosen.arguments(),
-            env=environment if cards else {},
-            eager=not chosen.graphs,
-            name=name,
-            log_path=logs / f"{name}.log",
-            **options,
-        )
-
-    paired = {"proxy": proxy.discovery, "extra_config": settings, "ranks": chosen.tp}
-    recompute = {"load_failure_policy": "recompute"}
-    with ExitStack() as stack:
-        p = server("P", chosen.p, role="P", **paired)
-        d = server("D", chosen.d, role="D", **paired, **recompute)
-        single = server("single", chosen.p)
-        for each in (proxy, p, d, single):
-            stack.enter_context(each)
-        for each in (p, d, single, proxy):
-            each.wait_ready()
-        yield Servers(chosen, shape.vocab, proxy, p, d, single)
+    with started(request.param, tmp_path_factory.mktemp("servers")) as running:
+        yield running
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -47,7 +47,7 @@ def test_without_pytest_nothing_is_run(tmp_path: Path) -> None:
 def test_each_file_runs_or_says_what_it_lacks(python: Path) -> None:
     done = run("make", "gpu-test", f"GPU_PYTHON={python}")
     assert done.returncode == 0, done.stdout + done.stderr
-    files = "test_push.py, test_bench_gpu.py, test_servers.py, test_first_day_steps.py"
+    files = "test_push.py, test_bench_gpu.py, test_servers.py, test_models.py, test_first_day_steps.py"
     assert f"msgspec and pyzmq missing: {files} will be" in done.stdout
     assert "-d wheels msgspec pyzmq\n" in done.stdout
     skipped = re.findall(r"^SKIPPED \[\d+\] \S+ (.+)$", done.stdout, re.M)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from p2pkv.demo.tiny_model import TinyModel, write_tokenizer
 
@@ -309,6 +308,8 @@ class TinyQwen(TinyRandom):
     def write(self, directory: Path) -> None:
         super().write(directory)
         if self.mtp:
+            from safetensors.torch import load_file, save_file
+
             file = directory / "model.safetensors"
             weights = load_file(file)
             save_file({**weights, **dict(self._module(weights))}, file, metadata={"format": "pt"})
