@@ -20,7 +20,7 @@ from p2pkv.pairing import Address
 
 NAME = "tiny"
 LEASE_SECONDS = 5
-START_SECONDS = 150.0
+START_SECONDS = 200.0
 CPU_START_SECONDS = 300.0
 LOG_LINES = 60
 """Of each server that has ended, or of all, in the text of what went wrong."""
