@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -76,7 +76,7 @@ class Scale:
 
 
 ON_A_GPU = Scale(
-    (64, 512, 2048, 8192, 16384), 5, 200, 8192, 5,
+    (64, 512, 2048, 8192, 16384), 11, 200, 8192, 5,
     (
         *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "20000"),
         *("--max-num-batched-tokens", "8192", "--kv-cache-memory-bytes", str(1800 << 20)),
@@ -162,6 +162,10 @@ class Prompts:
     def make(self, length: int) -> list[int]:
         return [self._draw.randrange(300, self._vocab) for _ in range(length)]
 
+    def shuffled(self, names: Iterable[str]) -> list[str]:
+        several = list(names)
+        return self._draw.sample(several, len(several))
+
 
 def ask(
     system: System, prompt: list[int], tokens: int, at: Callable[[int], None] = lambda event: None
@@ -185,16 +189,14 @@ def first_tokens(all_of_them: Mapping[str, System], prompts: Prompts, scale: Sca
     for length in scale.lengths:
         row = times[str(length)] = {}
         for turn in range(scale.rounds + 1):
-            prompt, expected = prompts.make(length), ""
-            for name, system in all_of_them.items():
-                came, text = ask(system, prompt, ANSWER_TOKENS)
-                if name == SINGLE:
-                    expected = text
-                else:
-                    total, wrong = total + 1, wrong + (text != expected)
+            prompt, texts = prompts.make(length), {}
+            for name in prompts.shuffled(all_of_them):  # none always comes behind the same one
+                came, texts[name] = ask(all_of_them[name], prompt, ANSWER_TOKENS)
                 if turn:  # the first one only warms up
                     row.setdefault(name, []).append(came[0])
                     row.setdefault(f"{name}_2nd", []).append(came[1] - came[0])
+            total += len(texts) - 1
+            wrong += sum(each != texts[SINGLE] for each in texts.values())
         said = ", ".join(f"{name} {statistics.median(each) * 1e3:.1f}" for name, each in row.items())
         print(f"{length} tokens, ms: {said}", flush=True)
     return {"ttft": times, "wrong": [wrong, total]}

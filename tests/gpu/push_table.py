@@ -30,6 +30,8 @@ from p2pkv.links.shared_gpu import mps_runs, pipe_directory  # noqa: E402
 SIZES_KIB = (64, 1024, 4096, 8192, 16384, 65536)
 TOTAL_MIB = 512
 REPEAT = 3
+SHORT_KIB = (1024, 16384)
+SHORT_REPEAT = 25
 SMALL = 1 << 20
 """A message below it is measured once: a prompt is thousands of them."""
 
@@ -97,12 +99,25 @@ def push_rows(
         return rows
 
 
+def short_prompts(
+    link: str, devices: tuple[str, str], sizes: Sequence[int], repeat: int, in_flight: int = 1
+) -> dict[int, list[float]]:
+    """By bytes of a prompt that is one message: seconds from D's question until it is loaded."""
+    found = {}
+    for size in sizes:
+        with messages(link, devices, [size], size, in_flight=in_flight) as both:
+            both.push(size)
+            found[size] = [size / both.push(size) for _ in range(repeat)]
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--link", required=True, choices=["nccl", "ipc", "host"])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--devices", nargs=2, metavar=("P", "D"), default=["cuda:0", "cuda:0"])
     parser.add_argument("--sizes-kib", type=int, nargs="+", default=SIZES_KIB)
+    parser.add_argument("--short-kib", type=int, nargs="+", default=SHORT_KIB)
     parser.add_argument("--total-mib", type=int, default=TOTAL_MIB)
     parser.add_argument("--in-flight", type=int, default=1, help="the option nccl_in_flight")
     args = parser.parse_args(argv)
@@ -115,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["raw"] = raw.get(row["bytes"], [])
         print(row, flush=True)
     data = {"link": args.link, "devices": args.devices, "total": total, "rows": rows}
+    short = [each << 10 for each in args.short_kib]
+    data["short"] = short_prompts(args.link, tuple(args.devices), short, SHORT_REPEAT, args.in_flight)
     data["in_flight"] = args.in_flight
     data["mps"] = mps_runs(pipe_directory())
     args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

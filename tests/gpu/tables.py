@@ -15,7 +15,10 @@ def push_blocks(measured: Sequence[Mapping[str, Any]]) -> list[Block]:
     """Of what `push_table.py` wrote, once for each link: GB/s, a column for each size of message."""
     rows: list[list[str]] = []
     head = [""]
+    short = []
     for each in measured:
+        times = (f"{_size(int(size))} {_ms(statistics.median(took))}" for size, took in each["short"].items())
+        short.append(f"{each['link']}: {', '.join(times)}")
         head = ["", *(_size(row["bytes"]) for row in each["rows"])]
         rates = {
             kind: [_rate(row[kind]) for row in each["rows"]] for kind in ("copy", "gather", "raw", "push")
@@ -34,7 +37,8 @@ def push_blocks(measured: Sequence[Mapping[str, Any]]) -> list[Block]:
     about = (
         f"GB/s of a prompt of {total} MiB, medians. Raw NCCL: between two ranks of one process on P's card."
     )
-    return [Heading("Pushes"), Text(about), Table(head, rows)]
+    of_one = f"A prompt of one message, ms from D's question until it is loaded, medians: {'; '.join(short)}."
+    return [Heading("Pushes"), Text(about), Table(head, rows), Text(of_one)]
 
 
 RAW = "raw NCCL"

@@ -129,8 +129,11 @@ def test_pushes_stand_beside_nccl_alone() -> None:
         {"bytes": 8 << 20, "copy": 700e9, "gather": 70e9, "raw": [75e9, 70e9, 80e9], "push": [13e9, 18e9]},
     ]
     ipc = [{**row, "raw": []} for row in rows]
-    measured = [{"link": "nccl", "total": 512 << 20, "rows": rows}, {"link": "ipc", "total": 1, "rows": ipc}]
-    *_, text, table = push_blocks(measured)
+    short = {"short": {str(1 << 20): [0.0012, 0.001, 0.003]}}
+    measured = [{"link": "nccl", "total": 512 << 20, "rows": rows} | short]
+    measured += [{"link": "ipc", "total": 1, "rows": ipc} | short]
+    *_, text, table, of_one = push_blocks(measured)
+    assert "medians: nccl: 1 MiB 1.2; ipc: 1 MiB 1.2." in markdown("", [of_one])
     assert "a prompt of 512 MiB" in markdown("", [text])
     assert isinstance(table, Table) and table.head == ["", "64 KiB", "8 MiB"]
     assert [list(row) for row in table.rows] == [
@@ -142,7 +145,7 @@ def test_pushes_stand_beside_nccl_alone() -> None:
         ["push, ipc", "0.15", "15.5"],
     ]
     rows[0]["raw"] = []
-    assert push_blocks(measured)[-1].rows[2] == ["raw NCCL", "-", "75"]  # type: ignore[union-attr]
+    assert push_blocks(measured)[-2].rows[2] == ["raw NCCL", "-", "75"]  # type: ignore[union-attr]
     assert push_blocks([]) == []
 
 
@@ -168,6 +171,7 @@ def test_first_tokens_of_the_h100_are_its_pages_table() -> None:
 def test_the_push_table_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "pushes.json"
     given = ["--link", "host", "--devices", "cpu", "cpu", "--sizes-kib", "512", "1024", "--total-mib", "8"]
+    given += ["--short-kib", "512"]
     monkeypatch.setattr(sys, "argv", ["push_table.py", *given, "--json", str(out)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(push_table.__file__, run_name="__main__")
@@ -176,7 +180,8 @@ def test_the_push_table_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     measured = json.loads(out.read_text())
     assert [(row["bytes"], len(row["push"])) for row in measured["rows"]] == [(512 << 10, 1), (1 << 20, 3)]
     assert min(rate for row in measured["rows"] for rate in row["push"]) > 0
-    assert len(push_blocks([measured])) == 3
+    assert len(measured["short"][str(512 << 10)]) == push_table.SHORT_REPEAT
+    assert len(push_blocks([measured])) == 4
 
 
 def test_calls_that_wait_for_each_other_run_in_threads_cpu() -> None:

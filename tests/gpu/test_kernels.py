@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, Memory
-from p2pkv.device import make_recorder, own_stream
+from p2pkv.device import give_stream, make_recorder, own_stream, take_stream
 from p2pkv.kv import PagedCache, copiers
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import KernelCopier
@@ -111,6 +112,29 @@ def _gather(cache: PagedCache):
     out = torch.empty(cache.nbytes(LAYERS, 0, 64, HEADS), dtype=torch.uint8, device="cuda")
     cache.gather(out, (0, LAYERS), (0, 64), (0, HEADS), [DENSE.table(64, 1024, "P")])
     return cache.fence()
+
+
+@pytest.mark.parametrize("behind", [1, 16])
+def test_a_link_that_launches_ahead_holds_up_no_other_stream(behind: int) -> None:
+    """As `nccl_in_flight` above 1 assumes, of a link that is busy alone."""
+    record, cells = make_recorder(cuda()), torch.zeros(2, device="cuda")
+    models = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(3))]
+    handles = [take_stream(cuda().index, first=True) for _ in range(8)]
+    for handle, model in itertools.product(handles, models):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+            torch.cuda._sleep(SLEEP_CYCLES // 50)
+            slept = record()
+            for _ in range(behind):
+                cells[:1].add_(1)
+        with torch.cuda.stream(model):
+            cells[1:].add_(1)
+            record().wait()
+        assert not slept.ready()
+    torch.cuda.synchronize()
+    assert cells.tolist() == [behind * len(handles) * len(models), len(handles) * len(models)]
+    for handle in handles:
+        give_stream(cuda().index, handle, first=True)
 
 
 def test_a_fence_is_passed_with_the_stream() -> None:
