@@ -209,7 +209,8 @@ class FirstTokens:
         levels = prefill.ping.first_token, decode.ping.first_token
         if not all(levels) or (unbounded and decode.ping.first_token < 2):
             return "instances"
-        if not _is_greedy(wanted) and not (prefill.ping.seeds and decode.ping.seeds):
+        same = prefill.ping.sampler == decode.ping.sampler != ""
+        if not (same or _is_greedy(wanted)):
             return "instances"
         room = decode.prefetch_tokens + body.prompt.tokens + _WHOLE_BLOCKS
         if room > decode.ping.ahead_tokens:

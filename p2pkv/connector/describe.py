@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from vllm.version import __version__ as version
 
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.block_quota import RequestBlocks
@@ -188,10 +189,11 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
     return 1 if options.decodes and defaults.get("max_tokens") else 2
 
 
-def takes_seeds() -> bool:
-    """Whether vLLM may be given requests with a seed. On a CPU its engine core ends when one of them, whose
-    prompt is computed in part, is in a step with others: torch's CPU generator has no offset to set back."""
-    return not current_platform.is_cpu()
+def sampler(config: VllmConfig) -> str:
+    """What the ping says of it: vLLM's two runners draw otherwise, and so may its versions. On a CPU its
+    engine core ends when a request with a seed, whose prompt is computed in part, is in a step with others:
+    torch's CPU generator has no offset to set back."""
+    return "" if current_platform.is_cpu() else f"vLLM {version}, V{1 + config.use_v2_model_runner} runner"
 
 
 def ahead_tokens(kv_config: KVCacheConfig, options: Options) -> int:

@@ -5,7 +5,7 @@ proxy of the original connector reads; the next three satisfy vllm-router's MoRI
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
 `paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`,
-`ahead_tokens`, `parses` and `seeds`. Since
+`ahead_tokens`, `parses` and `sampler`. Since
 version 4 a ping also means that the engine gets on: none comes while it does not.
 
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
@@ -95,7 +95,8 @@ class Ping(Struct, frozen=True, kw_only=True):
             one behind the whole prompt, else 0. Of a D: 2 if it takes a prompt that ends with that token; 1:
             only for requests that bound their answer, since the model's own configuration does; else 0.
         ahead_tokens: of prompts whose KV this D has room for before their requests come.
-        seeds: a request may have a seed there, whatever it is batched with.
+        sampler: what draws tokens there; two that are equal draw the same with one seed. "": no request may
+            have one, or that is not known.
         parses: it has a --reasoning-parser, so that its chats may be other than plain text.
     """
 
@@ -119,7 +120,7 @@ class Ping(Struct, frozen=True, kw_only=True):
     first_token: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     ahead_tokens: _Count = 0
     parses: bool = False
-    seeds: bool = False
+    sampler: _Text = ""
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):

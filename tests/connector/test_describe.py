@@ -586,6 +586,14 @@ def test_a_ping_has_the_engines_http_server_and_its_number_there(
     assert str(http_address(config, options)) == f"{host}:8000"
 
 
+def test_runners_that_draw_otherwise_have_other_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU none takes a seed."""
+    v1, v2 = (SimpleNamespace(use_v2_model_runner=each) for each in (False, True))
+    assert describe.sampler(v1) == describe.sampler(v2) == ""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert len({describe.sampler(v1), describe.sampler(v2), ""}) == 3
+
+
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
 def test_memory_that_may_be_taken_away_is_refused_where_vllm_does_not_tell_its_connector(
     option: str, monkeypatch: pytest.MonkeyPatch

@@ -177,7 +177,7 @@ class FakeInstance:
         context: tokens of their context there; None if they have none.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
-        version, first_token, ahead_tokens, parses, seeds: what its ping says of them.
+        version, first_token, ahead_tokens, parses, sampler: what its ping says of them.
         frozen: /health and /v1/models are never answered any more.
         healths, lists: how often it was asked for /health, and for /v1/models.
         requests: what has arrived, in order.
@@ -195,7 +195,7 @@ class FakeInstance:
     first_token: int = 0
     ahead_tokens: int = 1 << 20
     parses: bool = False
-    seeds: bool = True
+    sampler: str = "V2"
     frozen: bool = False
     healths: int = 0
     lists: int = 0
@@ -218,7 +218,7 @@ class FakeInstance:
             first_token=self.first_token,
             ahead_tokens=self.ahead_tokens,
             parses=self.parses,
-            seeds=self.seeds,
+            sampler=self.sampler,
         )
 
     async def start(self) -> None:

@@ -179,7 +179,7 @@ class Sampler(Model):
 def test_pairs_of_sampled_tokens_have_one_servers_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2,000 draws each pair comes as often as it is probable, but for five standard deviations."""
     monkeypatch.setattr(first_token, "random", random.Random(41))
-    able = {"first_token": 2, "seeds": True, "ahead_tokens": 1 << 20}
+    able = {"first_token": 2, "sampler": "V2", "ahead_tokens": 1 << 20}
     _, (p, d) = fleet(("P", able), ("D", able))
     d.context = CONTEXT
     tokens, choice, d_alone = FirstTokens(True, RequestCounters()), Choice(p, d), Engine(Sampler())
@@ -593,18 +593,24 @@ async def test_a_d_that_is_there_before_p() -> None:
         assert reasons(deployment) == {"late": 1} and not deployment.proxy.counters.first_tokens
 
 
-@pytest.mark.parametrize(("greedy", "done"), [(True, True), (False, False)])
-async def test_instances_that_take_no_seeds_share_no_sampled_answer(greedy: bool, done: bool) -> None:
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("samplers", [("", ""), ("V1", "V2")])
+async def test_instances_that_draw_otherwise_share_no_sampled_answer(
+    greedy: bool, samplers: tuple[str, str]
+) -> None:
+    """With one seed, which they may not take at all."""
+    able = [{"first_token": 2, "sampler": each} for each in samplers]
     body = body_of(COMPLETIONS, max_tokens=9) | ({"temperature": 0} if greedy else {})
     engine = salt_where(None, body)
     async with deployed("concurrent") as deployment:
-        await deployment.add("P", first_token=2, behaviour=engine_of(engine), seeds=False)
-        behaviour = behind_p(deployment, engine_of(engine))
-        await deployment.add("D", first_token=2, context=CONTEXT, behaviour=behaviour)
+        await deployment.add("P", behaviour=engine_of(engine), **able[0])
+        behaviour, room = behind_p(deployment, engine_of(engine)), 1 << 16
+        await deployment.add("D", context=CONTEXT, behaviour=behaviour, ahead_tokens=room, **able[1])
         await deployment.ready(1, 1)
         await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
         assert same(await ask(deployment, body), answer(engine, body))
-        assert deployment.proxy.counters.first_tokens == done
+        assert deployment.proxy.counters.first_tokens == greedy
+        assert reasons(deployment) == ({} if greedy else {"instances": 1})
         assert all("seed" not in each.body for each in deployment.p.requests)
 
 
