@@ -142,12 +142,13 @@ def all_answers(base_url: str, asked: list[tuple[str, dict[str, Any]]]) -> list[
         return list(pool.map(lambda each: ask(base_url, *each), asked))
 
 
-def test_answers_are_a_single_servers(trio: Deployment) -> None:
+def test_answers_are_a_single_servers(trio: Deployment, dispatch: str) -> None:
     single = trio.ds[1].base_url
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = list(pool.map(lambda number: request(number, single), range(REQUESTS)))
     wanted = all_answers(single, asked)
     handed_on, others = (trio.counted(f"first_tokens_from_{who}_total") for who in ("prefill", "decode"))
+    late = missed(trio, "late")
     got = all_answers(trio.proxy.base_url, asked)
     are_the_same(wanted, got)
     from_p = trio.counted("first_tokens_from_prefill_total") - handed_on
@@ -156,9 +157,12 @@ def test_answers_are_a_single_servers(trio: Deployment) -> None:
     print(f"{from_p:g} first tokens came from P, {from_d:g} from D; {alike} of {REQUESTS} without a near tie")
     print(Counter((path, len(body.get("stop", ())) > 0, body["max_tokens"]) for path, body in asked))
     print("ended with their first token:", sum(len(each.logprobs) <= 1 for each in wanted))
-    assert from_p + from_d == REQUESTS and from_p >= 0.8 * REQUESTS
+    late = missed(trio, "late") - late
+    assert from_p + from_d == REQUESTS and from_p + late >= 0.8 * REQUESTS and from_p > late
     assert loaded(trio, "prefetched") > 0
-    assert all(metric(each, "p2pkv_transfers_failed_total") == 0 for each in trio.servers)
+    # A D that was asked at once is left where P's token is the end.
+    failed = sum(metric(each, "p2pkv_transfers_failed_total") for each in trio.servers)
+    assert failed == 0 or dispatch == "concurrent"
     trio.rests()
 
 
@@ -211,10 +215,10 @@ def test_clients_that_leave_leave_nothing(trio: Deployment) -> None:
         next(stream)
         stream.close()  # type: ignore[attr-defined]
 
-    before = trio.counted("first_tokens_from_prefill_total")
+    before = from_p_or_late(trio)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(leaves, bodies))
-    assert trio.counted("first_tokens_from_prefill_total") - before == len(bodies)
+    assert from_p_or_late(trio) - before == len(bodies)
     trio.rests()
 
 
@@ -229,6 +233,11 @@ def test_sampled_answers_are_ds_where_seeds_are_not_safe(trio: Deployment) -> No
     trio.rests()
 
 
+def from_p_or_late(trio: Deployment) -> float:
+    """First tokens that came from P, or were sooner from a D that had been asked at once."""
+    return trio.counted("first_tokens_from_prefill_total") + missed(trio, "late")
+
+
 def missed(trio: Deployment, why: str) -> float:
     """First tokens that D has drawn, of this reason."""
     name = f'p2pkv_proxy_first_tokens_from_decode_total{{reason="{why}"}} '
@@ -241,13 +250,13 @@ def test_ds_room_may_be_full(trio: Deployment, dispatch: str) -> None:
     bodies = [{"prompt": tokens(1900, f"room {number}"), "max_tokens": 4} for number in range(48)]
     asked = [("/v1/completions", {"model": MODEL_NAME, "logprobs": 2, **GREEDY, **body}) for body in bodies]
     wanted = all_answers(trio.ds[1].base_url, asked)
-    from_p, full = trio.counted("first_tokens_from_prefill_total"), missed(trio, "room")
+    from_p, full = from_p_or_late(trio), missed(trio, "room")
     with ThreadPoolExecutor(len(asked)) as pool:
         got = list(pool.map(lambda each: ask(trio.proxy.base_url, *each), asked))
     are_the_same(wanted, got)
     full = missed(trio, "room") - full
     assert full > 0 if dispatch == "sequential" else full == 0
-    assert trio.counted("first_tokens_from_prefill_total") - from_p >= 0.8 * (len(asked) - full)
+    assert from_p_or_late(trio) - from_p >= 0.8 * (len(asked) - full)
     trio.rests()
 
 
