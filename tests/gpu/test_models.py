@@ -5,6 +5,7 @@ As in test_servers.py, but one test to a setting, and models whose sizes the ker
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,6 @@ def test_a_pair_with_this_kind_of_cache_answers_as_a_single_server(chosen: Setti
 
 def test_a_server_that_does_not_start_says_why_on_a_cpu(tmp_path: Path) -> None:
     chosen = Setting("cpu", p="", d="", more=("--no-such-option",))
-    with pytest.raises(ServerFailed) as failed, started(chosen, tmp_path):
-        pass
+    with pytest.raises(ServerFailed) as failed, ExitStack() as stack:
+        stack.enter_context(started(chosen, tmp_path))
     assert any("--no-such-option" in note for note in failed.value.__notes__)
