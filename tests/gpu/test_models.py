@@ -79,6 +79,7 @@ def test_a_pair_with_this_kind_of_cache_answers_as_a_single_server(chosen: Setti
         assert wrong == [None] * len(prompts)
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_start_says_why_on_a_cpu(tmp_path: Path) -> None:
     chosen = Setting("cpu", p="", d="", more=("--no-such-option",))
     with pytest.raises(ServerFailed) as failed, ExitStack() as stack:

@@ -15,7 +15,7 @@ ANSWERS = {
         "docs/operations.html#two-hosts",
         "p2pkv doctor --connect",
     ),
-    "which GPUs were tried": ("docs/compatibility.html#gpus", "One H100 80GB has run its steps"),
+    "which GPUs were tried": ("docs/compatibility.html#gpus", "One H200 has run the tests of kernels"),
 }
 """What a new reader looks for, where it stands, and words of it."""
 
