@@ -188,7 +188,7 @@ def give_stream(device: int, stream: int, first: bool = False) -> None:
 
 
 class _Stream(threading.local):
-    """That of `own_stream`, in the calling thread: its device and handle."""
+    """The stream that `own_stream` has given the calling thread: its device, -1 for none, and its handle."""
 
     device, handle = -1, 0
 

@@ -190,9 +190,10 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
 
 
 def sampler(config: VllmConfig) -> str:
-    """What the ping says of it: vLLM's two runners draw otherwise, and so may its versions. On a CPU its
-    engine core ends when a request with a seed, whose prompt is computed in part, is in a step with others:
-    torch's CPU generator has no offset to set back."""
+    """What draws tokens here: with one seed vLLM's two model runners draw different tokens, and so may its
+    versions. "" on a CPU, where no request may have a seed: vLLM's engine core ends when one that has a seed
+    and whose prompt is computed in part is in a step with others, as torch's CPU generator has no offset to
+    set back."""
     return "" if current_platform.is_cpu() else f"vLLM {version}, V{1 + config.use_v2_model_runner} runner"
 
 
