@@ -184,25 +184,6 @@ def test_the_push_table_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(push_blocks([measured])) == 4
 
 
-def test_calls_that_wait_for_each_other_run_in_threads_cpu() -> None:
-    left, right = os.pipe(), os.pipe()
-
-    def end(mine: int, other: int) -> bytes:
-        os.write(mine, b".")
-        return os.read(other, 1)
-
-    found = push_table.in_threads(lambda: end(left[1], right[0]), lambda: end(right[1], left[0]))
-    for descriptor in (*left, *right):
-        os.close(descriptor)
-    assert found == [b".", b"."]
-    with pytest.raises(ZeroDivisionError):
-        push_table.in_threads(lambda: 1 / 0, lambda: None)
-    late = threading.Event()
-    with pytest.raises(TimeoutError, match=r"a call did not return in 0\.1 s"):
-        push_table.in_threads(late.wait, seconds=0.1)
-    late.set()
-
-
 LOG = """
 0 NCCL INFO channel.cc:44 (initChannel) Cuda CallocAsync Size 64 pointer 0x7f0 memType 2
 0 NCCL INFO channel.cc:48 (initChannel) Cuda CallocAsync Size 32 pointer 0x7f1 memType 2
