@@ -96,28 +96,15 @@ def test_when_p_is_done_and_d_is_asked(fleet: Fleet) -> None:
 
 
 @each_dispatch
-def test_while_d_streams(fleet: Fleet, dispatch: str) -> None:
-    base = fleet.proxy(dispatch).base_url
-    caller = Caller(base, tokens(60, f"leave streaming {dispatch}"), stream=True, max_tokens=LONG)
-    assert caller.first_words().startswith(b"data: ")
-    caller.hang_up()
-    wait_until(lambda: metric(fleet.d, "vllm:num_requests_running") == 0, "D to stop decoding", 10.0)
-
-
-@each_dispatch
-def test_while_d_decodes_a_whole_answer(fleet: Fleet, dispatch: str) -> None:
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_while_d_decodes(fleet: Fleet, dispatch: str, streamed: bool) -> None:
     before = metric(fleet.d, "vllm:generation_tokens_total")
-    caller = Caller(fleet.proxy(dispatch).base_url, tokens(60, f"leave decoding {dispatch}"), max_tokens=LONG)
+    prompt = tokens(60, f"leave decoding {dispatch} {streamed}")
+    caller = Caller(fleet.proxy(dispatch).base_url, prompt, stream=streamed, max_tokens=LONG)
     wait_until(lambda: metric(fleet.d, "vllm:generation_tokens_total") > before, "D to decode", 30.0)
+    assert not streamed or caller.first_words().startswith(b"data: ")
     caller.hang_up()
     wait_until(lambda: metric(fleet.d, "vllm:num_requests_running") == 0, "D to stop decoding", 10.0)
-
-
-@each_dispatch
-def test_when_the_answer_has_come(fleet: Fleet, dispatch: str) -> None:
-    caller = Caller(fleet.proxy(dispatch).base_url, tokens(60, f"leave finished {dispatch}"), max_tokens=4)
-    assert b"choices" in caller.answer()
-    caller.hang_up()
 
 
 @each_dispatch

@@ -67,33 +67,24 @@ def test_prompts_with_other_salts_share_nothing(fleet: Fleet) -> None:
     assert_at_rest(fleet)
 
 
-ANSWERED = {
+ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "regex": ({"structured_outputs": {"regex": "[a-z]{3,9} [0-9]{4}"}}, "[a-z]{3,9} [0-9]{4}"),
     "choice": ({"structured_outputs": {"choice": ["northern", "southern"]}}, "northern|southern"),
+    # Penalties look at the prompt, too, and D has it.
+    "repetition": ({"repetition_penalty": 1.4, "max_tokens": 16}, ""),
+    "presence": ({"presence_penalty": 1.5, "frequency_penalty": 0.5, "max_tokens": 16}, ""),
+    "bias": ({"logit_bias": {"400": 30.0}, "max_tokens": 16}, ""),
+    "shortest": ({"min_tokens": 10, "max_tokens": 12}, ""),
+    "bad-words": ({"bad_words": ["ba", "ku"], "max_tokens": 16}, ""),
 }
+"""What the request says, and a pattern of the answer."""
 
 
-@pytest.mark.parametrize(("asked", "pattern"), ANSWERED.values(), ids=ANSWERED.keys())
-def test_structured_output(fleet: Fleet, asked: dict[str, Any], pattern: str) -> None:
-    prompt = tokens(CHUNK + 9, f"structured {pattern}")
-    (got,) = answers_as_one(fleet, "concurrent", prompt, (0, len(prompt) - 1), max_tokens=64, **asked)
-    assert re.fullmatch(pattern, got.text), got.text
-
-
-STEERED: dict[str, dict[str, Any]] = {
-    "repetition": {"repetition_penalty": 1.4},
-    "presence": {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-    "bias": {"logit_bias": {"400": 30.0}},
-    "shortest": {"min_tokens": 10, "max_tokens": 12},
-    "bad-words": {"bad_words": ["ba", "ku"]},
-}
-
-
-@pytest.mark.parametrize("asked", STEERED.values(), ids=STEERED.keys())
-def test_what_steers_the_sampling(fleet: Fleet, asked: dict[str, Any]) -> None:
-    """Penalties look at the prompt, too, and D has it."""
+@pytest.mark.parametrize(("asked", "pattern"), ASKED.values(), ids=ASKED.keys())
+def test_what_steers_the_sampling(fleet: Fleet, asked: dict[str, Any], pattern: str) -> None:
     prompt = tokens(CHUNK + 9, f"steered {asked}")
-    answers_as_one(fleet, "concurrent", prompt, (0, len(prompt) - 1), **{"max_tokens": 16, **asked})
+    (got,) = answers_as_one(fleet, "concurrent", prompt, (0, len(prompt) - 1), **{"max_tokens": 64, **asked})
+    assert not pattern or re.fullmatch(pattern, got.text), got.text
 
 
 @pytest.mark.parametrize("include", [False, True], ids=["left-out", "included"])

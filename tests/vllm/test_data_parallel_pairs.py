@@ -49,6 +49,7 @@ def test_a_p_of_two_engines_and_a_d_of_one(
         extra_args=(*SETTINGS, *engines(2)),
     )
     launch(p, proxy)
+    assert "not known" not in proxy.log_path.read_text(), "what the listed D fits"
     serves_as_one(proxy.base_url, fleet.single.base_url, fleet.probes, "two to one")
     assert len(answered(p.base_url)) == 2 and min(answered(p.base_url).values()) >= 10, (
         "one engine has answered nearly all"

@@ -126,7 +126,7 @@ ROUNDINGS = 1.0
 """A tie of kernels in bfloat16."""
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 FAMILIES = {
-    "4 heads": Family(MODEL, ((SPLIT, SPLIT), (SPLIT, LARGE), (LARGE, SPLIT))),
+    "4 heads": Family(MODEL, ((LARGE, SPLIT), (SPLIT, SPLIT), (SPLIT, LARGE))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
     # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
     # Where D caches prefixes, P's blocks have to be as large as D's, or larger.
@@ -217,14 +217,13 @@ LONG = (
     "MLA",
     "MLA with AMX",
 )
-"""Families of `make test-long`."""
-FIRST_PAIR = ("window",)
-"""Of these `make test` has the first pair only: tests/engine/test_many_ranks.py has the other shapes."""
+"""Families of `make test-long`. Of the others `make test` has the first pair only:
+tests/engine/test_many_ranks.py has the other shapes."""
 LANES = [
     pytest.param(
         (name, *pair),
         id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"),
-        marks=[pytest.mark.long] if name in LONG or (name in FIRST_PAIR and number) else [],
+        marks=[pytest.mark.long] if name in LONG or number else [],
     )
     for name, family in FAMILIES.items()
     for number, pair in enumerate(family.pairs)
