@@ -1,21 +1,23 @@
-"""Real servers: the first token comes from P, and the answer is the one of a single server."""
+"""Real servers: the first token comes from P, another D goes on where one is lost or drained in mid answer,
+and the answers are a single server's."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from p2pkv.demo import client
 from p2pkv.demo.answers import GREEDY, Answer, answer_of
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer
+from p2pkv.demo.servers import ProxyServer, VllmServer
 from support.servers.deployments import (
     LOSSES,
     PROXYS,
@@ -30,9 +32,13 @@ from support.servers.fleet import MODEL_NAME, assert_same, metric, tokens
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
 
+Got = TypeVar("Got")
+
 REQUESTS = int(os.environ.get("P2PKV_FIRST_TOKEN_REQUESTS", "500"))
 """With each dispatch."""
 AT_ONCE = 8
+LONG, MOVE_AFTER = 2000, 5
+"""Tokens of a stream that a drain moves, and after how many seconds it does."""
 WITH_ROOM = {"extra_config": {**SHORT, "prefetch_bytes": 64 << 20}}
 CACHING: dict[str, Any] = {"more_args": ("--enable-prefix-caching",)}
 
@@ -101,9 +107,11 @@ class Heard:
 
 
 def ask(base_url: str, path: str, body: dict[str, Any]) -> Heard:
-    heard = Heard()
+    heard, names = Heard(), set()
     for event in client.stream(f"{base_url}{path}", body, timeout_seconds=300.0):
         heard.add(event)
+        names.add((event["id"], event["created"]))
+    assert len(names) == len(heard.finish) == 1
     return heard
 
 
@@ -176,34 +184,128 @@ def test_a_message_of_one_token_is_ps(trio: Deployment) -> None:
     trio.rests()
 
 
-@pytest.mark.parametrize("who", ["P", "D"])
-@pytest.mark.parametrize("fault", LOSSES)
+def streams(name: str, count: int, most: int) -> list[tuple[str, dict[str, Any]]]:
+    """Half of them completions, half chats; some end by themselves."""
+    asked = []
+    for number in range(count):
+        body: dict[str, Any] = {
+            "model": MODEL_NAME,
+            "max_tokens": most,
+            "ignore_eos": number % 4 < 2,
+            **GREEDY,
+        }
+        if number % 2:
+            text = f"Tell me about {name} and the number {number}."
+            body |= {"messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": 2}
+        else:
+            body |= {"prompt": tokens(200, f"{name} {number}"), "logprobs": 2}
+        asked.append(("/v1/chat/completions" if number % 2 else "/v1/completions", body))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("fault", "who"), [*((fault, who) for fault in LOSSES for who in "PD"), ("frozen", "D")]
+)
 def test_nothing_is_lost_and_nothing_comes_twice(trio: Deployment, fault: str, who: str) -> None:
     """One of them goes while many answers have their first token from P."""
-    single = trio.ds[1].base_url
-    victim = trio.victim(who)
-    bodies = [
-        {
-            "model": MODEL_NAME,
-            "prompt": tokens(200, f"{fault} {who} {number}"),
-            "max_tokens": 40,
-            "logprobs": 2,
-        }
-        | GREEDY
-        for number in range(48)
-    ]
-    asked = [("/v1/completions", body) for body in bodies]
-    wanted = all_answers(single, asked)
-    before = trio.counted("first_tokens_from_prefill_total")
+    victim, asked = trio.victim(who), streams(f"{fault} {who}", 48, 40)
+    wanted = all_answers(trio.ds[1].base_url, asked)
+    before, resumed = (trio.counted(f"{name}_total") for name in ("first_tokens_from_prefill", "resumed"))
     with ThreadPoolExecutor(16) as pool:
         under_way = [pool.submit(ask, trio.proxy.base_url, *each) for each in asked]
         wait_until(lambda: trio.counted("first_tokens_from_prefill_total") > before + 8, "first tokens", 60.0)
-        LOSSES[fault](victim)
+        (VllmServer.freeze if fault == "frozen" else LOSSES[fault])(victim)
         got = [each.result() for each in under_way]
-    are_the_same(wanted, got)
+    are_the_same(wanted[::2], got[::2])
+    assert_same([each.answer for each in wanted], [each.answer for each in got])
     assert trio.counted("not_resumed_total") == 0
+    assert who == "P" or trio.counted("resumed_total") > resumed
     started_again(victim)
     wait_until(trio.trusted, "all three", 120.0)
+
+
+at_once = pytest.mark.parametrize("dispatch", ["concurrent"], indirect=True)
+
+
+def with_d_lost(trio: Deployment, asked: list[Callable[[str], Got]], lost: int = 1) -> list[Got]:
+    """The answers, with so many D's killed, one after the other, while they work on some of them."""
+    name = "vllm:generation_tokens_total"
+    before = {each.name: metric(each, name) for each in trio.ds}
+
+    def generated(server: VllmServer) -> float:
+        return metric(server, name) - before[server.name]
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        got = [pool.submit(each, trio.proxy.base_url) for each in asked]
+        for number, victim in enumerate(trio.ds[:lost], 1):
+            enough = partial(lambda each, tokens: generated(each) >= tokens, victim, number * 5 * len(asked))
+            wait_until(enough, f"tokens of {victim.name}", 60.0)
+            victim.kill()
+        return [each.result() for each in got]
+
+
+@at_once
+def test_streams_outlive_two_ds_that_are_lost_one_after_the_other(
+    trio: Deployment, tiny_model: Path, tmp_path: Path
+) -> None:
+    asked = streams("two are lost", 12, 80)
+    with instance(trio.proxy, tiny_model, tmp_path, "D", name="D3", **WITH_ROOM, **CACHING) as third:
+        third.wait_ready()
+        three = replace(trio, ds=[*trio.ds, third])
+        wait_until(three.trusted, "all four", 60.0)
+        wanted = all_answers(third.base_url, asked)
+        got = with_d_lost(three, [lambda url, each=each: ask(url, *each) for each in asked], lost=2)
+        assert_same([each.answer for each in wanted], [each.answer for each in got])
+        assert trio.counted("not_resumed_total") == 0
+    for each in trio.ds:
+        started_again(each)
+
+
+def whole(base_url: str, number: int) -> Answer:
+    """An answer that is no stream, of either endpoint."""
+    path, body = streams("whole", number + 1, 80)[-1]
+    answer = client.post(f"{base_url}{path}", body | {"ignore_eos": True})
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 80
+    return answer_of(choice)
+
+
+@at_once
+def test_whole_answers_outlive_their_d(trio: Deployment) -> None:
+    asked = [partial(whole, number=number) for number in range(12)]
+    expected = [each(trio.ds[1].base_url) for each in asked]
+    retried = trio.counted("retries_total")
+    assert_same(expected, with_d_lost(trio, [*asked]))
+    assert trio.counted("retries_total") > retried
+    started_again(trio.ds[0])
+
+
+@at_once
+def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(trio: Deployment) -> None:
+    leaving, other = trio.ds
+    more = {"model": MODEL_NAME, "max_tokens": LONG, "ignore_eos": True, "logprobs": 2, **GREEDY}
+    asked = [("/v1/completions", {"prompt": tokens(40, f"drain {number}"), **more}) for number in range(16)]
+
+    def answers_of(base_url: str) -> list[Answer]:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return [each.answer for each in pool.map(lambda each: ask(base_url, *each), asked)]
+
+    resumed = trio.counted("resumed_total")
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(answers_of, trio.proxy.base_url)
+        wait_until(lambda: running(leaving) > 0 and running(other) > 0, "streams on both", 60.0)
+        trio.order(leaving, f"drain?move_after={MOVE_AFTER}")
+        wait_until(lambda: running(leaving) == 0, "a free D", MOVE_AFTER + 20.0)
+        assert not got.done()
+        moved = got.result()
+    assert_same(answers_of(other.base_url), moved)
+    assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
+    trio.order(leaving, "resume")
+    trio.rests()
+
+
+def running(server: VllmServer) -> float:
+    return metric(server, "vllm:num_requests_running")
 
 
 def test_clients_that_leave_leave_nothing(trio: Deployment) -> None:
