@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2pkv.demo.answers import Answer
-from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
+from p2pkv.demo.servers import ProxyServer, Role, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 from support.models.deepseek_v4 import TinyDeepseekV4
 from support.servers.data_parallel import answered, engines, known
@@ -21,12 +21,12 @@ from support.servers.fleet import (
     FORKED,
     MODEL_NAME,
     Hits,
-    PingRelay,
     ask_all,
     ask_pair,
     assert_same,
     at_rest,
     complete,
+    each_of,
     needs_deepseek_v4,
     plugin_environment,
     probing_server,
@@ -209,31 +209,30 @@ def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: 
         ProxyServer(dispatch=each, prefill=ENGINES, log_path=tmp_path / f"proxy-{each}.log")
         for each in DISPATCHES
     ]
-    with PingRelay([each.discovery for each in proxies]) as pings:
-        pair = [
-            probing_server(
-                ensure_model(TinyDeepseekV4(), folder),
-                role,
-                tmp_path,
-                plugins=plugins,
-                ranks=ENGINES,
-                proxy=(LOOPBACK, pings.port),
-                extra_args=(*ARGUMENTS, *settings),
-                env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
-            )
-            for role in ("P", "D")
-        ]
-        plain = server(folder, "plain-engines", settings=settings, plugins=plugins)
-        launch(*pair, plain, *proxies)
-        for proxy in proxies:
-            known(proxy, ENGINES, ENGINES)
-            lengths = [length for length in (20, 300, 703) for _ in range(PER_LENGTH)]
-            prompts = [tokens(each, f"{proxy.base_url} {number}") for number, each in enumerate(lengths)]
-            compared = Compared(tmp_path)
-            got = ask_all(proxy.base_url, prompts, at_once=len(prompts))
-            assert compared.spans(len(prompts)) == sorted((0, length - 1) for length in lengths)
-            assert_same(ask_all(plain.base_url, prompts, at_once=1), got, TIE)
-        for each in pair:
-            at_rest(each, ENGINES)
-            counts = answered(each.base_url)
-            assert len(counts) == ENGINES and min(counts.values()) >= PER_LENGTH, counts
+    pair = [
+        probing_server(
+            ensure_model(TinyDeepseekV4(), folder),
+            role,
+            tmp_path,
+            plugins=plugins,
+            ranks=ENGINES,
+            proxy=each_of(*(each.discovery for each in proxies)),
+            extra_args=(*ARGUMENTS, *settings),
+            env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
+        )
+        for role in ("P", "D")
+    ]
+    plain = server(folder, "plain-engines", settings=settings, plugins=plugins)
+    launch(*pair, plain, *proxies)
+    for proxy in proxies:
+        known(proxy, ENGINES, ENGINES)
+        lengths = [length for length in (20, 300, 703) for _ in range(PER_LENGTH)]
+        prompts = [tokens(each, f"{proxy.base_url} {number}") for number, each in enumerate(lengths)]
+        compared = Compared(tmp_path)
+        got = ask_all(proxy.base_url, prompts, at_once=len(prompts))
+        assert compared.spans(len(prompts)) == sorted((0, length - 1) for length in lengths)
+        assert_same(ask_all(plain.base_url, prompts, at_once=1), got, TIE)
+    for each in pair:
+        at_rest(each, ENGINES)
+        counts = answered(each.base_url)
+        assert len(counts) == ENGINES and min(counts.values()) >= PER_LENGTH, counts

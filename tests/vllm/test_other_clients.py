@@ -1,5 +1,5 @@
-"""Clients that are programs: LiteLLM's proxy in front of ours, and `vllm bench serve`; and what clients do
-under load and while nobody is there to answer. What they get from one vLLM they get here.
+"""Clients that are programs: LiteLLM's proxy in front of ours, and `vllm bench serve`; and OpenAI's under
+load. What they get from one vLLM they get here.
 
 LiteLLM comes from the Python Package Index into an environment of its own, which pytest's cache keeps. Where
 it cannot be had, its tests are skipped and say why.
@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ import openai
 import pytest
 from environments import Unavailable, environment
 
-from p2pkv.demo import client
-from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
-from p2pkv.demo.servers import LOOPBACK, ProxyServer
+from p2pkv.demo.processes import ServerProcess, free_ports
+from p2pkv.demo.servers import LOOPBACK
 from support.servers.clients import GREEDY, NAMED, WEATHER, WORDS, said, story
 from support.servers.fleet import DISPATCHES, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes
 
@@ -209,31 +207,3 @@ async def test_sixteen_streams_at_once(fleet: Fleet, dispatch: str) -> None:
         for url in (fleet.proxy(dispatch).base_url, fleet.single.base_url)
     ]
     assert pair == single and all(pair)
-
-
-@each_dispatch
-def test_a_client_that_tries_again_is_answered_when_somebody_is_there(
-    fleet: Fleet, dispatch: Any, logs: Path
-) -> None:
-    """A 503 has a Retry-After, which the SDK keeps to."""
-    with ProxyServer(dispatch=dispatch, log_path=logs / f"proxy-late-{dispatch}.log") as late:
-        wait_until(lambda: answers(late), "the proxy", 30.0)
-        asking = openai.OpenAI(base_url=f"{late.base_url}/v1", api_key="none", max_retries=5)
-        asked = GREEDY | {"messages": said(f"late {dispatch}")}
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(asking.chat.completions.with_raw_response.create, **asked)
-            wait_until(lambda: 'outcome="shed"' in client.get(f"{late.base_url}/metrics"), "a 503", 30.0)
-            with fleet.pings.also(late.discovery):
-                made = answer.result(60)
-        assert made.retries_taken >= 1
-        expected = openai.OpenAI(base_url=f"{fleet.single.base_url}/v1", api_key="none")
-        text = expected.chat.completions.create(**asked).choices[0].message.content
-        assert made.parse().choices[0].message.content == text
-
-
-def answers(proxy: ProxyServer) -> bool:
-    try:
-        client.get(f"{proxy.base_url}/metrics")
-    except OSError:
-        return False
-    return True
