@@ -117,7 +117,6 @@ class Jobs:
         return job
 
     def ask_any(self, prefills: list[Engine], decodes: list[Engine], longest: int = LONGEST) -> None:
-        """One request of any pair, unless that D has enough to do."""
         decode, prefill = self._draw.choice(decodes), self._draw.choice(prefills)
         if sum(1 for job in self.open.values() if job.decode is decode) < AT_ONCE:
             self.ask(prefill, decode, longest=longest)
@@ -201,11 +200,9 @@ class Run:
     now: float
 
     def of(self, role: str) -> list[Any]:
-        """The engines of this role."""
         return [machine for machine in self.machines.values() if machine.name.startswith(role)]
 
     def ask_all(self, must: bool = True, longest: int = LONGEST) -> None:
-        """A request of every pair."""
         for p, d in itertools.product(self.of("P"), self.of("D")):
             self.jobs.ask(p, d, must=must, longest=longest)
 

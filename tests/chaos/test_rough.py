@@ -177,7 +177,6 @@ def all_end(live: LiveRun) -> None:
 
 
 def turn_for(live: LiveRun, seconds: float) -> None:
-    """Let so much time pass."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         live.turn()

@@ -200,7 +200,6 @@ class Doctor:
         return self._log.read_text()
 
     def ended(self) -> tuple[int, str]:
-        """Its status and all that it has said."""
         return self.process.wait(SECONDS), self.said()
 
 

@@ -103,8 +103,6 @@ async def _call(url: str, body: dict[str, Any], name: str) -> AsyncIterator[byte
 
 
 def by_aiohttp(router: ClassicRouter) -> web.Application:
-    """The router behind aiohttp's server."""
-
     async def serve(request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         kind = "text/event-stream" if body.get("stream") else "application/json"
@@ -126,7 +124,6 @@ def by_aiohttp(router: ClassicRouter) -> web.Application:
 
 
 async def serve_by_aiohttp(router: ClassicRouter, host: str, port: int) -> None:
-    """Serve until cancelled."""
     runner = web.AppRunner(by_aiohttp(router), access_log=None)
     await runner.setup()
     try:

@@ -84,8 +84,6 @@ ALLOWED = (
 
 
 class Skips:
-    """Counts the skips of a run, and fails it for those that are not allowed."""
-
     def __init__(self, ci: bool) -> None:
         self._ci = ci
         self._unexpected: list[str] = []

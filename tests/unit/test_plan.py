@@ -71,7 +71,6 @@ def local_caches(shape: Shape) -> list[Cells]:
 
 
 def places(edge: Edge) -> tuple[list[int], list[int]]:
-    """Where the edge's tokens are among the source's and among the target's."""
     if edge.tokens is None:
         return list(range(TOKENS)), list(range(TOKENS))
     span = 0, edge.tokens.count(TOKENS)

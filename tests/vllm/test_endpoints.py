@@ -39,7 +39,6 @@ streamed_or_not = pytest.mark.parametrize("streamed", [False, True], ids=["whole
 
 
 def respond(base_url: str, prompt: str, streamed: bool) -> str:
-    """The text of an answer of /v1/responses."""
     responses = openai_at(base_url).responses
     options = {"model": MODEL_NAME, "input": prompt, "max_output_tokens": WORDS, "temperature": 0.0}
     if not streamed:
@@ -54,7 +53,6 @@ def respond(base_url: str, prompt: str, streamed: bool) -> str:
 
 
 def message(base_url: str, prompt: str, streamed: bool) -> str:
-    """The text of an answer of /v1/messages."""
     messages = anthropic_at(base_url).messages
     options = {
         "model": MODEL_NAME,
@@ -77,7 +75,6 @@ TWO: dict[str, Any] = {"n": 2, "temperature": 1.0, "extra_body": {"top_k": 1}}
 
 
 def complete(base_url: str, prompt: str, streamed: bool) -> list[str]:
-    """Two children of one completion."""
     completions = openai_at(base_url).completions
     options = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": WORDS, **TWO}
     if not streamed:

@@ -43,7 +43,6 @@ MODES = ("abort", "wait", "keep")
 
 
 def told(server: VllmServer, name: str) -> Any:
-    """What its rank says."""
     return inspect(Address.parse(server.zmq_address))[name]
 
 
@@ -60,7 +59,6 @@ def post(server: VllmServer, path: str, timeout: float = 120.0) -> float:
 def started(
     fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """A P and two D's."""
     fleet_keeper.stop()
     logs = tmp_path_factory.mktemp("engine-cores")
     proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=PROXYS)

@@ -53,7 +53,6 @@ def dispatch(request: pytest.FixtureRequest) -> Any:
 def started(
     fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, dispatch: Any
 ) -> Iterator[Deployment]:
-    """A P and two D's with room for KV that comes ahead."""
     fleet_keeper.stop()
     logs, args = tmp_path_factory.mktemp("first_token"), [*PROXYS, "--admin-token", TOKEN]
     proxy = ProxyServer(log_path=logs / "proxy.log", dispatch=dispatch, extra_args=args)

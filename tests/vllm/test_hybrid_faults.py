@@ -66,7 +66,6 @@ class Pair(Deployment):
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
 
     def some(self, count: int = PROMPTS) -> list[list[int]]:
-        """New prompts."""
         return [tokens(LENGTH, f"hybrid {next(self._numbers)}") for _ in range(count)]
 
     def alone(self, prompt: list[int], count: int = ANSWER) -> Answer:
@@ -77,7 +76,6 @@ class Pair(Deployment):
         return complete(self.proxy, prompt, count)
 
     def check(self, expected: list[Answer], got: list[Answer]) -> None:
-        """Each is answered, and rightly."""
         assert [len(each.tokens) for each in got] == [len(each.tokens) for each in expected]
         assert_same(expected, got, self.kind.tie)
 

@@ -81,7 +81,6 @@ class LiteLlm(ServerProcess):
 
 @pytest.fixture(scope="module")
 def litellm_folder(pytestconfig: pytest.Config) -> Path:
-    """An environment with LiteLLM."""
     assert pytestconfig.cache is not None
     try:
         return environment(pytestconfig.cache.mkdir("environments"), *LITELLM)

@@ -73,8 +73,6 @@ DRAFTERS_LAYERS = {"ngram": 0, "eagle": 1, "draft_model": MODEL.layers}
 
 @dataclass(frozen=True)
 class Instance:
-    """How one server is started."""
-
     tp: int = 1
     block: int = 32
     layout: str = "SD"
@@ -295,8 +293,6 @@ class Running:
 
 @dataclass(frozen=True)
 class Lane:
-    """A P and a D that work together."""
-
     family: Family
     p: VllmServer
     d: VllmServer
@@ -325,7 +321,6 @@ class Lane:
         return answers.TIE if self.shapes[0].tp == self.shapes[1].tp else self.family.tie
 
     def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
-        """Compare with what P answers alone."""
         assert_same([self.alone(prompt) for prompt in prompts], got, self.family.tie)
 
     @contextmanager

@@ -101,7 +101,6 @@ def installed(home: Path) -> Release:
 
 
 def this_tree(tree: Path) -> str:
-    """Copy this tree there; its version."""
     for each in PACKAGED:
         if (ROOT / each).is_dir():
             shutil.copytree(ROOT / each, tree / each, ignore=shutil.ignore_patterns("__pycache__"))

@@ -100,7 +100,6 @@ def needs_cpu_build() -> None:
 
 
 def needs_deepseek_v4() -> None:
-    """Skips what serves that model."""
     import torch
 
     needs_cpu_build()
@@ -309,7 +308,6 @@ def metric(server: VllmServer, name: str) -> float:
 
 
 def counter(server: VllmServer, name: str) -> float:
-    """One of p2pkv's."""
     return metric(server, f"p2pkv_{name}_total")
 
 
