@@ -198,30 +198,14 @@ FAMILIES = {
     "EAGLE": Family(MODEL, ((EAGLE, EAGLE),), dropped=32, plain=SMALL, answer=16),
     "draft model": Family(MODEL, ((COPY, COPY),), plain=SMALL, answer=16),
 }
-LONG = (
-    "1 head",
-    "window at TP 2",
-    "window with larger blocks on D",
-    "gpt-oss",
-    "recurrent",
-    "recurrent without prefixes",
-    "recurrent with MTP",
-    "short convolutions",
-    "Mamba-2",
-    "Mamba-2 without prefixes",
-    "n-gram",
-    "EAGLE",
-    "draft model",
-    "MLA",
-    "MLA with AMX",
-)
-"""Families of `make test-long`. Of the others `make test` has the first pair only:
-tests/engine/test_many_ranks.py has the other shapes."""
+IN_MAKE_TEST = ("4 heads", "window")
+"""Families of which `make test` has the first pair: tests/engine/test_many_ranks.py has the other shapes. All
+else is in `make test-long`."""
 LANES = [
     pytest.param(
         (name, *pair),
         id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"),
-        marks=[pytest.mark.long] if name in LONG or number else [],
+        marks=[pytest.mark.long] if name not in IN_MAKE_TEST or number else [],
     )
     for name, family in FAMILIES.items()
     for number, pair in enumerate(family.pairs)
