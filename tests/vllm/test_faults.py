@@ -11,9 +11,11 @@ import pytest
 
 from p2pkv.demo import client
 from p2pkv.demo.processes import ServerFailed, wait_until
+from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 from support.servers.fleet import (
     FORKED,
+    LEASE,
     Fleet,
     assert_same,
     at_rest,
@@ -25,19 +27,15 @@ from support.servers.fleet import (
     tokens,
 )
 
-SMALL = {"lease_seconds": 4, "chunk_bytes": 16384}
-
 
 def test_p_is_killed_in_mid_transfer(
-    fleet: Fleet, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
+    fleet: Fleet, taker: VllmServer, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
 ) -> None:
     """Two prompts are half pushed when P dies: one D recomputes, that of the fleet fails its request."""
-    p = probing_server(tiny_model, "P", tmp_path, name="mortal", plugins=FORKED, extra_config=SMALL)
-    recomputes = forked(
-        tiny_model, tmp_path, "recomputes", role="D", extra_config=SMALL, load_failure_policy="recompute"
-    )
-    decoders = {"recompute": recomputes, "fail": fleet.d}
-    launch(p, recomputes)
+    config = {"lease_seconds": LEASE, "chunk_bytes": 16384}
+    p = probing_server(tiny_model, "P", tmp_path, name="mortal", plugins=FORKED, extra_config=config)
+    launch(p)
+    decoders = {"recompute": taker, "fail": fleet.d}
     failed = {policy: counter(d, "transfers_failed") for policy, d in decoders.items()}
     hold = tmp_path / "hold-mortal"
     hold.write_text("2 2")
@@ -59,9 +57,7 @@ def test_p_is_killed_in_mid_transfer(
     for policy, d in decoders.items():
         prompt = tokens(40, f"after {policy}")
         assert_same([complete(fleet.single, prompt)], [complete(d, prompt)])
-        wait_until(
-            lambda d=d, before=failed[policy]: counter(d, "transfers_failed") == before + 1, "its failure"
-        )
+        wait_until(lambda d=d, before=failed[policy]: counter(d, "transfers_failed") > before, "its failure")
         at_rest(d)
 
 
