@@ -130,8 +130,7 @@ def fleet(fleet_keeper: FleetKeeper) -> Fleet:
 
 @pytest.fixture
 def taker(fleet_keeper: FleetKeeper) -> VllmServer:
-    """A second D of the fleet's P, with room for KV that comes ahead; it asks for checksums, and computes what it
-    cannot load."""
+    """A second D of the fleet's P: with room for KV that comes ahead and checksums; it recomputes."""
     return fleet_keeper.taker()
 
 
