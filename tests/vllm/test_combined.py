@@ -9,7 +9,6 @@ import base64
 import io
 import json
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -391,7 +390,6 @@ class Storing:
     p: VllmServer
     d: VllmServer
     p_folder: Path
-    d_folder: Path
 
     def ask(self, prompt: list[int]) -> Answer:
         return ask_pair(self.p, self.d, prompt)
@@ -399,10 +397,6 @@ class Storing:
     def moved(self) -> float:
         at_rest(self.d)
         return counter(self.d, "bytes_scattered")
-
-    def share(self) -> None:
-        """Give D what P has stored."""
-        shutil.copytree(self.p_folder, self.d_folder, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +438,7 @@ def storing_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Pat
 
     p, d = server("P", "kv_producer"), server("D", "kv_consumer")
     start(own, Combined(p, d, single, logs))
-    return Storing(p, d, folders["P"], folders["D"])
+    return Storing(p, d, folders["P"])
 
 
 @pytest.mark.long
@@ -483,18 +477,4 @@ def test_what_p_loads_from_its_store_is_pushed_right(storing_pair: Storing, sing
     assert_same(expected, got)
     pushed = storing_pair.moved() - before
     assert pushed == sum(kv_bytes(0, len(prompt) - 1, whole_blocks=True) for prompt in prompts)
-    at_rest(storing_pair.p, seconds=SETTLE_SECONDS)
-
-
-@pytest.mark.long
-def test_what_p_alone_has_computed_d_takes_from_a_shared_store(
-    storing_pair: Storing, single: VllmServer
-) -> None:
-    prompt = tokens(230, "shared store")
-    alone(storing_pair.p, [prompt], 1)
-    storing_pair.share()
-    before = storing_pair.moved()
-    got = storing_pair.ask(prompt)
-    assert_same(alone(single, [prompt], 16), [got])
-    assert storing_pair.moved() == before
     at_rest(storing_pair.p, seconds=SETTLE_SECONDS)
