@@ -1,5 +1,5 @@
-"""Clients that are programs: LiteLLM's proxy in front of ours, and `vllm bench serve`; and OpenAI's under
-load. What they get from one vLLM they get here.
+"""Clients that are programs: LiteLLM's proxy in front of ours, and `vllm bench serve`. What
+they get from one vLLM they get here.
 
 LiteLLM comes from the Python Package Index into an environment of its own, which pytest's cache keeps. Where
 it cannot be had, its tests are skipped and say why.
@@ -7,7 +7,6 @@ it cannot be had, its tests are skipped and say why.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -191,18 +190,3 @@ def test_vllm_bench_serve(
         found.append({each: result[each] for each in ("completed", "failed", "total_output_tokens")})
     assert found[0] == found[1] == {"completed": REQUESTS, "failed": 0, "total_output_tokens": 8 * REQUESTS}
     assert traffic.scattered(at_least=REQUESTS * kv_bytes(0, 100)) > 0
-
-
-@each_dispatch
-async def test_sixteen_streams_at_once(fleet: Fleet, dispatch: str) -> None:
-    async def text(url: str, number: int) -> str:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as asking:
-            asked = GREEDY | {"messages": said(f"at once {dispatch} {number}"), "stream": True}
-            events = await asking.chat.completions.create(**asked)
-            return "".join([e.choices[0].delta.content or "" async for e in events if e.choices])
-
-    pair, single = [
-        await asyncio.gather(*(text(url, number) for number in range(16)))
-        for url in (fleet.proxy(dispatch).base_url, fleet.single.base_url)
-    ]
-    assert pair == single and all(pair)
