@@ -1,16 +1,15 @@
-"""Real servers: the first token comes from P, another D goes on where one is lost or drained in mid answer,
-and the answers are a single server's."""
+"""Real servers: the first token comes from P, another D goes on where one is lost in mid answer, and the
+answers are a single server's. tests/proxy/test_resume.py has more of the latter, and drains."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -32,13 +31,9 @@ from support.servers.fleet import MODEL_NAME, assert_same, metric, tokens
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
 
-Got = TypeVar("Got")
-
 REQUESTS = int(os.environ.get("P2PKV_FIRST_TOKEN_REQUESTS", "500"))
 """With each dispatch."""
 AT_ONCE = 8
-LONG, MOVE_AFTER = 2000, 5
-"""Tokens of a stream that a drain moves, and after how many seconds it does."""
 WITH_ROOM = {"extra_config": {**SHORT, "prefetch_bytes": 64 << 20}}
 CACHING: dict[str, Any] = {"more_args": ("--enable-prefix-caching",)}
 
@@ -221,90 +216,6 @@ def test_nothing_is_lost_and_nothing_comes_twice(trio: Deployment, fault: str, w
     assert who == "P" or trio.counted("resumed_total") > resumed
     started_again(victim)
     wait_until(trio.trusted, "all three", 120.0)
-
-
-at_once = pytest.mark.parametrize("dispatch", ["concurrent"], indirect=True)
-
-
-def with_d_lost(trio: Deployment, asked: list[Callable[[str], Got]], lost: int = 1) -> list[Got]:
-    """The answers, with so many D's killed, one after the other, while they work on some of them."""
-    name = "vllm:generation_tokens_total"
-    before = {each.name: metric(each, name) for each in trio.ds}
-
-    def generated(server: VllmServer) -> float:
-        return metric(server, name) - before[server.name]
-
-    with ThreadPoolExecutor(len(asked)) as pool:
-        got = [pool.submit(each, trio.proxy.base_url) for each in asked]
-        for number, victim in enumerate(trio.ds[:lost], 1):
-            enough = partial(lambda each, tokens: generated(each) >= tokens, victim, number * 5 * len(asked))
-            wait_until(enough, f"tokens of {victim.name}", 60.0)
-            victim.kill()
-        return [each.result() for each in got]
-
-
-@at_once
-def test_streams_outlive_two_ds_that_are_lost_one_after_the_other(
-    trio: Deployment, tiny_model: Path, tmp_path: Path
-) -> None:
-    asked = streams("two are lost", 12, 80)
-    with instance(trio.proxy, tiny_model, tmp_path, "D", name="D3", **WITH_ROOM, **CACHING) as third:
-        third.wait_ready()
-        three = replace(trio, ds=[*trio.ds, third])
-        wait_until(three.trusted, "all four", 60.0)
-        wanted = all_answers(third.base_url, asked)
-        got = with_d_lost(three, [lambda url, each=each: ask(url, *each) for each in asked], lost=2)
-        assert_same([each.answer for each in wanted], [each.answer for each in got])
-        assert trio.counted("not_resumed_total") == 0
-    for each in trio.ds:
-        started_again(each)
-
-
-def whole(base_url: str, number: int) -> Answer:
-    """An answer that is no stream, of either endpoint."""
-    path, body = streams("whole", number + 1, 80)[-1]
-    answer = client.post(f"{base_url}{path}", body | {"ignore_eos": True})
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 80
-    return answer_of(choice)
-
-
-@at_once
-def test_whole_answers_outlive_their_d(trio: Deployment) -> None:
-    asked = [partial(whole, number=number) for number in range(12)]
-    expected = [each(trio.ds[1].base_url) for each in asked]
-    retried = trio.counted("retries_total")
-    assert_same(expected, with_d_lost(trio, [*asked]))
-    assert trio.counted("retries_total") > retried
-    started_again(trio.ds[0])
-
-
-@at_once
-def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(trio: Deployment) -> None:
-    leaving, other = trio.ds
-    more = {"model": MODEL_NAME, "max_tokens": LONG, "ignore_eos": True, "logprobs": 2, **GREEDY}
-    asked = [("/v1/completions", {"prompt": tokens(40, f"drain {number}"), **more}) for number in range(16)]
-
-    def answers_of(base_url: str) -> list[Answer]:
-        with ThreadPoolExecutor(len(asked)) as pool:
-            return [each.answer for each in pool.map(lambda each: ask(base_url, *each), asked)]
-
-    resumed = trio.counted("resumed_total")
-    with ThreadPoolExecutor(1) as pool:
-        got = pool.submit(answers_of, trio.proxy.base_url)
-        wait_until(lambda: running(leaving) > 0 and running(other) > 0, "streams on both", 60.0)
-        trio.order(leaving, f"drain?move_after={MOVE_AFTER}")
-        wait_until(lambda: running(leaving) == 0, "a free D", MOVE_AFTER + 20.0)
-        assert not got.done()
-        moved = got.result()
-    assert_same(answers_of(other.base_url), moved)
-    assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
-    trio.order(leaving, "resume")
-    trio.rests()
-
-
-def running(server: VllmServer) -> float:
-    return metric(server, "vllm:num_requests_running")
 
 
 def test_clients_that_leave_leave_nothing(trio: Deployment) -> None:
