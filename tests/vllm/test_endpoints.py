@@ -26,7 +26,6 @@ from support.servers.clients import (
     refused,
     story,
     structured_chat,
-    structured_response,
     text_of,
     thinking,
     tool_of_a_message,
@@ -213,9 +212,7 @@ def test_what_is_counted(fleet: Fleet, dispatch: str) -> None:
 
 
 @first_dispatch
-@pytest.mark.parametrize(
-    "ask", [structured_chat, structured_response, logprobs, tool_of_a_message, refused, thinking, adaptive]
-)
+@pytest.mark.parametrize("ask", [structured_chat, logprobs, tool_of_a_message, refused, thinking, adaptive])
 def test_the_sdks(fleet: Fleet, dispatch: str, ask: Callable[[str, str], Any]) -> None:
     seed = f"{ask.__name__} {dispatch}"
     pair, single = ask(fleet.proxy(dispatch).base_url, seed), ask(fleet.single.base_url, seed)

@@ -150,14 +150,6 @@ def structured_chat(url: str, seed: str) -> Any:
     return made.choices[0].message.content
 
 
-def structured_response(url: str, seed: str) -> Any:
-    made = openai_at(url).responses.parse(
-        model=MODEL_NAME, input=story(seed), max_output_tokens=200, temperature=0.0, text_format=Place
-    )
-    assert isinstance(made.output_parsed, Place)
-    return made.output_text
-
-
 def logprobs(url: str, seed: str) -> Any:
     """Of a chat's tokens, rounded: two ways to compute one number."""
     made = openai_at(url).chat.completions.create(
