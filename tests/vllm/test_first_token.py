@@ -168,16 +168,6 @@ def test_answers_are_a_single_servers(trio: Deployment, dispatch: str) -> None:
     trio.rests()
 
 
-def test_a_message_of_one_token_is_ps(trio: Deployment) -> None:
-    content = [{"role": "user", "content": "What does the sea say?"}]
-    body = {"model": MODEL_NAME, "max_tokens": 1, "messages": content, "temperature": 0}
-    before = trio.counted("first_tokens_from_prefill_total")
-    wanted, got = (client.post(f"{each.base_url}/v1/messages", body) for each in (trio.ds[1], trio.proxy))
-    assert got | {"id": 0} == wanted | {"id": 0} and got["usage"]["output_tokens"] == 1
-    assert trio.counted("first_tokens_from_prefill_total") - before == 1
-    trio.rests()
-
-
 def streams(name: str, count: int, most: int) -> list[tuple[str, dict[str, Any]]]:
     """Half of them completions, half chats; some end by themselves."""
     asked = []
@@ -216,33 +206,6 @@ def test_nothing_is_lost_and_nothing_comes_twice(trio: Deployment, fault: str, w
     assert who == "P" or trio.counted("resumed_total") > resumed
     started_again(victim)
     wait_until(trio.trusted, "all three", 120.0)
-
-
-def test_clients_that_leave_leave_nothing(trio: Deployment) -> None:
-    bodies = [{"prompt": tokens(300, f"leaves {number}"), "max_tokens": 200} for number in range(24)]
-
-    def leaves(body: dict[str, Any]) -> None:
-        full = {"model": MODEL_NAME, "ignore_eos": True, **GREEDY, **body}
-        stream = client.stream(f"{trio.proxy.base_url}/v1/completions", full)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
-
-    before = from_p_or_late(trio)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(leaves, bodies))
-    assert from_p_or_late(trio) - before == len(bodies)
-    trio.rests()
-
-
-def test_sampled_answers_are_ds_where_seeds_are_not_safe(trio: Deployment) -> None:
-    """On a CPU a request with a seed whose prompt is computed in part ends vLLM's engine core, if it is in a
-    step with others."""
-    before = trio.counted("first_tokens_from_prefill_total")
-    body = {"model": MODEL_NAME, "prompt": tokens(60, "sampled"), "max_tokens": 2, "return_token_ids": True}
-    asked = [("/v1/completions", body)] * 40
-    assert all(len(each.ids) in (1, 2) for each in all_answers(trio.proxy.base_url, asked))
-    assert trio.counted("first_tokens_from_prefill_total") == before
-    trio.rests()
 
 
 def from_p_or_late(trio: Deployment) -> float:
