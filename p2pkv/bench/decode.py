@@ -51,7 +51,7 @@ class DecodeSide:
         options = {
             "lease_seconds": settings.get("lease_seconds", 30.0),
             "staging_bytes": staging,
-            "nccl_in_flight": settings.get("nccl_in_flight", 1),
+            **settings.get("nccl", {}),
         }
         self._raw: RawNccl | None = None
         self._ranks: dict[str, Rank] = {}

@@ -220,15 +220,15 @@ class Messages:
         total: int,
         lease_seconds: float = 30.0,
         verify: bool = False,
-        in_flight: int = 1,
+        **nccl: int,
     ) -> None:
-        """`total`: a multiple of every size and of a token's bytes. `verify`: with checksums. `in_flight`:
-        the option nccl_in_flight."""
+        """`total`: a multiple of every size and of a token's bytes. `verify`: with checksums. `nccl`: options
+        of that name."""
         self.total = total
         self.device, self._decode_device = devices
         self._lease_seconds = lease_seconds
         self._verify = verify
-        self._in_flight = in_flight
+        self._nccl = nccl
         self._shared = devices[0] == devices[1] != "cpu"
         self._link = link
         self._staging = max(4 * max(sizes), STAGING_BYTES)
@@ -338,7 +338,7 @@ class Messages:
             "device": self._decode_device,
             "staging_bytes": self._staging,
             "lease_seconds": self._lease_seconds,
-            "nccl_in_flight": self._in_flight,
+            "nccl": self._nccl,
         }
         self.decoder, self.pipe = start_decode(settings, environment_of_child(self._shared))
         self._stack.callback(end_decode, self.decoder)
@@ -349,7 +349,7 @@ class Messages:
         address, rank = make_rank(
             "P", LAYOUT, self.memory, free_ports(), link=self._link,
             staging_bytes=self._staging, chunk_bytes=size, lease_seconds=self._lease_seconds,
-            verify=self._verify, nccl_in_flight=self._in_flight,
+            verify=self._verify, **self._nccl,
         )  # fmt: skip
         self._stack.callback(rank.stop)
         return address, rank

@@ -36,10 +36,10 @@ def turns_of(size: int, repeat: int) -> int:
 
 
 def push_rows(
-    link: str, devices: tuple[str, str], sizes: Sequence[int], total: int, repeat: int, in_flight: int = 1
+    link: str, devices: tuple[str, str], sizes: Sequence[int], total: int, repeat: int, **nccl: int
 ) -> list[dict[str, Any]]:
     """By size of message: bytes per second of a plain copy, gather, scatter, NCCL alone and whole pushes."""
-    with messages(link, devices, sizes, total, in_flight=in_flight) as both:
+    with messages(link, devices, sizes, total, **nccl) as both:
         found = both.on_device(sizes)
         rows = []
         for size in sizes:
@@ -52,12 +52,12 @@ def push_rows(
 
 
 def short_prompts(
-    link: str, devices: tuple[str, str], sizes: Sequence[int], repeat: int, in_flight: int = 1
+    link: str, devices: tuple[str, str], sizes: Sequence[int], repeat: int, **nccl: int
 ) -> dict[int, list[float]]:
     """By bytes of a prompt that is one message: seconds from D's question until it is loaded."""
     found = {}
     for size in sizes:
-        with messages(link, devices, [size], size, in_flight=in_flight) as both:
+        with messages(link, devices, [size], size, **nccl) as both:
             both.push(size)
             found[size] = [size / both.push(size) for _ in range(repeat)]
     return found
@@ -72,15 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--short-kib", type=int, nargs="+", default=SHORT_KIB)
     parser.add_argument("--total-mib", type=int, default=TOTAL_MIB)
     parser.add_argument("--in-flight", type=int, default=1, help="the option nccl_in_flight")
+    parser.add_argument("--group-mib", type=int, default=64, help="the option nccl_group_bytes")
     args = parser.parse_args(argv)
     sizes, total = [each << 10 for each in args.sizes_kib], args.total_mib << 20
-    rows = push_rows(args.link, tuple(args.devices), sizes, total, REPEAT, args.in_flight)
+    nccl = {"nccl_in_flight": args.in_flight, "nccl_group_bytes": args.group_mib << 20}
+    rows = push_rows(args.link, tuple(args.devices), sizes, total, REPEAT, **nccl)
     for row in rows:
         print(row, flush=True)
     data = {"link": args.link, "devices": args.devices, "total": total, "rows": rows}
     short = [each << 10 for each in args.short_kib]
-    data["short"] = short_prompts(args.link, tuple(args.devices), short, SHORT_REPEAT, args.in_flight)
-    data["in_flight"] = args.in_flight
+    data["short"] = short_prompts(args.link, tuple(args.devices), short, SHORT_REPEAT, **nccl)
+    data |= nccl
     data["mps"] = mps_runs(pipe_directory())
     args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return 0
