@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
@@ -50,7 +49,7 @@ Dispatch = Literal["concurrent", "sequential"]
 # P's failure, which reached D first, may still be on its way here. And a D that P's refusal would have to
 # agree with may still read the request.
 _VERDICT_SECONDS = 1.0
-_PREFILLED, _ANSWERED = assign_blame("P", CallEnd.ANSWERED), assign_blame("D", CallEnd.ANSWERED)
+_ANSWERED = assign_blame("D", CallEnd.ANSWERED)
 # After these D's answer is the client's, whatever has become of P.
 _DECIDED_BY_D = REFUSALS | {CallEnd.ANSWERED}
 # How long P may go on after D's answer is complete: its own last step and response.
@@ -99,8 +98,9 @@ class ProxyServices(Protocol):
     background: set[asyncio.Task[Any]]
 
 
-_Prefilled = tuple[Verdict, Reply | Begun | CallFailed]
-"""P's part, ended: its answer, the beginning of one whose token may be the client's, or how it failed."""
+_Prefilled = Reply | Begun | Outcome
+"""P's part, ended: its answer, the beginning of one whose token may be the client's, or the attempt's outcome
+because P has failed, unless D goes on."""
 
 
 @dataclass(eq=False)
@@ -161,16 +161,13 @@ class Attempt:
             return await self._by_decode()
         if self.continuation is None:
             self._plan = self.services.first_tokens.plan(self.body, self.transcript, self.choice)
-        if self._plan is not None:
-            try:
-                if self._plan.what is FirstToken.WHOLE:
-                    return await self._by_prefill_alone()
-                if self._plan.what is not None:
-                    return await self._by_prefill(self._plan)
-                return await self._concurrent()
-            finally:
-                self._plan.leave()
-        return await (self._concurrent() if self.services.dispatch == "concurrent" else self._sequential())
+        if (plan := self._plan) is None:
+            at_once = self.services.dispatch == "concurrent"
+            return await (self._concurrent() if at_once else self._sequential())
+        try:
+            return await (self._concurrent() if plan.what is None else self._by_prefill(plan))
+        finally:
+            plan.leave()
 
     def resumed_by(self, continuation: Continuation) -> Attempt:
         """Another one, which goes on with the answer of which this one has sent the last so far."""
@@ -210,20 +207,31 @@ class Attempt:
 
     async def _sequential(self) -> Outcome:
         """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
-        verdict, ended = await self._prefill()
-        if isinstance(ended, CallFailed):
-            return self._prefill_failed(verdict, ended)
+        ended = await self._prefill()
+        if isinstance(ended, Outcome):
+            return ended
         return await self._by_decode(ended.kv_transfer_params if isinstance(ended, Reply) else None)
 
-    async def _by_prefill_alone(self) -> Outcome:
-        """P, whose one token is the answer."""
-        verdict, ended = await self._prefill()
-        if isinstance(ended, CallFailed):
+    async def _by_prefill(self, plan: FirstTokenPlan) -> Outcome:
+        """P, whose token the client gets as the first one if it may; then D for the rest, if there is any."""
+        ended = await self._prefill()
+        if isinstance(ended, Outcome):
             self.services.first_tokens.count_from_decode("failed")
-            return self._prefill_failed(verdict, ended)
+            return ended
+        assert not isinstance(ended, Reply)
+        if plan.what is FirstToken.WHOLE:
+            return await self._pass_on_ps(*ended)
+        if (outcome := await self._hand_on(ended, plan)) is not None:
+            return outcome
+        if self._handed_on is None:
+            return await self._by_decode(seed=plan.seed)
+        self._go_on()
+        return await self._by_decode(params(FirstToken.IN_PROMPT))
+
+    async def _pass_on_ps(self, answered: ClientResponse, head: bytes) -> Outcome:
+        """P's one token is the answer."""
+        assert self._prefilling is not None
         self.services.first_tokens.came()
-        assert not isinstance(ended, Reply) and self._prefilling is not None
-        answered, head = ended
         self.body.let_go()
         pace = self.record.begun_by_prefill(head) if answered.content_type == EVENT_STREAM else None
         relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace)
@@ -236,20 +244,6 @@ class Attempt:
         verdict = Verdict(Blame.P, RetryKind.NO, Charge.NOW)
         self._charge(self._prefilling.instance, verdict)
         return Outcome(response, verdict, relay.broken, self._prefilling.instance)
-
-    async def _by_prefill(self, plan: FirstTokenPlan) -> Outcome:
-        """P, whose token the client gets as the first one if it may; then D for the rest."""
-        verdict, ended = await self._prefill()
-        if isinstance(ended, CallFailed):
-            self.services.first_tokens.count_from_decode("failed")
-            return self._prefill_failed(verdict, ended)
-        assert not isinstance(ended, Reply)
-        if (outcome := await self._hand_on(ended, plan)) is not None:
-            return outcome
-        if self._handed_on is None:
-            return await self._by_decode(seed=plan.seed)
-        self._go_on()
-        return await self._by_decode(params(FirstToken.IN_PROMPT))
 
     def _go_on(self) -> None:
         """D is asked for what is behind P's token."""
@@ -334,12 +328,12 @@ class Attempt:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             d_first = not prefilling.done() or call.end in _DECIDED_BY_D
             if not d_first:
-                verdict, ended = prefilling.result()
-                if isinstance(ended, CallFailed):
+                ended = prefilling.result()
+                if isinstance(ended, Outcome):
                     if self._plan is not None:
                         self.services.first_tokens.count_from_decode("failed")
-                    if verdict.again is not RetryKind.GOES_ON:
-                        return self._prefill_failed(verdict, ended)
+                    if ended.verdict.again is not RetryKind.GOES_ON:
+                        return ended
                 elif self._plan is not None and not isinstance(ended, Reply):
                     outcome = await self._hand_on(ended, self._plan)
                     if outcome is not None:
@@ -423,7 +417,7 @@ class Attempt:
             self.record.metrics.prefilled(instance, services.clock() - asked)
             self._count(instance, success=True)
             self._charge_doubted(Charge.IF_P_ACCEPTS)
-            return _PREFILLED, reply
+            return reply
         except CallFailed as error:
             failed = error
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
@@ -440,7 +434,7 @@ class Attempt:
         begun = decode is CallEnd.ANSWERED
         verdict = assign_blame("P", failed.end, decode, begun=begun, one_prompt=self.body.one_prompt)
         self._charge(instance, verdict)
-        return verdict, failed
+        return self._prefill_failed(verdict, failed)
 
     def _prefill_failed(self, verdict: Verdict, error: CallFailed) -> Outcome:
         if error.end in REFUSALS and error.reply is not None:
@@ -575,7 +569,7 @@ class Attempt:
             self.request, *answer, self._scrubber, pace, silence, held, goes_on, self._prefilled, self.former
         )
         if prefilling is not None and not self.body.one_prompt:
-            prefilling.add_done_callback(partial(_interrupt, relay))
+            prefilling.add_done_callback(self._interrupt)
         response = await relay.run()
         if relay.broken is not None:
             verdict = assign_blame("D", relay.broken, self._state_of_prefill(), begun=True)
@@ -584,6 +578,13 @@ class Attempt:
         if progress is not None and pace is not None and relay.complete:
             progress.ended(pace.events - 1, self.services.clock())
         return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
+
+    def _interrupt(self, prefilling: asyncio.Task[_Prefilled]) -> None:
+        """Of several prompts, those that D has not begun still need P."""
+        ended = None if prefilling.cancelled() or prefilling.exception() else prefilling.result()
+        if isinstance(ended, Outcome) and ended.verdict.again is not RetryKind.GOES_ON:
+            assert self.relay is not None and self._prefilling is not None
+            self.relay.interrupt(f"The prefill instance failed: it {self._prefilling.why}.")
 
     # Who is to blame, and what follows for breakers.
 
@@ -621,15 +622,6 @@ class Attempt:
         response = error_response(status, why)
         response.headers[REQUEST_ID] = self.unique
         return response
-
-
-def _interrupt(relay: Relay, prefilling: asyncio.Task[_Prefilled]) -> None:
-    """Of several prompts, those that D has not begun still need P."""
-    if prefilling.cancelled() or prefilling.exception() is not None:
-        return
-    verdict, ended = prefilling.result()
-    if verdict.again is not RetryKind.GOES_ON:
-        relay.interrupt(f"The prefill instance failed: it {ended}.")
 
 
 def _names_no_reason(message: str) -> bool:

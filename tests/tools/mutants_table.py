@@ -576,11 +576,8 @@ Attempt._pass_on: a body is held while its answer is streamed
 Attempt._charge_doubted: a P that D has proved wrong is not charged
 ~             if charge is proof: =>             if False:
 > tests/proxy/test_blame.py::test_a_p_that_is_not_needed_any_more_breaks_no_stream
-_interrupt: a P that stops breaks a stream of several prompts
--     if verdict.again is not RetryKind.GOES_ON:
--         relay
-+     if isinstance(ended, CallFailed):
-+         relay
+Attempt._interrupt: a P that stops breaks a stream of several prompts
+~  and ended.verdict.again is not RetryKind.GOES_ON: => :
 > tests/proxy/test_instances.py::test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before
 Attempt.needs: the P of several prompts counts as not needed after the first token
 ~  and not (begun and self.body.one_prompt) =>  and not begun
