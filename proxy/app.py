@@ -94,7 +94,7 @@ class BoundedRunner(web.AppRunner):
         """What serves one more connection, or refuses it."""
         assert self._server is not None
         if not self._has_room():
-            return _Refusal()
+            return _Newcomer(_refuse)
         # As the server itself would make one; aiohttp has no public name for its options.
         return _Connection(self._heads, self._server, loop=asyncio.get_running_loop(), **self._server._kwargs)
 
@@ -251,15 +251,12 @@ def _whole_answer(status: int, message: str) -> bytes:
     return "\r\n".join((*lines, "", "")).encode() + answer.body
 
 
-class _Refusal(asyncio.Protocol):
+def _refuse(connection: asyncio.Transport) -> None:
     """Answers whatever a client will ask."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        connection = cast("asyncio.Transport", transport)
-        connection.write(_whole_answer(503, _FULL))
-        connection.close()
-        # Over TLS, a close waits for the client's.
-        asyncio.get_running_loop().call_later(_REFUSED_SECONDS, connection.abort)
+    connection.write(_whole_answer(503, _FULL))
+    connection.close()
+    # Over TLS, a close waits for the client's.
+    asyncio.get_running_loop().call_later(_REFUSED_SECONDS, connection.abort)
 
 
 # Around each request.
@@ -446,14 +443,12 @@ def make_app(
     recorded = recording(metrics, API, tracing, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    middlewares = [written_in_time, recorded, errors_as_json]
-    if cors is not None and cors.origins:
-        middlewares.insert(1, cors.middleware())
-    app = web.Application(client_max_size=largest, middlewares=middlewares)
+    app = web.Application(client_max_size=largest, middlewares=[written_in_time, recorded, errors_as_json])
     app[MAX_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.append(note_begin)
     if cors is not None and cors.origins:
+        app.middlewares.insert(1, cors.answer)
         app.on_response_prepare.append(cors.prepare)
     app.add_routes(_ROUTES)
     return app

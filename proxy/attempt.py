@@ -233,7 +233,9 @@ class Attempt:
         assert self._prefilling is not None
         self.services.first_tokens.came()
         self.body.let_go()
-        pace = self.record.begun_by_prefill(head) if answered.content_type == EVENT_STREAM else None
+        pace = None
+        if answered.content_type == EVENT_STREAM:
+            pace = self.record.streams(head, by_prefill=True)
         relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace)
         try:
             response = await relay.run()
@@ -259,7 +261,7 @@ class Attempt:
         token = self.services.first_tokens.of(head, plan, self.body, self.transcript, context)
         if token is None:
             return None
-        pace = self.record.begun_by_prefill(head)
+        pace = self.record.streams(head, by_prefill=True)
         if self.place.progress is not None:
             self.place.progress.first_token(self.services.clock())
         relay = self.relay = self._handed_on = self.former = Relay(

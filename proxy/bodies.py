@@ -17,7 +17,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -27,6 +27,7 @@ from .body_checks import WITH_TOKEN_IDS, check_values
 from .http import PAIRED, ProxyError
 from .limits import Limits, RequestCounters
 
+T = TypeVar("T")
 Fields = dict[str, Any]
 Views = dict[str, Raw]
 """The fields of a JSON object, each a view of its bytes."""
@@ -63,7 +64,7 @@ _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
-_any = msgspec.json.Decoder(Any)
+ANYTHING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _name = msgspec.json.Decoder(str)
 _entries = msgspec.json.Decoder(list[Raw])
 
@@ -77,7 +78,7 @@ class _FirstTwo(msgspec.Struct, array_like=True):
     second: Raw = Raw()
 
 
-_tools = msgspec.json.Decoder(list[_Tool] | None)
+_tools: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[_Tool] | None)
 _first_two = msgspec.json.Decoder(_FirstTwo)
 
 
@@ -163,7 +164,7 @@ class Body:
         if self.path == "/v1/responses":
             if self.previous:
                 return False  # which is at D only
-            tools = _decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
+            tools = decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
             return all(tool.type == "function" for tool in tools or ())  # vLLM itself calls no function
         off = all(_switch(_small(fields, name)) is False for name in ("use_beam_search", "echo"))
         return off and _small(fields, "prompt_logprobs") is None
@@ -292,10 +293,10 @@ def _allowed(fields: Views) -> Views:
     return {name: value for name, value in fields.items() if name not in _NOT_THE_CLIENTS}
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], raw: Raw, otherwise: Any) -> Any:
+def decoded(decoder: msgspec.json.Decoder[T], data: bytes | Raw, otherwise: T) -> T:
     """`otherwise` if it is nothing that the decoder takes."""
     try:
-        return decoder.decode(raw)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return otherwise
 
@@ -303,7 +304,7 @@ def _decoded(decoder: msgspec.json.Decoder[Any], raw: Raw, otherwise: Any) -> An
 def _small(fields: Views, name: str) -> Any:
     """A field's value: None if it is absent, and its bytes if it can be none that matters here."""
     raw = fields.get(name)
-    return raw if raw is None or len(raw) > _SMALL else _decoded(_any, raw, raw)
+    return raw if raw is None or len(raw) > _SMALL else decoded(ANYTHING, raw, raw)
 
 
 def _number(value: Any) -> float:
@@ -345,8 +346,7 @@ def _model(fields: Views) -> str | None:
 
 def _text_of(raw: Raw) -> str:
     """A field's value if it is a text, and not too long for a name."""
-    text: str = _decoded(_name, raw, "") if len(raw) <= _LONGEST_NAME else ""
-    return text
+    return decoded(_name, raw, "") if len(raw) <= _LONGEST_NAME else ""
 
 
 def response_id(request_id: str) -> str:

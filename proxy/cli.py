@@ -12,6 +12,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
@@ -24,7 +25,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 from . import options, settings, tracepoints
 from .access import Access
 from .app import make_app, make_runner
-from .cors import Cors, joined
+from .cors import Cors
 from .membership.listener import Listener, endpoint_of
 from .policies import Routing
 from .service import PROXY
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrustError, NoCurve) as error:
         parser.error(str(error))
     set_up_logging(arguments.log_level, arguments.log_format)
-    _take_descriptors()
+    # As many descriptors as it may: a request needs three, and the usual soft limit is 1024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # Modules and options live as long as the process: the garbage collector need not look at them again.
     gc.collect()
     gc.freeze()
@@ -67,12 +70,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return new_event_loop()
-
-
-def _take_descriptors() -> None:
-    """As many as it may: a request needs three, and the usual soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _members(arguments: argparse.Namespace) -> Members | None:
@@ -126,10 +123,10 @@ def _app(arguments: argparse.Namespace, members: Members | None) -> web.Applicat
         listed=[*arguments.prefill, *arguments.decode],
         tenants=options.tenants(arguments),
         cors=Cors(
-            joined(arguments.allowed_origins),
+            tuple(chain.from_iterable(arguments.allowed_origins)),
             arguments.allow_credentials,
-            joined(arguments.allowed_methods) or Cors.methods,
-            joined(arguments.allowed_headers) or Cors.headers,
+            tuple(chain.from_iterable(arguments.allowed_methods)) or Cors.methods,
+            tuple(chain.from_iterable(arguments.allowed_headers)) or Cors.headers,
         ),
     )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 # A browser may always send these.
@@ -32,14 +31,10 @@ class Cors:
     methods: tuple[str, ...] = _ANY
     headers: tuple[str, ...] = _ANY
 
-    def middleware(self) -> Middleware:
-        """Answers a browser that asks first; it shows no key then."""
-
-        @web.middleware
-        async def asked(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return self._answer(request) or await handler(request)
-
-        return asked
+    @web.middleware
+    async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Around each request: answers a browser that asks first; it shows no key then."""
+        return self._answer(request) or await handler(request)
 
     def _answer(self, request: web.Request) -> web.Response | None:
         wanted = request.headers.get("Access-Control-Request-Method")
@@ -88,8 +83,3 @@ def read_list(text: str) -> tuple[str, ...]:
     if not all(isinstance(value, str) for value in values):
         raise ValueError(f"{text!r} is no list of texts")
     return tuple(values)
-
-
-def joined(values: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Of an option that was repeated."""
-    return tuple(each for value in values for each in value)

@@ -103,11 +103,6 @@ _GAUGES = (
 )  # fmt: skip
 
 
-def _prefill_work(proxy: Proxy, instance: Instance, at: int) -> float | None:
-    work = proxy.prefill_work(instance)
-    return None if work is None else work[at]
-
-
 def _reported(name: str, field: str, what: str) -> tuple[str, str, Callable[[Proxy, Instance], float | None]]:
     """A field of the Workload that an instance reports."""
     return (
@@ -125,10 +120,10 @@ _OF_INSTANCES: tuple[tuple[str, str, Callable[[Proxy, Instance], float | None]],
     ("instance_queued_prefill_seconds",
      "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted; "
      "of an instance that does not report its queue, those that this proxy gave it.",
-     lambda proxy, each: _prefill_work(proxy, each, 0)),
+     lambda proxy, each: proxy.prefill_work(each)[0]),
     ("instance_prefill_share",
      "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
-     lambda proxy, each: _prefill_work(proxy, each, 1)),
+     lambda proxy, each: proxy.prefill_work(each)[1]),
     _reported("running", "running", "Requests that run"),
     _reported("waiting", "waiting", "Requests that wait"),
     _reported("queued_tokens", "tokens",

@@ -30,16 +30,11 @@ Headers = CIMultiDict[str]
 # Errors.
 
 _KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    417: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     502: "bad_gateway_error",
     503: "service_unavailable_error",
 }
@@ -76,7 +71,7 @@ def retry_after() -> dict[str, str]:
 
 
 def error_json(status: int, message: str) -> bytes:
-    kind = _KINDS.get(status, "internal_error")
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "internal_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 

@@ -62,17 +62,14 @@ _MAX_PAIRS = 4096
 
 
 class TokenGaps:
-    """The time between the pieces of one instance's streamed answers. Its hot path runs once for each piece
-    of every answer, where the library's own histogram, which locks, would be a tenth of all the work."""
+    """The seconds between the pieces of one instance's streamed answers, and their events. They are counted
+    once for each piece of every answer, where the library's own histogram, which locks, would be a tenth of
+    all the work."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_GAP_BUCKETS) + 1)
         self.total = 0.0
         self.events = 0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_GAP_BUCKETS, seconds)] += 1
-        self.total += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus wants them: each holds all that is smaller, too."""
@@ -91,9 +88,10 @@ class StreamTimer:
 
     def chunk_arrived(self, chunk: bytes) -> None:
         """These bytes have come from the instance."""
-        now, gaps = self._clock(), self._gaps
-        gaps.add(now - self._last)
-        events = chunk.count(b"data:")
+        now, gaps, events = self._clock(), self._gaps, chunk.count(b"data:")
+        seconds = now - self._last
+        gaps.counts[bisect_left(_GAP_BUCKETS, seconds)] += 1
+        gaps.total += seconds
         gaps.events += events
         self.events += events
         self._last = now
@@ -368,19 +366,14 @@ class RequestRecord:
         self.way = "pair" if choice.prefill else "alone" if choice.prefill_unavailable else "unpaired"
         self.metrics.paired(choice)
 
-    def streams(self, head: bytes, *, again: bool = False) -> StreamTimer:
+    def streams(self, head: bytes, *, again: bool = False, by_prefill: bool = False) -> StreamTimer:
         """Its answer is a stream, and this is the start of it, or of its next part from `again` another
-        instance."""
+        instance; `by_prefill`: P has sent it."""
+        instance, way = (self.prefill, "prefill") if by_prefill else (self.decode, self.way)
         if not again:
             self.first_token_after = self.seconds
-            self.metrics.first_token(self.decode, self.way, self.first_token_after, self.tenant)
-        return self.metrics.pace(self.decode, head)
-
-    def begun_by_prefill(self, head: bytes) -> StreamTimer:
-        """The same of a stream whose first token is P's."""
-        self.first_token_after = self.seconds
-        self.metrics.first_token(self.prefill, "prefill", self.first_token_after, self.tenant)
-        return self.metrics.pace(self.prefill, head)
+            self.metrics.first_token(instance, way, self.first_token_after, self.tenant)
+        return self.metrics.pace(instance, head)
 
     def end(self, outcome: RequestEnd) -> None:
         """What became of it; the first call counts."""
@@ -401,9 +394,13 @@ class RequestRecord:
         ids = {"request_id": self.unique, "client_request_id": self.client_id, "trace_id": self.trace_id}
         return {name: value for name, value in ids.items() if value}
 
+    def known(self) -> dict[str, Any]:
+        """What is known of it, for the log and for spans."""
+        fields = self.ids() | self.as_fields()
+        return {name: value for name, value in fields.items() if value not in (None, "")}
+
     def __str__(self) -> str:
-        fields = {**self.ids(), **self.as_fields()}.items()
-        return " ".join(f"{name}={_quoted(value)}" for name, value in fields if value not in (None, ""))
+        return " ".join(f"{name}={_quoted(value)}" for name, value in self.known().items())
 
     def as_fields(self) -> dict[str, Any]:
         """For a structured line of the log."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import Raw
 
+from .bodies import decoded
 from .http import PAIRED
 from .upstream import EVENT_END
 
@@ -53,9 +54,10 @@ async def with_ps_counts(
     failed."""
     try:
         async with asyncio.timeout(_WAIT_SECONDS):
-            ps = _usage_in(await asyncio.shield(prefilled))
+            answer = await asyncio.shield(prefilled)
     except TimeoutError:
         return data
+    ps = decoded(_answer, answer or b"", _Counted()).usage
     found = re.compile(f'"{_DETAILS.get(path, "usage")}":'.encode() + _OBJECT)
     parts = data.split(EVENT_END) if streamed else [data]
     return EVENT_END.join(_last_replaced(part, found, lambda ds: _counts_of(path, ps, ds)) for part in parts)
@@ -67,13 +69,6 @@ def last_usage(events: bytes) -> bytes | None:
         if b'"usage":{' in event:
             return event[event.index(b"{") :]
     return None
-
-
-def _usage_in(answer: bytes | None) -> Counts:
-    try:
-        return _answer.decode(answer).usage if answer else {}
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        return {}
 
 
 def _last_replaced(data: bytes, found: re.Pattern[bytes], made: Callable[[bytes], bytes]) -> bytes:

@@ -288,11 +288,11 @@ class Proxy:
         needed = instance.load > 0 or (instance.drained and self.active.needs(instance))
         return instance.state(self.clock(), needed=needed)
 
-    def prefill_work(self, instance: Instance) -> tuple[float, float] | None:
+    def prefill_work(self, instance: Instance) -> tuple[float | None, float | None]:
         """Seconds of prompts that are queued there, and the share of its time that prompts take; None
         without --placement auto, which learns them."""
         if self.routing.placement != "auto":
-            return None
+            return None, None
         engine, now = self.router.costs.of(instance), self.clock()
         return engine.queued_seconds(now), engine.prefill_share(now)
 

@@ -86,10 +86,7 @@ class _Request(RequestSpan):
         return _Call(trace, span)
 
     def end(self, record: RequestRecord) -> None:
-        fields = {**record.ids(), **record.as_fields()}
-        self._span.set_attributes(
-            {f"p2pkv.{name}": value for name, value in fields.items() if value not in (None, "")}
-        )
+        self._span.set_attributes({f"p2pkv.{name}": value for name, value in record.known().items()})
         if record.outcome in ("failed", "broken", "shed"):
             self._span.set_status(self._spans.trace.StatusCode.ERROR, record.outcome)
         self._span.end()

@@ -19,7 +19,7 @@ from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDictProxy
 
 from .blame import CallEnd
-from .bodies import Content, Fields
+from .bodies import ANYTHING, Content, Fields, decoded
 from .http import Headers
 from .membership.instance import Instance, LossReason
 from .membership.prober import is_ours
@@ -438,10 +438,7 @@ def _text(value: Any, name: str) -> str:
 
 def _decoded(data: bytes) -> Any:
     """What is no JSON, such as [DONE], or is empty, stands for itself."""
-    try:
-        return msgspec.json.decode(data) or data
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        return data
+    return decoded(ANYTHING, data, data) or data
 
 
 # What /v1/responses and /v1/messages send before anything is generated, or together with it.
@@ -515,7 +512,7 @@ class _Answer(msgspec.Struct):
         return any(choice.finish_reason == "abort" for choice in self.choices)
 
 
-_answer = msgspec.json.Decoder(_Answer)
+_answer, _NO_ANSWER = msgspec.json.Decoder(_Answer), _Answer()
 _ABORT = b'"abort"'
 ABORTED = b'"finish_reason":"abort"'
 SIGNS: dict[str, bytes] = {
@@ -536,10 +533,7 @@ def gave_up(path: str, body: bytes) -> bool:
 
 
 def _given_up(data: bytes) -> bool:
-    try:
-        return _answer.decode(data).given_up
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        return False
+    return decoded(_answer, data, _NO_ANSWER).given_up
 
 
 def first_given_up(part: bytes, sign: bytes | None, *, streamed: bool) -> int:

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from p2pkv_proxy.cors import Cors, joined, read_list
+from p2pkv_proxy.cors import Cors, read_list
 
 PAGE, OTHER = "https://chat.example.com", "https://evil.example.com"
 PATH = "/v1/completions"
@@ -117,7 +117,7 @@ async def test_the_options_of_the_command() -> None:
 
 
 def test_what_a_list_is() -> None:
-    assert joined([read_list("a"), read_list('["b", "c"]')]) == ("a", "b", "c")
+    assert (*read_list("a"), *read_list('["b", "c"]')) == ("a", "b", "c")
     for text in ("[a", "[1]"):
         with pytest.raises(ValueError, match="no list"):
             read_list(text)
