@@ -14,7 +14,6 @@ import hmac
 import math
 import re
 import time
-import tomllib
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from .http import ProxyError
+from .settings import read_toml
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,7 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_tenants(path: str) -> dict[str, TenantSettings]:
     """The tenants of a TOML file, by name. Raises ValueError, with a sentence, if it is none of these."""
-    try:
-        with open(path, "rb") as opened:
-            tables = tomllib.load(opened)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+    tables = read_toml(path)
     if not 0 < len(tables) <= _MOST:
         raise ValueError(f"{path} has {len(tables)} tenants: expected at least one and at most {_MOST}")
     found, owners = {}, dict[str, str]()

@@ -183,10 +183,7 @@ class Body:
     def for_first_token(self, kv_transfer_params: Fields | None, seed: int | None) -> Content:
         """P's body where its token is the answer's first one, and these are for P."""
         changes: Fields = {"max_tokens": 1, "return_token_ids": True}
-        if kv_transfer_params is not None:
-            changes["kv_transfer_params"] = kv_transfer_params
-        if seed is not None:
-            changes["seed"] = seed
+        changes |= _given(kv_transfer_params=kv_transfer_params, seed=seed)
         return self._changed(changes | self._of_one_token())
 
     def _of_one_token(self) -> Fields:
@@ -210,10 +207,7 @@ class Body:
         more = self._id(request_id)
         if self.previous != self.previous_name:
             more["previous_response_id"] = self.previous_name
-        if seed is not None:
-            more["seed"] = seed
-        if kv_transfer_params is not None:
-            more["kv_transfer_params"] = kv_transfer_params
+        more |= _given(seed=seed, kv_transfer_params=kv_transfer_params)
         if token_ids:
             if not more and self._raw is not None and "return_token_ids" not in self.fields:
                 return self._with_fields(memoryview(self._raw)[: self._raw.rindex(b"}")], _WITH_TOKEN_IDS)
@@ -267,6 +261,10 @@ def parse(
         half = " Perhaps a text was cut within a character, `\\ud...`." if b"\\ud" in raw.lower() else ""
         why = f"The request body is not a JSON object in UTF-8: {error}.{half}"
         raise ProxyError(400, why) from None
+
+
+def _given(**fields: Any) -> Fields:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _object(fields: Mapping[str, bytes | Raw]) -> list[Piece]:

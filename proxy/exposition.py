@@ -86,7 +86,7 @@ class Exposition:
 
 # The name for Prometheus, the holder's own name, and what it is.
 _COUNTERS = (
-    *((each.metadata["name"], each.name, each.metadata["what"])
+    *((each.metadata["name"] or each.name, each.name, each.metadata["what"])
       for each in fields(RequestCounters) if each.metadata),
     ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
     ("claims_refused", "claims_refused", "Pings under an address that another live instance has."),

@@ -33,7 +33,7 @@ from .bodies import Body
 from .limits import RequestCounters
 from .membership.instance import Instance
 from .routing import Choice
-from .transcript import COMPLETIONS, DATA_SPACE, PROMPT_IDS, TextChoice, Transcript, Wanted, text_of
+from .transcript import COMPLETIONS, DATA_SPACE, GOES_ON, PROMPT_IDS, TextChoice, Transcript, Wanted, text_of
 from .upstream import EVENT_END
 
 Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed", "late"]
@@ -61,7 +61,6 @@ _WHOLE_BLOCKS = 128
 _CHOICE = b'"choices":[{'
 _LENGTH = b'"finish_reason":"length"'
 _LENGTH_OF_CHAT = _LENGTH + b',"stop_reason":null'
-_GOES_ON = b'"finish_reason":null'
 _OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n\Z)')
 
 
@@ -104,7 +103,7 @@ class PrefillToken:
     def going_on(self) -> bytes:
         """The events of an answer that goes on."""
         end = _LENGTH if self.choice.delta is None else _LENGTH_OF_CHAT
-        return _OF_THE_END.sub(b"", self.events.replace(end, _GOES_ON))
+        return _OF_THE_END.sub(b"", self.events.replace(end, GOES_ON))
 
 
 @dataclass

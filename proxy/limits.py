@@ -66,38 +66,33 @@ class Limits:
         return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0
 
 
-def _count(name: str, what: str) -> Any:
+def _count(what: str, name: str = "") -> Any:
     return field(default=0, metadata={"name": name, "what": what})
 
 
 @dataclass
 class RequestCounters:
-    """What the proxy has counted since it started: GET /health has it by these names, /metrics by those in
-    quotes, with what each is."""
+    """What the proxy has counted since it started: GET /health has it by these names, /metrics by the same
+    or the second ones in quotes, with what each is."""
 
     # fmt: off
-    admitted: int = _count("admitted", "Requests that got a place at an instance.")
+    admitted: int = _count("Requests that got a place at an instance.")
     # Requests turned away: too many waited or their bodies held too much; after the longest wait; as many
     # prompts as may were computed by D's alone. /metrics has them as the reasons of one counter.
     refused_full: int = 0
     refused_late: int = 0
     refused_alone: int = 0
     first_tokens: int = _count(
-        "first_tokens_from_prefill", "Answers whose first token came from the prefill instance.")
+        "Answers whose first token came from the prefill instance.", "first_tokens_from_prefill")
     decode_alone: int = _count(
-        "decode_alone", "Requests given to a decode instance because no prefill instance could help.")
-    prefill_skipped: int = _count(
-        "prefill_skipped", "Requests given to a decode instance alone: their prompts are short.")
-    retried: int = _count("retries", "Second tries at another instance.")
-    retries_refused: int = _count(
-        "retries_refused", "Failures not tried again: the budget of retries was spent.")
-    resume_tries: int = _count(
-        "resume_tries", "Times that a streamed answer was sent to another decode instance.")
-    resumed: int = _count(
-        "resumed", "Streamed answers that went on at another decode instance, to their end.")
-    not_resumed: int = _count(
-        "not_resumed", "Streamed answers that could have gone on, and ended with an error.")
-    breakers_opened: int = _count("breaker_opened", "Pauses given to instances whose requests failed.")
-    left_waiting: int = _count("left_waiting", "Requests whose client left while they waited for a place.")
-    cut_off: int = _count("cut_off", "Requests that the proxy's own end ended.")
+        "Requests given to a decode instance because no prefill instance could help.")
+    prefill_skipped: int = _count("Requests given to a decode instance alone: their prompts are short.")
+    retried: int = _count("Second tries at another instance.", "retries")
+    retries_refused: int = _count("Failures not tried again: the budget of retries was spent.")
+    resume_tries: int = _count("Times that a streamed answer was sent to another decode instance.")
+    resumed: int = _count("Streamed answers that went on at another decode instance, to their end.")
+    not_resumed: int = _count("Streamed answers that could have gone on, and ended with an error.")
+    breakers_opened: int = _count("Pauses given to instances whose requests failed.", "breaker_opened")
+    left_waiting: int = _count("Requests whose client left while they waited for a place.")
+    cut_off: int = _count("Requests that the proxy's own end ended.")
     # fmt: on

@@ -100,12 +100,21 @@ class ModelLists:
     async def _replies_of(
         self, request: web.Request, instances: Sequence[Instance], unique: str
     ) -> dict[Instance, Reply]:
+        """Of those that answer in time."""
         asking = {each: asyncio.create_task(self._ask(request, each, unique)) for each in instances}
+        late, left = set(asking.values()), None
         try:
-            return await _replies(asking)
+            while late:
+                done, late = await asyncio.wait(late, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                if left is None and any((said := task.result()) and said.status < 500 for task in done):
+                    left = _OTHERS_SECONDS
         finally:
             for task in asking.values():
                 task.cancel()
+        there = {instance: task.result() for instance, task in asking.items() if task not in late}
+        return {instance: reply for instance, reply in there.items() if reply is not None}
 
     async def _ask(self, request: web.Request, instance: Instance, unique: str) -> Reply | None:
         headers = to_instance(request.headers, instance, unique)
@@ -120,19 +129,6 @@ class ModelLists:
         except (aiohttp.ClientError, OSError, CallFailed) as error:
             logger.warning("%s did not list its models: %r", instance, error)
             return None
-
-
-async def _replies(asking: dict[Instance, asyncio.Task[Reply | None]]) -> dict[Instance, Reply]:
-    """Of those that answer in time."""
-    late, left = set(asking.values()), None
-    while late:
-        done, late = await asyncio.wait(late, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            break
-        if left is None and any((reply := task.result()) is not None and reply.status < 500 for task in done):
-            left = _OTHERS_SECONDS
-    there = {instance: task.result() for instance, task in asking.items() if task not in late}
-    return {instance: reply for instance, reply in there.items() if reply is not None}
 
 
 def _models_in(reply: Reply) -> Models | None:

@@ -64,12 +64,9 @@ _Found = dict[str, tuple[str, Any]]
 
 def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str]) -> _Found:
     try:
-        with open(file, "rb") as opened:
-            table = tomllib.load(opened)
-    except OSError as error:
-        parser.error(f"{FILE_OPTION} {file} cannot be read: {error.strerror}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        parser.error(f"{FILE_OPTION} {file} is not TOML: {error}")
+        table = read_toml(file)
+    except ValueError as error:
+        parser.error(f"{FILE_OPTION} {error}")
     found: _Found = {}
     for key, value in table.items():
         name = key.replace("_", "-")
@@ -79,6 +76,17 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
             parser.error(f"{FILE_OPTION} {file} has `{key}`, which is no option: {hint}")
         found[name] = (f"`{key}` in {file}", value)
     return found
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Raises ValueError, with a sentence, if that is no file of TOML."""
+    try:
+        with open(path, "rb") as opened:
+            return tomllib.load(opened)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
 
 
 def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse.Action]) -> _Found:

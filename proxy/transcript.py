@@ -173,7 +173,7 @@ _NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
 _ONLY_USAGE = b'"choices":[]'
 _ERROR = b'data: {"error"'
-_GOES_ON = b'"finish_reason":null'
+GOES_ON = b'"finish_reason":null'
 _MEMORY_STEP = 4096
 
 
@@ -335,7 +335,7 @@ class Transcript:
         if first:
             self._begin(event)
         end = event.find(b"]", at)
-        self.finished = _GOES_ON not in event
+        self.finished = GOES_ON not in event
         if self.possible:
             self._note(event, event[at + len(_IDS) : end])
         if self.wanted.shows_ids:
@@ -396,7 +396,7 @@ class Transcript:
             self._begin(event)
             return event if self.wanted.shows_ids else _without_prompt(event)
         elif not self.finished and event.startswith(_DATA):
-            if b'"delta":{}' in event and _GOES_ON in event and not self.wanted.shows_tokens:
+            if b'"delta":{}' in event and GOES_ON in event and not self.wanted.shows_tokens:
                 return b""  # which vLLM sends only because the ids were asked for
             self.drop()
         self.counted |= _ONLY_USAGE in event

@@ -689,8 +689,8 @@ ListedWatch._look: the proxy's own lack of sockets makes a listed instance unrea
 ListedWatch._look: a listed instance whose rank was known once is not asked again
 ~   self._source.answers = self._source.pinged = self._learnt =>   self._source.answers = self._source.pinged
 == proxy/models.py > tests/proxy/test_models.py
-_replies: one frozen D holds up the list of models
-~             left = _OTHERS_SECONDS =>             pass
+ModelLists._replies_of: one frozen D holds up the list of models
+~                     left = _OTHERS_SECONDS =>                     pass
 ModelLists.merged: the models of a D that does not answer are forgotten
 ~             self._latest.update(found) =>             pass
 == proxy/policies.py
