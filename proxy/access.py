@@ -18,7 +18,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated
 
 import msgspec
@@ -187,7 +187,7 @@ class Tenant:
     prompt_tokens: int = 0
     refused: Tally[str] = field(default_factory=Tally)
     _seconds: float = 1.0
-    """Of its requests, lately."""
+    """That one of its requests takes, on the average of the latest."""
 
     def __post_init__(self) -> None:
         self._left = self.settings.prompt_tokens * self.settings.burst_seconds
@@ -303,14 +303,9 @@ class Tenants:
             "tokens a second (tokens), or most of a full queue were its own, for its share (queue).",
             labels=["tenant", "reason"],
         )
-        running = GaugeMetricFamily(
-            "p2pkv_proxy_tenant_requests",
-            "Requests under way, those that wait among them.",
-            labels=["tenant"],
-        )
-        waiting = GaugeMetricFamily(
-            "p2pkv_proxy_tenant_requests_waiting", "Requests that wait for a place.", labels=["tenant"]
-        )
+        gauge = partial(GaugeMetricFamily, labels=["tenant"])
+        running = gauge("p2pkv_proxy_tenant_requests", "Requests under way, those that wait among them.")
+        waiting = gauge("p2pkv_proxy_tenant_requests_waiting", "Requests that wait for a place.")
         for name, each in self.by_name.items():
             tokens.add_metric([name], each.prompt_tokens)
             running.add_metric([name], each.under_way)

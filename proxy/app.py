@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Connections.
 
+# A connection on which no request is under way, or not even its head has come, is closed after this.
+IDLE_SECONDS = 75.0
 _FULL = "This proxy has as many connections as it takes; try again in a few seconds."
 # Between two log lines about that, and about what is no HTTP.
 _LOG_SECONDS = 10.0
@@ -59,22 +61,28 @@ _LONG_HEAD = f"The head of a request may have {MAX_HEAD} bytes."
 
 
 class BoundedRunner(web.AppRunner):
-    """An AppRunner with at most `most` connections.
+    """What serves an app of `make_app`, to at most `Limits.max_connections` connections; at its end those on
+    which nothing moves are closed after `last_seconds`. Its sites get no ssl_context.
 
     One more takes the place of the one that has been open for longest without a request under way: so a
     client that opens many and sends nothing does not shut others out. If each has a request under way, it
     gets a 503.
 
     With `tls` all connections begin with a TLS handshake. Those that are in it count, too. 64 of them may go
-    beyond `most`, so that a client learns by a 503 that there is no room; of more the oldest is closed.
+    beyond the limit, so that a client learns by a 503 that there is no room; of more the oldest is closed.
     """
 
-    def __init__(
-        self, app: web.Application, most: int, tls: ssl.SSLContext | None = None, **options: Any
-    ) -> None:
-        super().__init__(app, max_line_size=MAX_HEAD, max_field_size=MAX_HEAD, **options)
+    def __init__(self, app: web.Application, last_seconds: float, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(
+            app,
+            max_line_size=MAX_HEAD,
+            max_field_size=MAX_HEAD,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=last_seconds,
+            keepalive_timeout=IDLE_SECONDS,
+        )
         self._heads = _Heads()
-        self._most = most
         self._tls = tls
         self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
         """The oldest comes first."""
@@ -137,14 +145,15 @@ class BoundedRunner(web.AppRunner):
     def _has_room(self, handshakes: int = 0) -> bool:
         """Whether there may be one more beside so many handshakes; closes an idle one if need be."""
         assert self._server is not None
-        known, most = self._server.connections, self._most - handshakes
+        limit = self.app[PROXY].limits.max_connections
+        known, most = self._server.connections, limit - handshakes
         if len(known) < most:
             return True
         there = [(each, one) for each in known if (one := each.transport) and not one.is_closing()]
         if len(there) < most:
             return True
         if self._log_limit.admits():
-            logger.warning("clients have %d connections, and this proxy takes no more", self._most)
+            logger.warning("clients have %d connections, and this proxy takes no more", limit)
         for each, transport in there:
             if each._current_request is None:  # aiohttp has no public name for it
                 transport.close()  # what is left of its last answer still goes out
@@ -266,7 +275,7 @@ _BEGUN = web.RequestKey("begun", bool)
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
-    """To be called when an answer's head is about to be sent. Returns the client's own X-Request-Id;
+    """To be called when an answer's head is about to be sent. The client gets its own X-Request-Id back;
     instances get it as X-Client-Request-Id."""
     request[_BEGUN] = True
     if theirs := request.headers.get(REQUEST_ID):
@@ -365,13 +374,8 @@ async def written_in_time(request: web.Request, handler: Handler) -> web.StreamR
 
 # The application.
 
-# A connection on which no request is under way, or not even its head has come, is closed after this.
-IDLE_SECONDS = 75.0
-
 # What is counted and logged as requests.
 API = PAIRED | SINGLE | {"/v1/models"}
-
-MAX_CONNECTIONS = web.AppKey("most_connections", int)
 
 
 def make_app(
@@ -389,7 +393,7 @@ def make_app(
     tenants: Tenants | None = None,
     cors: Cors | None = None,
 ) -> web.Application:
-    """The application, for `make_runner`: without it a client that leaves is not noticed.
+    """The application, for a BoundedRunner: without it a client that leaves is not noticed.
 
     Args:
         discovery: ZMQ endpoint on which to listen for pings, such as tcp://127.0.0.1:30001.
@@ -444,7 +448,6 @@ def make_app(
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
     app = web.Application(client_max_size=largest, middlewares=[written_in_time, recorded, errors_as_json])
-    app[MAX_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.append(note_begin)
     if cors is not None and cors.origins:
@@ -452,22 +455,6 @@ def make_app(
         app.on_response_prepare.append(cors.prepare)
     app.add_routes(_ROUTES)
     return app
-
-
-def make_runner(
-    app: web.Application, last_seconds: float, tls: ssl.SSLContext | None = None
-) -> web.AppRunner:
-    """What serves `app`, to a bounded number of connections, over `tls` if there is that; at its end
-    connections on which nothing moves are closed after `last_seconds`. Its sites get no ssl_context."""
-    return BoundedRunner(
-        app,
-        app[MAX_CONNECTIONS],
-        tls,
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=last_seconds,
-        keepalive_timeout=IDLE_SECONDS,
-    )
 
 
 _ROUTES = [

@@ -24,7 +24,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from . import options, settings, tracepoints
 from .access import Access
-from .app import make_app, make_runner
+from .app import BoundedRunner, make_app
 from .cors import Cors
 from .membership.listener import Listener, endpoint_of
 from .policies import Routing
@@ -90,7 +90,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     stop, cut_short = _signals()
     _warn(arguments, members)
     app = _app(arguments, members)
-    runner, admin = make_runner(app, _SHUTDOWN_SECONDS, _tls(arguments)), arguments.admin
+    runner, admin = BoundedRunner(app, _SHUTDOWN_SECONDS, _tls(arguments)), arguments.admin
     try:
         await runner.setup()
         shared = arguments.reuse_port or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 
@@ -33,23 +33,11 @@ class Exposition:
     def collect(self) -> Iterator[Metric]:
         yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
         counted, gauges = self._proxy.counted(), self._proxy.gauges()
-        shed = CounterMetricFamily(
-            "p2pkv_proxy_shed",
-            "Requests turned away with 503: too many waited or held memory (full), none had room in time "
-            "(late), or decode instances may compute no more prompts alone (alone).",
-            labels=["reason"],
-        )
-        for reason in ("full", "late", "alone"):
-            shed.add_metric([reason], counted[f"refused_{reason}"])
-        yield shed
-        others = CounterMetricFamily(
-            "p2pkv_proxy_first_tokens_from_decode",
-            f"Answers of a pair whose first token did not: {'; '.join(map(': '.join, REASONS.items()))}.",
-            labels=["reason"],
-        )
-        for reason in REASONS:
-            others.add_metric([reason], counted[f"first_token_{reason}"])
-        yield others
+        for name, key, reasons, what in _BY_REASON:
+            several = CounterMetricFamily(f"p2pkv_proxy_{name}", what, labels=["reason"])
+            for reason in reasons:
+                several.add_metric([reason], counted[f"{key}_{reason}"])
+            yield several
         for name, key, what in _COUNTERS:
             yield CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
         for name, key, what in _GAUGES:
@@ -84,7 +72,14 @@ class Exposition:
         yield from (between, events)
 
 
-# The name for Prometheus, the holder's own name, and what it is.
+# The name for Prometheus, the holder's own name (before that of a reason), and what it is.
+_BY_REASON: tuple[tuple[str, str, Iterable[str], str], ...] = (
+    ("shed", "refused", ("full", "late", "alone"),
+     "Requests turned away with 503: too many waited or held memory (full), none had room in time "
+     "(late), or decode instances may compute no more prompts alone (alone)."),
+    ("first_tokens_from_decode", "first_token", REASONS,
+     f"Answers of a pair whose first token did not: {'; '.join(map(': '.join, REASONS.items()))}."),
+)  # fmt: skip
 _COUNTERS = (
     *((each.metadata["name"] or each.name, each.name, each.metadata["what"])
       for each in fields(RequestCounters) if each.metadata),

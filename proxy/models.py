@@ -13,7 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -147,35 +147,28 @@ MAX_RESPONSES = 1 << 16
 """That are known; of more the oldest is forgotten. Each takes about 300 bytes."""
 
 
-class StoredResponse(NamedTuple):
-    """A response, and its id as its instance knows it."""
-
-    decode: Instance
-    name: str
-
-
 class StoredResponses:
     """Which decode instance has which, so that the next one can go on with it; by the ids that clients know,
     at most `most`."""
 
     def __init__(self, registry: Registry, most: int = MAX_RESPONSES) -> None:
         self._registry, self._most = registry, most
-        self._known: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._known: OrderedDict[str, tuple[Instance, str]] = OrderedDict()
 
     def note(self, shown: str, decode: Instance, name: str) -> None:
         """This instance is about to make it."""
-        self._known[shown] = StoredResponse(decode, name)
+        self._known[shown] = decode, name
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def find(self, shown: str, now: float) -> StoredResponse:
-        """Raises ProxyError if no decode instance could go on with it."""
-        found = self._known.get(shown)
-        if found is not None and found.decode in self._registry.routable("D", now):
-            return found
+    def find(self, shown: str, now: float) -> tuple[Instance, str]:
+        """Who has it, and its id there. Raises ProxyError if no decode instance could go on with it."""
+        decode, name = self._known.get(shown, (None, ""))
+        if decode is not None and decode in self._registry.routable("D", now):
+            return decode, name
         why = (
             "the decode instance that has it takes no requests any more"
-            if found is not None
+            if decode is not None
             else "this proxy has not passed it on, or not since it was started"
         )
         raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

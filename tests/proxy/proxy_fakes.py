@@ -20,7 +20,7 @@ from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.access import Access
-from p2pkv_proxy.app import make_app, make_runner
+from p2pkv_proxy.app import BoundedRunner, make_app
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import Prompt
 from p2pkv_proxy.http import PAIRED, SINGLE
@@ -523,7 +523,7 @@ async def deployed(
         app = make_app(
             "tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, routing, guard, **options
         )
-        runner = make_runner(app, 0.1)
+        runner = BoundedRunner(app, 0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

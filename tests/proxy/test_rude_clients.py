@@ -18,7 +18,7 @@ from aiohttp import web
 from proxy_behaviours import DONE, Behaviour, after, answer_json, answers, flood, never, stream_of, streams
 from proxy_fakes import Deployment, all_do, connect, deployed, quiet
 
-from p2pkv_proxy.app import make_runner
+from p2pkv_proxy.app import BoundedRunner
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
@@ -267,7 +267,7 @@ def trusted(
         return None
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(*certificate)
-    monkeypatch.setattr("proxy_fakes.make_runner", partial(make_runner, tls=tls))
+    monkeypatch.setattr("proxy_fakes.BoundedRunner", partial(BoundedRunner, tls=tls))
     return ssl.create_default_context(cafile=certificate[0])
 
 
