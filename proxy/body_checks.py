@@ -26,7 +26,7 @@ MAX_ESCAPES = 1 << 22
 _COUNTED_AT_ONCE = 1 << 20
 _READ_AT_ONCE = 1 << 18
 _EACH_READ = 256
-"""Bytes that could be read in the time that it takes to begin to."""
+"""What it costs to begin a read: as much as reading so many bytes."""
 
 
 async def check_values(body: bytearray, most: int, *, token_ids: bool) -> None:

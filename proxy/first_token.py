@@ -142,7 +142,7 @@ class FirstTokenPlan:
 
 @dataclass
 class FirstTokens:
-    """Of one proxy.
+    """Decides, for one proxy, which answers begin with P's token, and counts the others.
 
     Attributes:
         on: whether P's tokens are handed on at all.

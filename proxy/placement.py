@@ -40,7 +40,7 @@ MAX_COMPARED = 8
 _TOKENS, _STREAMS, _ANSWER = 256.0, 16.0, 64.0
 _FORGET, _RIDGE = 0.98, 0.05
 _FIRST_TOKEN = 2.0
-"""What a second before the first token counts, beside one between others."""
+"""What a second before the first token counts, where one between later tokens counts 1."""
 _SHARE_SECONDS = 5.0
 """Over this time the share of an instance's time that prompts take is averaged."""
 _RECENT, _SHOWN = 256, 16

@@ -56,8 +56,8 @@ class Relay:
         continuation: how this instance goes on with it; None if it is the first.
         diverged: it was asked for all of the answer, and begins with another token than the client has, of
             which nothing went on.
-        prefilled: what P says, of which the answer's usage has a part; None if no P has helped.
-        former: what relayed what was sent before that.
+        prefilled: P's answer, whose count of cached tokens the client gets; None if no P has helped.
+        former: the relay that has sent the beginning of this answer; None if this one does.
         response: to the client.
         complete: the client has got all of it.
         resumable: the instance ended it too early, and another one can go on. The client has got no error,
@@ -97,8 +97,8 @@ class Relay:
             self.response = former.response
         self._writing = False
         self._since = monotonic()
-        """For so long a piece waits for the client to take it, or else the instance's next piece has not
-        come."""
+        """By `monotonic`: since when a piece waits for the client to take it (`_writing`), or the client for
+        the instance's next piece."""
         self._timer: asyncio.TimerHandle | None = None
         self._end: CallEnd | None = CallEnd.BROKEN
         """How the instance ends it, if it is too early; and the error that the client gets then."""

@@ -62,7 +62,7 @@ class PowerOfTwo(Policy):
 
 
 _BUSIER = 8
-"""Requests."""
+"""Requests that D's with a link to the P may have beyond twice those of the least busy D."""
 
 POLICIES: dict[str, type[Policy]] = {
     "least_loaded": LeastLoaded,
@@ -422,13 +422,10 @@ class Router:
         return prefillers, self._with_room(decoders)
 
     def _with_room_alone(self, fleet: _Fleet) -> Sequence[Instance]:
-        if not (
-            able := [
-                each for each in self._with_room(fleet.decoders) if each.decode_alone < self._decode_alone
-            ]
-        ):
-            raise DecodeAloneFull
-        return able
+        with_room = self._with_room(fleet.decoders)
+        if able := [each for each in with_room if each.decode_alone < self._decode_alone]:
+            return able
+        raise DecodeAloneFull
 
     def knows(self, model: str | None, now: float) -> bool:
         """Whether an instance has listed this model, as far as any is known to list models."""

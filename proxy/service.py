@@ -135,7 +135,7 @@ class Proxy:
     ) -> web.StreamResponse:
         record = request[RECORD]
         doubted: tuple[tuple[Instance, Charge], ...] = ()
-        tries, may_resend = 1, True
+        tries, may_resend, alone = 1, True, self.limits.decode_alone > 0
         if self.limits.resumes:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
@@ -174,11 +174,7 @@ class Proxy:
             active.note_failure(outcome)
             doubted += ((culprit, outcome.verdict.charge),)
             decides = again is RetryKind.ALONE
-            if (
-                decides
-                and self.limits.decode_alone
-                and self.admission.move_to_decode_alone(place, active.failed)
-            ):
+            if decides and alone and self.admission.move_to_decode_alone(place, active.failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
             uncounted = outcome.uncounted
@@ -187,7 +183,7 @@ class Proxy:
                 tries += not uncounted
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
-            if decides or culprit is not attempt.choice.prefill or not self.limits.decode_alone:
+            if decides or culprit is not attempt.choice.prefill or not alone:
                 return outcome.response
             if not self.admission.move_to_decode_alone(place, active.failed):
                 return self._shed(attempt, outcome, record)

@@ -90,6 +90,7 @@ class Wanted:
 
     Attributes:
         chat: at /v1/chat/completions.
+        stops: the stop strings.
         kept_back: characters that vLLM may keep back for stop strings.
         overlap: characters before these that a stop string may begin in, although they were sent.
         shows_ids: the client gets the token ids, too.
@@ -97,6 +98,7 @@ class Wanted:
     """
 
     chat: bool
+    stops: list[str]
     kept_back: int
     overlap: int
     shows_ids: bool
@@ -114,22 +116,22 @@ class Wanted:
         raw = {name: bytes(value) for name, value in views.items() if name not in _OF_THE_PROMPT}
         if raw.get("stream") != b"true" or sum(map(len, raw.values())) > _MAX_FIELD_BYTES:
             return None
-        chat, longest = body.path == CHAT, 0
+        chat = body.path == CHAT
         try:
             if any(msgspec.json.decode(raw[name]) not in _ONLY[name] for name in _ONLY.keys() & raw.keys()):
                 return None
             if chat and not _is_text(views["messages"]):
                 return None
-            if "stop" in raw:
-                stops = _stops.decode(raw["stop"]) or []
-                longest = max(map(len, [stops] if isinstance(stops, str) else stops), default=1) - 1
+            stops = _stops.decode(raw.get("stop", b"null")) or []
         except (msgspec.MsgspecError, RecursionError, KeyError, ValueError):
             return None
+        stops = [stops] if isinstance(stops, str) else stops
+        longest = max(map(len, stops), default=1) - 1
         included = raw.get("include_stop_str_in_output") == b"true"
         kept_back, overlap = (0, longest) if included else (longest, 0)
         shows_ids = raw.get("return_token_ids") == b"true"
         logprobs = raw.get("logprobs", b"null") not in ((b"null", b"false") if chat else (b"null",))
-        return cls(chat, kept_back, overlap, shows_ids, shows_ids or logprobs, raw)
+        return cls(chat, stops, kept_back, overlap, shows_ids, shows_ids or logprobs, raw)
 
     @cached_property
     def fields(self) -> Fields:
@@ -143,12 +145,8 @@ class Wanted:
 
     def may_begin_stop(self, text: str) -> bool:
         """Whether a stop string may begin in this text that is not complete in it."""
-        stops = self.fields.get("stop") or []
-        return any(
-            text.endswith(stop[:length])
-            for stop in ([stops] if isinstance(stops, str) else stops)
-            for length in range(1, len(stop))
-        )
+        begun = (stop[:length] for stop in self.stops for length in range(1, len(stop)))
+        return any(map(text.endswith, begun))
 
     def most_tokens(self, context: int) -> int:
         """Tokens of the whole answer, at most; `context`: those of the model that the prompt leaves."""

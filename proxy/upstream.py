@@ -55,7 +55,7 @@ class Client:
 
     Connections are kept for the next request. An instance may close an idle one at the very moment in which
     it is used again. That is no failure of the instance: the request goes once more, over a new connection;
-    `reconnected` counts these. The `get` of `kept` tries once more by itself.
+    `reconnected` counts these. The `get` of `pooled` tries once more by itself.
     """
 
     def __init__(self) -> None:
