@@ -198,7 +198,7 @@ def exposed(metrics: Metrics, here: list[Instance]) -> Callable[[], str]:
         gauges=lambda: dict.fromkeys([key for _, key, _ in exposition._GAUGES], 0),
         instances=lambda: here,
         state_of=lambda _: "ready",
-        prefill_work=lambda _: None,
+        prefill_work=lambda _: (None, None),
     )
     metrics.registry.register(Exposition(proxy))
 
