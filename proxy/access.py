@@ -223,7 +223,7 @@ class Tenant:
         self.prompt_tokens += tokens
 
     def wait(self, more: int) -> None:
-        """So many more of its requests wait for a place."""
+        """So many more of its requests wait for a place; -1: one has stopped waiting."""
         self._come()
         self.waiting += more
 
@@ -237,7 +237,7 @@ class Tenant:
         return expected
 
     def settle(self, expected: float, came: int) -> None:
-        """A streamed answer had so many tokens, and was taken to have others."""
+        """A streamed answer had so many tokens, where `expected` ones were paid for."""
         self.used += (came - expected) / self.settings.weight
         self.answer += _RECENT * (came - self.answer)
 
@@ -256,7 +256,7 @@ class Tenant:
             self.used = max(self.used, self._now.cost)
 
     def _place_seconds(self) -> int:
-        """Until the next one of its requests ends, on average."""
+        """Seconds until the next one of its requests ends, on average."""
         return min(_LONGEST_WAIT, math.ceil(self._seconds / max(1, self.under_way - self.waiting)))
 
     def _full(self, reason: str, why: str, seconds: int) -> ProxyError:
@@ -286,7 +286,7 @@ class Tenants:
         self._header = header
 
     def of(self, request: web.Request) -> Tenant:
-        """Whose request this is."""
+        """The one whose request this is."""
         for key in shown_keys(request):
             if found := self._by_key.get(digest(key)):
                 return found

@@ -21,12 +21,11 @@ from p2pkv import __version__
 from p2pkv.pairing import Address
 
 from .http import ProxyError, error_response, retry_after
-from .membership.instance import ROLE_NAMES, Instance, Role
+from .membership.instance import ROLE_NAMES, ROLES, Instance
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Sample, quantiles
 from .service import STOPPING, Proxy
 
 _LONGEST_DRAIN = 86400.0
-_ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
 UNAVAILABLE = "unavailable"
 
 
@@ -36,7 +35,7 @@ async def health_page(proxy: Proxy, request: web.Request) -> web.Response:
     With `?prefill=1&decode=2` it is 200 only if so many are there.
     """
     found = report(proxy)
-    enough = all(found[name] >= _number(request, name) for name in _ROLES)
+    enough = all(found[name] >= _number(request, name) for name in ROLES)
     return _verdict(found, found["status"] != UNAVAILABLE and enough)
 
 
@@ -57,7 +56,7 @@ def report(proxy: Proxy) -> dict[str, Any]:
     """Whether requests can be served, which instances are missing, what is held and what was counted."""
     now = proxy.clock()
     missing = [STOPPING] if proxy.active.stopping else proxy.router.missing(now)
-    there = {name: len(proxy.registry.routable(role, now)) for name, role in _ROLES.items()}
+    there = {name: len(proxy.registry.routable(role, now)) for name, role in ROLES.items()}
     able = there["decode"] > 0 and (proxy.limits.decode_alone > 0 or proxy.router.has_pair(now))
     serves = able and not proxy.active.stopping
     return {

@@ -161,7 +161,7 @@ class Admission:
 
     @property
     def choices(self) -> list[Choice]:
-        """Who serves what is under way."""
+        """Of each request under way, the instances that serve it."""
         return [place.choice for place in self._places]
 
     @asynccontextmanager

@@ -172,7 +172,7 @@ class _Heads:
     _log_limit: RateLimit = field(default_factory=lambda: RateLimit(seconds=_LOG_SECONDS))
 
     def refuse(self, what: str) -> None:
-        """One line in ten seconds, however much garbage comes."""
+        """Counts what is no HTTP, and logs it: one line in ten seconds, however much comes."""
         self.bad += 1
         if self._log_limit.admits():
             logger.warning("something that is no HTTP request came (%d so far): %s", self.bad, what)
@@ -252,7 +252,7 @@ class _Newcomer(asyncio.Protocol):
 
 
 def _whole_answer(status: int, message: str) -> bytes:
-    """An error, as it goes over a connection that ends then."""
+    """The bytes of an error response, after which the connection ends."""
     answer = error_response(status, message)
     assert isinstance(answer.body, bytes)
     headers = {**answer.headers, "Content-Length": len(answer.body), "Connection": "close"}
@@ -261,7 +261,7 @@ def _whole_answer(status: int, message: str) -> bytes:
 
 
 def _refuse(connection: asyncio.Transport) -> None:
-    """Answers whatever a client will ask."""
+    """Answers with 503, whatever the client will ask, and closes."""
     connection.write(_whole_answer(503, _FULL))
     connection.close()
     # Over TLS, a close waits for the client's.

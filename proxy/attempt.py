@@ -248,7 +248,7 @@ class Attempt:
         return Outcome(response, verdict, relay.broken, self._prefilling.instance)
 
     def _go_on(self) -> None:
-        """D is asked for what is behind P's token."""
+        """Makes D's request one for what is behind P's token."""
         assert self.transcript is not None
         self.body.let_go()
         goes_on = Continuation(self.transcript, self.choice.decode.context, None)
@@ -289,7 +289,7 @@ class Attempt:
         return None
 
     async def _release(self) -> None:
-        """P keeps its blocks for a D that will not ask."""
+        """Tells P that no D will ask for the blocks that it keeps."""
         prefill = self.choice.prefill
         assert prefill is not None
         call = self._call("P", prefill, path=COMPLETIONS)
@@ -379,7 +379,7 @@ class Attempt:
 
     @property
     def _deadline(self) -> float | None:
-        """Of a stream's first token, by the loop's clock."""
+        """When a stream's first token has to be there, by the loop's clock; None: any time."""
         seconds = self.services.limits.first_token_seconds
         return self._began + seconds if seconds else None
 
@@ -454,7 +454,7 @@ class Attempt:
             self._finish_later(prefilling)
 
     def _finish_later(self, task: asyncio.Task[Any]) -> None:
-        """It may go on when this attempt has ended, within a deadline."""
+        """Lets a task go on when this attempt has ended, within a deadline."""
         self.services.background.add(task)
         task.add_done_callback(self.services.background.discard)
         deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, task.cancel)
@@ -504,7 +504,7 @@ class Attempt:
         return outcome
 
     def _state_of_prefill(self) -> CallEnd:
-        """As `assign_blame` wants it."""
+        """How far P's call is, as `assign_blame` wants it."""
         call = self._prefilling
         if call is None:
             return CallEnd.NOT_MADE
@@ -533,7 +533,7 @@ class Attempt:
         return self._failed(f"The decode instance {error}.", 504 if error.end is CallEnd.LATE else 502)
 
     def _why_decode_failed(self, verdict: Verdict) -> str:
-        """In place of D's own message, which names no reason."""
+        """What the client gets in place of D's own message, which names no reason."""
         call, now = self._prefilling, self.services.clock()
         if call is None:
             return "The decode instance failed with an internal error; see its log."
@@ -582,7 +582,7 @@ class Attempt:
         return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
 
     def _interrupt(self, prefilling: asyncio.Task[_Prefilled]) -> None:
-        """Of several prompts, those that D has not begun still need P."""
+        """P's part has ended: of several prompts, those that D has not begun still need it."""
         ended = None if prefilling.cancelled() or prefilling.exception() else prefilling.result()
         if isinstance(ended, Outcome) and ended.verdict.again is not RetryKind.GOES_ON:
             assert self.relay is not None and self._prefilling is not None
@@ -606,7 +606,7 @@ class Attempt:
                 self._count(instance, success=False)
 
     def _count(self, instance: Instance, *, success: bool) -> None:
-        """For the metrics, and for the instance's breaker."""
+        """Tells metrics and breaker how a call to an instance went."""
         now = self.services.clock()
         self.record.metrics.record_outcome(instance, success)
         if instance.left is not None:

@@ -181,7 +181,7 @@ class Body:
         return self._changed(changes | self._of_one_token(), _NOT_FOR_PREFILL)
 
     def for_first_token(self, kv_transfer_params: Fields | None, seed: int | None) -> Content:
-        """P's body where its token is the answer's first one, and these are for P."""
+        """P's body where its token is the answer's first one; these parameters are for P."""
         changes: Fields = {"max_tokens": 1, "return_token_ids": True}
         changes |= _given(kv_transfer_params=kv_transfer_params, seed=seed)
         return self._changed(changes | self._of_one_token())
@@ -231,7 +231,7 @@ class Body:
         self._released()
 
     def _id(self, request_id: str) -> Fields:
-        """For /v1/responses, which reads the id here and not in a header."""
+        """The field with the id for /v1/responses, which does not read it in a header."""
         return {"request_id": response_id(request_id)} if self.path == "/v1/responses" else {}
 
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
@@ -268,7 +268,7 @@ def _given(**fields: Any) -> Fields:
 
 
 def _object(fields: Mapping[str, bytes | Raw]) -> list[Piece]:
-    """Its JSON."""
+    """The pieces of this object's JSON."""
     pieces: list[Piece] = []
     for name, value in fields.items():
         pieces += (b"," if pieces else b"{", msgspec.json.encode(name), b":", value)
@@ -292,7 +292,7 @@ def _allowed(fields: Views) -> Views:
 
 
 def decoded(decoder: msgspec.json.Decoder[T], data: bytes | Raw, otherwise: T) -> T:
-    """`otherwise` if it is nothing that the decoder takes."""
+    """What the decoder reads in the data; `otherwise` if it takes them for wrong."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError):
@@ -348,12 +348,12 @@ def _text_of(raw: Raw) -> str:
 
 
 def response_id(request_id: str) -> str:
-    """Of the response of /v1/responses to this request."""
+    """The id of the response that /v1/responses makes for this request."""
     return f"resp_{request_id}"
 
 
 def _one_prompt(prompt: Raw | None) -> bool:
-    """A text, or token ids, or a list with at most one of these."""
+    """Whether it is a text, or token ids, or a list with at most one of these."""
     if prompt is None:
         return True
     beginning = bytes(memoryview(prompt)[:_LOOK_BYTES]).translate(None, b" \t\r\n")
@@ -362,7 +362,7 @@ def _one_prompt(prompt: Raw | None) -> bool:
     return len(_first_two.decode(prompt).second) == 0
 
 
-# Its prompt, for routing.
+# The prompt of a body, for routing.
 
 BYTES_PER_TOKEN = 4
 """Of a prompt's JSON, about as in English text. An estimate too high or too low by half does not mislead for
@@ -473,7 +473,7 @@ class Prompt:
 
     @cached_property
     def chain(self) -> Chain:
-        """Of its first pieces."""
+        """A link for each of its first pieces, MAX_PIECES at most."""
         link, links = self._salt, []
         for piece in self._pieces():
             link = hashlib.blake2b(link + piece, digest_size=_LINK_BYTES).digest()
@@ -498,7 +498,7 @@ class Prompt:
             yield bytes(text[start : start + _PIECE_BYTES])
 
 
-# Its arrival.
+# The arrival of a body.
 
 _LARGE_HEAD = 1 << 16
 """Bytes of a request's headers from which on they count as its body does."""

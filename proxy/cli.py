@@ -167,7 +167,7 @@ def _log_serving(
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first and the second SIGTERM or SIGINT."""
+    """Events that the first and the second SIGTERM or SIGINT set."""
     stop, cut_short = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -180,7 +180,7 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
-    """Of what is open to other machines."""
+    """Logs what is open to other machines."""
     for host in [arguments.host, *([arguments.admin.host] if arguments.admin else [])]:
         if not is_loopback(host) and not options.keys(arguments):
             logger.warning("%s is reachable from other hosts: clients are not authenticated here", host)

@@ -195,12 +195,12 @@ def usage_of(transcript: Transcript, usage: Fields, before: int) -> Fields:
 
 
 def written(fields: Fields) -> bytes:
-    """As an event."""
+    """An event with these fields."""
     return DATA_SPACE + msgspec.json.encode(fields) + EVENT_END
 
 
 def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:
-    """Log-probabilities without those of the first tokens."""
+    """Log-probabilities without those of the first tokens, `offset` characters further on."""
     if logprobs is None:
         return None
     made = {name: each[skipped:] if isinstance(each, list) else each for name, each in logprobs.items()}
@@ -210,7 +210,7 @@ def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:
 
 
 def _of_chat(logprobs: Fields | None, wanted: Wanted) -> Fields | None:
-    """The same as /v1/chat/completions writes them."""
+    """Log-probabilities as /v1/chat/completions writes them."""
     if logprobs is None:
         return None
     most = wanted.fields.get("top_logprobs") or 0

@@ -96,12 +96,12 @@ class PrefillToken:
 
     @property
     def ends(self) -> bool:
-        """Whether the answer has come to its end with it, by itself."""
+        """Whether the answer ends with this token by itself, and not for its length."""
         return self.choice.finish_reason not in (None, "length")
 
     @property
     def going_on(self) -> bytes:
-        """The events of an answer that goes on."""
+        """The events as those of an answer that goes on."""
         end = _LENGTH if self.choice.delta is None else _LENGTH_OF_CHAT
         return _OF_THE_END.sub(b"", self.events.replace(end, GOES_ON))
 
@@ -190,7 +190,7 @@ class FirstTokens:
     def against(
         self, body: Body, transcript: Transcript | None, prefill: Instance, decode: Instance
     ) -> Why | None:
-        """What is known before P is asked."""
+        """Why D's first token has to be taken, as far as is known before P is asked."""
         if transcript is None:
             return "request"
         wanted, fields = transcript.wanted, transcript.wanted.fields
@@ -217,7 +217,7 @@ class FirstTokens:
         return None if decode.context else "context"
 
     def came(self) -> None:
-        """The client gets P's."""
+        """Counts an answer that begins with P's token."""
         self.counters.first_tokens += 1
 
     def count_from_decode(self, why: Why) -> None:
@@ -242,7 +242,7 @@ class FirstTokens:
     def against_token(
         self, token: PrefillToken, plan: FirstTokenPlan, body: Body, transcript: Transcript, context: int
     ) -> Why | None:
-        """What P's answer shows besides."""
+        """The same, as P's answer shows it."""
         if plan.most and token.prompt_tokens + plan.most > context:
             return "context"  # D refuses it
         if plan.ends_with(token, context):

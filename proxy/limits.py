@@ -62,7 +62,7 @@ class Limits:
 
     @property
     def decode_alone(self) -> int:
-        """The places of that share: at least one, unless there is none."""
+        """How many places `alone_share` is: at least one, unless it is 0."""
         return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0
 
 

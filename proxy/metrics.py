@@ -215,7 +215,7 @@ class Metrics:
         self._one(self._parts, instance.ping.http_address, instance.role, outcome).inc()
 
     def paired(self, choice: Choice) -> None:
-        """A request has been given to both."""
+        """Counts a request for its pair, if it has been given to one."""
         if choice.prefill is None:
             return
         pair = choice.prefill.ping.http_address, choice.decode.ping.http_address
@@ -274,13 +274,13 @@ class Metrics:
             del self.pairs[pair]
 
     def _addresses(self) -> set[str]:
-        """Of the instances that have series."""
+        """The addresses of the instances that have series."""
         named = {labels[0] for metric, labels in self._series if metric in self._by_address}
         return named.union(self.gaps, *self.pairs)
 
 
 def quantiles(values: Iterable[float], *shares: float) -> list[float | None]:
-    """Of some values; None where there are none."""
+    """The values below which these shares of all lie; None where there are no values."""
     ordered = sorted(values)
     if not ordered:
         return [None for _ in shares]
@@ -390,7 +390,7 @@ class RequestRecord:
         self.metrics.ended(self, self.outcome or "left")
 
     def ids(self) -> dict[str, str]:
-        """Those that are known."""
+        """Its ids, those that are known."""
         ids = {"request_id": self.unique, "client_request_id": self.client_id, "trace_id": self.trace_id}
         return {name: value for name, value in ids.items() if value}
 

@@ -17,7 +17,7 @@ from . import settings
 from .access import OTHER, Tenants, read_tenants
 from .cors import read_list
 from .limits import Limits
-from .membership.instance import ROLE_NAMES, Role
+from .membership.instance import ROLES
 from .membership.listed import ListedInstance
 from .policies import Routing
 from .routing import POLICIES
@@ -105,10 +105,9 @@ def make_parser() -> argparse.ArgumentParser:
         "the secret of all instances, so that only they can register; or set P2PKV_SECRET")
     add("--plain-discovery", None, Address.parse, "HOST:PORT",
         "a second place for pings, without the secret: for instances with `discovery: plain`")
-    roles: tuple[Role, ...] = ("P", "D")
-    for role in roles:
-        add(f"--{ROLE_NAMES[role]}", [], partial(ListedInstance.parse, role), "URL=HOST:PORT",
-            f"a {ROLE_NAMES[role]} instance that does not ping: URL of its API, host and kv_port. Repeat the "
+    for name, role in ROLES.items():
+        add(f"--{name}", [], partial(ListedInstance.parse, role), "URL=HOST:PORT",
+            f"a {name} instance that does not ping: URL of its API, host and kv_port. Repeat the "
             "option for others (environment: commas; file: a list)")
     add("--allow-insecure", False, what="let --discovery be off loopback without a secret")
     add("--dispatch", "concurrent", what="ask the prefill and the decode instance at once, or the "

@@ -137,7 +137,7 @@ class EngineCosts:
         """Answers under way, summed over time; and up to when."""
 
     def prompt_seconds(self, tokens: float, prompts: float = 1.0) -> float:
-        """Of computing `prompts` with so many tokens together."""
+        """Seconds to compute `prompts` with so many tokens together."""
         any_prompt, tokens_alone, beside = self.prompt.weights
         more = tokens_alone + beside * self.answers / _STREAMS
         return any_prompt * prompts + more * tokens / _TOKENS
@@ -416,7 +416,7 @@ class PlacementCosts:
         return _FIRST_TOKEN * seconds + self.pause_weight * engine.answers * prompt, seconds
 
     def _answers(self, looked: Sequence[_Looked], tokens: int, now: float) -> list[_Answer]:
-        """The cheapest first."""
+        """What the answer would cost at each, the cheapest first."""
         found = []
         for each, engine, queued in looked:
             cost, late = self._answer_part(engine, tokens, engine.prefill_share(now, queued))

@@ -108,7 +108,7 @@ class Policy:
         return some
 
     def remember(self, instances: Iterable[Instance], request: RoutingRequest) -> None:
-        """These are given the prompt, by another choice."""
+        """Notes that these are given the prompt, by another choice."""
 
 
 class ConsistentHash(Policy):

@@ -318,7 +318,7 @@ class Scrubber:
 
     @cached_property
     def ids(self) -> list[tuple[str, str]]:
-        """Those to be replaced, and by what."""
+        """The ids to be replaced, and by what."""
         return [(self.request_id, self.unique), *([self.previous] if self.previous[0] else [])]
 
     @cached_property

@@ -25,7 +25,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
-from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, least_busy
+from .membership.instance import ROLE_NAMES, ROLES, Instance, Kind, Role, differences, least_busy
 from .membership.partners import LinkedPairs
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
@@ -207,7 +207,7 @@ class _FleetCache:
         return self.registry.alive(instance, now), instance.silent(now), instance.breaker.admits(now)
 
     def is_valid(self, now: float) -> bool:
-        """Whether it is still true."""
+        """Whether all of this is still true."""
         return (
             self._version == self.registry.version
             and self.now <= now <= self._until
@@ -450,9 +450,9 @@ class Router:
 
     def missing(self, now: float) -> list[str]:
         """What is missing, in sentences; without a D nothing is served, without a P perhaps by D alone."""
-        roles: tuple[Role, ...] = ("P", "D")
-        absent = [_why_none(self._registry, role) for role in roles if not self._registry.routable(role, now)]
-        misfits = Counter((each.role, names) for each, names in self._registry.misfits().items())
+        registry, roles = self._registry, ROLES.values()
+        absent = [_why_none(registry, role) for role in roles if not registry.routable(role, now)]
+        misfits = Counter((each.role, names) for each, names in registry.misfits().items())
         return absent + [
             f"{count} {ROLE_NAMES[role]} instance{'s fit' if count > 1 else ' fits'} no "
             f"{ROLE_NAMES['D' if role == 'P' else 'P']} instance: they differ in {' and '.join(names)}."
@@ -480,7 +480,7 @@ def _why_none(registry: Registry, role: Role) -> str:
 
 
 def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> str:
-    """Of at least one P and one D."""
+    """A sentence about at least one P and one D."""
     ps, ds = ({each.kind: each for each in some}.values() for some in (prefillers, decoders))
     found = [differences(p, d) for p in ps for d in ds if p.shares_model(d)]
     if not found:

@@ -276,7 +276,7 @@ class Proxy:
         }
 
     def instances(self) -> list[Instance]:
-        """Those that live."""
+        """All that are registered, each once."""
         return list(dict.fromkeys(self.registry.known("P") + self.registry.known("D")))
 
     def state_of(self, instance: Instance) -> str:

@@ -127,7 +127,7 @@ def _read(action: argparse.Action, value: Any) -> Any:
     return read if several else read[0]
 
 
-# Their declaration.
+# The declaration of options.
 
 
 def add_option(
@@ -191,7 +191,7 @@ def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Co
 
 
 def made(kind: type[T], arguments: argparse.Namespace) -> T:
-    """One with the fields that were given."""
+    """The dataclass, with the values that its options have."""
     names = {each.name: each.metadata["name"] for each in fields(kind) if each.metadata}  # type: ignore[arg-type]
     given = {name: getattr(arguments, flag[2:].replace("-", "_")) for name, flag in names.items()}
     return kind(**given)
@@ -241,7 +241,7 @@ def demand(good: object, sentence: str) -> None:
 
 
 def _float(text: str) -> float:
-    """Below zero for what is no number, as no option may be."""
+    """-1 for what is no number: no option may be below zero."""
     try:
         return float(text)
     except ValueError:

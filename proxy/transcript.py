@@ -190,7 +190,7 @@ class TextChoice(msgspec.Struct):
 
     @property
     def said(self) -> str | None:
-        """None if it is no text."""
+        """Its text; None if it has something else."""
         return self.text if self.delta is None else self.delta.content
 
 
@@ -273,7 +273,7 @@ class Transcript:
 
     @property
     def tokens(self) -> int:
-        """Of the answer."""
+        """How many tokens of the answer are held."""
         return self._ids.count(b",")
 
     @property
@@ -314,7 +314,7 @@ class Transcript:
 
     @property
     def bytes_held(self) -> int:
-        """Of `memory`."""
+        """How many bytes of `memory` are this one's."""
         return self._counted + len(self._prompt)
 
     def drop(self) -> None:
@@ -401,7 +401,7 @@ class Transcript:
         return event
 
     def _begin(self, event: bytes) -> None:
-        """The first event, with the prompt's tokens."""
+        """Takes in the first event, with the prompt's tokens."""
         self.head = _without_prompt(event)
         at = event.find(PROMPT_IDS)
         if at < 0:
@@ -446,7 +446,7 @@ class Transcript:
 
     @property
     def all_ids(self) -> bytes:
-        """Of the prompt and the answer, with commas."""
+        """The token ids of the prompt and the answer, with commas."""
         return b",".join(filter(None, (self._prompt, bytes(self._ids[:-1]))))
 
 

@@ -147,7 +147,7 @@ def _closed_unanswered(error: Exception) -> bool:
 
 
 def _socket(place: AddrInfoType) -> socket.socket:
-    """For a connection that breaks when the other host is gone."""
+    """One whose connection breaks when the other host is gone."""
     family, kind, protocol, *_ = place
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)
@@ -171,13 +171,13 @@ class Reply:
 
     @property
     def error_message(self) -> str:
-        """Of an error in OpenAI's form, or in FastAPI's; "" if there is none."""
+        """The message of an error in OpenAI's form, or in FastAPI's; "" if there is none."""
         fields = _decoded(self.body)
         return _text(_get(fields, "error"), "message") or _text(fields, "detail")
 
     @property
     def kv_transfer_params(self) -> Fields | None:
-        """Those in P's answer, for D; None if it has none, or is not JSON."""
+        """What P's answer has for D; None if it has nothing, or is not JSON."""
         params = _get(_decoded(self.body), "kv_transfer_params")
         return params if isinstance(params, dict) else None
 
@@ -370,7 +370,7 @@ class Call:
             raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
 
     def _failed(self, error: CallFailed) -> CallFailed:
-        """If the call was given up, that is why it has failed."""
+        """Notes why the call has failed: if it was given up, for that reason."""
         if self._lost is not None and error.reply is None:
             error = CallFailed(*_LOST[self._lost])
         self.end, self.why = error.end, str(error)

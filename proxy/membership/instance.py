@@ -40,6 +40,7 @@ _BREAKER_FORGET_SECONDS = 120.0
 Role = Literal["P", "D"]
 InstanceRole = Literal["P", "D", "both"]
 InstanceKey = tuple[InstanceRole, Address, int]
+ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
 ROLE_NAMES: dict[InstanceRole, str] = {"P": "prefill", "D": "decode", "both": "prefill and decode"}
 Kind = tuple[frozenset[str], str, int]
 LossReason = Literal["gone", "silent", "hung", "stopped", "late", "moved"]

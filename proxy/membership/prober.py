@@ -79,7 +79,7 @@ class Prober:
                 continue
 
     async def round(self) -> None:
-        """Asks each once that has to be asked now."""
+        """Asks each instance once whose health is not known now."""
         now = self._clock()
         self._gone = {each for each in self._gone.union(self._registry.expire(now)) if each.load}
         doubtful = {*self._registry.late(now), *self._gone}

@@ -220,7 +220,7 @@ class Registry:
             logger.info("%s said goodbye", known)
 
     def drain(self, instance: Instance, drained: bool) -> None:
-        """An operator wants no new requests for this process; or as before."""
+        """An operator drains this instance, or resumes it."""
         instance.drained = drained
         if drained:
             self._drained[instance.key] = instance.ping.incarnation
@@ -298,7 +298,7 @@ class Registry:
         self._misfits = set(misfits)
 
     def limit_places(self, room: float) -> None:
-        """So many requests at a D, from now on."""
+        """From now on each D takes so many requests at a time."""
         self._room = room
         self.full.clear()
         for each in self._instances.values():
