@@ -78,8 +78,7 @@ class Access:
 
 
 def shown_keys(request: web.Request) -> tuple[str, str]:
-    """What a client shows as API keys; "" where it shows none. Anthropic's clients, which ask /v1/messages,
-    have a header of their own."""
+    """What a client shows as API keys, Anthropic's in a header of their own; "" where it shows none."""
     return _bearer(request), request.headers.get("X-Api-Key", "")
 
 
@@ -209,8 +208,7 @@ class Tenant:
             self._seconds += _RECENT * (self._clock() - began - self._seconds)
 
     def spend(self, tokens: int) -> None:
-        """A prompt comes. The last one may go beyond what is left: then the next have to wait for longer.
-        Raises ProxyError if nothing is left."""
+        """A prompt comes. It may take more than is left, unless nothing is: then this raises ProxyError."""
         rate, now = self.settings.prompt_tokens, self._clock()
         if rate:
             most = rate * self.settings.burst_seconds
@@ -228,8 +226,8 @@ class Tenant:
         self.waiting += more
 
     def pay(self, prompt: int, asked: int) -> float:
-        """One of its requests gets a place; it has asked for so many tokens (0: it has not said). Returns how
-        many its answer is taken to have."""
+        """One of its requests gets a place, which `asked` for so many tokens (0: for any). Returns how many
+        its answer is taken to have."""
         self._come()
         self._now.cost = max(self._now.cost, self.used)
         expected = min(asked or math.inf, self.answer)

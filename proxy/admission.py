@@ -139,8 +139,7 @@ class _Waiter:
 
 @dataclass(eq=False)
 class Admission:
-    """Gives out places, and keeps a queue of those that wait for one. The `budget` of second tries grows with
-    each request that gets a place."""
+    """Gives out places, each of which adds to the `budget` of second tries; keeps a queue of who waits."""
 
     _router: Router
     _limits: Limits
@@ -166,8 +165,7 @@ class Admission:
 
     @asynccontextmanager
     async def place(self, request: RoutingRequest, *, paired: bool) -> AsyncIterator[RequestPlace]:
-        """A place, as soon as there is one; `paired`: P can help. Raises NoInstance, UnknownModel, or
-        ProxyError if there is none in time."""
+        """A place, in time; `paired`: P can help. Raises NoInstance, UnknownModel, or ProxyError."""
         place = await self._wait(request, paired)
         self._counters.admitted += 1
         self.budget.request(self._clock())
@@ -201,8 +199,7 @@ class Admission:
         return True
 
     def move_to_decode_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
-        """Lets a D alone go on with a request. False if no D may: all compute as many prompts alone as they
-        may, or there is none."""
+        """Lets a D alone go on with a request. False if none may compute another prompt alone."""
         return self.move(place, PrefillMode.UNAVAILABLE, avoid)
 
     def advance(self) -> None:
@@ -363,8 +360,7 @@ _LONGEST_PAUSE = 1.0
 
 @dataclass(frozen=True)
 class Retries:
-    """Whether a request may be sent a second time: within a budget, and only where there is another instance.
-    `clock` is monotonic seconds."""
+    """Whether a request may be sent a second time: within a budget, and if there is another instance."""
 
     admission: Admission
     limits: Limits
@@ -432,6 +428,5 @@ class Retries:
 
 
 def pause(tries: int, uniform: Callable[[float, float], float] = random.uniform) -> float:
-    """Seconds before the next try, after `tries` (at least 1) have failed: random, so that what failed
-    together does not come back together."""
+    """Seconds before the next try, after `tries`, 1 or more: random, so that failures do not come in step."""
     return uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (tries - 1)))

@@ -182,8 +182,7 @@ class Attempt:
         )
 
     def move(self) -> bool:
-        """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
-        there. False if it stays."""
+        """Frees D: its stream goes on elsewhere, and what has not begun is tried there. False if it stays."""
         if self.relay is not None and self.relay is not self._handed_on:
             return self.relay.move()
         if self._decoding is not None:

@@ -12,8 +12,7 @@
   /health answers.
 - D's first token proves that it has the KV of its prompt. From there on P's failure matters only to a request
   with several prompts.
-- A D that reports itself that it failed, while P has failed, stopped or fallen silent, lacked P's KV: P is to
-  blame.
+- A D that reports itself that it failed, while P has failed, stopped or fallen silent: it lacked P's KV.
 - A D that reports it of a request that was sent twice may have aborted the first one: neither is to blame.
 - What this proxy itself lacks, such as descriptors, is no instance's failure.
 """
@@ -81,8 +80,7 @@ class RetryKind(Enum):
     ELSEWHERE = auto()
     """The attempt is over; the request may be sent to other instances."""
     ALONE = auto()
-    """The attempt is over; the request may be sent to a D alone, which decides, or else to other
-    instances."""
+    """The attempt is over; the request may be sent to a D alone, which decides, or to other instances."""
     SAME = auto()
     """The attempt is over; the request may be sent to the same instances, under a new id."""
     GOES_ON = auto()

@@ -83,8 +83,7 @@ _first_two = msgspec.json.Decoder(_FirstTwo)
 
 
 class Content:
-    """A body to send. Some of its pieces may be views of the client's bytes; none are left once those are let
-    go."""
+    """A body to send. Its pieces may be views of the client's bytes; none are left when those are let go."""
 
     def __init__(self, pieces: tuple[Piece, ...]) -> None:
         self.pieces = pieces
@@ -144,8 +143,7 @@ class Body:
         """What may still be sent; None once the bytes are let go."""
 
     def messages(self, most: int) -> int:
-        """How many messages it has, or items of its input; they are not counted if there cannot be more than
-        `most`."""
+        """How many messages it has, or items of its input; 0 if there cannot be more than `most`."""
         entries = self.fields.get("input" if self.path == "/v1/responses" else "messages")
         if entries is None or len(entries) <= 2 * most or bytes(memoryview(entries)[:1]) != b"[":
             return 0
@@ -314,8 +312,7 @@ def _number(value: Any) -> float:
 
 
 def _switch(value: Any) -> bool | None:
-    """As vLLM reads it, which takes texts and numbers for true and false; absent and null are false. None for
-    what is neither."""
+    """As vLLM reads it, which takes texts, numbers and null for true or false; None for anything else."""
     text = str(value).lower() if isinstance(value, str | bool) else None
     if value is None or text in _FALSE or (text is None and value == 0):
         return False
@@ -365,8 +362,7 @@ def _one_prompt(prompt: Raw | None) -> bool:
 # The prompt of a body, for routing.
 
 BYTES_PER_TOKEN = 4
-"""Of a prompt's JSON, about as in English text. An estimate too high or too low by half does not mislead for
-long."""
+"""Of a prompt's JSON, about as in English text. That it may be wrong by half does not mislead for long."""
 
 DATA_BYTES_PER_TOKEN = 256
 """Of a picture, or other data in base64. A vision model makes a token of 28 x 28 pixels (Qwen2-VL) or some

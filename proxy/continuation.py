@@ -126,8 +126,7 @@ class Continuation:
 
 
 class RepeatedAnswer:
-    """The whole answer of an instance, of which the client has the first token from another one: `first`,
-    which is left out here."""
+    """The whole answer of an instance, without its `first` token, which the client has from another one."""
 
     def __init__(self, transcript: Transcript, first: TextChoice) -> None:
         self._transcript = transcript

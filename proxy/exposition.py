@@ -25,8 +25,7 @@ from .service import Proxy
 
 @dataclass(eq=False)
 class Exposition:
-    """What a proxy counts or holds beside what is measured, read when /metrics is asked for. To the library
-    it is one of its collectors."""
+    """What a proxy counts or holds beside what is measured; to Prometheus's library one of its collectors."""
 
     _proxy: Proxy
 

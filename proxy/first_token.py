@@ -80,8 +80,7 @@ class PrefillToken:
 
     @classmethod
     def of(cls, head: bytes) -> PrefillToken:
-        """`head`: of the answer's body, up to the first event with content. Raises ValueError if that is none
-        of vLLM's."""
+        """Of the answer, up to its first event with content. Raises ValueError if that is not vLLM's."""
         start = head.rfind(_CHOICE)
         start = head.rfind(DATA_SPACE, 0, start) if start >= 0 else -1
         end = head.find(EVENT_END, start)

@@ -65,8 +65,7 @@ class ProxyError(Exception):
 
 
 def retry_after() -> dict[str, str]:
-    """For a 503. Every living instance pings within 3 s; the rest is random, so that not all clients come
-    back at once."""
+    """For a 503: every living instance pings within 3 s, and not all clients shall come back at once."""
     return {"Retry-After": str(random.randint(3, 6))}
 
 
@@ -76,8 +75,7 @@ def error_json(status: int, message: str) -> bytes:
 
 
 def error_event(status: int, message: str, *, named: bool = False) -> bytes:
-    """The same as a server-sent event, for an answer that has already begun; `named`: its events have
-    names."""
+    """The same as an event, for a stream that has already begun; `named`: its events have names."""
     body = error_json(status, message)
     if named:
         return b'event: error\ndata: {"type":"error",' + body[1:] + b"\n\n"

@@ -62,9 +62,8 @@ _MAX_PAIRS = 4096
 
 
 class TokenGaps:
-    """The seconds between the pieces of one instance's streamed answers, and their events. They are counted
-    once for each piece of every answer, where the library's own histogram, which locks, would be a tenth of
-    all the work."""
+    """The seconds between the pieces of one instance's streamed answers, and their events. As each piece is
+    counted, the library's own histogram, which locks, would be a tenth of all the work."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_GAP_BUCKETS) + 1)
@@ -234,8 +233,7 @@ class Metrics:
         return sum(gaps.events for gaps in self.gaps.values())
 
     def recent(self, *, by_prefill: bool | None = None) -> list[float]:
-        """The latest times to the first token, within a minute; `by_prefill`: only of tokens that came from
-        P's, or that did not."""
+        """Seconds to the first token, of the latest minute; `by_prefill`: only where P sent it, or D did."""
         now, wanted = self.clock(), (True, False) if by_prefill is None else (by_prefill,)
         return [seconds for at, seconds, by in self._latest if now - at <= _RECENT_SECONDS and by in wanted]
 

@@ -299,8 +299,7 @@ class PlacedRequest:
         self._decode.count_answers(1, now)
 
     def computed(self, now: float, *, learn: bool = True) -> None:
-        """P has answered; not to `learn`: its prompt should be computed, by the prediction, and nothing shows
-        when it is."""
+        """P has answered; not to `learn`: it should have by the prediction, and nothing shows when it has."""
         if self._queued is not None:
             queued, self._queued, self._computed = self._queued, None, now
             self._prefill.prompt_computed(queued, now, learn=learn)

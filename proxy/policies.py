@@ -222,8 +222,7 @@ class PrefixIndex:
         return next(iter(known), None) or ()
 
     def held(self, chain: Chain) -> dict[Hashable, int]:
-        """How many pieces of a prompt, from its beginning, each holder has been given; who has none is left
-        out."""
+        """How many pieces of a prompt, from its beginning, each holder has been given, if any."""
         known = list(takewhile(bool, map(self._links.get, chain)))
         # Who holds a piece holds those before it: so where as many hold two, the later one says who; at
         # MAX_HOLDERS nearly so.

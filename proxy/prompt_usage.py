@@ -50,8 +50,7 @@ COUNTS = {path: f'"{_DETAILS.get(path, _READ)}":'.encode() for path in PAIRED}
 async def with_ps_counts(
     data: bytes, path: str, prefilled: asyncio.Future[bytes | None], *, streamed: bool
 ) -> bytes:
-    """D's whole answer, or whole events of it, with the counts of P's, which is `prefilled`; None if P has
-    failed."""
+    """D's whole answer, or whole events of it, with the counts in P's, `prefilled` (None: P has failed)."""
     try:
         async with asyncio.timeout(_WAIT_SECONDS):
             answer = await asyncio.shield(prefilled)

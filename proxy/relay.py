@@ -231,8 +231,7 @@ class Relay:
             self._since, self._writing = monotonic(), False
 
     async def give_up(self, why: str = "", status: int = 0) -> None:
-        """Ends the answer with an error: an event stream with an error event; any other body is left visibly
-        unfinished. Raises ClientGone."""
+        """Ends a stream with an error event, and any other body visibly unfinished. Raises ClientGone."""
         if why:
             self._why, self._status, self._error = why, status, b""
         self.request[RECORD].end("broken")

@@ -1,5 +1,4 @@
-"""What becomes of one client's request: it is taken in, given a place and tried at instances, perhaps a
-second time at others."""
+"""What becomes of one client's request: it is taken in, given a place and tried at one pair after another."""
 
 from __future__ import annotations
 

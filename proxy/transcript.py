@@ -288,15 +288,13 @@ class Transcript:
 
     @property
     def movable(self) -> bool:
-        """Whether another instance would go on with it even if this one is well: nothing would come a second
-        time, or it would come the same."""
+        """Whether another instance may take over while this one is well: what comes again is the same."""
         beyond = len(self._ids) > self._safe or self._chars > self._safe_chars
         same = self.wanted.fields.get("temperature") == 0
         return self.can_go_on and not self.finished and (not beyond or same)
 
     def feed(self, data: bytes) -> bytes:
-        """The instance's next events, as the client gets them. After an error of the instance nothing more
-        comes."""
+        """The instance's next events, as the client gets them; none after an error of the instance's."""
         if data.find(EVENT_END) == len(data) - len(EVENT_END):
             return self._passed(data)  # one, as nearly always
         return b"".join(self._passed(event) for event in self.events(data))

@@ -73,8 +73,7 @@ class Client:
     async def post(
         self, url: str, body: Content, headers: Headers, may_repeat: Callable[[], bool] = lambda: True
     ) -> aiohttp.ClientResponse:
-        """The head of the answer; `may_repeat` is asked before the request goes once more. Raises
-        aiohttp.ClientError or OSError."""
+        """The answer's head; `may_repeat` is asked before a second time. Raises ClientError or OSError."""
         reused: list[bool] = []  # not empty if its connection was idle until now
         began = time.monotonic()
         try:
@@ -377,8 +376,7 @@ class Call:
         return error
 
     def close(self, failed: str = "") -> None:
-        """Ends the call; `failed`: why, for traces. A connection whose answer was read to its end is kept for
-        others. Idempotent."""
+        """Ends the call; `failed`: why, for traces. After a whole answer the connection stays. Idempotent."""
         if self._response is not None:
             self._response.close()
         self._cleanup.close()

@@ -24,8 +24,7 @@ from .registry import Registry
 
 class Membership:
     """Keeps one registry up to date, and sends D's the P's that they may be paired with. The session asks
-    instances and is not closed here; `clock` is monotonic seconds; `listeners` are in the order in which they
-    were made."""
+    instances and is not closed here; `clock` is monotonic seconds; the `listeners` are the oldest first."""
 
     def __init__(
         self,

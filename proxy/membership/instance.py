@@ -183,8 +183,7 @@ class Breaker:
 
 
 class _RoutingFlag:
-    """Something that decides whether an instance is given requests; false at first. It calls `changed` when
-    it is set."""
+    """Something that decides whether an instance is given requests, false at first; it calls `changed`."""
 
     def __set_name__(self, owner: type[Instance], name: str) -> None:
         self._name = f"_{name}"
@@ -364,15 +363,13 @@ class Instance:
             self.full.discard(self)
 
     def expect(self, more: int, tokens: int = 0) -> None:
-        """This P has been chosen for so many requests `more`; -1: one is in flight, has ended, or goes
-        elsewhere."""
+        """This P has been chosen for so many requests `more`; -1: one is in flight, or has ended here."""
         self.expected += more
         self._weigh(more * tokens)
 
     @contextmanager
     def busy(self, end: Callable[[LossReason], None], tokens: int = 0) -> Iterator[None]:
-        """Counts one request as in flight here, with the `tokens` that it computes, if it is a P's; `end`
-        is called if the instance is lost."""
+        """Counts one request as in flight, at a P with its `tokens`; `end` is called if this is lost."""
         self.in_flight += 1
         self._weigh(tokens)
         self._ends.add(end)
@@ -384,8 +381,7 @@ class Instance:
             self._ends.discard(end)
 
     def count_prefetch(self, tokens: int) -> None:
-        """So many more tokens of KV come to this D before it is asked for them; less than 0: they have been
-        taken, or will not come."""
+        """So many more tokens of KV come to this D before they are wanted; below 0: they do so no more."""
         self.prefetch_tokens += tokens
 
     def take_turn(self, turn: int) -> None:
@@ -402,8 +398,7 @@ class Instance:
         self.order = tokens / self.ping.tp_size, load, self.turn
 
     def unreachable(self) -> None:
-        """Its HTTP server cannot be reached: neither it nor the others there get requests until /health
-        answers again."""
+        """Its HTTP server cannot be reached: no engine there gets requests until /health answers again."""
         for each in (self, *self.neighbours()):
             each.healthy = False
 

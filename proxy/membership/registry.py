@@ -229,8 +229,7 @@ class Registry:
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
     def expire(self, now: float) -> list[Instance]:
-        """Removes the instances that are gone. Returns them, and those that have said goodbye since the last
-        call."""
+        """Removes and returns those that are gone, with those that have said goodbye since the last call."""
         dead = [instance for instance in self._instances.values() if not self.alive(instance, now)]
         for instance in dead:
             del self._instances[instance.key]
@@ -329,8 +328,7 @@ class Registry:
         return [instance for instance in self._instances.values() if instance.has_role(role)]
 
     def routable(self, role: Role, now: float) -> list[Instance]:
-        """Those that are neither gone nor drained nor paused, and were healthy when they were last asked; of
-        these some may be silent."""
+        """Those of the `candidates` with this role that are not gone; some of these may be silent."""
         return [each for each in self.candidates() if each.has_role(role) and self.alive(each, now)]
 
     def candidates(self) -> list[Instance]:
