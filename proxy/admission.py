@@ -2,8 +2,7 @@
 and whether one that has failed may be sent a second time.
 
 Requests that the same instances can serve get their places in the order of arrival; between tenants, who has
-used least of its share goes first (access.py). A request that waits for one model holds up no request for
-another.
+used least of its share goes first (access.py). A request that waits for one model holds up none for others.
 """
 
 from __future__ import annotations

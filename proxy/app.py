@@ -64,9 +64,8 @@ class BoundedRunner(web.AppRunner):
     """What serves an app of `make_app`, to at most `Limits.max_connections` connections; at its end those on
     which nothing moves are closed after `last_seconds`. Its sites get no ssl_context.
 
-    One more takes the place of the one that has been open for longest without a request under way: so a
-    client that opens many and sends nothing does not shut others out. If each has a request under way, it
-    gets a 503.
+    One more takes the place of that which has been open for longest without a request under way, so that a
+    client that opens many and sends nothing shuts no others out. If each has a request it gets a 503.
 
     With `tls` all connections begin with a TLS handshake. Those that are in it count, too. 64 of them may go
     beyond the limit, so that a client learns by a 503 that there is no room; of more the oldest is closed.
@@ -356,8 +355,7 @@ def recording(
 
 @web.middleware
 async def written_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
-    written when it comes here."""
+    """Writes an answer, if it has not been relayed, and disconnects a client that does not read it."""
     response = await handler(request)
     if response.prepared:
         return response

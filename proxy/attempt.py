@@ -190,8 +190,7 @@ class Attempt:
         return self._decoding is not None
 
     def needs(self, prefill: Instance) -> bool:
-        """Whether D may still wait for KV of this P: until its first token, or to the end where one token
-        does not prove that all is there."""
+        """Whether D may wait for KV of this P: until its first token or, of several prompts, to the end."""
         begun = self.relay is not None and self.relay is not self._handed_on
         return self.choice.prefill is prefill and not (begun and self.body.one_prompt)
 

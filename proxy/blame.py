@@ -5,13 +5,10 @@
 - A client's mistake is a 4xx of D, which answers the client and so decides. What P refuses and D accepts is
   served without this P. The P is charged if it denies access that D grants (it has another key), or if
   another P accepts the request (it lacks an adapter, or has a shorter --max-model-len). If every P refuses
-  it, P's part of this request is impossible, and no P is worse for it: else a client could have all of them
-  paused.
-- P's failure before D's first token ends the attempt. In three cases D goes on, and decides: a P that is
-  stopped lets D know itself; a silent P may still be alive; and so may one that pings no more and whose
-  /health answers.
-- D's first token proves that it has the KV of its prompt. From there on P's failure matters only to a request
-  with several prompts.
+  it, P's part of this request is impossible, and no P is worse for it, or a client could have all paused.
+- P's failure before D's first token ends the attempt. In three cases D goes on, and decides: a stopped P lets
+  D know itself; a silent P may be alive; and so may one that pings no more, but whose /health answers.
+- D's first token proves that it has the KV of its prompt. Then P's failure matters only to several prompts.
 - A D that reports itself that it failed, while P has failed, stopped or fallen silent: it lacked P's KV.
 - A D that reports it of a request that was sent twice may have aborted the first one: neither is to blame.
 - What this proxy itself lacks, such as descriptors, is no instance's failure.

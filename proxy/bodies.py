@@ -320,8 +320,7 @@ def _switch(value: Any) -> bool | None:
 
 
 def plain(fields: Views, switches: Iterable[str], numbers: Iterable[str]) -> Views:
-    """Of these fields, those that are spelled otherwise than as true, false or a whole number although vLLM
-    takes them for that; spelled so."""
+    """Those fields that vLLM takes for true, false or a whole number though not spelled so; spelled so."""
     found: Fields = {name: _switch(_small(fields, name)) for name in switches if name in fields}
     for name in numbers:
         if isinstance(value := _small(fields, name), str | float) and (read := _number(value)).is_integer():

@@ -1,5 +1,4 @@
-"""Endpoints, headers that the proxy passes on, and errors as OpenAI's clients expect them: JSON with one
-object `error`. No IO."""
+"""Endpoints, headers that the proxy passes on, and errors in JSON, as OpenAI's clients expect them. No IO."""
 
 from __future__ import annotations
 

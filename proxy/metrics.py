@@ -4,8 +4,7 @@ Each thing has one holder. What happens to single requests is measured here. Wha
 (`RequestCounters`, places, instances) is read from them when asked for, and not counted again.
 
 Labels are bounded: endpoints are ours, models are those that instances have registered, and an instance's
-series end some time after it has left. Instances are labelled with `address`: `instance` is Prometheus's own
-label, and means the proxy.
+series end some time after it has left. Their label is `address`: Prometheus's `instance` is the proxy.
 """
 
 from __future__ import annotations
@@ -238,8 +237,7 @@ class Metrics:
         return [seconds for at, seconds, by in self._latest if now - at <= _RECENT_SECONDS and by in wanted]
 
     def sample(self, running: int, waiting: int) -> None:
-        """One point of the history, with the requests that have a place and that wait for one; to be called
-        every SAMPLE_SECONDS."""
+        """Adds a point to the history, every SAMPLE_SECONDS; `running`: requests that have a place."""
         if self.clock() - self._forgot >= _FORGET_SECONDS / 10:
             self.forget()  # where no one scrapes
         self.history.append(

@@ -148,8 +148,7 @@ MAX_RESPONSES = 1 << 16
 
 
 class StoredResponses:
-    """Which decode instance has which, so that the next one can go on with it; by the ids that clients know,
-    at most `most`."""
+    """Which decode instance has which, for the next that goes on with it; by the ids that clients know."""
 
     def __init__(self, registry: Registry, most: int = MAX_RESPONSES) -> None:
         self._registry, self._most = registry, most

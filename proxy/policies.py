@@ -1,5 +1,4 @@
-"""What a policy knows of the request for which it picks an instance; and the policies that look further than
-at how much there is to do.
+"""What a policy knows of a request, and the policies that look further than at how much there is to do.
 
 A new policy is a class here and a line in `POLICIES` in routing.py. `prefix_aware` sends prompts that begin
 alike to one instance, which has their KV in its cache: vLLM finds it there by a chain of hashes, each over a

@@ -45,8 +45,7 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class Relay:
-    """One successful answer on its way to the client; `run` it once. The request's record learns how the
-    answer ends, unless it is complete.
+    """One successful answer on its way to the client; `run` it once. If it breaks off, that goes on record.
 
     Attributes:
         head: the part of the answer's body that has been read already.
@@ -97,8 +96,7 @@ class Relay:
             self.response = former.response
         self._writing = False
         self._since = monotonic()
-        """By `monotonic`: since when a piece waits for the client to take it (`_writing`), or the client for
-        the instance's next piece."""
+        """Since when, by `monotonic`, a piece waits for the client (`_writing`) or the client for a piece."""
         self._timer: asyncio.TimerHandle | None = None
         self._end: CallEnd | None = CallEnd.BROKEN
         """How the instance ends it, if it is too early; and the error that the client gets then."""

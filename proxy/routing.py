@@ -108,8 +108,7 @@ class Choice(NamedTuple):
 
     Attributes:
         prefill_unavailable: P would have helped, and none could.
-        prefill_skipped: P could have helped, and the prompt, or what D has to compute of it, is too short for
-            that.
+        prefill_skipped: P could have helped, and D has too few tokens of the prompt to compute for that.
         prefill_tokens: of the prompt, that P has to compute, as far as the proxy knows.
         single_instance: an instance of both roles serves the request by itself, as the best P and the best D.
         prediction: why `auto` has chosen this; None if it has not.
@@ -398,8 +397,7 @@ class Router:
         return cache.fleet(request.model, avoid)
 
     def _able(self, fleet: _Fleet, mode: PrefillMode) -> tuple[Sequence[Instance], Sequence[Instance]]:
-        """The P's and D's to choose from: at least one D, and a P for each or none at all. Raises as
-        `choose`."""
+        """The P's and D's to choose from: at least one D, and a P for each or none. Raises as `choose`."""
         if mode is PrefillMode.NONE:
             return [], self._with_room(fleet.decoders)
         if mode is PrefillMode.UNAVAILABLE:

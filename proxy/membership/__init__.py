@@ -26,15 +26,9 @@ class Membership:
     """Keeps one registry up to date, and sends D's the P's that they may be paired with. The session asks
     instances and is not closed here; `clock` is monotonic seconds; the `listeners` are the oldest first."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        registry: Registry | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.registry = Registry() if registry is None else registry
-        self.clock = clock
-        self.prober = Prober(session, self.registry, clock)
+    def __init__(self, session: aiohttp.ClientSession, registry: Registry) -> None:
+        self.registry, self.clock = registry, time.monotonic
+        self.prober = Prober(session, self.registry, self.clock)
         self.partners = PartnerLists(self.registry)
         self._session = session
         self.listeners: list[Listener] = []

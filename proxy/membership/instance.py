@@ -199,8 +199,7 @@ class _RoutingFlag:
 @dataclass(eq=False)
 class Instance:
     """One living engine: an instance, or a data-parallel rank of one, which may share its HTTP server with
-    others. A restart makes a new one. It is `drained` for an operator of the proxy's, and `paused` by vLLM's
-    /pause.
+    others. A restart makes a new one. It is `drained` by an operator, and `paused` by vLLM's /pause.
 
     Attributes:
         ping: what is equal in all its pings, see `lasting`.

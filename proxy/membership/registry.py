@@ -44,8 +44,7 @@ logger = logging.getLogger(__name__)
 LEASE = 30.0
 MAX_INSTANCES = 4096
 _DOUBT = 0.65
-"""Share of `life` without a ping after which an instance's /health is asked, and another instance may take
-its address."""
+"""Share of `life` without a ping until an instance's /health is asked, and its address may be another's."""
 _COMPLAIN_SECONDS = 60.0
 
 
