@@ -113,14 +113,11 @@ class BoundedRunner(web.AppRunner):
         except OSError:
             return  # for want of descriptors
         if not self._has_room(len(self._handshakes)) and len(self._handshakes) > _HANDSHAKES_BESIDE:
-            self._end_oldest_handshake()
+            oldest = next(iter(self._handshakes))
+            self._handshakes.pop(oldest)
+            with suppress(OSError):  # its client has left
+                oldest.shutdown(socket.SHUT_RDWR)
         self._handshakes[connection] = asyncio.create_task(self._secure(connection))
-
-    def _end_oldest_handshake(self) -> None:
-        oldest = next(iter(self._handshakes))
-        self._handshakes.pop(oldest)
-        with suppress(OSError):  # its client has left
-            oldest.shutdown(socket.SHUT_RDWR)
 
     async def _secure(self, connection: socket.socket) -> None:
         try:

@@ -132,7 +132,7 @@ class ModelLists:
 
 
 def _models_in(reply: Reply) -> Models | None:
-    if not reply.ok:
+    if not 200 <= reply.status < 300:
         return None
     try:
         return msgspec.json.decode(reply.body, type=_Listing).data

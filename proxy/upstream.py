@@ -165,10 +165,6 @@ class Reply:
     body: bytes
 
     @property
-    def ok(self) -> bool:
-        return 200 <= self.status < 300
-
-    @property
     def error_message(self) -> str:
         """The message of an error in OpenAI's form, or in FastAPI's; "" if there is none."""
         fields = _decoded(self.body)

@@ -25,7 +25,7 @@ from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 
-from .instance import ROLE_NAMES, InstanceKey, InstanceRole, ListedSource, PingSource, Role
+from .instance import ROLE_NAMES, InstanceRole, ListedSource, PingSource, Role
 from .prober import is_ours
 from .registry import Registry
 
@@ -58,10 +58,6 @@ class ListedInstance:
         if url.startswith("https://"):
             raise ValueError(f"{url} is HTTPS: the proxy speaks plain HTTP to instances, give http://")
         return cls(role, Address.parse(url.removeprefix("http://").removesuffix("/")), Address.parse(zmq))
-
-    @property
-    def key(self) -> InstanceKey:
-        return self.role, self.http, 0
 
     def __str__(self) -> str:
         return f"{ROLE_NAMES[self.role]} instance {self.http}"
@@ -117,7 +113,7 @@ class ListedWatch:
                 await self._up()
             # Else it has said goodbye or is lost, and may be stopping: it counts after a /health that failed.
             return
-        known = self.registry.at(self.listed.key)
+        known = self.registry.at((self.listed.role, self.listed.http, 0))
         if known is not None and known.source is self._source:
             known.healthy = False  # until its /health answers again
         if self._ping is not None or not self._logged:
