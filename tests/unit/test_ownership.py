@@ -101,6 +101,7 @@ def test_a_file_of_the_engine_writes_only_fields_of_its_own_classes(path: Path) 
 AIOHTTP_S = {
     "response.headers",
     "app.cleanup_ctx",
+    "app.middlewares",
     "app.on_response_prepare",
     "watch.on_connection_reuseconn",
     "context.trace_request_ctx",
