@@ -161,13 +161,13 @@ class Attempt:
             return await self._by_decode()
         if self.continuation is None:
             self._plan = self.services.first_tokens.plan(self.body, self.transcript, self.choice)
-        if (plan := self._plan) is None:
-            at_once = self.services.dispatch == "concurrent"
-            return await (self._concurrent() if at_once else self._sequential())
+        plan = self._plan
+        at_once = plan.what is None if plan is not None else self.services.dispatch == "concurrent"
         try:
-            return await (self._concurrent() if plan.what is None else self._by_prefill(plan))
+            return await (self._concurrent() if at_once else self._in_turn(plan))
         finally:
-            plan.leave()
+            if plan is not None:
+                plan.leave()
 
     def resumed_by(self, continuation: Continuation) -> Attempt:
         """Another one, which goes on with the answer of which this one has sent the last so far."""
@@ -203,20 +203,17 @@ class Attempt:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
 
-    async def _sequential(self) -> Outcome:
-        """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
+    async def _in_turn(self, plan: FirstTokenPlan | None) -> Outcome:
+        """P, then D, which gets the kv_transfer_params that P has returned, if any. With a plan the client
+        gets P's token as the first one, if it may, and D is asked for the rest, if there is any."""
         ended = await self._prefill()
         if isinstance(ended, Outcome):
+            if plan is not None:
+                self.services.first_tokens.count_from_decode("failed")
             return ended
-        return await self._by_decode(ended.kv_transfer_params if isinstance(ended, Reply) else None)
-
-    async def _by_prefill(self, plan: FirstTokenPlan) -> Outcome:
-        """P, whose token the client gets as the first one if it may; then D for the rest, if there is any."""
-        ended = await self._prefill()
-        if isinstance(ended, Outcome):
-            self.services.first_tokens.count_from_decode("failed")
-            return ended
-        assert not isinstance(ended, Reply)
+        if isinstance(ended, Reply):
+            return await self._by_decode(ended.kv_transfer_params)
+        assert plan is not None
         if plan.what is FirstToken.WHOLE:
             return await self._pass_on_ps(*ended)
         if (outcome := await self._hand_on(ended, plan)) is not None:
