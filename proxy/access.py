@@ -46,9 +46,7 @@ class Access:
     def ask(self, request: web.Request) -> None:
         """Raises ProxyError if this request may not be served by an instance."""
         if self.keys and not any(digest(each) in self._digests for each in shown_keys(request)):
-            raise ProxyError(
-                401, "This needs an API key of this proxy, as `Authorization: Bearer KEY`.", ask="Bearer"
-            )
+            raise ProxyError(401, "This needs an API key of this proxy, as `Authorization: Bearer KEY`.")
 
     @cached_property
     def _digests(self) -> frozenset[bytes]:
@@ -72,9 +70,7 @@ class Access:
     def _check(self, request: web.Request) -> None:
         # In a time that does not depend on how much of it is right.
         if not self.token or not hmac.compare_digest(digest(_bearer(request)), digest(self.token)):
-            raise ProxyError(
-                401, "This needs the proxy's admin token, as `Authorization: Bearer TOKEN`.", ask="Bearer"
-            )
+            raise ProxyError(401, "This needs the proxy's admin token, as `Authorization: Bearer TOKEN`.")
 
 
 def shown_keys(request: web.Request) -> tuple[str, str]:

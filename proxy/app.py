@@ -291,8 +291,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
             response.force_close()
         if failure.retry_after:
             response.headers["Retry-After"] = str(failure.retry_after)
-        if failure.ask:
-            response.headers["WWW-Authenticate"] = failure.ask
+        if failure.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
         return response
     except web.HTTPException as error:
         response = error_response(error.status, _sentence(request, error))

@@ -52,15 +52,12 @@ class ProxyError(Exception):
 
     Attributes:
         last: this connection is not used any more.
-        ask: for a 401, what the client should show; else "".
         retry_after: for a 429, seconds; else 0.
     """
 
-    def __init__(
-        self, status: int, message: str, *, last: bool = False, ask: str = "", retry_after: int = 0
-    ) -> None:
+    def __init__(self, status: int, message: str, *, last: bool = False, retry_after: int = 0) -> None:
         super().__init__(message)
-        self.status, self.last, self.ask, self.retry_after = status, last, ask, retry_after
+        self.status, self.last, self.retry_after = status, last, retry_after
 
 
 def retry_after() -> dict[str, str]:
