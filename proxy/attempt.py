@@ -129,8 +129,8 @@ class Attempt:
     former: Relay | None = None
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
-    _prefilled: asyncio.Future[bytes | None] | None = field(init=False, default=None)
-    """P's answer to the client's prompt; None if P has failed."""
+    _prefilled: asyncio.Future[bytes | None] = field(init=False, default_factory=asyncio.Future)
+    """P's answer to the prompt; None if P has failed."""
     _plan: FirstTokenPlan | None = field(init=False, default=None)
     _handed_on: Relay | None = field(init=False, default=None)
     """What has sent P's token to the client."""
@@ -151,8 +151,6 @@ class Attempt:
         previous = self.body.previous_name, self.body.previous
         self._scrubber = Scrubber(self.choice, self.request_id, self.unique, previous)
         self._began = asyncio.get_running_loop().time()
-        if self.choice.prefill is not None and self.continuation is None:
-            self._prefilled = asyncio.get_running_loop().create_future()
         self.record.begins(self.choice, self.unique)
 
     async def run(self) -> Outcome:
@@ -309,7 +307,7 @@ class Attempt:
             rest = b""
         finally:
             call.close()
-        if self._prefilled is not None and not self._prefilled.done():
+        if not self._prefilled.done():
             self._prefilled.set_result(last_usage(head + rest))
         return rest
 
@@ -395,18 +393,15 @@ class Attempt:
         try:
             if self._plan is None:
                 reply = await call.read_answer(self.body.for_prefill(self.request_id))
-                if self._prefilled is not None:
-                    self._prefilled.set_result(reply.body)
+                self._prefilled.set_result(reply.body)
             else:
                 what = self._plan.what
                 said = None if what is None else params(what)
-                body = (
-                    self.body.for_decode(self.request_id, said)
-                    if what is FirstToken.WHOLE
-                    else self.body.for_first_token(said, self._plan.seed)
-                )
-                reply = await call.begin(body, self._deadline)
-                if what is not FirstToken.WHOLE:
+                if what is FirstToken.WHOLE:
+                    reply = await call.begin(self.body.for_decode(self.request_id, said), self._deadline)
+                else:
+                    body = self.body.for_first_token(said, self._plan.seed)
+                    reply = await call.begin(body, self._deadline)
                     self._rest = asyncio.create_task(self._rest_of_prefill(*reply))
                     self._finish_later(self._rest)
             if self.place.progress is not None:
@@ -421,7 +416,7 @@ class Attempt:
         finally:
             if self._plan is None or call.end is not CallEnd.ANSWERED:
                 call.close(call.why)
-                if self._prefilled is not None and not self._prefilled.done():
+                if not self._prefilled.done():
                     self._prefilled.set_result(None)
         if failed.end in REFUSALS and self._decoding is not None:
             with suppress(TimeoutError):
@@ -562,8 +557,9 @@ class Attempt:
             progress.first_token(self.services.clock())
         silence = (streamed and self.services.limits.event_seconds) or math.inf
         held, goes_on = self.transcript if streamed else None, self.continuation or self._repeated
+        ps = None if self.choice.prefill is None else self._prefilled
         relay = self.relay = Relay(
-            self.request, *answer, self._scrubber, pace, silence, held, goes_on, self._prefilled, self.former
+            self.request, *answer, self._scrubber, pace, silence, held, goes_on, ps, self.former
         )
         if prefilling is not None and not self.body.one_prompt:
             prefilling.add_done_callback(self._interrupt)
