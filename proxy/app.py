@@ -316,17 +316,15 @@ _MAX_ID = 200
 """The most characters of the client's X-Request-Id that a log line repeats."""
 
 
-def recording(
-    metrics: Metrics, endpoints: frozenset[str], tracing: Spans | None, *, log_requests: bool
-) -> Middleware:
-    """The middleware that keeps a record of each request to one of `endpoints`, or to none that there is;
+def recording(metrics: Metrics, tracing: Spans | None, *, log_requests: bool) -> Middleware:
+    """The middleware that keeps a record of each request to the API, or to no path that there is;
     `log_requests`: and writes a line for each."""
 
     @web.middleware
     async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
-        if resource is not None and path not in endpoints:
+        if resource is not None and path not in API:
             return await handler(request)
         client_id, trace_id = request.headers.get(REQUEST_ID, "")[:_MAX_ID], trace_id_of(request.headers)
         span = RequestSpan() if tracing is None else tracing.request(path, request.headers)
@@ -439,7 +437,7 @@ def make_app(
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
-    recorded = recording(metrics, API, tracing, log_requests=log_requests)
+    recorded = recording(metrics, tracing, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
     app = web.Application(client_max_size=largest, middlewares=[written_in_time, recorded, errors_as_json])
