@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -51,9 +52,10 @@ class ModelLists:
         """A look at all lists that has not begun."""
         self._looked = -math.inf
 
-    async def merged(self, request: web.Request, decoders: Sequence[Instance], unique: str) -> web.Response:
+    async def merged(self, request: web.Request, decoders: Sequence[Instance]) -> web.Response:
         """Every model once, asked for with the client's own headers. If no instance lists any, the first
         instance's own error, such as 401 without its key."""
+        unique = uuid4().hex
         replies = await self._replies_of(request, decoders, unique)
         read = {instance: _models_in(reply) for instance, reply in replies.items()}
         if found := {instance: models for instance, models in read.items() if models is not None}:
@@ -68,18 +70,14 @@ class ModelLists:
                 return refusal(replies[instance], Scrubber(Choice(None, instance), unique, unique))
         return error_response(502, "No decode instance listed its models.")
 
-    def look(
-        self, request: web.Request, instances: Callable[[], Sequence[Instance]], unique: str
-    ) -> asyncio.Task[None]:
+    def look(self, request: web.Request, instances: Callable[[], Sequence[Instance]]) -> asyncio.Task[None]:
         """Ends when the instances that list their models now have been asked, with this client's headers:
         adapters come and go while they serve."""
         if self._next is None:
-            self._next = asyncio.create_task(self._look(request, instances, unique))
+            self._next = asyncio.create_task(self._look(request, instances))
         return self._next
 
-    async def _look(
-        self, request: web.Request, instances: Callable[[], Sequence[Instance]], unique: str
-    ) -> None:
+    async def _look(self, request: web.Request, instances: Callable[[], Sequence[Instance]]) -> None:
         now = asyncio.get_running_loop().time
         try:
             await asyncio.sleep(max(0.0, self._looked + _LOOK_SECONDS - now()))
@@ -87,7 +85,7 @@ class ModelLists:
             self._next = None  # who asks from here on may know of later changes
         self._looked, everyone = now(), instances()
         servers = {each.url: each for each in everyone}
-        for asked, reply in (await self._replies_of(request, list(servers.values()), unique)).items():
+        for asked, reply in (await self._replies_of(request, list(servers.values()), uuid4().hex)).items():
             if (models := _models_in(reply)) is None:
                 continue
             names = frozenset(str(model.get("id")) for model in models)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -124,7 +123,7 @@ class Proxy:
                     active.transcript.drop()
 
     def _look_at_models(self, request: web.Request) -> asyncio.Task[None]:
-        look = self.model_lists.look(request, self.registry.candidates, uuid.uuid4().hex)
+        look = self.model_lists.look(request, self.registry.candidates)
         self.background.add(look)
         look.add_done_callback(self.background.discard)
         return look
@@ -247,7 +246,7 @@ class Proxy:
             decoders = self.registry.routable("D", self.clock())
             if not decoders:
                 raise ProxyError(503, " ".join(self.router.missing(self.clock())))
-            return await self.model_lists.merged(request, decoders, uuid.uuid4().hex)
+            return await self.model_lists.merged(request, decoders)
 
     def move_away(self, drained: Sequence[Instance]) -> None:
         """What still runs at these D's goes on at others, as soon as it can, as long as they are drained."""
