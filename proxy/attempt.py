@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
+import msgspec
 from aiohttp import ClientResponse, web
 
 from p2pkv.first_token import FirstToken, params
@@ -29,7 +30,7 @@ from p2pkv.pairing import mint
 
 from .admission import RequestPlace, Retries
 from .blame import REFUSALS, Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
-from .bodies import Body, Fields, json_content
+from .bodies import Body, Content, Fields
 from .continuation import Continuation, RepeatedAnswer, ending
 from .first_token import FirstTokenPlan, FirstTokens
 from .http import PRIORITY, REQUEST_ID, error_response
@@ -286,9 +287,10 @@ class Attempt:
         prefill = self.choice.prefill
         assert prefill is not None
         call = self._call("P", prefill, path=COMPLETIONS)
-        fields = {"model": self.body.model, "prompt": [0], "max_tokens": 1}
+        said = params(FirstToken.RELEASED)
+        fields = {"model": self.body.model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": said}
         try:
-            await call.read_answer(json_content(fields | {"kv_transfer_params": params(FirstToken.RELEASED)}))
+            await call.read_answer(Content((msgspec.json.encode(fields),)))
         except CallFailed as error:
             logger.info("request %s: %s keeps its blocks for a lease: it %s", self.unique, prefill, error)
         finally:

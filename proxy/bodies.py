@@ -93,10 +93,6 @@ class Content:
         return b"".join(self.pieces)
 
 
-def json_content(fields: Fields) -> Content:
-    return Content((msgspec.json.encode(fields),))
-
-
 class Body:
     """A client's request, without what it may not choose.
 

@@ -33,7 +33,7 @@ from .bodies import Body
 from .limits import RequestCounters
 from .membership.instance import Instance
 from .routing import Choice
-from .transcript import COMPLETIONS, DATA_SPACE, GOES_ON, PROMPT_IDS, TextChoice, Transcript, Wanted, text_of
+from .transcript import COMPLETIONS, DATA_SPACE, GOES_ON, PROMPT_IDS, TextChoice, Transcript, text_of
 from .upstream import EVENT_END
 
 Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed", "late"]
@@ -169,7 +169,7 @@ class FirstTokens:
             self.count_from_decode(why or "request")
             return None
         wanted = transcript.wanted
-        seed = None if _is_greedy(wanted) else random.getrandbits(63)
+        seed = None if wanted.greedy else random.getrandbits(63)
         choice.decode.count_prefetch(room := body.prompt.tokens + _WHOLE_BLOCKS)
         return FirstTokenPlan(FirstToken.HANDED_ON, wanted.most_tokens(0), seed, choice.decode, room)
 
@@ -183,7 +183,7 @@ class FirstTokens:
     def _repeats(self, why: Why | None, transcript: Transcript, choice: Choice) -> bool:
         """Whether D is asked at once, for all of the answer, and begins with the same token."""
         able = choice.prefill is not None and choice.prefill.ping.first_token and choice.decode.context
-        exact = why in (None, "instances", "room") and _is_greedy(transcript.wanted)
+        exact = why in (None, "instances", "room") and transcript.wanted.greedy
         return self.at_once and exact and bool(able)
 
     def against(
@@ -198,7 +198,7 @@ class FirstTokens:
         except (TypeError, ValueError):
             return "request"
         unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
-        drawn = fields.get("seed") is not None and not _is_greedy(wanted)
+        drawn = fields.get("seed") is not None and not wanted.greedy
         spaces = fields.get("spaces_between_special_tokens") is False
         if drawn or spaces or (unbounded and not wanted.chat) or not (unbounded or most >= max(1, least)):
             return "request"
@@ -208,7 +208,7 @@ class FirstTokens:
         if not all(levels) or (unbounded and decode.ping.first_token < 2):
             return "instances"
         same = prefill.ping.sampler == decode.ping.sampler != ""
-        if not (same or _is_greedy(wanted)):
+        if not (same or wanted.greedy):
             return "instances"
         room = decode.prefetch_tokens + body.prompt.tokens + _WHOLE_BLOCKS
         if room > decode.ping.ahead_tokens:
@@ -252,7 +252,3 @@ class FirstTokens:
         if not text or transcript.wanted.may_begin_stop(text):
             return "token"
         return None if transcript.has_room(token.prompt) else "memory"
-
-
-def _is_greedy(wanted: Wanted) -> bool:
-    return wanted.fields.get("temperature") == 0

@@ -143,6 +143,10 @@ class Wanted:
         """Whether only the model's context bounds the answer."""
         return self.chat and self.most_tokens(0) == 0
 
+    @property
+    def greedy(self) -> bool:
+        return self.fields.get("temperature") == 0
+
     def may_begin_stop(self, text: str) -> bool:
         """Whether a stop string may begin in this text that is not complete in it."""
         begun = (stop[:length] for stop in self.stops for length in range(1, len(stop)))
@@ -290,8 +294,7 @@ class Transcript:
     def movable(self) -> bool:
         """Whether another instance may take over while this one is well: what comes again is the same."""
         beyond = len(self._ids) > self._safe or self._chars > self._safe_chars
-        same = self.wanted.fields.get("temperature") == 0
-        return self.can_go_on and not self.finished and (not beyond or same)
+        return self.can_go_on and not self.finished and (not beyond or self.wanted.greedy)
 
     def feed(self, data: bytes) -> bytes:
         """The instance's next events, as the client gets them; none after an error of the instance's."""

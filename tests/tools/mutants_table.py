@@ -731,7 +731,7 @@ RepeatedAnswer.feed: the events of D say when D began
 ~ chunk.replace(*self._head) => chunk
 == proxy/first_token.py > tests/proxy/test_first_token.py
 FirstTokens._repeats: a sampled answer begins with P's token and goes on with what D has drawn
-~  and _is_greedy(transcript.wanted) =>
+~  and transcript.wanted.greedy =>
 == proxy/attempt.py > tests/proxy/test_first_token.py
 Attempt._concurrent: a D that goes on behind P's token waits for P's KV once more
 ~ self.request_id, self._prefilling = self.unique, None => self._prefilling = None
