@@ -105,8 +105,8 @@ async def test_without_the_options_it_is_as_before(concurrent: Deployment) -> No
 
 
 async def test_the_options_of_the_command() -> None:
-    options = ("--allowed-origins", f'["{OTHER}", "{PAGE}"]', "--allowed-methods", '["POST"]')
-    async with served(*options, "--allow-credentials") as proxy:
+    origins = ("--allowed-origins", f'["{OTHER}", "https://b"]', "--allowed-origins", PAGE)
+    async with served(*origins, "--allowed-methods", '["POST"]', "--allow-credentials") as proxy:
         asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
         async with proxy.client.options(proxy.url + PATH, headers=asked) as answer:
             assert answer.status == 200
