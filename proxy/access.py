@@ -112,9 +112,9 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         keys: API keys; who shows one is this tenant.
         weight: its share of the places, beside those of others that wait.
-        requests: under way at a time, those that wait among them.
-        prompt_tokens: a second, as the proxy estimates them.
-        burst_seconds: of `prompt_tokens` may come at once.
+        requests: so many under way at a time, those that wait among them.
+        prompt_tokens: so many each second, as the proxy estimates them.
+        burst_seconds: the `prompt_tokens` of so many seconds may come at once.
         priority: what vLLM gets for a request whose body has none.
     """
 
@@ -166,8 +166,8 @@ class Tenant:
         used: what its places have cost it; who of those that wait has least goes next.
         under_way: its requests, those that wait for a place among them.
         waiting: of these, those that wait.
-        answer: tokens of its streamed answers, lately.
-        prompt_tokens: that have been let in.
+        answer: tokens of a streamed answer, on the average of the latest.
+        prompt_tokens: how many have been let in so far.
         refused: with 429, by reason.
     """
 

@@ -206,10 +206,10 @@ class Instance:
         report: of the last ping that had one.
         last_sign: when it last pinged or answered, or began to: a first token of a D, a P's answer.
         life: seconds without either after which it counts as silent.
-        source: where from; None if that is not known, and then any other may take its address.
+        source: where its pings come from; None if not known, and then any other may take its address.
         healthy: its /health has answered 200, and its port has not been found closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
-        context: tokens; 0 while unknown.
+        context: of its model, in tokens; 0 while unknown.
         kind: equal for instances that `matches` treats alike.
         written_addresses: as they may stand in its answers.
         name: its address, and which of the replicas there it is: the same after a restart.
