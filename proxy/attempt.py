@@ -296,10 +296,8 @@ class Attempt:
         finally:
             call.close(call.why)
 
-    async def _rest_of_prefill(self, answered: ClientResponse, head: bytes) -> bytes:
+    async def _rest_of_prefill(self, call: Call, answered: ClientResponse, head: bytes) -> bytes:
         """What P's answer has behind its token, read so that the connection can be used again."""
-        call = self._prefilling
-        assert call is not None
         try:
             rest = (await read_whole(answered)).body
         except CallFailed as error:
@@ -404,7 +402,7 @@ class Attempt:
                 else:
                     body = self.body.for_first_token(said, self._plan.seed)
                     reply = await call.begin(body, self._deadline)
-                    self._rest = asyncio.create_task(self._rest_of_prefill(*reply))
+                    self._rest = asyncio.create_task(self._rest_of_prefill(call, *reply))
                     self._finish_later(self._rest)
             if self.place.progress is not None:
                 self.place.progress.computed(services.clock())
