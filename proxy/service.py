@@ -133,7 +133,7 @@ class Proxy:
     ) -> web.StreamResponse:
         record = request[RECORD]
         doubted: tuple[tuple[Instance, Charge], ...] = ()
-        tries, may_resend, alone = 1, True, self.limits.decode_alone > 0
+        tries, may_resend = 1, True
         if self.limits.resumes:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
@@ -171,7 +171,7 @@ class Proxy:
             assert culprit is not None
             active.note_failure(outcome)
             doubted += ((culprit, outcome.verdict.charge),)
-            decides = again is RetryKind.ALONE
+            decides, alone = again is RetryKind.ALONE, self.limits.decode_alone > 0
             if decides and alone and self.admission.move_to_decode_alone(place, active.failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
