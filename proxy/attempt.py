@@ -1,8 +1,7 @@
 """One attempt to serve a request: by P and D at once, by P and then D, or by D alone.
 
 An attempt calls its instances, passes D's answer on to the client, and returns an `Outcome`: the response,
-who is to blame, and whether the request may be sent again. Who is to blame blame.py decides. Here it is made
-sure that:
+who is to blame (blame.py decides), and whether the request may be sent again. Here it is made sure that:
 
 - Before D's first token nothing goes to the client, so any failure becomes a whole error response; but for
   P's token, where it is the answer's first (first_token.py): D is then asked for the rest, or has been asked
@@ -46,9 +45,8 @@ logger = logging.getLogger(__name__)
 
 Dispatch = Literal["concurrent", "sequential"]
 
-# How long the end of one call waits for the other one. D may have failed for want of P's KV, and the news of
-# P's failure, which reached D first, may still be on its way here. And a D that P's refusal would have to
-# agree with may still read the request.
+# How long the end of one call waits for the other one: the news of P's failure, which made D fail, may still
+# be on its way here; and a D that would have to agree with P's refusal may still read the request.
 _VERDICT_SECONDS = 1.0
 _ANSWERED = assign_blame("D", CallEnd.ANSWERED)
 # After these D's answer is the client's, whatever has become of P.

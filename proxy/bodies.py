@@ -452,10 +452,8 @@ def _is_data(look: bytes) -> bool:
 
 
 class Prompt:
-    """The prompt in a request's fields, as far as is known without a tokenizer, and without reading all
-    of it: its length comes from the length of its JSON, and its prefixes are the bytes of that. `tokens` are
-    counted if it is token ids, else estimated.
-    """
+    """The prompt in a request's fields, as far as it is known without a tokenizer, and without reading all of
+    it: by the length and the bytes of its JSON. `tokens`: counted if it is token ids, else estimated."""
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
         self._parts = [_PromptField.of(fields[name]) for name in _LEADING if name in fields]

@@ -43,8 +43,7 @@ _MAX_FIRST_BYTES, _MAX_HELD_BYTES = 64 << 10, 1 << 20
 _HUNG_SECONDS = 5.0
 # While the proxy waits for an answer it sends nothing, and of an instance that has sent its goodbye it only
 # learns whether its port refuses. If that instance's host went down then, it would wait for ever. So TCP
-# probes the host after 10 s of silence, and gives up after 20. The host's kernel answers, however busy its
-# processes are.
+# probes the host after 10 s of silence, and gives up after 20; its kernel answers, however busy it is.
 _KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
 
 EVENT_STREAM = "text/event-stream"
@@ -212,8 +211,7 @@ class Call:
         span: what traces have of it.
         tokens: of the prompt, that the instance computes while this call is open; 0 if it is no P.
         may_repeat: asked before the request goes once more, over another connection.
-        may_leave: asked each second once the instance pings no more although its /health answers: whether the
-            request has anywhere else to go.
+        may_leave: whether the request has anywhere else to go; asked each second while only /health answers.
         end: how it has ended, or how far it is.
         why: why it has failed; "" if it has not.
         known: set once the instance has accepted or refused the request, or failed.
@@ -393,8 +391,7 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
 
 
-# The first event of a stream: vLLM has sent the head of its answer, a success, before it knows whether it can
-# generate anything.
+# The first event of a stream: vLLM sends the head of a success before it knows if it can generate anything.
 
 
 def first_content(head: bytes) -> Any:
@@ -466,8 +463,7 @@ def _is_role(choice: Any) -> bool:
 # /v1/responses: status "cancelled" for models with a Harmony template. For other models only the count of
 #     tokens shows it: an answer without any was given up. One that was given up later looks complete.
 #
-# An answer can repeat what its client has sent (metadata, tools, a tool's input). So each of these is read
-# from the JSON, in its place.
+# An answer can repeat what its client has sent (metadata, a tool's input): so each is read from the JSON.
 
 STOPPED = "was stopped before its answer was complete"
 """The words of an error about an instance that gave an answer up."""
