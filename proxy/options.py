@@ -77,14 +77,10 @@ def tenants(arguments: argparse.Namespace) -> Tenants | None:
 def limits(arguments: argparse.Namespace) -> Limits:
     given = settings.made(Limits, arguments)
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = given.max_connections
+    most, share = given.max_connections, 0.0 if arguments.no_decode_alone else given.alone_share
     if descriptors != resource.RLIM_INFINITY:
-        most = max(1, descriptors // 3)  # a request needs three
-    return replace(
-        given,
-        max_connections=min(given.max_connections, most),
-        alone_share=0.0 if arguments.no_decode_alone else given.alone_share,
-    )
+        most = min(most, max(1, descriptors // 3))  # a request needs three
+    return replace(given, max_connections=most, alone_share=share)
 
 
 def make_parser() -> argparse.ArgumentParser:
