@@ -19,8 +19,8 @@ from p2pkv.links.base import (
     NONCE_BYTES,
     Acceptance,
     Guard,
-    GuardedInbound,
     GuardedLinks,
+    Inbound,
     Invitation,
     LinkError,
     LinkSettings,
@@ -189,7 +189,7 @@ class HostReceive:
         self._words[self._entry + memory.TAKEN] = self.stamp
 
 
-class HostInbound(GuardedInbound):
+class HostInbound(Inbound):
     """D's end. The first thing that P does shows whether P shares the arena or connects by TCP. A slot that P
     may still write is never posted again: `abort` gives up the whole arena.
     """

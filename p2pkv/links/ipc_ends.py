@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
+from p2pkv.links.base import NONCE_BYTES, Guard, Inbound, LinkError, Outbound
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
 from p2pkv.links.gpu import CudaDevice, DevicePool, HelperThreads, PollTimer, SlotTensors, wait_out
 from p2pkv.links.ipc_socket import (
@@ -111,7 +111,7 @@ class IpcReceive:
         self._link.release(self)
 
 
-class IpcInbound(GuardedInbound):
+class IpcInbound(Inbound):
     """D's end. Its window bounds what it may hold of the memory that all links of the rank share."""
 
     def __init__(self, shared: IpcContext, nonce: bytes, window: int) -> None:
@@ -268,7 +268,7 @@ class IpcSend:
         return self.finished
 
 
-class IpcOutbound(GuardedOutbound):
+class IpcOutbound(Outbound):
     """P's end. It needs no memory of this rank."""
 
     def __init__(self, shared: IpcContext, line: RecordSocket, name: bytes, nbytes: int) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import Guard, GuardedEnd, GuardedInbound, GuardedOutbound, LinkError
+from p2pkv.links.base import Guard, Inbound, LinkEnd, LinkError, Outbound
 from p2pkv.links.gpu import PollTimer, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
@@ -57,7 +57,7 @@ class Operation:
         return self.finished
 
 
-class NcclEnd(GuardedEnd):
+class NcclEnd(LinkEnd):
     """What both ends have in common. `rank`: in the communicator; 0 is P and sends, 1 is D and receives.
 
     An operation is launched on the end's own stream, and only when nothing on the device is before it: what
@@ -304,7 +304,7 @@ class NcclReceive(Operation):
                 self._link.free(self)
 
 
-class NcclInbound(NcclEnd, GuardedInbound):
+class NcclInbound(NcclEnd, Inbound):
     """D's end. `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out
     would wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers)."""
 
@@ -340,7 +340,7 @@ class NcclSend(Operation):
         self._link.poll()
 
 
-class NcclOutbound(NcclEnd, GuardedOutbound):
+class NcclOutbound(NcclEnd, Outbound):
     """P's end."""
 
     rank = 0
