@@ -20,7 +20,7 @@ other one, answers nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Annotated, Literal
 
@@ -155,10 +155,7 @@ class BadPartners(ValueError):
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ping)
 _partners_decoder = msgspec.msgpack.Decoder(PartnersAnswer)
-
-
-def encode_ping(ping: Ping) -> bytes:
-    return _encoder.encode(ping)
+encode_ping: Callable[[Ping], bytes] = _encoder.encode
 
 
 def decode_ping(frame: bytes | memoryview) -> Ping:

@@ -245,12 +245,9 @@ class Context:
 
     def hello_for(self, role: Role) -> Hello:
         """Our Hello to the other role's ranks. On the wire each connection has one P and one D."""
-        hello = self.hello
-        return (
-            hello
-            if hello.role == role
-            else replace(hello, role=role, prefetch=hello.prefetch and role == "D")
-        )
+        if self.hello.role == role:
+            return self.hello
+        return replace(self.hello, role=role, prefetch=self.hello.prefetch and role == "D")
 
     def burst(self, nbytes: int) -> int:
         """How many messages of about this size are copied for one peer in a turn."""

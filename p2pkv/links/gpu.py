@@ -151,11 +151,7 @@ class DevicePool(Slots):
         super().__init__(nbytes)
         block = allocate(self.capacity + beside)
         self.scratch = block[self.capacity :]
-        self._tensors = SlotTensors(block)
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] over the slot."""
-        return self._tensors.tensor(offset, nbytes)
+        self.tensor = SlotTensors(block).tensor
 
 
 class HelperThreads:

@@ -86,9 +86,7 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
 
     def _accept(self, invited: HostInvitation, window: int) -> tuple[HostInbound, HostAcceptance]:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        shared = (
-            self.shared_memory and invited.namespace is not None and invited.namespace == this_namespace()
-        )
+        shared = self.shared_memory and invited.namespace == this_namespace()
         nonces = invited.nonce, nonce
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
         return inbound, HostAcceptance(
@@ -240,7 +238,9 @@ class HostInbound(Inbound):
         if self._reader is not None:
             self._pump(self._reader)
         if self._released:
-            self._settle()
+            released, self._released = self._released, []
+            for receive in released:
+                self.give(receive)
         assert self._arena is not None
         self._arena.pool.tidy()
 
@@ -270,11 +270,6 @@ class HostInbound(Inbound):
     @property
     def way(self) -> str:
         return "tcp" if self._reader is not None else "shared memory" if self.up else "not ready"
-
-    def _settle(self) -> None:
-        released, self._released = self._released, []
-        for receive in released:
-            self.give(receive)
 
     def _meet(self) -> None:
         assert self._arena is not None

@@ -96,13 +96,13 @@ class NcclEnd(LinkEnd):
     def poll(self) -> None:
         """Launch what can be, and see what the device has finished. Raises LinkError."""
         self.check()
-        comm = self._comm()
-        self.up = comm is not None
-        if comm is None or not (self._queue or self._on_device):
-            return
         try:
+            comm = self._opening.comm()
+            self.up = comm is not None
+            if comm is None or not (self._queue or self._on_device):
+                return
             self._advance(comm)
-        except NcclError as error:
+        except (LinkError, NcclError) as error:
             raise self.guard.fail(str(error)) from None
         except RuntimeError as error:  # of `follow`
             raise self.guard.fail(f"the device has failed: {error}") from None
@@ -185,12 +185,6 @@ class NcclEnd(LinkEnd):
     def _most(self) -> int:
         """Operations that this end may have on the device now."""
         return self.shared.in_flight if self.shared.in_flight == 1 or self.shared.alone(self) else 1
-
-    def _comm(self) -> Comm | None:
-        try:
-            return self._opening.comm()
-        except LinkError as error:
-            raise self.guard.fail(str(error)) from None
 
     def _advance(self, comm: Comm) -> None:
         """See what is done, and launch what may follow; again while that is launched at once."""

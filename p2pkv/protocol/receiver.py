@@ -167,9 +167,6 @@ class Source:
         self.chunks[message.chunk] = _Announced(message)
         return True
 
-    def posted(self, chunk: int) -> None:
-        self.chunks[chunk].posted = True
-
     def sent(self, message: Sent, now: float) -> None:
         """P has sent it; what went out as filler will come again. Raises RemoteProtocolError."""
         announced = self.chunks.get(message.chunk)
@@ -184,11 +181,6 @@ class Source:
             assert self._coverage is not None
             self._coverage.give_back(announced.chunk.pieces)
             del self.chunks[message.chunk]
-
-    def pieces(self, chunk: int) -> tuple[Piece, ...]:
-        """Where its bytes belong; () if it was filler."""
-        announced = self.chunks.get(chunk)
-        return announced.chunk.pieces if announced is not None else ()
 
     def keep(self, chunk: int, now: float) -> None:
         """Its bytes are on D, and wait there for blocks."""
@@ -392,7 +384,7 @@ class Receiver:
         """A receive is posted for this chunk. The grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
-            source.posted(message.chunk)
+            source.chunks[message.chunk].posted = True
 
     def awaits(self, rank: int, message: Chunk) -> bool:
         """Whether P has announced this chunk, and has not sent it yet."""
@@ -403,7 +395,8 @@ class Receiver:
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
         """Where the bytes of this chunk belong, after P's Sent for them; () if they are late, or filler."""
         source = self._source(rank, attempt)
-        return source.pieces(chunk) if source is not None else ()
+        announced = source.chunks.get(chunk) if source is not None else None
+        return announced.chunk.pieces if announced is not None else ()
 
     def stored(self, rank: int, chunk: int, now: float) -> None:
         """The bytes of this chunk are on D, and wait there for blocks. This rank of P has delivered them."""

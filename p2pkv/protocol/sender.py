@@ -274,28 +274,23 @@ class Sender:
 
     def abort(self, reason: str) -> list[Decision]:
         """End the transfer towards every D rank; the blocks are free."""
-        if self.prompt.ended:
-            return []
-        self.prompt.local(PromptEvent.END)
-        self.reason = reason
-        out: list[Decision] = []
-        for rank, send in self._open():
-            send.machine.local(SendEvent.END)
-            out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
-        return [*out, Released(), Finished(False, reason)]
+        return [] if self.prompt.ended else self._end(PromptEvent.END, reason, Finished(False, reason))
 
     def release(self, reason: str) -> list[Decision]:
         """No D will ask for it: the blocks are free, and nothing has failed. What a D has taken ahead it
         discards by itself. A prompt that is not computed is aborted."""
         if self.prompt.state is not PromptPhase.COMPUTED:
             return self.abort(reason)
-        self.prompt.local(PromptEvent.RELEASE)
+        return self._end(PromptEvent.RELEASE, reason, Finished(True))
+
+    def _end(self, event: PromptEvent, reason: str, outcome: Finished) -> list[Decision]:
+        self.prompt.local(event)
         self.reason = reason
         out: list[Decision] = []
         for rank, send in self._open():
             send.machine.local(SendEvent.END)
             out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
-        return [*out, Released(), Finished(True)]
+        return [*out, Released(), outcome]
 
     # What a D rank says.
 
@@ -526,10 +521,7 @@ class Sender:
                 yield self._offer(rank, send)
 
     def _announce_all(self, flush: bool) -> list[Decision]:
-        out: list[Decision] = []
-        for rank, send in self._open():
-            out += self._announce(rank, send, flush)
-        return out
+        return [each for rank, send in self._open() for each in self._announce(rank, send, flush)]
 
     def _announce(self, rank: int, send: SendState, flush: bool) -> list[Decision]:
         if send.cutter is None:

@@ -347,7 +347,7 @@ workload_of: a prompt that comes from a P counts as queued at D
 state_of: requests that the engine core takes from nobody's queue are no work (K4)
 ~  or not core.input_queue.empty() =>
 BeatListener.read: a rank takes beats from any process (K4)
-~ if _sender(ancillary) not in self._senders: => if False:
+~ if process not in self._senders: => if False:
 BeatSender._run: an engine core does not notice that its server is gone (X13)
 ~ self._parent not in (None, os.getppid()) => False
 == p2pkv/engine/liveness.py > tests/virtual/test_engine_cores.py
