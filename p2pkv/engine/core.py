@@ -392,10 +392,9 @@ class Core:
         if steps.beat is not None and steps.beat.orphaned and not self._given_up:
             self._given_up = True
             log.error(
-                "%s gives up what it holds: the process that started its engine core is gone, so no "
+                f"{address} gives up what it holds: the process that started its engine core is gone, so no "
                 "client can reach it. Engine core and workers live on; end them (docs/operations.md, "
-                '"Engines without an HTTP server")',
-                address,
+                '"Engines without an HTTP server")'
             )
             self.leave(now + self.clock.held)
 

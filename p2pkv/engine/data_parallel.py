@@ -53,11 +53,10 @@ class Redirects:
             return
         if not self._logged:
             self._logged = True
+            mine = self._ctx.hello.addresses[0]
             log.info(
-                "requests name %s, but the HTTP server gives them to %s: the router knows no data-parallel "
-                "ranks, so D is referred from one engine to the other (logged once)",
-                engine,
-                self._ctx.hello.addresses[0],
+                f"requests name {engine}, but the HTTP server gives them to {mine}: the router knows no "
+                "data-parallel ranks, so D is referred from one engine to the other (logged once)"
             )
         if not self._local:
             self._repeat.at(now + self._lease / 3)

@@ -10,11 +10,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Effect
-from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected, surplus
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected
 from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import LinkError, Outbound, Send
@@ -612,7 +613,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """Close idle links; let the next turn look at all ranks. Call it several times a second."""
         linked, most = [peer for peer in self if peer.link.linked], self._ctx.options.max_links
         idle = (peer for peer in linked if self.idle(peer, now))
-        for peer in surplus(len(linked) - most, idle, lambda peer: (peer.named, peer.wanted)):
+        # The longest unused first, and before them those that no request has used.
+        for peer in nsmallest(len(linked) - most, idle, lambda peer: (peer.named, peer.wanted)):
             log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
             self._park(peer, now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
