@@ -16,19 +16,8 @@ from math import lcm
 
 from msgspec import UNSET
 
+from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.messages import (
-    MAX_CUT,
-    MAX_PIECES,
-    Cancel,
-    Chunk,
-    Done,
-    Failed,
-    Offer,
-    Piece,
-    Sent,
-    Want,
-)
 from p2pkv.protocol.pieces import Coverage, Cut, Cutter, Extents
 from p2pkv.protocol.state_machine import (
     Decision,
@@ -81,7 +70,7 @@ staging bounds those that P has sent."""
 class _Announced:
     """A chunk that P has announced and that is not in D's blocks yet."""
 
-    chunk: Chunk
+    chunk: m.Chunk
     posted: bool = False
     sent: bool = False
     stored: bool = False
@@ -126,25 +115,25 @@ class Source:
         """Cut what is likely to be wanted of a prompt of so many tokens: all but the last one."""
         if self.ready and self._coverage is None:
             extents = self.assignment.extents(0, tokens - 1)
-            self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, MAX_CUT))
+            self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, m.MAX_CUT))
 
-    def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[Chunk]:
+    def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[m.Chunk]:
         """The first chunks of what it has just been asked for, as it would announce them; [] if it has to.
         `tokens`: of the prompt."""
         if not self.ready or self._coverage is None:
             return []
-        extents, cuts, chunks, count = self._coverage.extents, None, list[Chunk](), 0
+        extents, cuts, chunks, count = self._coverage.extents, None, list[m.Chunk](), 0
         if self._foreseen is not None and self._foreseen[:2] == (extents, self.ready):
             cuts = self._foreseen[2]
-        for nbytes, pieces in cuts or Cutter(extents).whole(tokens, self.ready, MAX_CUT):
+        for nbytes, pieces in cuts or Cutter(extents).whole(tokens, self.ready, m.MAX_CUT):
             count += len(pieces)
-            if count > MAX_PIECES:
+            if count > m.MAX_PIECES:
                 break
-            chunks.append(Chunk(key, attempt, len(chunks), nbytes, pieces))
+            chunks.append(m.Chunk(key, attempt, len(chunks), nbytes, pieces))
             self.announced(chunks[-1], now)
         return chunks
 
-    def announced(self, message: Chunk, now: float) -> bool:
+    def announced(self, message: m.Chunk, now: float) -> bool:
         """Take note of a chunk; False if it was announced before. Raises RemoteProtocolError."""
         if message.chunk < self._next:
             return False
@@ -167,7 +156,7 @@ class Source:
         self.chunks[message.chunk] = _Announced(message)
         return True
 
-    def sent(self, message: Sent, now: float) -> None:
+    def sent(self, message: m.Sent, now: float) -> None:
         """P has sent it; what went out as filler will come again. Raises RemoteProtocolError."""
         announced = self.chunks.get(message.chunk)
         if message.chunk < self._next and (announced is None or announced.sent):
@@ -273,7 +262,7 @@ class Receiver:
         if prefetch:
             # A rank of P that has sent all that was taken ahead is released.
             stops = {rank: 0 if each.satisfied else self.tokens for rank, each in self.sources.items()}
-            rest = [SendTo(rank, Want(self.key, self.attempt, 0, stop)) for rank, stop in stops.items()]
+            rest = [SendTo(rank, m.Want(self.key, self.attempt, 0, stop)) for rank, stop in stops.items()]
             return rest + self._completed()
         return self._ask(start, stop, now) + self._completed()
 
@@ -286,7 +275,7 @@ class Receiver:
             wanted = (0, 0) if none else (start, stop)
             chunks = [] if none else source.cut(self.key, self.attempt, self.tokens, now)
             cut = tuple(chunk.pieces for chunk in chunks) or UNSET
-            out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.prefetch, cut)))
+            out.append(SendTo(rank, m.Want(self.key, self.attempt, *wanted, self.prefetch, cut)))
             out += [Post(rank, chunk) for chunk in chunks]
         return out
 
@@ -299,7 +288,7 @@ class Receiver:
 
     def cancel(self, reason: str) -> list[Decision]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
-        return self._end(reason, Cancel(self.key, self.attempt, reason))
+        return self._end(reason, m.Cancel(self.key, self.attempt, reason))
 
     def again(self, attempt: int, lease_from: float) -> Receiver:
         """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
@@ -316,7 +305,7 @@ class Receiver:
 
     # What a P rank says.
 
-    def offer(self, rank: int, message: Offer, now: float) -> list[Decision]:
+    def offer(self, rank: int, message: m.Offer, now: float) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None:
             return []
@@ -353,24 +342,26 @@ class Receiver:
         if rank in self.sources:
             self.sources[rank].last_heard = now
 
-    def chunk(self, rank: int, message: Chunk, now: float) -> list[Decision]:
+    def chunk(self, rank: int, message: m.Chunk, now: float) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None or not source.announced(message, now):
             return []
         return [Post(rank, message)]
 
-    def sent(self, rank: int, message: Sent, now: float) -> list[Decision]:
+    def sent(self, rank: int, message: m.Sent, now: float) -> list[Decision]:
         """P has sent this chunk. If it was filler, it may be announced again under another number."""
         source = self._source(rank, message.attempt)
         if source is not None:
             source.sent(message, now)
         return []
 
-    def failed(self, rank: int, message: Failed) -> list[Decision]:
+    def failed(self, rank: int, message: m.Failed) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None or source.satisfied:
             return []
-        return self._end(message.reason, Cancel(self.key, self.attempt, "another rank of P failed"), but=rank)
+        return self._end(
+            message.reason, m.Cancel(self.key, self.attempt, "another rank of P failed"), but=rank
+        )
 
     def lost(self, reason: str, rank: int | None = None) -> list[Decision]:
         """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks, which
@@ -380,19 +371,19 @@ class Receiver:
 
     # What the engine reports back.
 
-    def posted(self, rank: int, message: Chunk) -> None:
+    def posted(self, rank: int, message: m.Chunk) -> None:
         """A receive is posted for this chunk. The grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
             source.chunks[message.chunk].posted = True
 
-    def awaits(self, rank: int, message: Chunk) -> bool:
+    def awaits(self, rank: int, message: m.Chunk) -> bool:
         """Whether P has announced this chunk, and has not sent it yet."""
         source = self.sources.get(rank)
         announced = source.chunks.get(message.chunk) if source is not None else None
         return announced is not None and message.attempt == self.attempt and not announced.sent
 
-    def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[m.Piece, ...]:
         """Where the bytes of this chunk belong, after P's Sent for them; () if they are late, or filler."""
         source = self._source(rank, attempt)
         announced = source.chunks.get(chunk) if source is not None else None
@@ -412,7 +403,7 @@ class Receiver:
         self._moved = now
         if not source.complete:
             return []
-        return [SendTo(rank, Done(self.key, self.attempt)), *self._completed()]
+        return [SendTo(rank, m.Done(self.key, self.attempt)), *self._completed()]
 
     # Time.
 
@@ -488,7 +479,7 @@ class Receiver:
     def _let_go(self) -> list[Decision]:
         """Nothing is wanted: say so, which releases P."""
         self.load.local(LoadEvent.NOTHING)
-        wants = [SendTo(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
+        wants = [SendTo(rank, m.Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
         return [*wants, Finished(True)]
 
     def _source(self, rank: int, attempt: int) -> Source | None:
@@ -500,11 +491,11 @@ class Receiver:
             raise RemoteProtocolError(f"{self.key}: rank {rank} of P owes this rank nothing")
         return source
 
-    def _end(self, reason: str, farewell: Cancel, but: int | None = None) -> list[Decision]:
+    def _end(self, reason: str, farewell: m.Cancel, but: int | None = None) -> list[Decision]:
         if self.load.ended:
             return []
         # P keeps what was begun ahead for a request that may still come.
-        last = Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
+        last = m.Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
         self.load.local(LoadEvent.END)
         ends = [SendTo(rank, last) for rank in self.sources if rank != but]
         return [*ends, Finished(False, reason)]

@@ -15,19 +15,8 @@ from enum import Enum, auto
 
 from msgspec import UNSET, UnsetType
 
+from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.messages import (
-    MAX_CUT,
-    Cancel,
-    Chunk,
-    Done,
-    Failed,
-    Grant,
-    Offer,
-    Piece,
-    Sent,
-    Want,
-)
 from p2pkv.protocol.pieces import Computed, Cutter
 from p2pkv.protocol.state_machine import (
     Decision,
@@ -144,10 +133,10 @@ class SendState:
     gone: bool = False
     cutter: Cutter | None = None
     _chunks: int = 0
-    announced: dict[int, tuple[int, tuple[Piece, ...]]] = field(default_factory=dict)
+    announced: dict[int, tuple[int, tuple[m.Piece, ...]]] = field(default_factory=dict)
     _granted: set[int] = field(default_factory=set)
 
-    def want(self, message: Want) -> None:
+    def want(self, message: m.Want) -> None:
         """D's rank says which tokens, and perhaps has cut chunks of them, which count as announced. Raises
         RemoteProtocolError if it said something else before, or may not have cut them so."""
         extents = self.assignment.extents(message.start, message.stop)
@@ -161,18 +150,18 @@ class SendState:
             self.announced[self._chunks] = self.cutter.take(pieces, self.ready), pieces
             self._chunks += 1
 
-    def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
+    def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[m.Chunk]:
         """Chunks to announce now: full ones, and with `flush` the rest."""
         limit = min(limit, self.limit)
         if self.cutter is None or not self.cutter.left or self.machine.ended or not limit:
             return
         room = MAX_ANNOUNCED - len(self.announced)
         for nbytes, pieces in self.cutter.chunks(self._owed(computed, self.layers), limit, flush, room):
-            yield Chunk(key, self.attempt, self._chunks, nbytes, pieces)
+            yield m.Chunk(key, self.attempt, self._chunks, nbytes, pieces)
             self.announced[self._chunks] = (nbytes, pieces)
             self._chunks += 1
 
-    def grant(self, message: Grant) -> tuple[Piece, ...]:
+    def grant(self, message: m.Grant) -> tuple[m.Piece, ...]:
         """A receive is posted for this chunk; what is in it. Raises RemoteProtocolError."""
         announced = self.announced.get(message.chunk)
         if announced is None or announced[0] != message.nbytes or message.chunk in self._granted:
@@ -180,7 +169,7 @@ class SendState:
         self._granted.add(message.chunk)
         return announced[1]
 
-    def awaits_grant(self, chunk: Chunk) -> bool:
+    def awaits_grant(self, chunk: m.Chunk) -> bool:
         """Whether this chunk has been announced, and no receive for it is known to be posted."""
         return (
             self.attempt == chunk.attempt
@@ -188,7 +177,7 @@ class SendState:
             and chunk.chunk not in self._granted
         )
 
-    def readable(self, computed: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    def readable(self, computed: Sequence[int], pieces: Sequence[m.Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
         owed = self._owed(computed, {piece.group for piece in pieces})
         return self.cutter is not None and self.cutter.extents.readable(owed, pieces)
@@ -289,7 +278,7 @@ class Sender:
         out: list[Decision] = []
         for rank, send in self._open():
             send.machine.local(SendEvent.END)
-            out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
+            out.append(SendTo(rank, m.Failed(self.key, send.attempt, reason)))
         return [*out, Released(), outcome]
 
     # What a D rank says.
@@ -307,7 +296,7 @@ class Sender:
         past = send or self._withdrawn.get(rank)
         if self.prompt.ended or (past is not None and attempt <= past.attempt):
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
-            return [SendTo(rank, Failed(self.key, attempt, reason))]
+            return [SendTo(rank, m.Failed(self.key, attempt, reason))]
         if send is not None and not send.machine.ended:
             send.machine.remote(SendEvent.END)
         machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
@@ -339,7 +328,7 @@ class Sender:
         """Whether this transfer is alive here, so that D may go on waiting: what HeartbeatAck says."""
         return self._live(rank, attempt) is not None
 
-    def want(self, rank: int, message: Want, now: float) -> list[Decision]:
+    def want(self, rank: int, message: m.Want, now: float) -> list[Decision]:
         if message.empty:
             return self._let_go(rank, message)
         send = self._live(rank, message.attempt)
@@ -355,7 +344,7 @@ class Sender:
             return self._settle()
         return self._announce(rank, send, flush=True) + self._settle()
 
-    def _let_go(self, rank: int, message: Want) -> list[Decision]:
+    def _let_go(self, rank: int, message: m.Want) -> list[Decision]:
         """D wants nothing more: it has all of it; or no request has come yet, and one still may."""
         past = self._withdrawn.get(rank)
         if past is not None and past.attempt == message.attempt:
@@ -369,7 +358,7 @@ class Sender:
         send.machine.remote(SendEvent.NOTHING)
         return self._settle()
 
-    def grant(self, rank: int, message: Grant, now: float) -> list[Decision]:
+    def grant(self, rank: int, message: m.Grant, now: float) -> list[Decision]:
         """A receive is posted for this chunk. An ended transfer obeys it, too, with filler."""
         send = self._live(rank, message.attempt)
         if send is None:
@@ -378,14 +367,14 @@ class Sender:
         send.last_heard = self._moved = now
         return [Transmit(rank, message, pieces)]
 
-    def done(self, rank: int, message: Done, now: float) -> list[Decision]:
+    def done(self, rank: int, message: m.Done, now: float) -> list[Decision]:
         if (send := self._live(rank, message.attempt)) is None:
             return []
         send.last_heard = now
         send.machine.remote(SendEvent.DONE)
         return self._settle()
 
-    def cancel(self, rank: int, message: Cancel) -> list[Decision]:
+    def cancel(self, rank: int, message: m.Cancel) -> list[Decision]:
         if (send := self._live(rank, message.attempt)) is None:
             return []
         send.machine.remote(SendEvent.END)
@@ -402,14 +391,14 @@ class Sender:
             return []
         if send.machine.state is SendPhase.PREFETCHING:
             self._withdraw(rank, restarted)
-            return [SendTo(rank, Failed(self.key, send.attempt, reason))]
+            return [SendTo(rank, m.Failed(self.key, send.attempt, reason))]
         # After a restart D may count its attempts from the start again.
         send.gone = True
         if send.machine.ended:
             return []
         send.machine.local(SendEvent.END)
         self.reason = self.reason or reason
-        return [SendTo(rank, Failed(self.key, send.attempt, reason)), *self._settle()]
+        return [SendTo(rank, m.Failed(self.key, send.attempt, reason)), *self._settle()]
 
     def unlinked(self, rank: int, reason: str) -> list[Decision]:
         """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
@@ -429,7 +418,7 @@ class Sender:
     def sent(self, order: Transmit, filler: bool, digest: bytes = b"") -> list[Decision]:
         """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link."""
         grant = order.grant
-        sent = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
+        sent = m.Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
         out: list[Decision] = [SendTo(order.rank, sent)]
         send = self._live(order.rank, grant.attempt)
         if send is None or not order.pieces:
@@ -506,13 +495,13 @@ class Sender:
         if self.prompt.state is PromptPhase.COMPUTED and send.limit:
             send.ready = min(self.terms.chunk_bytes, send.limit)
             ready = send.ready or UNSET
-        return SendTo(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation, ready))
+        return SendTo(rank, m.Offer(self.key, send.attempt, self.tokens, self.digest, self.generation, ready))
 
-    def foresee(self, send: SendState, limit: int) -> Iterator[tuple[Piece, ...]]:
+    def foresee(self, send: SendState, limit: int) -> Iterator[tuple[m.Piece, ...]]:
         """The pieces of the first chunks that this rank of D is likely to want, cut as it would cut them: all
         of the prompt but its last token."""
         extents = send.assignment.extents(0, self.tokens - 1)
-        yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, MAX_CUT))
+        yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, m.MAX_CUT))
 
     def _offer_ready(self) -> Iterator[Decision]:
         """All of it is computed: ranks of D that have not said what they want may ask with grants now."""
