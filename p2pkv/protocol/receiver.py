@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import lcm
+from typing import Literal
 
 from msgspec import UNSET
 
@@ -41,21 +42,14 @@ class LoadPhase(Enum):
     ENDED = auto()  # failed or cancelled
 
 
-class LoadEvent(Enum):
-    OFFERED = auto()
-    PREFETCHING = auto()
-    WANT = auto()
-    NOTHING = auto()
-    COMPLETE = auto()
-    END = auto()
+LoadEvent = Literal["OFFERED", "PREFETCHING", "WANT", "NOTHING", "COMPLETE", "END"]
 
-
-_S, _E = LoadPhase, LoadEvent
+_S = LoadPhase
 LOAD: Table[LoadPhase, LoadEvent] = {
-    _S.WAITING: {_E.OFFERED: _S.OFFERED, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.OFFERED: {_E.PREFETCHING: _S.PREFETCHING, _E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.PREFETCHING: {_E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.LOADING: {_E.COMPLETE: _S.DONE, _E.END: _S.ENDED},
+    _S.WAITING: {"OFFERED": _S.OFFERED, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.OFFERED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.PREFETCHING: {"WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.LOADING: {"COMPLETE": _S.DONE, "END": _S.ENDED},
     _S.DONE: {},
     _S.ENDED: {},
 }
@@ -230,7 +224,7 @@ class Receiver:
             return self._let_go()
         if self.sources:
             return []
-        self.load.local(LoadEvent.OFFERED)
+        self.load.local("OFFERED")
         self.waits_since = now
         return [Offered(None)]
 
@@ -258,7 +252,7 @@ class Receiver:
             return self._let_go()
         self._moved = now
         prefetch = self.load.state is LoadPhase.PREFETCHING
-        self.load.local(LoadEvent.WANT)
+        self.load.local("WANT")
         if prefetch:
             # A rank of P that has sent all that was taken ahead is released.
             stops = {rank: 0 if each.satisfied else self.tokens for rank, each in self.sources.items()}
@@ -283,7 +277,7 @@ class Receiver:
         """The end of the load, if all that was wanted is in D's blocks."""
         if not all(each.complete for each in self.sources.values()):
             return []
-        self.load.local(LoadEvent.COMPLETE)
+        self.load.local("COMPLETE")
         return [Finished(True)]
 
     def cancel(self, reason: str) -> list[Decision]:
@@ -324,11 +318,11 @@ class Receiver:
         self.generation = message.generation
         source.offered, source.last_heard = True, now
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
-            self.load.remote(LoadEvent.OFFERED)
+            self.load.remote("OFFERED")
             self.waits_since = now
             if not self.prefetch:
                 return [Offered(self.generation)]
-            self.load.local(LoadEvent.PREFETCHING)
+            self.load.local("PREFETCHING")
             return self._ask(0, self.tokens, now)
         return []
 
@@ -478,7 +472,7 @@ class Receiver:
 
     def _let_go(self) -> list[Decision]:
         """Nothing is wanted: say so, which releases P."""
-        self.load.local(LoadEvent.NOTHING)
+        self.load.local("NOTHING")
         wants = [SendTo(rank, m.Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
         return [*wants, Finished(True)]
 
@@ -496,6 +490,6 @@ class Receiver:
             return []
         # P keeps what was begun ahead for a request that may still come.
         last = m.Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
-        self.load.local(LoadEvent.END)
+        self.load.local("END")
         ends = [SendTo(rank, last) for rank in self.sources if rank != but]
         return [*ends, Finished(False, reason)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -40,30 +41,19 @@ class PromptPhase(Enum):
     ENDED = auto()  # failed, aborted or cancelled
 
 
-class PromptEvent(Enum):
-    OFFER = auto()
-    COMPLETE = auto()
-    REVOKE = auto()
-    RELEASE = auto()
-    END = auto()
+PromptEvent = Literal["OFFER", "COMPLETE", "REVOKE", "RELEASE", "END"]
 
-
-_P, _PE = PromptPhase, PromptEvent
+_P = PromptPhase
 PROMPT: Table[PromptPhase, PromptEvent] = {
-    _P.HELD: {_PE.OFFER: _P.OFFERED, _PE.REVOKE: _P.HELD, _PE.END: _P.ENDED},
+    _P.HELD: {"OFFER": _P.OFFERED, "REVOKE": _P.HELD, "END": _P.ENDED},
     _P.OFFERED: {
-        _PE.OFFER: _P.OFFERED,
-        _PE.COMPLETE: _P.COMPUTED,
-        _PE.REVOKE: _P.OFFERED,
-        _PE.RELEASE: _P.RELEASED,
-        _PE.END: _P.ENDED,
+        "OFFER": _P.OFFERED,
+        "COMPLETE": _P.COMPUTED,
+        "REVOKE": _P.OFFERED,
+        "RELEASE": _P.RELEASED,
+        "END": _P.ENDED,
     },
-    _P.COMPUTED: {
-        _PE.OFFER: _P.COMPUTED,
-        _PE.REVOKE: _P.OFFERED,
-        _PE.RELEASE: _P.RELEASED,
-        _PE.END: _P.ENDED,
-    },
+    _P.COMPUTED: {"OFFER": _P.COMPUTED, "REVOKE": _P.OFFERED, "RELEASE": _P.RELEASED, "END": _P.ENDED},
     _P.RELEASED: {},
     _P.ENDED: {},
 }
@@ -78,26 +68,14 @@ class SendPhase(Enum):
     ENDED = auto()  # failed or cancelled
 
 
-class SendEvent(Enum):
-    PREFETCHING = auto()
-    WANT = auto()
-    NOTHING = auto()
-    DRAIN = auto()
-    DONE = auto()
-    END = auto()
+SendEvent = Literal["PREFETCHING", "WANT", "NOTHING", "DRAIN", "DONE", "END"]
 
-
-_S, _SE = SendPhase, SendEvent
+_S = SendPhase
 SEND: Table[SendPhase, SendEvent] = {
-    _S.CLAIMED: {
-        _SE.PREFETCHING: _S.PREFETCHING,
-        _SE.WANT: _S.SENDING,
-        _SE.NOTHING: _S.DONE,
-        _SE.END: _S.ENDED,
-    },
-    _S.PREFETCHING: {_SE.WANT: _S.SENDING, _SE.NOTHING: _S.DONE, _SE.END: _S.ENDED},
-    _S.SENDING: {_SE.DRAIN: _S.DRAINED, _SE.END: _S.ENDED},
-    _S.DRAINED: {_SE.DONE: _S.DONE, _SE.END: _S.ENDED},
+    _S.CLAIMED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.PREFETCHING: {"WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.SENDING: {"DRAIN": _S.DRAINED, "END": _S.ENDED},
+    _S.DRAINED: {"DONE": _S.DONE, "END": _S.ENDED},
     _S.DONE: {},
     _S.ENDED: {},
 }
@@ -144,7 +122,7 @@ class SendState:
             raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.extents}")
         if message.cut and (self.cutter is not None or not self.ready):
             raise RemoteProtocolError(f"{message} cuts what was cut before, or is not ready")
-        self.machine.remote(SendEvent.PREFETCHING if message.prefetch else SendEvent.WANT)
+        self.machine.remote("PREFETCHING" if message.prefetch else "WANT")
         self.cutter = self.cutter or Cutter(extents)
         for pieces in message.cut or ():
             self.announced[self._chunks] = self.cutter.take(pieces, self.ready), pieces
@@ -228,7 +206,7 @@ class Sender:
         """The prefill begins, or begins again after a `revoke`: `tokens` in the prompt."""
         if self.prompt.ended:
             return []
-        self.prompt.local(PromptEvent.OFFER)
+        self.prompt.local("OFFER")
         self.tokens, self.digest, self.generation = tokens, digest, generation
         return [*(self._offer(rank, send) for rank, send in self._open()), *self._settle()]
 
@@ -241,7 +219,7 @@ class Sender:
         for index in range(layer, layer_stop):
             self._computed[index] = max(self._computed[index], stop)
         if self.prompt.state is PromptPhase.OFFERED and min(self._computed) >= self.tokens:
-            self.prompt.local(PromptEvent.COMPLETE)
+            self.prompt.local("COMPLETE")
             self._since = self._moved = now
             return [*self._offer_ready(), *self.flush()]
         return self._announce_all(flush=False)
@@ -257,27 +235,27 @@ class Sender:
     def revoke(self) -> None:
         """The blocks have been taken back (preemption); for what was granted filler goes out."""
         if not self.prompt.ended:
-            self.prompt.local(PromptEvent.REVOKE)
+            self.prompt.local("REVOKE")
         self._computed = [0] * len(self._computed)
         self._since = None
 
     def abort(self, reason: str) -> list[Decision]:
         """End the transfer towards every D rank; the blocks are free."""
-        return [] if self.prompt.ended else self._end(PromptEvent.END, reason, Finished(False, reason))
+        return [] if self.prompt.ended else self._end("END", reason, Finished(False, reason))
 
     def release(self, reason: str) -> list[Decision]:
         """No D will ask for it: the blocks are free, and nothing has failed. What a D has taken ahead it
         discards by itself. A prompt that is not computed is aborted."""
         if self.prompt.state is not PromptPhase.COMPUTED:
             return self.abort(reason)
-        return self._end(PromptEvent.RELEASE, reason, Finished(True))
+        return self._end("RELEASE", reason, Finished(True))
 
     def _end(self, event: PromptEvent, reason: str, outcome: Finished) -> list[Decision]:
         self.prompt.local(event)
         self.reason = reason
         out: list[Decision] = []
         for rank, send in self._open():
-            send.machine.local(SendEvent.END)
+            send.machine.local("END")
             out.append(SendTo(rank, m.Failed(self.key, send.attempt, reason)))
         return [*out, Released(), outcome]
 
@@ -298,7 +276,7 @@ class Sender:
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
             return [SendTo(rank, m.Failed(self.key, attempt, reason))]
         if send is not None and not send.machine.ended:
-            send.machine.remote(SendEvent.END)
+            send.machine.remote("END")
         machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
         layers = {
             group: self._layers[group][edge.source_layer : edge.source_layer + len(edge.layers)]
@@ -355,7 +333,7 @@ class Sender:
         if message.prefetch:
             self._withdraw(rank)
             return []
-        send.machine.remote(SendEvent.NOTHING)
+        send.machine.remote("NOTHING")
         return self._settle()
 
     def grant(self, rank: int, message: m.Grant, now: float) -> list[Decision]:
@@ -371,13 +349,13 @@ class Sender:
         if (send := self._live(rank, message.attempt)) is None:
             return []
         send.last_heard = now
-        send.machine.remote(SendEvent.DONE)
+        send.machine.remote("DONE")
         return self._settle()
 
     def cancel(self, rank: int, message: m.Cancel) -> list[Decision]:
         if (send := self._live(rank, message.attempt)) is None:
             return []
-        send.machine.remote(SendEvent.END)
+        send.machine.remote("END")
         self.reason = self.reason or f"D cancelled: {message.reason}"
         return self._settle()
 
@@ -396,7 +374,7 @@ class Sender:
         send.gone = True
         if send.machine.ended:
             return []
-        send.machine.local(SendEvent.END)
+        send.machine.local("END")
         self.reason = self.reason or reason
         return [SendTo(rank, m.Failed(self.key, send.attempt, reason)), *self._settle()]
 
@@ -522,13 +500,13 @@ class Sender:
         """Note which sends need the blocks no more, and whether any does."""
         for _, send in self._open():
             if send.machine.state is SendPhase.SENDING and send.drained:
-                send.machine.local(SendEvent.DRAIN)
+                send.machine.local("DRAIN")
         if self.prompt.state not in (PromptPhase.OFFERED, PromptPhase.COMPUTED) or not self._all_claimed():
             return []
         reading = SendPhase.CLAIMED, SendPhase.PREFETCHING, SendPhase.SENDING
         if any(send.machine.state in reading for send in self.sends.values()):
             return []
-        self.prompt.local(PromptEvent.RELEASE)
+        self.prompt.local("RELEASE")
         failed = any(send.machine.state is SendPhase.ENDED for send in self.sends.values())
         return [Released(), Finished(not failed, self.reason if failed else "")]
 
