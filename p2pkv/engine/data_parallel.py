@@ -40,7 +40,7 @@ class Redirects:
         """By engine: the requests that it has not been sent."""
         self._engines: dict[str, Connection] = {}
         self._lease = context.options.lease_seconds
-        self._owners = ExpiringDict[str](self._lease, MAX_REDIRECTS)
+        self._owners = ExpiringDict(self._lease, MAX_REDIRECTS)
         """By key of the requests that name this engine: the one that has it."""
         self._retry = Timer(context.timers, self._pass_on)
         self._repeat = Timer(context.timers, self._renew)

@@ -147,10 +147,6 @@ class OutboundLink:
         return self._invitation is not None
 
     @property
-    def building(self) -> bool:
-        return self.invited and not self.linked
-
-    @property
     def accepted(self) -> bool:
         """Whether D has answered the invitation: the link is up, or the two ends bring it up."""
         return self._outbound is not None
@@ -589,11 +585,11 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """End links that stand still or do not come up."""
         lease = self._ctx.options.lease_seconds
         for peer in self.active:
-            if peer.link.overdue(now, lease):
+            link, waited = peer.link, now - peer.link.since
+            if link.overdue(now, lease):
                 reason = f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s"
                 self.lose_link(peer, reason, now)
-            elif peer.link.building and now - peer.link.since > self._patience_with(peer, now):
-                waited = now - peer.link.since
+            elif link.invited and not link.linked and waited > self._patience_with(peer, now):
                 reason = f"the link to {peer.address} did not come up in time: in {waited:.0f} s"
                 self.lose_link(peer, reason, now)
             else:

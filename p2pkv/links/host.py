@@ -136,8 +136,8 @@ class HostReceive:
     """One posted receive. `done` reads one flag of the arena; nothing here makes a system call."""
 
     __slots__ = (
-        "_arrived", "_entry", "_link", "_words",
-        "buffer", "nbytes", "offset", "released", "remote_slot", "stamp",
+        "_entry", "_link", "_words",
+        "buffer", "landed", "nbytes", "offset", "released", "remote_slot", "stamp",
     )  # fmt: skip
 
     def __init__(self, link: HostInbound, arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
@@ -147,14 +147,15 @@ class HostReceive:
         self.offset = offset
         self.stamp = sequence + 1
         self.released = False
-        self._arrived = False
+        self.landed = False
+        """The buffer is full: whoever fills it says so, or `arrived` has found it."""
         self._link = link
         self._words = arena.words
         self._entry = memory.entry(sequence)
 
     def done(self) -> bool:
         self._link.guard.check()
-        if self._arrived or self.arrived():
+        if self.landed or self.arrived():
             return True
         if self._link.lost is not None:
             raise LinkError(self._link.lost)
@@ -163,17 +164,13 @@ class HostReceive:
     def arrived(self) -> bool:
         """`done` without the checks. Raises LinkError if P sent another size."""
         if self._words[self._entry + memory.COMMITTED] != self.stamp:
-            return self._arrived
+            return self.landed
         memory.fence()
         sent = self._words[self._entry + memory.NBYTES]
         if sent != self.nbytes:
             raise self._link.guard.fail(f"the peer sent {sent} bytes where {self.nbytes} were posted")
-        self._arrived = True
+        self.landed = True
         return True
-
-    def land(self) -> None:
-        """The TCP reader has filled the buffer."""
-        self._arrived = True
 
     def release(self) -> None:
         self._link.guard.owned()
@@ -302,4 +299,4 @@ class HostInbound(Inbound):
         return self._arena.pool.view(receive.offset, nbytes)
 
     def _landed(self, sequence: int) -> None:
-        self._live[sequence].land()
+        self._live[sequence].landed = True

@@ -16,15 +16,7 @@ import torch
 from msgspec import Meta
 
 from p2pkv.device import cuda_index
-from p2pkv.links.base import (
-    Acceptance,
-    Guard,
-    GuardedLinks,
-    Invitation,
-    LinkError,
-    LinkSettings,
-    Nonce,
-)
+from p2pkv.links.base import Acceptance, Guard, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.nccl_bindings import (
     UNIQUE_ID_BYTES,

@@ -213,8 +213,12 @@ class NcclEnd(LinkEnd):
 
     def _launch(self, comm: Comm) -> bool:
         """Launch the next operation, if it may be; whether it was."""
-        if self._on_device >= self._most or not self._queue or not self._may_launch(self._queue[0]):
+        if self._on_device >= self._most or not self._queue or not self._ordered(self._queue[0]):
             return False
+        if self._announced:
+            if not self._launchable or not self._busy.turn_of(self):
+                return False
+            self._busy.enter(self)
         operation = self._queue.popleft()
         self._launchable -= self._announced
         self._launching = operation  # from here on the device may touch its slot
@@ -227,13 +231,6 @@ class NcclEnd(LinkEnd):
             self._record(operation)
             self._launching = None
         return True
-
-    def _may_launch(self, operation: Operation) -> bool:
-        if not self._ordered(operation):
-            return False
-        if not self._announced:
-            return True
-        return self._launchable > 0 and self._busy.turn_of(self) and self._busy.enter(self)
 
     def _ordered(self, operation: Operation) -> bool:
         """Whether the operation may be launched as far as this device is concerned: it is wanted, and what it

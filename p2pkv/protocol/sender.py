@@ -221,7 +221,9 @@ class Sender:
         if self.prompt.state is PromptPhase.OFFERED and min(self._computed) >= self.tokens:
             self.prompt.local("COMPLETE")
             self._since = self._moved = now
-            return [*self._offer_ready(), *self.flush()]
+            # Ranks of D that have not said what they want may ask with grants now.
+            ready = [(rank, send) for rank, send in self._open() if send.cutter is None and send.limit]
+            return [*(self._offer(rank, send) for rank, send in ready), *self.flush()]
         return self._announce_all(flush=False)
 
     def serves(self, ranks: frozenset[int]) -> None:
@@ -480,12 +482,6 @@ class Sender:
         of the prompt but its last token."""
         extents = send.assignment.extents(0, self.tokens - 1)
         yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, m.MAX_CUT))
-
-    def _offer_ready(self) -> Iterator[Decision]:
-        """All of it is computed: ranks of D that have not said what they want may ask with grants now."""
-        for rank, send in self._open():
-            if send.cutter is None and send.limit:
-                yield self._offer(rank, send)
 
     def _announce_all(self, flush: bool) -> list[Decision]:
         return [each for rank, send in self._open() for each in self._announce(rank, send, flush)]
