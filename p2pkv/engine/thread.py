@@ -54,7 +54,6 @@ class Rank:
         self._call: Callable[[Event], None] = lambda event: None
         self.core = core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
         self.context, self.steps, self.counters = core.context, core.steps, core.counters
-        self.layers_per_message = core.layers_per_message
         self._commands = core.commands
         self._endpoint = endpoint
         self._asleep = False
@@ -77,6 +76,9 @@ class Rank:
         self._commands.append(command)
         if self._asleep:
             self._endpoint.wake()
+
+    def layers_per_message(self, tokens: int) -> int:
+        return self.core.layers_per_message(tokens)
 
     def revoke(self, keys: Iterable[str]) -> None:
         self.core.revoke(keys)
