@@ -62,10 +62,11 @@ class BusyEnds:
         """Whether another end is inside, or has asked."""
         return self.contended or len(self._inside) > (end in self._inside)
 
-    def enter(self, end: object) -> None:
-        """This end has something on the device from now on."""
+    def enter(self, end: object) -> bool:
+        """This end has something on the device from now on. Always True."""
         self._waiting.pop(end, None)
         self._inside.add(end)
+        return True
 
     def rest(self, end: object) -> None:
         """Nothing of this end is on the device any more."""
