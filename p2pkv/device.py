@@ -23,7 +23,7 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 EVENTS = 256
-"""Made at the start. More are made if so many are waited for at once."""
+"""Events that are made at the start. More are made if so many are waited for at once."""
 
 SCANT_BYTES = 512 << 20
 """Memory of a device that should be left for CUDA graphs and NCCL, which take theirs later."""

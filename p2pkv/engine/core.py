@@ -43,7 +43,7 @@ HELD_SECONDS = 1.0
 """A turn so much later than it was due: something held this rank up, and no message could reach it."""
 
 LONG_HELD_SECONDS = 5.0
-"""From here on it is logged as a warning."""
+"""A rank that was held up for so long logs it as a warning."""
 
 QUIET_SECONDS = 60.0
 """Between two lines about connections that sent nothing wrong and ended: a monitor may make many."""

@@ -23,7 +23,7 @@ AT_ONCE = 1024
 """Requests that one message names at most."""
 
 MAX_REDIRECTS = 1 << 16
-"""Requests of others that are remembered."""
+"""Requests at other engines that are remembered."""
 
 MAX_ENGINES = 256
 """Connections to other engines. An id, which a client may have forged, can make P dial its own host."""
