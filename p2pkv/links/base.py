@@ -257,7 +257,7 @@ Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """An invitation or an acceptance of one kind of link, which is its tag. `name`: which of the two, for people."""
+    """An invitation or an acceptance of one kind of link, its tag. `name`: which of the two, for people."""
 
     name: ClassVar[str]
 
