@@ -144,6 +144,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     link of the rank is busy; else one. With `1` none waits behind another there, where the model's
     kernels might wait behind it; with `2` large messages were 1.2 times as fast on an H200"""
 
+    nccl_group_bytes: Annotated[int, Meta(ge=0, le=1 << 32)] = 64 << 20
+    """bytes | no | messages of an NCCL link that are ready together are launched together, up to so many
+    bytes (P's counts); 0: each alone"""
+
     weights_name: Annotated[str, Meta(max_length=256)] = ""
     """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on
     this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy); without it such an

@@ -148,7 +148,6 @@ def make_rank(
     *,
     link: str,
     staging_bytes: int = STAGING_BYTES,
-    nccl_in_flight: int = 1,
     rank: int = 0,
     tp: int = 1,
     **options: Any,
@@ -161,7 +160,8 @@ def make_rank(
         host=HOST,
         staging_bytes=staging_bytes,
         receives=role != "P",
-        nccl_in_flight=nccl_in_flight,
+        nccl_in_flight=settings.nccl_in_flight,
+        nccl_group_bytes=settings.nccl_group_bytes,
     )
     hello = hello_of(settings, layout, cache, links.kind, rank, tp)
     return settings.address, Rank(hello, settings, cache, links)
@@ -186,6 +186,7 @@ def hello_of(
         digest=cache.digest_name,
         verify=settings.verify,
         several=True,
+        together=True,
     )
 
 

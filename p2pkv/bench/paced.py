@@ -169,14 +169,15 @@ class PacedSide:
     """One rank of P or D, its meter, and its block table."""
 
     def __init__(
-        self, role: str, over: str, card: Card, in_flight: int, prompt: int, chunk: int, port: int
+        self, role: str, over: str, card: Card, nccl: dict[str, Any], prompt: int, chunk: int, port: int
     ) -> None:
-        """`prompt`: bytes of the longest. `chunk`: the option chunk_bytes; 0: the default on a GPU."""
+        """`nccl`: options of that name. `prompt`: bytes of the longest. `chunk`: the option chunk_bytes; 0:
+        the default on a GPU."""
         self.capacity = capacity_for(prompt // TOKEN_BYTES + 1)
         self.side = role
         shape = (LAYERS, self.capacity // LAYOUT.block, LAYOUT.block, HEADS, CONTENT)
         layers = torch.empty(shape, dtype=DTYPE).transpose(2, 3)
-        paced = PacedRank(over, card, in_flight)
+        paced = PacedRank(over, card)
         cache = RankCache([paced.cache(layers.unbind(0), LAYOUT.block)])
         settings = Options(
             role=role,  # type: ignore[arg-type]
@@ -184,8 +185,9 @@ class PacedSide:
             kv_port=port,
             staging_bytes=STAGING_BYTES,
             chunk_bytes=chunk or default_chunk(STAGING_BYTES, True),
+            **nccl,
         )
-        links = paced.links(STAGING_BYTES, receives=role != "P")
+        links = paced.links(settings)
         self.address = settings.address
         self.record = paced.device.record_event
         self._launcher = PacedLauncher(paced.device, gathers_to_peer=False)
@@ -212,13 +214,13 @@ class PacedSide:
 class PacedPair:
     """P's rank here, and D's in another process. Close it."""
 
-    def __init__(self, over: str, card: Card, in_flight: int, prompt: int, chunk: int) -> None:
+    def __init__(self, over: str, card: Card, nccl: dict[str, Any], prompt: int, chunk: int) -> None:
         self._stack = contextlib.ExitStack()
         self._keys = 0
         settings = {
             "over": over,
             "wire": card.wire,
-            "in_flight": in_flight,
+            "nccl": nccl,
             "prompt": prompt,
             "port": free_ports(),
         }
@@ -226,7 +228,7 @@ class PacedPair:
         self._stack.callback(end_decode, self._decoder)
         self._stack.callback(self._pipe.close)
         self._decode = Address.parse(self._pipe.expect("address")["address"])
-        self._side = PacedSide("P", over, card, in_flight, prompt, chunk, free_ports())
+        self._side = PacedSide("P", over, card, nccl, prompt, chunk, free_ports())
         self._stack.callback(self._side.rank.stop)
         while True:  # the first push waits for the link, and for the first of everything
             if self.push(MIB)["seconds"] < 0.1:
@@ -288,9 +290,7 @@ class PacedPair:
 def serve(pipe: Pipe, settings: dict[str, Any]) -> None:
     """D's process: load what is ordered until the pipe ends."""
     card = replace(Card(), wire=settings["wire"])
-    side = PacedSide(
-        "D", settings["over"], card, settings["in_flight"], settings["prompt"], 0, settings["port"]
-    )
+    side = PacedSide("D", settings["over"], card, settings["nccl"], settings["prompt"], 0, settings["port"])
     rank = side.rank
     pipe.send(address=str(side.address))
     try:
@@ -326,6 +326,7 @@ def _obey_forward(side: PacedSide, order: dict[str, Any], pipe: Pipe) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Rows by way, wire and size; each a list of pushes."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+    nccl = {"nccl_in_flight": args.in_flight, "nccl_group_bytes": args.group}
     rows = []
     for over in args.over:
         on_one_card = Card() if over == "nccl" else replace(Card(), wire=Card.memory)
@@ -334,21 +335,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for prompt in [H100_PROMPT] if args.h100 else args.prompt:
                 for chunk in SIZES if args.h100 else args.message:
                     if chunk <= prompt:
-                        rows.append(
-                            _row(over, card, args.in_flight, prompt, chunk, args.repeat, args.forward)
-                        )
+                        rows.append(_row(over, card, nccl, prompt, chunk, args.repeat, args.forward))
     return {"rows": rows, "card": SOURCES}
 
 
 def _row(
-    over: str, card: Card, in_flight: int, prompt: int, chunk: int, repeat: int, forward: bool
+    over: str, card: Card, nccl: dict[str, Any], prompt: int, chunk: int, repeat: int, forward: bool
 ) -> dict[str, Any]:
-    with contextlib.closing(PacedPair(over, card, in_flight, prompt, chunk)) as pair:
+    with contextlib.closing(PacedPair(over, card, nccl, prompt, chunk)) as pair:
         pair.push(prompt)
         pushes = [pair.push(prompt) for _ in range(repeat)]
         steps = {side: pair.forward(side, prompt) for side in "PD"} if forward else {}
-    row = {"over": over, "wire": card.wire, "prompt": prompt, "chunk": chunk, "in_flight": in_flight}
-    return row | {"pushes": pushes, "forward": steps}
+    row = {"over": over, "wire": card.wire, "prompt": prompt, "chunk": chunk}
+    return row | nccl | {"pushes": pushes, "forward": steps}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -429,6 +428,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     paced.add_argument(
         "--in-flight", type=int, default=1, help="the option nccl_in_flight (default: %(default)s)"
+    )
+    paced.add_argument(
+        "--group",
+        type=_mib,
+        default=64 << 20,
+        metavar="MIB",
+        help="the option nccl_group_bytes (default: 64)",
     )
     paced.add_argument(
         "--forward",

@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,12 +26,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from p2pkv.config import Options
 from p2pkv.kv import PagedCache
 from p2pkv.kv.copiers import BLOCKS_PER_PROCESSOR, DriverLauncher, KernelCopier, kernel_names
 from p2pkv.kv.layouts import pages_of
 from p2pkv.links.gpu import Allocate
 from p2pkv.links.ipc import IpcLinks
-from p2pkv.links.nccl import NcclLinks
+from p2pkv.links.nccl import INIT_SECONDS, NcclLinks
 from p2pkv.links.nccl_bindings import Comm, Nccl
 
 US = 1e-6
@@ -45,7 +47,8 @@ class Card:
 
     Attributes:
         launch, record, query: calls of the driver for a kernel, and an event.
-        call: NCCL's send or receive, until it returns.
+        call: NCCL's send or receive, until it returns; or the end of a group of them.
+        queue: NCCL's send or receive within a group.
         kernel: from a launch until its kernel runs.
         memory: bytes that a gather or a scatter moves.
         operation: what an NCCL operation takes besides its bytes.
@@ -56,6 +59,7 @@ class Card:
     record: float = 1 * US
     query: float = 1 * US
     call: float = 88 * US
+    queue: float = 5 * US
     kernel: float = 4 * US
     memory: float = 1.4e12
     operation: float = 6 * US
@@ -67,6 +71,7 @@ SOURCES = {
     "record": "cuEventRecord: assumed",
     "query": "cuEventQuery: assumed",
     "call": "65 to 110 us on the H100 (2026-11-26), nccl4py 0.6, non-blocking",
+    "queue": "assumed",
     "kernel": "3 to 5 us are usual; not measured on the card",
     "memory": "a plain copy of 16 and 64 MiB on the H100: 1,640 and 1,405 GB/s",
     "operation": "NCCL alone on the H100: 53 GB/s at 1 MiB, 76 at 64 MiB",
@@ -353,6 +358,7 @@ class PacedNccl(Nccl):
     def __init__(self, device: PacedDevice) -> None:
         self._device = device
         self.binding = "no binding"
+        self._grouped: list[tuple[int, Comm, int]] | None = None
         self.channels = 8
 
     def version(self) -> int:
@@ -375,8 +381,19 @@ class PacedNccl(Nccl):
     def abort(self, comm: Comm) -> None:
         comm.path.unlink(missing_ok=True)
 
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        self._grouped = []
+        yield
+        group, self._grouped = self._grouped, None
+        self._launch(sum(nbytes for nbytes, _, _ in group), *group[0][1:])
+
     def _launch(self, nbytes: int, comm: Comm, number: int) -> None:
         card = self._device.card
+        if self._grouped is not None:
+            self._device.clock.spend(card.queue, "NCCL", released=False)
+            self._grouped.append((nbytes, comm, number))
+            return
         self._device.clock.spend(card.call, "NCCL", released=True)
         stream = PacedStream.by_number[number]
         launched = time.monotonic() + card.kernel
@@ -436,11 +453,10 @@ class PacedMemory:
 
 @dataclass
 class PacedRank:
-    """What a rank of the benchmark is made from. `over`: nccl or ipc. `in_flight`: nccl_in_flight."""
+    """What a rank of the benchmark is made from. `over`: nccl or ipc."""
 
     over: str
     card: Card
-    in_flight: int
     device: PacedDevice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -450,9 +466,11 @@ class PacedRank:
         launcher = PacedLauncher(self.device, gathers_to_peer=self.over == "ipc")
         return PacedCache.of(layers, block_size, launcher, self.device.record_event)
 
-    def links(self, staging_bytes: int, receives: bool) -> NcclLinks | IpcLinks:
+    def links(self, settings: Options) -> NcclLinks | IpcLinks:
         device: Any = self.device
+        staging_bytes, receives = settings.staging_bytes, settings.decodes
         if self.over == "nccl":
-            return NcclLinks(PacedNccl(device), device, staging_bytes, in_flight=self.in_flight)
+            flow = settings.nccl_in_flight, settings.nccl_group_bytes
+            return NcclLinks(PacedNccl(device), device, staging_bytes, INIT_SECONDS, *flow)
         memory: Any = PacedMemory()
         return IpcLinks(device, memory, staging_bytes, receives)

@@ -346,6 +346,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             device=cache.device,
             nccl_channels=options.nccl_num_channels,
             nccl_in_flight=options.nccl_in_flight,
+            nccl_group_bytes=options.nccl_group_bytes,
             receives=options.decodes,
             allowed=options.allowed_peers,
         )

@@ -420,6 +420,7 @@ def hello_of(
         digest=cache.digest_name,
         verify=options.verify,
         several=True,
+        together=True,
     )
 
 

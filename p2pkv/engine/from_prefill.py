@@ -125,6 +125,9 @@ class InboundLink:
     waiting: deque[WaitingChunk] = field(default_factory=deque)
     posted: deque[PostedReceive] = field(default_factory=deque)
     burst: int = 0
+    _together: int = 0
+    """How many receives are launched together next; `_following`: of so many `Sent` has yet to come."""
+    _following: int = 0
     _waited: Chunk | None = None
     _inbound: Inbound | None = None
     _up: bool = False
@@ -164,6 +167,7 @@ class InboundLink:
             each.live = False
         self.waiting.clear()
         self.posted.clear()
+        self._following = 0
         self._overdue.clear()
 
     def overdue(self, now: float, lease: float) -> bool:
@@ -220,8 +224,9 @@ class InboundLink:
         self.waiting = deque(each for each in self.waiting if each.key != key)
 
     def sent(self, message: Sent) -> None:
-        """P launches a send: launch the oldest posted receive without a `Sent`, too. Raises LinkError if P
-        names another chunk than its: which receive holds what is then unknown."""
+        """P launches a send: launch the oldest posted receive without a `Sent`, too, or all that go together
+        when the last `Sent` of them has come. Raises LinkError if P names another chunk than its: which
+        receive holds what is then unknown."""
         if message.link != self.number:
             return
         posted = next((posted for posted in self.posted if posted.sent is None), None)
@@ -230,7 +235,11 @@ class InboundLink:
             raise LinkError(f"P has sent chunk {message.chunk} of {message.key} out of turn")
         posted.sent = message
         assert self._inbound is not None
-        self._inbound.launch()
+        if not self._following:
+            self._following = self._together = message.together or 1
+        self._following -= 1
+        if not self._following:
+            self._inbound.launch(self._together)
 
     def next_arrived(self) -> PostedReceive | None:
         """The oldest receive, if it is complete and more may land in this turn. Raises LinkError."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec import UNSET
+
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
@@ -397,16 +399,20 @@ class Prefill:
         for pieces in entry.sender.foresee(send, limit):
             self._prepare_pieces(entry, peer, pieces)
 
-    def sent(self, effect: to_decode.SendDue, now: float) -> None:
-        """The link launches this send after its `Sent` message: send D what it holds."""
-        peer, sent = effect.peer, effect.flight
-        entry, grant = self.entries.get(sent.key), sent.order.grant
-        digest = b"" if sent.digest is None else sent.digest.value()
-        if entry is not None and entry.peers.get(peer.hello.rank) is peer:
-            self._apply_decisions(entry, entry.sender.sent(sent.order, sent.filler, digest), now)
-        else:
-            message = m.Sent(sent.key, grant.attempt, grant.chunk, grant.link, sent.filler, digest)
-            self._ctx.effects.append(SendMessage(peer, message))
+    def sent(self, effect: to_decode.SendsDue, now: float) -> None:
+        """The link launches these sends after their `Sent` messages: send D what they hold."""
+        peer, flights = effect.peer, effect.flights
+        together = len(flights) if len(flights) > 1 else UNSET
+        for sent in flights:
+            entry, grant = self.entries.get(sent.key), sent.order.grant
+            digest = b"" if sent.digest is None else sent.digest.value()
+            if entry is not None and entry.peers.get(peer.hello.rank) is peer:
+                decided = entry.sender.sent(sent.order, sent.filler, digest, together)
+                self._apply_decisions(entry, decided, now)
+            else:
+                about = sent.key, grant.attempt, grant.chunk, grant.link
+                self._ctx.effects.append(SendMessage(peer, m.Sent(*about, sent.filler, digest, together)))
+            together = UNSET
 
     def taken(self, effect: to_decode.SendTaken, now: float) -> None:
         entry = self.entries.get(effect.key)

@@ -111,7 +111,7 @@ class PrefillRole(Role):
             to_decode.DecodeGone: transfers.gone,
             to_decode.FillSend: transfers.fill,
             to_decode.SendTaken: transfers.taken,
-            to_decode.SendDue: transfers.sent,
+            to_decode.SendsDue: transfers.sent,
         }
 
     def look(self, now: float) -> None:

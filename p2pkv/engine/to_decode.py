@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from itertools import takewhile
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, log
@@ -83,11 +84,11 @@ class SendTaken(Effect, frozen=True, eq=False):
     nbytes: int
 
 
-class SendDue(Effect, frozen=True, eq=False):
-    """The link may launch this send: send D its `Sent` message, after which the link launches it."""
+class SendsDue(Effect, frozen=True, eq=False):
+    """The link may launch these sends, together: send D their `Sent` messages, after which that is done."""
 
     peer: DecodePeer
-    flight: PendingSend
+    flights: list[PendingSend]
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +96,8 @@ class PendingSend:
     """A committed send that D has not taken yet. `digest`: None: none is wanted.
 
     Its `Sent` message waits for the checksum (`summed`), for those before it, and until the link may launch
-    the send (`due`: it goes out in this turn).
+    the send (`due`: it goes out in this turn). `closes`: with it so many are complete that are launched
+    together; 0: another follows.
     """
 
     send: Send
@@ -105,6 +107,7 @@ class PendingSend:
     digest: Checksum | None
     summed: bool
     due: bool = False
+    closes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -254,19 +257,21 @@ class OutboundLink:
         self.flights.append(flight)
         self.pending.append(flight)
 
-    def next_due(self) -> PendingSend | None:
-        """The oldest send that is pending and not due yet, when the link may launch it: then it is due.
-        Raises LinkError."""
-        if self._outbound is None:
-            return None
-        for before, flight in enumerate(self.pending):
-            if flight.due:
-                continue
-            if not flight.summed or not self._outbound.due(before):
-                return None
+    def next_due(self, together: bool) -> list[PendingSend]:
+        """The oldest sends that are pending and not due yet, as many as the link may launch together now:
+        then they are due. `together`: D can do the same. Raises LinkError."""
+        waiting = [flight for flight in self.pending if not flight.due]
+        ready = [*takewhile(lambda flight: flight.summed, waiting)]
+        if not ready or self._outbound is None:
+            return []
+        groups = sum(1 for flight in self.pending if flight.closes)
+        most = len(ready) if together else 1
+        due = ready[: self._outbound.due(len(self.pending) - len(waiting), groups, most)]
+        for flight in due:
             flight.due = True
-            return flight
-        return None
+        if due:
+            due[-1].closes = len(due)
+        return due
 
     @property
     def announcing(self) -> bool:
@@ -279,10 +284,10 @@ class OutboundLink:
         return len(self.flights) == len(self.pending)
 
     def launch(self) -> None:
-        """The `Sent` message of the oldest send has just gone out: launch that send. Raises LinkError."""
-        if self.announcing and self._outbound is not None:
-            self.pending.popleft()
-            self._outbound.launch()
+        """The `Sent` message of the oldest send has just gone out: launch that send, with those that it goes
+        together with when those of all have. Raises LinkError."""
+        if self.announcing and self._outbound is not None and (count := self.pending.popleft().closes):
+            self._outbound.launch(count)
 
 
 @dataclass(eq=False)
@@ -370,8 +375,8 @@ class DecodePeer:
         Where nothing is on the wire, and if that holds up this thread, only once those have gone out: so D
         writes one while the next is gathered. Raises LinkError."""
         ctx = self.link.ctx
-        while (due := self.link.next_due()) is not None:
-            ctx.effects.append(SendDue(self, due))
+        while due := self.link.next_due(self.hello.together is True):
+            ctx.effects.append(SendsDue(self, due))
         if self.link.announcing and ctx.blocks_thread(self.link.next_bytes, self.link.idle):
             return
         if self.burst and (found := self.link.next_send()) is not None:

@@ -143,8 +143,9 @@ class Inbound(LinkEnd):
         """How the bytes come, for people, where the kind of link has several ways; "" where it has one."""
         return ""
 
-    def launch(self) -> None:
-        """P has announced its next send: a `poll` may launch the next posted receive from now on."""
+    def launch(self, count: int = 1) -> None:
+        """P has announced its next sends, which it launches together: a `poll` may launch as many posted
+        receives from now on, together, too."""
 
 
 class Outbound(LinkEnd):
@@ -154,14 +155,15 @@ class Outbound(LinkEnd):
     def reserve(self, nbytes: int, remote_slot: int) -> Send | None:
         """A buffer for the next send in order, or None while this end has no room for it."""
 
-    def due(self, before: int = 0) -> bool:
-        """Whether the next committed send, after so many that are due already, may be announced and
-        launched now. Raises LinkError."""
-        return True
-
-    def launch(self) -> None:
-        """D has `Sent` for the send that is `due`: launch it, once the one before it is done. Raises
+    def due(self, before: int = 0, groups: int = 0, most: int = 1) -> int:
+        """How many of the next committed sends may be announced now and launched together, `most` at most.
+        `before`: how many are due already, in how many `groups` that are launched together. Raises
         LinkError."""
+        return 1
+
+    def launch(self, count: int = 1) -> None:
+        """D has `Sent` for so many sends that are `due`: launch them together, once those before them are
+        done. Raises LinkError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,7 @@ class LinkSettings:
     device: torch.device | None = None
     nccl_channels: int = 8
     nccl_in_flight: int = 1
+    nccl_group_bytes: int = 0
     receives: bool = True
     allowed: Networks | None = None
 

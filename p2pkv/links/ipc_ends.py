@@ -162,10 +162,10 @@ class IpcInbound(Inbound):
         except Closed as end:
             raise self.guard.fail(str(end)) from None
 
-    def launch(self) -> None:
+    def launch(self, count: int = 1) -> None:
         if self._announced == 0 and self._posted:
             self._timer.begin(self._posted[0].buffer.numel())
-        self._announced += 1
+        self._announced += count
 
     def pause(self) -> float:
         """Seconds until a poll may find something."""

@@ -90,9 +90,10 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         staging_bytes: int,
         init_seconds: float = INIT_SECONDS,
         in_flight: int = 1,
+        group_bytes: int = 0,
     ) -> None:
-        """`in_flight`: see NcclContext. Raises ValueError if there is no staging, MemoryError if the device
-        has no room for it."""
+        """`in_flight`, `group_bytes`: see NcclContext. Raises ValueError if there is no staging, MemoryError
+        if the device has no room for it."""
         super().__init__()
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
@@ -101,7 +102,9 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         self.staging = StagingBudget(staging_bytes)
         # All new communicators send what is beside the slots first, and it is never read.
         pool = DevicePool(device.memory, staging_bytes, FIRST_MESSAGE_BYTES)
-        self.shared = NcclContext(nccl, device, pool, self.staging, init_seconds, owner, busy, in_flight)
+        self.shared = NcclContext(
+            nccl, device, pool, self.staging, init_seconds, owner, busy, in_flight, group_bytes
+        )
         self._version = nccl.version()
         self.kind = " ".join(filter(None, (f"nccl {version_name(self._version)}", buffer_settings())))
         logger.info(
@@ -171,6 +174,7 @@ def make_links(settings: LinkSettings) -> NcclLinks:
                 "and NCCL fails where two threads launch at once, as p2pkv's and vLLM's do. Leave the "
                 "variable unset"
             )
-        return NcclLinks(nccl, on, settings.staging_bytes, in_flight=settings.nccl_in_flight)
+        flow = settings.nccl_in_flight, settings.nccl_group_bytes
+        return NcclLinks(nccl, on, settings.staging_bytes, INIT_SECONDS, *flow)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None

@@ -12,7 +12,8 @@ import importlib.metadata
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ INVALID_USAGE = 5
 
 NEEDED = (
     "Config", "NCCLError", "UniqueId", "comm_abort", "comm_get_async_error", "comm_init_rank_config",
-    "get_unique_id", "get_version", "recv", "send",
+    "get_unique_id", "get_version", "group_end", "group_start", "recv", "send",
 )  # fmt: skip
 
 
@@ -76,6 +77,8 @@ class Nccl(ABC):
     binding: str
     blocking: bool
     channels: int
+    group_calls: tuple[str, str]
+    """The library's names of ncclGroupStart and ncclGroupEnd."""
 
     def __init__(self, library: Any, error: type[Exception], binding: str, channels: int) -> None:
         """`error`: what the library raises where NCCL refuses a call."""
@@ -103,6 +106,17 @@ class Nccl(ABC):
     @abstractmethod
     def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
         """Queue a receive into device memory on a CUDA stream. Raises NcclError."""
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """The sends, or the receives, that are queued within are launched together, by one kernel, at the end
+        of it; the peer must group its own in the same way (NVIDIA/nccl issue 1279). Raises NcclError."""
+        start, end = (getattr(self._nccl, name) for name in self.group_calls)
+        self._call("group_start", start)
+        try:
+            yield
+        finally:
+            self._call("group_end", end)
 
     @abstractmethod
     def async_error(self, comm: Comm) -> int:
@@ -214,6 +228,7 @@ class Nccl4pyNccl(Nccl):
     """The calls of `nccl.bindings.nccl`, nccl4py 0.6."""
 
     blocking = False
+    group_calls = "group_start", "group_end"
 
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
         self._channels = min(channels, MOST_CTAS)
@@ -270,6 +285,7 @@ class CupyNccl(Nccl):
     """The calls of `cupy.cuda.nccl`, CuPy 13 or 14."""
 
     blocking = True
+    group_calls = "groupStart", "groupEnd"
 
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
         super().__init__(nccl, nccl.NcclError, binding, channels)

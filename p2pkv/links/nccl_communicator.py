@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,8 @@ class NcclContext:
     waits in its stream for the first, at the head of a hardware queue that other streams of the process may
     share, the model's too (docs/design.md, "The NCCL link"): so it is launched only by an end that `alone`
     is busy."""
+    group_bytes: int = 0
+    """Bytes of the sends of a link that are launched together, at most; one alone may be larger."""
     times: list[tuple[float, ...]] | None = None
     """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
     NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
@@ -186,18 +189,20 @@ class Opening:
             wait_out(self.stream.record())
             self.stream.close()
 
-    def queue(self, comm: Comm, buffer: torch.Tensor, after: CudaEvent | None = None) -> None:
-        """Have NCCL send these bytes, or receive them, behind what the stream holds, and this event. Raises
-        NcclError, and RuntimeError if the device has failed."""
+    def queue(self, comm: Comm, buffers: Sequence[torch.Tensor], after: CudaEvent | None = None) -> None:
+        """Have NCCL send these bytes together, or receive them, behind what the stream holds, and this event.
+        Raises NcclError, and RuntimeError if the device has failed."""
         assert self.stream is not None
         if after is not None:
             self.stream.follow(after)
         nccl = self._shared.nccl
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
-        call(buffer.data_ptr(), buffer.numel(), peer, comm, self.stream.number)
+        with nccl.group() if len(buffers) > 1 else nullcontext():
+            for buffer in buffers:
+                call(buffer.data_ptr(), buffer.numel(), peer, comm, self.stream.number)
 
     def _carry_first_message(self, comm: Comm, stream: CudaStream) -> None:
-        self.queue(comm, self._shared.pool.scratch[:FIRST_MESSAGE_BYTES])
+        self.queue(comm, [self._shared.pool.scratch[:FIRST_MESSAGE_BYTES]])
         self._settle(comm)
         event = stream.record()
         while not event.ready():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain
 from math import inf
 from typing import ClassVar
 
@@ -20,6 +22,9 @@ from p2pkv.links.staging import StagingShare
 ABORT_SECONDS = 10.0
 """An abort that takes longer counts as stuck."""
 
+MOST_TOGETHER = 32
+"""Operations that are launched together."""
+
 _SIZE_BITS = 41
 _SEQUENCES = 1 << 21
 
@@ -34,19 +39,17 @@ class Operation:
 
     Attributes:
         after: an event of the engine's stream, after which NCCL may begin; None until it is wanted.
-        event: recorded behind NCCL's kernel; None until NCCL has launched it.
         released: its slot is given back once it is finished; of a receive, its bytes have been read.
         times: see NcclContext; empty if they are not wanted.
     """
 
-    __slots__ = ("_link", "after", "buffer", "event", "finished", "offset", "released", "times")
+    __slots__ = ("_link", "after", "buffer", "finished", "offset", "released", "times")
 
     def __init__(self, link: NcclEnd, offset: int, nbytes: int, released: bool) -> None:
         self._link = link
         self.offset = offset
         self.buffer: torch.Tensor = link.shared.pool.tensor(offset, nbytes)
         self.after: CudaEvent | None = None
-        self.event: CudaEvent | None = None
         self.finished = False
         self.released = released
         self.times: tuple[float, ...] = ()
@@ -66,8 +69,9 @@ class NcclEnd(LinkEnd):
     an end that is busy alone may launch with all of that under way: the device keeps the order. A receive is
     done only when its bytes are there, so what is queued afterwards, on any stream, reads them.
 
-    With `announced` an operation is launched only once `launch` was called for it. Only ends with something
-    launched count as busy then; otherwise all that have an operation.
+    With `announced` an operation is launched only once `launch` was called for it, and several that it was
+    called for at once are launched by one group call of NCCL, on both sides, and end together. Only ends with
+    something launched count as busy then; otherwise all that have an operation.
     """
 
     rank: ClassVar[int]
@@ -82,11 +86,14 @@ class NcclEnd(LinkEnd):
         self.operations: set[Operation] = set()
         """The operations that hold a slot."""
         self._announced = announced
-        self._launchable = 0
-        """Operations at the front of the queue that `launch` was called for."""
+        self._launchable: deque[int] = deque()
+        """How many operations each call of `launch` was for, of those at the front of the queue."""
         self._queue: deque[Operation] = deque()  # in order, not launched
-        self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
-        self._flying: deque[Operation] = deque()  # launched, and its event is recorded
+        self._ready = 0
+        """Of these, how many at the front stand behind nothing any more, as of the last poll."""
+        self._launching: list[Operation] = []  # NCCL has the calls, and has not launched them yet
+        self._flying: deque[tuple[CudaEvent, list[Operation]]] = deque()
+        """What was launched together, and an event behind NCCL's kernel."""
         self._timer = PollTimer()
         self._calling = threading.Lock()  # held while the owner is inside a call to the communicator
         self._ending = threading.Lock()
@@ -116,14 +123,15 @@ class NcclEnd(LinkEnd):
     def _free(self) -> None:
         """End the communicator, on a helper thread; nothing of this end completes any more."""
         comm = self._opening.give_up()
-        under_way = [*self._flying] + ([self._launching] if self._launching else [])
+        under_way = [*self._launching, *chain.from_iterable(group for _, group in self._flying)]
         for operation in self.operations.difference(under_way):
             self.shared.pool.give(operation.offset)
         self.operations.clear()
         self._queue.clear()
+        self._ready = 0
         self._flying.clear()
-        self._launching = None
-        self._launchable = 0
+        self._launching = []
+        self._launchable.clear()
         self._busy.leave(self)
         if comm is not None:
             self._abort_communicator(comm, [operation.offset for operation in under_way])
@@ -144,7 +152,7 @@ class NcclEnd(LinkEnd):
 
     def pause(self) -> float:
         """Seconds until a poll may find something."""
-        return 0.0 if self._launching is not None else self._timer.pause()
+        return 0.0 if self._launching else self._timer.pause()
 
     def check(self) -> None:
         self.shared.owner.owned()
@@ -166,12 +174,17 @@ class NcclEnd(LinkEnd):
     def want(self, operation: Operation) -> None:
         """Let `poll` launch it, when the work now on the current stream is done."""
         operation.after = self.shared.device.record_event()
-        self._time(operation)
+        self._time([operation])
 
-    def announce(self) -> None:
-        """The next operation may be launched."""
-        assert self._announced and self._launchable < len(self._queue), "nothing is left to launch"
-        self._launchable += 1
+    def committed(self) -> None:
+        """An operation is wanted now: unless its launch is announced, it may go at once."""
+        if not self._announced:
+            self.poll()
+
+    def announce(self, count: int) -> None:
+        """The next operations may be launched, so many together."""
+        assert self._announced and sum(self._launchable) + count <= len(self._queue), "nothing to launch"
+        self._launchable.append(count)
 
     def free(self, operation: Operation) -> None:
         self.operations.discard(operation)
@@ -179,7 +192,8 @@ class NcclEnd(LinkEnd):
 
     @property
     def _on_device(self) -> int:
-        return len(self._flying) + (self._launching is not None)
+        """Groups of operations."""
+        return len(self._flying) + bool(self._launching)
 
     @property
     def _most(self) -> int:
@@ -195,61 +209,78 @@ class NcclEnd(LinkEnd):
                 state = self.shared.nccl.async_error(comm)
             if state not in (SUCCESS, IN_PROGRESS):
                 raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
-            if state == SUCCESS and self._launching is not None:
-                self._record(self._launching)
-                self._launching = None
-            while self._flying and self._reached(self._flying[0].event):
-                operation = self._flying.popleft()
-                operation.finished = True
+            if state == SUCCESS and self._launching:
+                self._record()
+            while self._flying and self._reached(self._flying[0][0]):
+                _, group = self._flying.popleft()
                 self._timer.end()
                 if self._flying:
-                    self._timer.begin(self._flying[0].buffer.numel())
-                self._time(operation)
-                if self.shared.times is not None:
-                    self.shared.times.append(operation.times)
-                if operation.released:
-                    self.free(operation)
+                    self._timer.begin(_nbytes(self._flying[0][1]))
+                for operation in group:
+                    self._finish(operation)
+            while self._ready < len(self._queue) and self._reached(self._queue[self._ready].after):
+                self._ready += 1
             again = state == SUCCESS and self._launch(comm)
 
     def _launch(self, comm: Comm) -> bool:
-        """Launch the next operation, if it may be; whether it was."""
-        if self._on_device >= self._most or not self._queue or not self._ordered(self._queue[0]):
+        """Launch the next operation, or those that go with it, if they may be; whether they were."""
+        count = self._next_group()
+        if not count or self._on_device >= self._most:
             return False
+        group = self._launching = [self._queue.popleft() for _ in range(count)]
+        self._ready = max(0, self._ready - count)
+        # From here on the device may touch their slots.
         if self._announced:
-            if not self._launchable or not self._busy.turn_of(self):
-                return False
-            self._busy.enter(self)
-        operation = self._queue.popleft()
-        self._launchable -= self._announced
-        self._launching = operation  # from here on the device may touch its slot
-        self._time(operation)
+            self._launchable.popleft()
+        self._time(group)
         with self._calling:
             self.guard.check()
-            self._opening.queue(comm, operation.buffer, operation.after if self._most > 1 else None)
-        self._time(operation)
+            after = group[-1].after if self._most > 1 else None
+            self._opening.queue(comm, [operation.buffer for operation in group], after)
+        self._time(group)
         if self.shared.nccl.blocking:
-            self._record(operation)
-            self._launching = None
+            self._record()
         return True
 
-    def _ordered(self, operation: Operation) -> bool:
-        """Whether the operation may be launched as far as this device is concerned: it is wanted, and what it
-        stands behind is done, or is waited for on the device, where only this device's own copies come before
-        it."""
-        return operation.after is not None if self._most > 1 else self._reached(operation.after)
+    def _next_group(self) -> int:
+        """How many operations may be launched next, together; 0: none."""
+        if not self._announced:
+            return int(self._ordered(0))
+        count = self._launchable[0] if self._launchable else 0
+        ready = count and self._ordered(count - 1)
+        return count if ready and self._busy.turn_of(self) and self._busy.enter(self) else 0
 
-    def _record(self, operation: Operation) -> None:
+    def _ordered(self, number: int) -> bool:
+        """Whether this operation of the queue may be launched as far as this device is concerned: it is
+        wanted, and what it stands behind is done, or is waited for on the device, where only this device's
+        own copies come before it."""
+        if self._most == 1:
+            return number < self._ready
+        return number < len(self._queue) and self._queue[number].after is not None
+
+    def _record(self) -> None:
+        """NCCL has launched what it was given."""
         # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
         assert self._opening.stream is not None
-        operation.event = self._opening.stream.record()
-        self._time(operation)
+        group, self._launching = self._launching, []
+        event = self._opening.stream.record()
+        self._time(group)
         if not self._flying:
-            self._timer.begin(operation.buffer.numel())
-        self._flying.append(operation)
+            self._timer.begin(_nbytes(group))
+        self._flying.append((event, group))
 
-    def _time(self, operation: Operation) -> None:
+    def _finish(self, operation: Operation) -> None:
+        operation.finished = True
+        self._time([operation])
         if self.shared.times is not None:
-            operation.times = *operation.times, time.monotonic()
+            self.shared.times.append(operation.times)
+        if operation.released:
+            self.free(operation)
+
+    def _time(self, operations: Sequence[Operation]) -> None:
+        if self.shared.times is not None:
+            for operation in operations:
+                operation.times = *operation.times, time.monotonic()
 
     def _reached(self, event: CudaEvent | None) -> bool:
         """Whether what an operation stands behind, or its kernel, is done; None: it is not even queued."""
@@ -314,9 +345,9 @@ class NcclInbound(NcclEnd, Inbound):
         self.want(receive)
         return receive
 
-    def launch(self) -> None:
+    def launch(self, count: int = 1) -> None:
         self.check()
-        self.announce()
+        self.announce(count)
 
 
 class NcclSend(Operation):
@@ -328,7 +359,7 @@ class NcclSend(Operation):
         """Hand the buffer over; NCCL reads it when the current stream has written it."""
         self._link.check()
         self._link.want(self)
-        self._link.poll()
+        self._link.committed()
 
 
 class NcclOutbound(NcclEnd, Outbound):
@@ -355,18 +386,34 @@ class NcclOutbound(NcclEnd, Outbound):
         self.enqueue(send)
         return send
 
-    def due(self, before: int = 0) -> bool:
-        """Whether the next send that is not announced may be: it is wanted, and not too many are announced.
+    def due(self, before: int = 0, groups: int = 0, most: int = 1) -> int:
+        """The next sends that are not announced may be, if they are wanted, and not too much is announced.
         Only an end that is launched already may announce ahead, and none while others wait."""
         self.check()
-        number = self._launchable + before
-        if number >= len(self._queue) or not self._ordered(self._queue[number]):
-            return False
-        pending = self._on_device + number
+        first = sum(self._launchable) + before
+        if not self._ordered(first):
+            return 0
+        pending = self._on_device + len(self._launchable) + groups
         if pending == 0:
-            return self._busy.turn_of(self)
-        return pending <= self._most and not self._busy.contended
+            admitted = self._busy.turn_of(self)
+        else:
+            admitted = pending <= self._most and not self._busy.contended
+        return self._group_at(first, most) if admitted else 0
 
-    def launch(self) -> None:
-        self.announce()
+    def _group_at(self, first: int, most: int) -> int:
+        """How many sends of the queue, from this one on, are launched together: at least this one."""
+        count, nbytes = 1, self._queue[first].buffer.numel()
+        while count < min(most, MOST_TOGETHER) and self._ordered(first + count):
+            nbytes += self._queue[first + count].buffer.numel()
+            if nbytes > self.shared.group_bytes:
+                break
+            count += 1
+        return count
+
+    def launch(self, count: int = 1) -> None:
+        self.announce(count)
         self.poll()
+
+
+def _nbytes(group: Sequence[Operation]) -> int:
+    return sum(operation.buffer.numel() for operation in group)

@@ -136,6 +136,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     rank of D has room for KV whose request has not come yet. `instance`: where the first engine of its
     data-parallel instance on this host listens, the others behind it with as many ports each; "": it has no
     other engine. `several`: this rank takes several messages that come together, a frame each.
+    `together`: it launches receives together, as `Sent` says.
     """
 
     version: Small
@@ -154,6 +155,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     prefetch: bool = msgspec.field(default=False, name="ahead")
     instance: Annotated[str, Meta(max_length=300)] = ""
     several: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?several")
+    together: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?together")
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -318,12 +320,16 @@ class Grant(TransferMessage, frozen=True, tag="Grant"):
 
 class Sent(TransferMessage, frozen=True, tag="Sent"):
     """P to D: this chunk has gone out on the link. `filler`: what went out is to be dropped. `digest`: the
-    checksum of its bytes, if one of the two ranks wants that, else empty."""
+    checksum of its bytes, if one of the two ranks wants that, else empty. `together`: so many, this one and
+    the next ones, P launches as one, and D must do the same (see Hello)."""
 
     chunk: Small
     link: Small
     filler: bool
     digest: Checksum = b""
+    together: Annotated[int, Meta(ge=2, le=64)] | msgspec.UnsetType = msgspec.field(
+        default=msgspec.UNSET, name="?together"
+    )
 
 
 class Done(TransferMessage, frozen=True, tag="Done"):

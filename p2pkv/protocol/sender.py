@@ -395,10 +395,13 @@ class Sender:
         send = self._live(order.rank, order.grant.attempt)
         return send is not None and bool(order.pieces) and send.readable(self._computed, order.pieces)
 
-    def sent(self, order: Transmit, filler: bool, digest: bytes = b"") -> list[Decision]:
-        """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link."""
+    def sent(
+        self, order: Transmit, filler: bool, digest: bytes = b"", together: int | UnsetType = UNSET
+    ) -> list[Decision]:
+        """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link;
+        `together`: as in Sent."""
         grant = order.grant
-        sent = m.Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
+        sent = m.Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest, together)
         out: list[Decision] = [SendTo(order.rank, sent)]
         send = self._live(order.rank, grant.attempt)
         if send is None or not order.pieces:

@@ -290,12 +290,10 @@ def test_every_request_is_answered(trace: Path, policy: str, monkeypatch: pytest
     assert 0 < found["first token, p50"] <= found["first token, p99"]
 
 
-def test_the_same_seed_gives_the_same_figures(trace: Path) -> None:
-    assert run(trace, "prefix_aware") == run(trace, "prefix_aware")
-
-
-def test_a_policy_that_knows_prefixes_has_more_hits(trace: Path) -> None:
-    assert run(trace, "prefix_aware")["hits"] > 1.5 * run(trace, "round_robin")["hits"]
+def test_a_policy_that_knows_prefixes_has_more_hits_and_runs_repeat(trace: Path) -> None:
+    found = run(trace, "prefix_aware")
+    assert found == run(trace, "prefix_aware")
+    assert found["hits"] > 1.5 * run(trace, "round_robin")["hits"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -313,21 +311,13 @@ def figures(system: str, mix: str, weight: float = 0.1, noise: bool = False) -> 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_pool_serves_as_many_requests_as_plain_servers_and_more_than_fixed_roles(mix: str) -> None:
+    """As first tokens are predicted: with noise instead of predictions figures get worse."""
     auto, plain, fixed = (figures(system, mix) for system in ("auto", "plain", "fixed"))
     assert auto["rps"] >= 0.97 * plain["rps"] and auto["rps"] > 1.1 * fixed["rps"]
     assert auto["ttft50"] <= 1.25 * plain["ttft50"] and auto["ttft99"] <= 1.1 * plain["ttft99"]
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_first_tokens_are_predicted(mix: str) -> None:
-    assert figures("auto", mix)["error"] < 0.25
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_with_predictions_replaced_by_noise_figures_get_worse(mix: str) -> None:
-    auto, noise = figures("auto", mix), figures("auto", mix, noise=True)
-    assert noise["rps"] < 0.99 * auto["rps"]
-    assert noise["ttft99"] > auto["ttft99"]
+    assert auto["error"] < 0.25
+    noise = figures("auto", mix, noise=True)
+    assert noise["rps"] < 0.99 * auto["rps"] and noise["ttft99"] > auto["ttft99"]
 
 
 def test_a_large_weight_of_pauses_keeps_prompts_and_answers_apart() -> None:

@@ -33,7 +33,6 @@ class Crew:
         self._keys: dict[str, _Key] = {}
 
     def do(self, command: do.Command) -> None:
-        """Every rank carries it out."""
         match command:
             case do.Expect(key) | do.HoldPrompt(key):
                 self._keys[key] = _Key()

@@ -83,11 +83,9 @@ class Build:
         return self.tp * (2 if self.cut else 1)
 
     def pages(self) -> list[RankPages]:
-        """Those of all ranks."""
         return [make_rank_pages(self.model, rank, self.tp, self.cut) for rank in range(self.ranks)]
 
     def options(self, role: Literal["P", "D"], outside: Address, **more: Any) -> Options:
-        """Of an engine that advertises this address."""
         return Options(
             role=role, host=outside.host, kv_port=outside.port - self.index * self.ranks,
             engine_index=self.index, engine_ranks=self.ranks, data_parallel=self.engines > 1,
@@ -159,16 +157,13 @@ class Side:
             self.confess()
 
     def confess(self) -> None:
-        """Tell the parent what was found broken."""
         while self._violations:
             self.say(violation=self._violations.popleft())
 
     def say(self, **message: Any) -> None:
-        """Tell the parent."""
         self._wire.send_bytes(json.dumps(message).encode())
 
     def broken(self, invariant: str) -> None:
-        """Note what must not be; from any thread."""
         self._violations.append(invariant)
 
     def _obey(self, order: dict[str, Any]) -> None:
@@ -202,7 +197,6 @@ class Side:
                 self.forward.order(order, time.monotonic())
 
     def _some_links(self, draw: random.Random) -> list[FaultyLinks]:
-        """Those of one rank, or of all."""
         return draw.choice([self.links, [draw.choice(self.links)]])
 
     def _freeze_links(self, frozen: bool) -> None:
@@ -256,7 +250,6 @@ class Side:
 
 
 def shared(host: str) -> LinkFactory:
-    """Links of a rank that share memory."""
     return HostLinks(host, STAGING)
 
 

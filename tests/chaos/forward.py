@@ -6,10 +6,8 @@ time it is, and lets pass the seconds that its turns yield.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from chaos.crew import Crew
 from chaos.model import Memory
@@ -19,27 +17,15 @@ LAYER_SECONDS = 0.001
 
 
 @dataclass
-class Forward(ABC):
-    """`say(kind=value, ...)` tells the run what has happened; `broken` that something must not be so."""
+class Forward:
+    """`say(kind=value, ...)` tells the run what has happened; `broken` that something must not be so.
+
+    A P and a D each have `order` (what it is told to do), `turn` (a generator of the seconds that it takes;
+    raises Violation), `empty` (gives back what is kept for later only; whether every block is free then) and
+    `idle` (whether only an order or an event of a rank gives it something to do).
+    """
 
     crew: Crew
     memory: Memory
     say: Callable[..., None]
     broken: Callable[[str], None]
-
-    @abstractmethod
-    def order(self, order: dict[str, Any], now: float) -> None:
-        """What a P or a D is told to do."""
-
-    @abstractmethod
-    def turn(self, now: float) -> Iterator[float]:
-        """One turn; yields seconds that it takes. Raises Violation."""
-
-    @abstractmethod
-    def empty(self) -> bool:
-        """Give back what is kept for later only; whether every block is free then."""
-
-    @property
-    @abstractmethod
-    def idle(self) -> bool:
-        """Whether only an order or an event of a rank gives it something to do."""

@@ -7,12 +7,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from chaos.schedule import LEASE
 
 from p2pkv.engine.decode import MAX_TRIES
-from p2pkv.pairing import Address
 
 GRACE = 5.0
 """A load, and P's pages, end within the lease and this after the last progress; seconds."""
@@ -29,19 +28,8 @@ GAP = 0.06
 PROMPTS, LONGEST = 12, 700
 
 
-class Engine(Protocol):
-    """An engine as its requests see it. `continued`: when it last began to run. `named`: the addresses by
-    which an id may name it, those of all engines of its data-parallel instance."""
-
-    name: str
-    outside: Address
-    named: tuple[Address, ...]
-    frozen: bool
-    continued: float
-
-    def order(self, word: str, **details: Any) -> bool:
-        """Tell it something; False if there is nobody to tell."""
-        ...
+Engine = Any
+"""An engine as its requests see it: a `chaos.machines.Machine`, or one of tests/virtual."""
 
 
 @dataclass
@@ -117,7 +105,6 @@ class Jobs:
         return job
 
     def ask_any(self, prefills: list[Engine], decodes: list[Engine], longest: int = LONGEST) -> None:
-        """One request of any pair, unless that D has enough to do."""
         decode, prefill = self._draw.choice(decodes), self._draw.choice(prefills)
         if sum(1 for job in self.open.values() if job.decode is decode) < AT_ONCE:
             self.ask(prefill, decode, longest=longest)
@@ -201,11 +188,9 @@ class Run:
     now: float
 
     def of(self, role: str) -> list[Any]:
-        """The engines of this role."""
         return [machine for machine in self.machines.values() if machine.name.startswith(role)]
 
     def ask_all(self, must: bool = True, longest: int = LONGEST) -> None:
-        """A request of every pair."""
         for p, d in itertools.product(self.of("P"), self.of("D")):
             self.jobs.ask(p, d, must=must, longest=longest)
 

@@ -107,7 +107,6 @@ class LiveRun(Run):
             door.manner.garble = False
 
     def load(self, seconds: float) -> None:
-        """Requests of any pair for so long."""
         end = time.monotonic() + seconds
         next_job = 0.0
         while time.monotonic() < end:
@@ -137,7 +136,6 @@ class LiveRun(Run):
             self.turn_until(lambda: not self.jobs.open, LEASE + GRACE, "the end of every request")
 
     def rest(self) -> None:
-        """Everything ends, and nobody holds anything."""
         self.turn_until(lambda: not self.jobs.open, LEASE + GRACE, "the end of every request")
         self._baselines.clear()
         if not self.turn_until(self.baseline, 10.0, "the baseline"):
@@ -174,12 +172,10 @@ class LiveRun(Run):
         self.jobs.check()
 
     def broken(self, invariant: str) -> None:
-        """Note a violation."""
         self.violations.append(f"{self.now:.2f} s: {invariant}")
         print(f"VIOLATION {self.violations[-1]}", flush=True)
 
     def ask(self, prefill: str, decode: str) -> None:
-        """A request in peace."""
         self._baselines.clear()
         self.jobs.ask(self.machines[prefill], self.machines[decode], must=True)
 
@@ -194,11 +190,9 @@ class LiveRun(Run):
         return all(self._baselines.get(name, {}).get("baseline") for name in self.machines)
 
     def held(self) -> dict[str, dict[str, Any]]:
-        """What engines that are not at their baseline hold."""
         return {name: said for name, said in self._baselines.items() if not said["baseline"]}
 
     def stop_all(self) -> None:
-        """End every engine in good order."""
         for machine in self.machines.values():
             machine.stop()
         self.turn_until(

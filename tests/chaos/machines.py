@@ -61,7 +61,6 @@ class Machine:
         self.wire: Connection | None = None
 
     def start(self) -> None:
-        """A new process; it says `ready`."""
         self.ended = False
         self.continued = time.monotonic()
         self.wire, theirs = CONTEXT.Pipe()
@@ -86,17 +85,14 @@ class Machine:
         return True
 
     def stop(self) -> None:
-        """Tell it to end in good order."""
         self.order("stop")
         self._leave()
 
     def freeze(self) -> None:
-        """SIGSTOP."""
         self.frozen = True
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
         os.kill(self._process.pid, signal.SIGCONT)
         self.frozen, self.continued = False, time.monotonic()
 
@@ -111,7 +107,6 @@ class Machine:
         self._process, self.wire, self.frozen = None, None, False
 
     def ready(self) -> None:
-        """It listens."""
         self.up = True
         if self.door is not None:
             self.door.manner.open = True

@@ -62,7 +62,6 @@ class Group:
 
     @property
     def rows(self) -> int:
-        """Of a block."""
         return 1 if self.once else self.block // self.tokens
 
     def numbers(self, start: int, stop: int) -> range:
@@ -70,7 +69,6 @@ class Group:
         return range(start // self.tokens, stop // self.tokens)
 
     def on_rank(self, rank: int, tp: int) -> range:
-        """Its heads there."""
         held = Shape((1,), self.heads, tp).rank_heads.ranks[rank]
         return range(held.start, held.stop)
 
@@ -219,7 +217,6 @@ class RankPages:
     cache: RankCache
 
     def of(self, group: Group) -> list[int]:
-        """The group's layers on this rank."""
         return [layer for layer in group.layers if layer in self.layers]
 
 
@@ -283,12 +280,10 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """How many blocks nobody has."""
         return len(self._free)
 
     @property
     def held(self) -> int:
-        """How many blocks somebody has."""
         return self.model.blocks - 1 - len(self._free)
 
     def take(self, count: int) -> list[int] | None:
@@ -301,7 +296,6 @@ class Memory:
         return taken
 
     def clean(self) -> bool:
-        """Whether nobody has written to a block that nobody has."""
         return self._untouched([NULL, *self._free])
 
     def give_back(self, blocks: list[int]) -> None:

@@ -71,7 +71,6 @@ class Cable:
             self.run(side, "ip", "link", "set", "cable", "up")
 
     def _keep(self, side: str, before: list[str], *kinds: str) -> None:
-        """A process that keeps a new namespace open."""
         keeper = subprocess.Popen(
             [*before, "unshare", *kinds, "sleep", str(MAX_SECONDS)],
             stdout=subprocess.DEVNULL,
@@ -91,7 +90,6 @@ class Cable:
         return ["nsenter", "--target", target, *kinds, "--preserve-credentials", "--"]
 
     def keeper(self, side: str) -> int:
-        """The process that has this side's namespaces."""
         return self._keepers[side].pid
 
     def inside(self, side: str) -> list[str]:
@@ -108,7 +106,6 @@ class Cable:
         return done.stdout
 
     def sent(self, side: str) -> int:
-        """Bytes that this side has sent so far."""
         (link,) = json.loads(self.run(side, "ip", "-json", "-statistics", "link", "show", "dev", "cable"))
         return int(link["stats64"]["tx"]["bytes"])
 
@@ -121,7 +118,6 @@ class Cable:
                  "nud", "permanent")  # fmt: skip
 
     def find(self, side: str) -> None:
-        """It arrives again."""
         self.run(side, "ip", "neigh", "del", HOSTS["D" if side == "P" else "P"], "dev", "cable")
 
     def blackhole(self, side: str) -> None:
@@ -129,7 +125,6 @@ class Cable:
         self.run(side, "ip", "route", "add", "blackhole", f"{HOSTS['D' if side == 'P' else 'P']}/32")
 
     def open(self, side: str) -> None:
-        """It has one again."""
         self.run(side, "ip", "route", "del", "blackhole", f"{HOSTS['D' if side == 'P' else 'P']}/32")
 
     def narrow(self, rate: str) -> None:
@@ -139,7 +134,6 @@ class Cable:
                      "burst", "16kb", "latency", "50ms")  # fmt: skip
 
     def widen(self) -> None:
-        """As fast as memory again."""
         for side in HOSTS:
             self.run(side, "tc", "qdisc", "del", "dev", "cable", "root")
 
@@ -185,7 +179,6 @@ class _Process(subprocess.Popen[bytes]):
     """As multiprocessing has them."""
 
     def join(self, seconds: float) -> None:
-        """Wait for its end."""
         self.wait(seconds)
 
 

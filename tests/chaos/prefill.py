@@ -40,7 +40,6 @@ class PrefillSide(Forward):
     _queue: deque[Prompt] = field(default_factory=deque)
 
     def order(self, order: dict[str, Any], now: float) -> None:
-        """A prompt to prefill."""
         prompt = Prompt(**order | {name: Address.parse(order[name]) for name in ("decode", "named")})
         self._prompts[prompt.key] = prompt
         self._queue.append(prompt)
@@ -50,7 +49,6 @@ class PrefillSide(Forward):
         )
 
     def empty(self) -> bool:
-        """A P keeps nothing."""
         return self.memory.held == 0
 
     @property

@@ -81,7 +81,6 @@ class Relay:
         assert self._began.wait(5.0), "the relay cannot listen"
 
     def close(self) -> None:
-        """End everything."""
         self._stopping = True
         if self._thread.is_alive():
             self._thread.join(5.0)
@@ -195,5 +194,4 @@ def tcp(host: str) -> HostLinks:
 
 
 def rough(host: str) -> RoughLinks:
-    """The same, each through a relay."""
     return RoughLinks(tcp(host))

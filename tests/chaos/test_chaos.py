@@ -34,21 +34,6 @@ from p2pkv.pairing import Address
 ROOT = Path(__file__).parents[2]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1"}
-
-
-def test_the_seed_decides_the_schedule() -> None:
-    """In every process alike, whatever its hashes are."""
-    code = "from chaos.schedule import schedule; print(*schedule(7, 60), sep='\\n')"
-    for hashes in ("1", "2"):
-        said = subprocess.check_output(
-            [sys.executable, "-c", code], env=environment() | {"PYTHONHASHSEED": hashes}, text=True
-        )
-        assert said.splitlines() == [str(fault) for fault in schedule(7, 60)]
-    assert schedule(7, 60) == schedule(7, 60) != schedule(8, 60)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_schedule_of_five_minutes(seed: int) -> None:
     """Enough faults of every kind, and no engine suffers two at once."""
@@ -132,6 +117,7 @@ def test_kv_differs_between_prompts_groups_layers_tokens_heads_and_channels() ->
 
 def test_of_the_parts_of_a_run_most_have_a_hybrid_model_and_some_one_group() -> None:
     assert parts(7, 300) == parts(7, 300) != parts(8, 300)
+    assert schedule(7, 60) == schedule(7, 60) != schedule(8, 60)
     for seed in range(3):
         models = [part.model for part in parts(seed, 600)]
         assert models.count(ONE_GROUP) in (3, 4) and len(models) == 10
@@ -181,7 +167,7 @@ def test_a_short_run_of_a_hybrid_model_with_data_parallel_engines() -> None:
     """tests/chaos/test_rough.py has engines of one KV group."""
     run = subprocess.Popen(
         [sys.executable, "-m", "chaos", "--seconds", "6", "--seed", "10"],
-        env=environment(),
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

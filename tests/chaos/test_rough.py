@@ -12,6 +12,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ ways = pytest.mark.parametrize("way", [THERE, BACK])
 
 @pytest.mark.slow
 @planes
-@pytest.mark.parametrize("values", [{"late": 0.1}, {"slice": 61}, {"late": 0.03, "slice": 997}], ids=str)
+@pytest.mark.parametrize("values", [{"slice": 61}, {"late": 0.1, "slice": 997}], ids=str)
 def test_late_and_in_slices_everything_comes(live: LiveRun, treat: Treat, values: dict[str, Any]) -> None:
     before = live.jobs.outcomes["loaded"]
     treat(live, **values)
@@ -176,76 +177,27 @@ def all_end(live: LiveRun) -> None:
 
 
 def turn_for(live: LiveRun, seconds: float) -> None:
-    """Let so much time pass."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         live.turn()
 
 
-@pytest.fixture
-def relayed() -> Iterator[Callable[[Manner], tuple[socket.socket, socket.socket]]]:
-    """A client and a server with a relay between them."""
-    made: list[Any] = []
-
-    def make(manner: Manner) -> tuple[socket.socket, socket.socket]:
-        listener = socket.create_server(("127.0.0.1", 0))
-        inside, outside = listener.getsockname()[1], free_ports()
-        relay = Relay(Address("127.0.0.1", outside), Address("127.0.0.1", inside), manner)
-        relay.start()
-        client = socket.create_connection(("127.0.0.1", outside), timeout=5.0)
-        server, _ = listener.accept()
-        server.settimeout(5.0)
-        made.extend([client, server, listener, relay])
-        return client, server
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def test_a_relay_slices_and_delays_and_changes_nothing(relayed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_slices_and_delays_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     slices: list[bytes] = []
     write = asyncio.StreamWriter.write
     monkeypatch.setattr(
         asyncio.StreamWriter, "write", lambda sink, data: slices.append(data) or write(sink, data)
     )
-    client, server = relayed(Manner(slice=13, late=0.01))
-    sent = random.Random(1).randbytes(20_000)
-    client.sendall(sent)
-    got = b""
-    while len(got) < len(sent):
-        got += server.recv(1 << 16)
+    sent, got = random.Random(1).randbytes(20_000), b""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        inside, outside = (Address("127.0.0.1", each) for each in (listener.getsockname()[1], free_ports()))
+        relay = Relay(outside, inside, Manner(slice=13, late=0.01))
+        stack.callback(relay.close)
+        relay.start()
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", outside.port), timeout=5.0))
+        server = stack.enter_context(listener.accept()[0])
+        server.settimeout(5.0)
+        client.sendall(sent)
+        while len(got) < len(sent):
+            got += server.recv(1 << 16)
     assert got == sent == b"".join(slices) and max(map(len, slices)) == 13
-
-
-def test_a_relay_resets_in_mid_message(relayed: Any) -> None:
-    client, server = relayed(Manner(slice=100, reset_after=5_000))
-    client.sendall(bytes(20_000))
-    got = 0
-    with pytest.raises(ConnectionResetError):
-        while part := server.recv(1 << 16):
-            got += len(part)
-    assert got < 20_000
-    with pytest.raises(OSError, match=r"reset|pipe"):
-        for _ in range(100):
-            client.sendall(b"more")
-            time.sleep(0.01)
-
-
-def test_a_relay_holds_one_way_and_closes_one(relayed: Any) -> None:
-    manner = Manner(held=(THERE,))
-    client, server = relayed(manner)
-    client.sendall(b"held")
-    server.sendall(b"back")
-    assert client.recv(10) == b"back"
-    server.settimeout(0.2)
-    with pytest.raises(TimeoutError):
-        server.recv(10)
-    server.settimeout(5.0)
-    manner.held = ()
-    assert server.recv(10) == b"held"
-    manner.half = (BACK,)
-    server.sendall(b"lost")
-    assert client.recv(10) == b""
-    client.sendall(b"still there")
-    assert server.recv(20) == b"still there"

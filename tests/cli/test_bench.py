@@ -23,7 +23,6 @@ from p2pkv.bench.harness import (
     BLOCK_BYTES,
     BenchError,
     RawNccl,
-    Strip,
     environment,
     environment_of_child,
     new_name,
@@ -181,13 +180,6 @@ def test_messages_of_every_size_at_every_level() -> None:
     lines = list(nccl.table(rows))
     assert [line.split()[:2] for line in lines[1:]] == [["64", "KiB"], ["1024", "KiB"]]
     assert all(len(line.split()) == 12 for line in lines[1:])
-
-
-def test_a_strip_moves_as_many_bytes_as_it_says() -> None:
-    """The cache refuses a buffer of another size, so rates that come back are of these bytes."""
-    strip = Strip(Memory(1024, "P"), 4 << 20, "cpu")
-    for nbytes in (BLOCK_BYTES, 256 << 10, 4 << 20):
-        assert set(strip.rates(nbytes)) == {"copy", "gather", "scatter"}
 
 
 def test_a_plot_needs_matplotlib_or_draws(tmp_path: Path) -> None:

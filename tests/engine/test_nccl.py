@@ -6,10 +6,12 @@ import threading
 import time
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from p2pkv.engine import commands as do
 from support.engine.engines import Forward, Make, break_link, on_engine_thread, prefill, step
-from support.engine.transfers import BLOCKS, arrives, ask, failure, load, push, value
+from support.engine.transfers import BLOCKS, arrives, ask, begin, failure, load, push, value
 from support.links.pairs import nccl_of
 from support.waiting import wait_for
 
@@ -41,6 +43,22 @@ def test_a_link_that_failed_to_come_up_is_built_anew(make_nccl: Make) -> None:
     prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
     load(d, tokens=TOKENS)
     arrives(d, tokens=TOKENS)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_messages_that_are_ready_together_are_one_launch_if_d_does_the_same(
+    make_nccl: Make, knows: bool
+) -> None:
+    """A D of an older version does not know of it. That both group alike the simulation of NCCL checks."""
+    p, d = make_nccl("P"), make_nccl("D")
+    if not knows:
+        context = d.ranks[0].rank.context
+        context.hello = replace(context.hello, together=UNSET)
+    begin(p, d)
+    load(d)
+    arrives(d)
+    sizes = [nccl_of(engine).groups for engine in (p, d)]
+    assert sizes[0] == sizes[1] and (max(sizes[0]) > 1) == knows
 
 
 def test_a_rank_looks_often_while_nccl_has_something_under_way(make_nccl: Make) -> None:

@@ -20,7 +20,6 @@ def figure(name: str, value: float, unit: str, where: str) -> None:
 
 
 def figures(path: Path) -> list[dict[str, Any]]:
-    """What has been kept there."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

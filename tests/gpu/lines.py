@@ -34,7 +34,6 @@ REACHED: dict[str, set[int]] = {
 
 
 def executable(source: str) -> set[int]:
-    """The lines that Python has code for."""
     left: list[CodeType] = [compile(source, "", "exec", dont_inherit=True)]
     lines: set[int] = set()
     while left:
@@ -103,8 +102,6 @@ class Child:
 
 
 class Parent:
-    """The dry run itself."""
-
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="p2pkv-lines-")
         os.close(descriptor)

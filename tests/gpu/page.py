@@ -27,15 +27,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Each with whether it is ticked."""
-
     items: Sequence[tuple[bool, str]]
 
 
 @dataclass(frozen=True)
 class Output:
-    """Lines of a program."""
-
     lines: Sequence[str]
 
 

@@ -34,9 +34,7 @@ def push_blocks(measured: Sequence[Mapping[str, Any]]) -> list[Block]:
     if not rows:
         return []
     total = measured[0]["total"] >> 20
-    about = (
-        f"GB/s of a prompt of {total} MiB, medians. Raw NCCL: between two ranks of one process on P's card."
-    )
+    about = f"GB/s of a prompt of {total} MiB, medians. Raw NCCL: between the processes of P and D."
     of_one = f"A prompt of one message, ms from D's question until it is loaded, medians: {'; '.join(short)}."
     return [Heading("Pushes"), Text(about), Table(head, rows), Text(of_one)]
 

@@ -176,31 +176,11 @@ def test_the_push_table_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(push_table.__file__, run_name="__main__")
     assert ended.value.code == 0
-    assert push_table.main([*given, "--json", str(out)]) == 0
     measured = json.loads(out.read_text())
     assert [(row["bytes"], len(row["push"])) for row in measured["rows"]] == [(512 << 10, 1), (1 << 20, 3)]
     assert min(rate for row in measured["rows"] for rate in row["push"]) > 0
     assert len(measured["short"][str(512 << 10)]) == push_table.SHORT_REPEAT
     assert len(push_blocks([measured])) == 4
-
-
-def test_calls_that_wait_for_each_other_run_in_threads_cpu() -> None:
-    left, right = os.pipe(), os.pipe()
-
-    def end(mine: int, other: int) -> bytes:
-        os.write(mine, b".")
-        return os.read(other, 1)
-
-    found = push_table.in_threads(lambda: end(left[1], right[0]), lambda: end(right[1], left[0]))
-    for descriptor in (*left, *right):
-        os.close(descriptor)
-    assert found == [b".", b"."]
-    with pytest.raises(ZeroDivisionError):
-        push_table.in_threads(lambda: 1 / 0, lambda: None)
-    late = threading.Event()
-    with pytest.raises(TimeoutError, match=r"a call did not return in 0\.1 s"):
-        push_table.in_threads(late.wait, seconds=0.1)
-    late.set()
 
 
 LOG = """

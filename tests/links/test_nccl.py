@@ -226,7 +226,9 @@ def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     true, launched = SimulatedNccl.queue, list[str]()
     monkeypatch.setattr(SimulatedDevice, "record_event", lambda self: before)
     monkeypatch.setattr(
-        SimulatedNccl, "queue", lambda *given: launched.append("S" if given[2].send else "R") or true(*given)
+        SimulatedNccl,
+        "queue",
+        lambda *given: launched.append("S" if given[2][0].send else "R") or true(*given),
     )
     done = True
     monkeypatch.setattr(before, "ready", lambda: done)

@@ -73,7 +73,8 @@ def test_the_calls_that_reach_a_binding(patch: pytest.MonkeyPatch, binding: str)
     assert nccl.version() == 23203 and nccl.unique_id() == UNIQUE_ID
     comm = nccl.init(2, UNIQUE_ID, 1)
     nccl.send(1000, 64, 1, comm, 7)
-    nccl.recv(2000, 65, 0, comm, 8)
+    with nccl.group():
+        nccl.recv(2000, 65, 0, comm, 8)
     assert nccl.async_error(comm) == (SUCCESS if cupy else IN_PROGRESS)
     nccl.abort(comm)
     on = () if cupy else ("a Comm",)
@@ -87,7 +88,9 @@ def test_the_calls_that_reach_a_binding(patch: pytest.MonkeyPatch, binding: str)
             *(() if cupy else (0, 32, 1)),
         ),  # does not block; NCCL takes no more than 32
         ("send", 1000, 64, 1, 1, *on, 7),
+        ("groupStart" if cupy else "group_start",),
         ("recv", 2000, 65, 1, 0, *on, 8),
+        ("groupEnd" if cupy else "group_end",),
         ("check_async_error" if cupy else "comm_get_async_error", *on),
         ("abort" if cupy else "comm_abort", *on),
     ]

@@ -45,6 +45,8 @@ class Line:
     sends: list[Send] = field(default_factory=list)
     said: int = 0
     heard: int = 0
+    groups: deque[int] = field(default_factory=deque)
+    """How many sends go together of those that P has announced; else one."""
     receives: deque[tuple[int, Receive]] = field(default_factory=deque)
     arrived: int = 0
     wrong: int = 0
@@ -73,15 +75,17 @@ class Line:
 
     def turn_of_p(self) -> None:
         self.outbound.poll()
-        while self.announced and self.launched < self.committed and self.outbound.due():
-            self.said += 1
-            self.launched += 1
-            self.outbound.launch()
+        while self.announced and self.launched < self.committed and (count := self.outbound.due(most=AHEAD)):
+            self.groups.append(count)
+            self.said += count
+            self.launched += count
+            self.outbound.launch(count)
 
     def turn_of_d(self) -> None:
         while self.heard < self.said:
-            self.heard += 1
-            self.inbound.launch()
+            count = self.groups.popleft() if self.groups else 1
+            self.heard += count
+            self.inbound.launch(count)
         self.inbound.poll()
         while self.receives and self.receives[0][1].done():
             number, receive = self.receives.popleft()
@@ -102,6 +106,7 @@ class Mesh:
         processors: int = 132,
         sides: tuple[int, int] = (2, 2),
         in_flight: int = 1,
+        group_bytes: int = 0,
     ) -> None:
         self.gpus = [[SimulatedGpu(queues, processors) for _ in range(side)] for side in sides]
         self.ranks: list[list[NcclLinks]] = [
@@ -112,6 +117,7 @@ class Mesh:
                     announced=announced,
                     processors=processors,
                     in_flight=in_flight,
+                    group_bytes=group_bytes,
                 )
                 for gpu in gpus
             ]
@@ -214,14 +220,15 @@ def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> No
     wait_for(lambda: mesh.occupied("P") == 0)
 
 
-def test_steps_of_tensor_parallel_ranks_close_no_cycle(blocking: bool) -> None:
+@pytest.mark.parametrize("group_bytes", [0, WINDOW])
+def test_steps_of_tensor_parallel_ranks_close_no_cycle(blocking: bool, group_bytes: int) -> None:
     """P sends two messages to each rank of D, whose steps meet in an all-reduce.
 
     A cycle, if two receives or sends of a link are launched at once: D 0's step waits behind its second
     receive, that for P's first send to it, that stands behind P's second send to D 1, that waits for the
     first, that for D 1's receive, that stands behind D 1's step, and that waits in the all-reduce for D 0.
     """
-    mesh = Mesh(blocking, sides=(1, 2))
+    mesh = Mesh(blocking, sides=(1, 2), group_bytes=group_bytes)
     first, second = mesh.lines[0, 0], mesh.lines[0, 1]
     for line in (first, second):
         line.grant(2)
@@ -310,17 +317,18 @@ class Busy:
 
 
 @pytest.mark.parametrize("processors", [32, 132])
+@pytest.mark.parametrize("group_bytes", [0, 3 * NBYTES])
 @pytest.mark.parametrize(
     ("blocking", "queues", "launches_wait"),
     [("nccl-blocking", 1, True), *((kind, queues, False) for kind in NCCL_KINDS for queues in (1, 3))],
     indirect=["blocking"],
 )
 def test_ranks_that_compute_and_push_never_wait_in_a_circle(
-    blocking: bool, queues: int, processors: int, launches_wait: bool
+    blocking: bool, queues: int, processors: int, group_bytes: int, launches_wait: bool
 ) -> None:
     """With 32 multiprocessors a rank may have one link on its device at once. `launches_wait`: as with
     CUDA_LAUNCH_BLOCKING=1, a call returns when the device is done."""
-    mesh = fresh(Mesh(blocking, queues=queues, processors=processors))
+    mesh = fresh(Mesh(blocking, queues=queues, processors=processors, group_bytes=group_bytes))
     for rank in itertools.chain(*mesh.ranks):
         simulated(rank).launches_wait = launches_wait
     Busy(mesh, 12).finish()
@@ -370,6 +378,19 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
     assert first.said == ANNOUNCED, "the other's turn"
     wait_for(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
                first.arrived == second.arrived == AHEAD)  # fmt: skip
+
+
+def test_sends_that_are_ready_together_are_one_launch(blocking: bool) -> None:
+    """Up to so many bytes, and on both sides alike, as the simulation of NCCL demands."""
+    mesh = Mesh(blocking, sides=(1, 1), group_bytes=3 * NBYTES)
+    (line,) = mesh.lines.values()
+    mesh.grant(5)
+    while line.decide():
+        pass
+    wait_for(lambda: line.turn_of_p() or line.turn_of_d() or line.arrived == 5)
+    assert not line.wrong
+    for (rank,) in mesh.ranks:
+        assert simulated(rank).groups == [1, 3, 2], "the first one is that of the handshake"
 
 
 def test_a_link_launches_ahead_only_while_it_is_busy_alone(blocking: bool) -> None:

@@ -175,7 +175,6 @@ LOCKS = ("cpu.txt", "test.txt", "release.txt")
 
 
 def locked(lock: str) -> list[str]:
-    """The lines of a lock file."""
     text = (ROOT / "requirements" / lock).read_text()
     return [line for line in text.splitlines() if not line.startswith("#")]
 

@@ -39,7 +39,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def links(page: Path) -> set[Path]:
-    """The site's own pages that this one leads to."""
     targets = re.findall(r'href="([^"#:]+\.html)(?:#[^"]*)?"', page.read_text())
     return {(page.parent / target).resolve() for target in targets}
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -103,8 +102,6 @@ async def _call(url: str, body: dict[str, Any], name: str) -> AsyncIterator[byte
 
 
 def by_aiohttp(router: ClassicRouter) -> web.Application:
-    """The router behind aiohttp's server."""
-
     async def serve(request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         kind = "text/event-stream" if body.get("stream") else "application/json"
@@ -125,31 +122,21 @@ def by_aiohttp(router: ClassicRouter) -> web.Application:
     return app
 
 
-async def serve_by_aiohttp(router: ClassicRouter, host: str, port: int) -> None:
-    """Serve until cancelled."""
-    runner = web.AppRunner(by_aiohttp(router), access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=10001)
     parser.add_argument("--discovery", default="127.0.0.1:30001", metavar="HOST:PORT")
     args = parser.parse_args()
+    app = by_aiohttp(router := ClassicRouter())
 
-    async def run() -> None:
-        router = ClassicRouter()
-        discovery = router.discover(f"tcp://{args.discovery}")
-        await asyncio.gather(discovery, serve_by_aiohttp(router, args.host, args.port))
+    async def discovering(_: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(router.discover(f"tcp://{args.discovery}"))
+        yield
+        task.cancel()
 
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run())
+    app.cleanup_ctx.append(discovering)
+    web.run_app(app, host=args.host, port=args.port, print=None, access_log=None)
 
 
 if __name__ == "__main__":

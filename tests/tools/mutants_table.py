@@ -503,8 +503,16 @@ PollTimer.pause: a link is looked at late once an operation has waited for its p
 == p2pkv/links/nccl_ends.py > tests/links/test_nccl_queues.py
 NcclEnd._launch: a link launches a second operation behind an unfinished one
 ~ self._on_device >= self._most => self._on_device > self._most
-NcclEnd._launch: D launches a receive that P has not announced
-~ not self._launchable or =>
+NcclEnd._next_group: D launches a receive that P has not announced
+~ self._launchable[0] if self._launchable else 0 => len(self._queue)
+NcclOutbound._group_at: more bytes are launched together than nccl_group_bytes has
+~ if nbytes > self.shared.group_bytes: => if False:
+== p2pkv/engine/from_prefill.py > tests/engine/test_nccl.py
+InboundLink.sent: D launches each receive alone where P launches sends together
+~ message.together or 1 => 1
+== p2pkv/engine/to_decode.py > tests/engine/test_nccl.py
+DecodePeer.go_on: P launches sends together although D cannot
+~ self.hello.together is True => True
 == p2pkv/links/nccl_communicator.py > tests/links/test_nccl_queues.py
 NcclContext.alone: two links launch operations behind unfinished ones
 ~ not (self.busy.others(end) or self.busy_sends.others(end)) => True

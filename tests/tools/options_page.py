@@ -106,7 +106,6 @@ def instance_rows() -> Iterator[str]:
 
 
 def item(name: str, default: str, same: str, meaning: str) -> str:
-    """One option."""
     remarks = "; ".join(filter(None, [default if default not in ("none", "off") else "", same]))
     return f"- `{name}` ({remarks}): {meaning}" if remarks else f"- `{name}`: {meaning}"
 

@@ -46,8 +46,6 @@ GREY, BLUE = "#57606a", "#0969da"
 
 
 def pair() -> str:
-    """docs/pair.svg."""
-
     def text(x: float, y: float, words: str, more: str = 'font-size="12"') -> str:
         return f'<text x="{x:g}" y="{y:g}" {more}>{escape(words, quote=False)}</text>'
 

@@ -1,7 +1,4 @@
-"""How often the way of one layer's bytes crosses from one file of p2pkv to another, counted from a real
-trace.
-
-    PYTHONPATH=tests python -m unit.crossings [--calls]
+"""How often the way of one layer's bytes crosses from one file of p2pkv to another, by a real trace.
 
 Two cores, one of P and one of D, push one prompt of several layers over a link in memory. What is counted
 are the turns in which one layer in the middle is announced, granted, sent and written: all calls in them
@@ -11,10 +8,9 @@ package of links counts as one file. The tests' network and link stand for `cont
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import CO_GENERATOR
 from pathlib import Path
@@ -46,7 +42,6 @@ def file_of(frame: FrameType) -> str | None:
 
 @contextmanager
 def counted() -> Iterator[Counter[Crossing]]:
-    """Count the crossings of what runs inside."""
     into: Counter[Crossing] = Counter()
     generators: set[FrameType] = set()  # each counts once, however often it is resumed
 
@@ -110,22 +105,3 @@ def deliver(network: Any) -> None:
         while way._flying:
             _, data = way._flying.popleft()
             way.target.take(way.connection, data)
-
-
-def main(say: Callable[[str], object] = print) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--calls", action="store_true", help="print every crossing")
-    every = parser.parse_args().calls
-    found = crossings()
-    for phase, (way, anyway) in found.items():
-        files = {file for came, to, _ in way for file in (came, to)}
-        say(f"{phase:10} {way.total():4} crossings, {len(files)} files; the turn itself: {anyway.total()}")
-        for (came, to, name), times in sorted(way.items(), key=lambda each: -each[1]) if every else ():
-            say(f"    {times:3}  {came} -> {to}: {name}")
-    say(f"{'all':10} {sum(way.total() for way, _ in found.values()):4}")
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,6 @@ def programs(tmp_path: Path) -> Path:
 
 
 def started(programs: Path, *command: str, **environ: str) -> list[dict[str, Any]]:
-    """What the script has started, in any order."""
     env = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", **environ}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     files = list(programs.glob("started-*.json"))

@@ -47,8 +47,6 @@ def run(folder: Path, reason: str, *options: str, fine: str = "def test_fine(): 
         ("no gcc here", (), True),
         ("no gcc here", ("--ci", "-n", "2"), False),
         ("no GPU here", ("--ci", "-n", "2"), True),
-        ("no idea", (), False),
-        ("no idea", ("-n", "2"), False),
     ],
 )
 def test_it_fails_unless_the_table_has_it(

@@ -31,7 +31,6 @@ def split(names: Iterable[str]) -> set[str]:
 
 
 def glossary() -> list[str]:
-    """The terms of ours."""
     page = (ROOT / "docs" / "design.md").read_text()
     rows = page.partition("\n## Glossary\n")[2].partition("\n## ")[0].splitlines()
     return [
@@ -40,7 +39,6 @@ def glossary() -> list[str]:
 
 
 def listed(section: str) -> set[str]:
-    """The words of one section of words.txt."""
     text = (Path(__file__).parent / "words.txt").read_text()
     return set(text.partition(f"[{section}]\n")[2].partition("\n[")[0].split())
 

@@ -10,9 +10,21 @@ from pathlib import Path
 import pytest
 
 from p2pkv.demo.processes import ServerProcess, wait_until
+from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 from support.servers.deployments import Deployment
-from support.servers.fleet import MODEL, Fleet, assert_at_rest, start_all, start_fleet
+from support.servers.fleet import (
+    FORKED,
+    LEASE,
+    MODEL,
+    Fleet,
+    ask_pair,
+    assert_at_rest,
+    probing_server,
+    start_all,
+    start_fleet,
+    tokens,
+)
 from support.servers.probes import Compared
 
 _started: list[ServerProcess] = []
@@ -62,6 +74,7 @@ class FleetKeeper:
         self._logs = logs
         self._stack = ExitStack()
         self._fleet: Fleet | None = None
+        self._taker: VllmServer | None = None
 
     def fleet(self) -> Fleet:
         """The fleet, all of it running."""
@@ -71,8 +84,27 @@ class FleetKeeper:
             _started.extend(self._fleet.servers)
         return self._fleet
 
+    def taker(self) -> VllmServer:
+        """See the fixture; running."""
+        fleet = self.fleet()
+        if self._taker is None or not self._taker.running():
+            self._taker = probing_server(
+                self._model,
+                "D",
+                fleet.probes,
+                name="taker",
+                plugins=FORKED,
+                extra_config={"lease_seconds": LEASE, "prefetch_bytes": 64 << 20, "verify": True},
+                load_failure_policy="recompute",
+            )
+            start_all(self._stack, self._taker)
+            # It dials P for its first request; from then on P can push to it.
+            ask_pair(fleet.p, self._taker, tokens(9, "acquaint"), at_once=False)
+        return self._taker
+
     def stop(self) -> None:
         """Stop whatever runs."""
+        self._taker = None
         if self._fleet is not None:
             for server in self._fleet.servers:
                 _started.remove(server)
@@ -94,6 +126,12 @@ def fleet_keeper(tiny_model: Path, logs: Path) -> Iterator[FleetKeeper]:
 def fleet(fleet_keeper: FleetKeeper) -> Fleet:
     """P, D, both proxies and the single server; shared by all tests, so leave them as they were."""
     return fleet_keeper.fleet()
+
+
+@pytest.fixture
+def taker(fleet_keeper: FleetKeeper) -> VllmServer:
+    """A second D of the fleet's P: with room for KV that comes ahead and checksums; it recomputes."""
+    return fleet_keeper.taker()
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""A client hangs up on real servers, at each stage of its request: both sides let go of it, and serve on."""
+"""A client hangs up on real servers: both sides let go of its request, and serve on.
+
+tests/connector/test_cancel.py has every stage, with vLLM's schedulers and real ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv.control.endpoint import inspect
 from p2pkv.demo import answers
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import VllmServer
-from p2pkv.pairing import Address
 from support.servers.fleet import (
-    CHUNK,
-    LEASE,
     MODEL_NAME,
     Caller,
     Fleet,
     assert_at_rest,
     assert_same,
-    at_rest,
     each_dispatch,
     metric,
-    paired_headers,
     tokens,
 )
 
@@ -69,55 +65,16 @@ def test_while_p_computes_and_pushes_and_while_p_and_d_have_it_queued(
         caller.hang_up()
 
 
-def test_while_d_loads(fleet: Fleet, held: Callable[[], None]) -> None:
-    """P's forward is held, so D has blocks and waits for KV when the client goes."""
-    prompt, headers = tokens(CHUNK, "leave D loading"), paired_headers(fleet.p, fleet.d)
-    to_p = Caller(fleet.p.base_url, prompt, headers, max_tokens=1)
-    held()
-    to_d = Caller(fleet.d.base_url, prompt, headers)
-    wait_until(lambda: loads(fleet.d) == 1, "D to load", 30.0)
-    to_d.hang_up()
-    wait_until(lambda: loads(fleet.d) == 0, "D to give the load up", LEASE / 3)
-    to_p.hang_up()
-
-
-def loads(server: VllmServer) -> int:
-    """Requests that have blocks on D and wait for KV."""
-    return int(inspect(Address.parse(server.zmq_address))["loads"])
-
-
-def test_when_p_is_done_and_d_is_asked(fleet: Fleet) -> None:
-    """The client is gone at once, wherever D is with it. P may have to keep its blocks for a lease."""
-    for number in range(6):
-        prompt, headers = tokens(2 * CHUNK, f"leave D loading {number}"), paired_headers(fleet.p, fleet.d)
-        answers.complete(fleet.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)
-        Caller(fleet.d.base_url, prompt, headers).hang_up()
-    at_rest(fleet.p, seconds=LEASE + 10)
-
-
 @each_dispatch
-def test_while_d_streams(fleet: Fleet, dispatch: str) -> None:
-    base = fleet.proxy(dispatch).base_url
-    caller = Caller(base, tokens(60, f"leave streaming {dispatch}"), stream=True, max_tokens=LONG)
-    assert caller.first_words().startswith(b"data: ")
-    caller.hang_up()
-    wait_until(lambda: metric(fleet.d, "vllm:num_requests_running") == 0, "D to stop decoding", 10.0)
-
-
-@each_dispatch
-def test_while_d_decodes_a_whole_answer(fleet: Fleet, dispatch: str) -> None:
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_while_d_decodes(fleet: Fleet, dispatch: str, streamed: bool) -> None:
     before = metric(fleet.d, "vllm:generation_tokens_total")
-    caller = Caller(fleet.proxy(dispatch).base_url, tokens(60, f"leave decoding {dispatch}"), max_tokens=LONG)
+    prompt = tokens(60, f"leave decoding {dispatch} {streamed}")
+    caller = Caller(fleet.proxy(dispatch).base_url, prompt, stream=streamed, max_tokens=LONG)
     wait_until(lambda: metric(fleet.d, "vllm:generation_tokens_total") > before, "D to decode", 30.0)
+    assert not streamed or caller.first_words().startswith(b"data: ")
     caller.hang_up()
     wait_until(lambda: metric(fleet.d, "vllm:num_requests_running") == 0, "D to stop decoding", 10.0)
-
-
-@each_dispatch
-def test_when_the_answer_has_come(fleet: Fleet, dispatch: str) -> None:
-    caller = Caller(fleet.proxy(dispatch).base_url, tokens(60, f"leave finished {dispatch}"), max_tokens=4)
-    assert b"choices" in caller.answer()
-    caller.hang_up()
 
 
 @each_dispatch

@@ -1,6 +1,6 @@
-"""One engine of a data-parallel server is killed, frozen or drained, with P of two engines and D of two.
+"""One engine of a data-parallel server is killed or frozen, with P of two engines and D of two.
 
-Every request is answered, other servers go on, and what was frozen or drained comes back. The neighbour of a
+Every request is answered, other servers go on, and what was frozen comes back. The neighbour of a
 frozen engine goes on with a dense model; with experts vLLM computes in lockstep, so it stops too.
 """
 
@@ -92,28 +92,6 @@ def test_one_engine_is_frozen(trio: Deployment, who: str, rank: int) -> None:
     finally:
         core.resume()
     trio.is_as_before(f"frozen {who} {rank}")
-
-
-@pytest.mark.parametrize("who", ["P", "D"])
-def test_a_server_of_two_engines_is_drained_and_resumed(trio: Deployment, who: str) -> None:
-    """A drain is the HTTP server's: of all its engines."""
-    victim = trio.victim(who)
-    prompts = trio.prompts(f"drained {who}")
-    expected = trio.expected(prompts)
-    works = works_after(victim)
-
-    def drain() -> None:
-        works()
-        trio.order(victim, "drain")
-
-    trio.are_answered(prompts, expected, drain)
-    wait_until(lambda: trio.states(victim) == ["drained"] * ENGINES, "both drained", 60.0)
-    trio.rests(victim)
-    then, more = answered(victim.base_url), trio.prompts(f"while {who} is drained")
-    trio.are_answered(more, trio.expected(more))
-    assert answered(victim.base_url) == then, "a drained engine got a request"
-    trio.order(victim, "resume")
-    trio.is_as_before(f"drained {who}")
 
 
 @pytest.mark.parametrize("rank", range(ENGINES))

@@ -23,15 +23,15 @@ from support.servers.fleet import (
     DISPATCHES,
     SETTINGS,
     Fleet,
-    PingRelay,
     at_rest,
     by_vllm_serve,
+    each_of,
     needs_cpu_build,
     plugin_environment,
     probing_server,
     start_all,
 )
-from support.servers.routers import MODES, original_router, vllm_router
+from support.servers.routers import ROUTERS, router
 
 
 def test_a_p_of_two_engines_and_a_d_of_one(
@@ -49,6 +49,7 @@ def test_a_p_of_two_engines_and_a_d_of_one(
         extra_args=(*SETTINGS, *engines(2)),
     )
     launch(p, proxy)
+    assert "not known" not in proxy.log_path.read_text(), "what the listed D fits"
     serves_as_one(proxy.base_url, fleet.single.base_url, fleet.probes, "two to one")
     assert len(answered(p.base_url)) == 2 and min(answered(p.base_url).values()) >= 10, (
         "one engine has answered nearly all"
@@ -124,7 +125,8 @@ class Group:
     single: VllmServer
     proxies: dict[str, ProxyServer]
     probes: Path
-    pings: PingRelay
+    spare: tuple[str, int]
+    """As the fleet's."""
     urls: tuple[list[str], list[str]]
     """Of P's HTTP servers, and of D's."""
 
@@ -159,7 +161,8 @@ def start(way: Way, model: Path, folder: Path, stack: ExitStack) -> Group:
         )
         for each in DISPATCHES
     }
-    pings = stack.enter_context(PingRelay([each.discovery for each in proxies.values()]))
+    spare = LOOPBACK, free_ports()
+    pinged = each_of(*(each.discovery for each in proxies.values()), spare)
 
     def server(name: str, extra: tuple[str, ...], **more: Any) -> VllmServer:
         return probing_server(
@@ -169,7 +172,7 @@ def start(way: Way, model: Path, folder: Path, stack: ExitStack) -> Group:
             plugins=plugins,
             name=name,
             extra_args=(*settings, *extra, *way.more),
-            **{"proxy": (LOOPBACK, pings.port), **more},
+            **{"proxy": pinged, **more},
         )
 
     p: list[VllmServer] = []
@@ -188,7 +191,7 @@ def start(way: Way, model: Path, folder: Path, stack: ExitStack) -> Group:
     env = plugin_environment(*plugins) if plugins else {}
     single = VllmServer(model, extra_args=settings, env=env, name="single", log_path=folder / "single.log")
     serving = urls or [each.base_url for each in (p[:1] if way.headless else p)]
-    group = Group(way, p, d, single, proxies, folder, pings, (serving, [d.base_url]))
+    group = Group(way, p, d, single, proxies, folder, spare, (serving, [d.base_url]))
     start_all(stack, *group.servers)
     for proxy in proxies.values():
         known(proxy, way.p, way.d)
@@ -224,18 +227,18 @@ def test_engines_of_p_and_d_behind_both_dispatches(
 
 @pytest.mark.long
 @pytest.mark.parametrize("group", ["dense-2-to-2"], indirect=True)
-@pytest.mark.parametrize("router", ["original", *MODES])
+@pytest.mark.parametrize("name", ROUTERS)
 def test_routers_that_know_no_data_parallel_ranks(
     group: Group,
-    router: str,
+    name: str,
     pytestconfig: pytest.Config,
     logs: Path,
     servers_on_failure: Callable[..., None],
 ) -> None:
     """Whichever engines their ids name, vLLM's HTTP servers choose by themselves."""
-    process = original_router(logs) if router == "original" else vllm_router(router, pytestconfig, logs)
+    process = router(name, pytestconfig, logs, group.spare)
     servers_on_failure(*group.servers, process)
-    with process, group.pings.also(process.discovery):
+    with process:
         process.wait_ready(60.0)
-        serves_as_one(process.base_url, group.single.base_url, group.probes, router)
+        serves_as_one(process.base_url, group.single.base_url, group.probes, name)
     group.at_rest()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2pkv.demo.answers import Answer
-from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
+from p2pkv.demo.servers import ProxyServer, Role, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 from support.models.deepseek_v4 import TinyDeepseekV4
 from support.servers.data_parallel import answered, engines, known
@@ -21,12 +21,12 @@ from support.servers.fleet import (
     FORKED,
     MODEL_NAME,
     Hits,
-    PingRelay,
     ask_all,
     ask_pair,
     assert_same,
     at_rest,
     complete,
+    each_of,
     needs_deepseek_v4,
     plugin_environment,
     probing_server,
@@ -37,31 +37,24 @@ from support.servers.probes import Compared
 
 pytestmark = pytest.mark.long
 
-CHUNK = 512
 LENGTHS = (20, 300, 255, 256, 257, 700, 703, 3000)
 """Around a block of 256 tokens; in two steps; and where the indexer leaves rows out."""
 TIE = 0.05
 """Roundings of bfloat16, where a prompt is computed in other steps."""
 
 
-def arguments(chunk: int = CHUNK) -> tuple[str, ...]:
-    return (
-        *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
-        *("--max-num-batched-tokens", str(chunk)),
-    )
+ARGUMENTS = (
+    *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
+    *("--max-num-batched-tokens", "512"),
+)
 
 
 def server(
-    folder: Path,
-    name: str,
-    *,
-    chunk: int = CHUNK,
-    settings: tuple[str, ...] = (),
-    plugins: tuple[str, ...] = ("deepseek_v4",),
+    folder: Path, name: str, settings: tuple[str, ...] = (), plugins: tuple[str, ...] = ("deepseek_v4",)
 ) -> VllmServer:
     return VllmServer(
         ensure_model(TinyDeepseekV4(), folder),
-        extra_args=(*arguments(chunk), *settings),
+        extra_args=(*ARGUMENTS, *settings),
         env=plugin_environment(*plugins, *FORKED),
         name=name,
         log_path=folder / f"{name}.log",
@@ -93,20 +86,6 @@ def test_an_answer_is_repeated_and_depends_on_the_whole_prompt(
         assert complete(v4, prompt) == first
     prompt[2] = 300 if prompt[2] != 300 else 301
     assert complete(v4, prompt).tokens != first.tokens
-
-
-def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
-    v4: VllmServer, folder: Path, launch: Callable[..., None], servers_on_failure: Callable[..., None]
-) -> None:
-    """Alone there, all at once here; half of the prompts are the beginning of another."""
-    plain = server(folder, "plain", chunk=4096, settings=("--no-enable-prefix-caching",))
-    servers_on_failure(v4)
-    launch(plain)
-    prompts = [tokens(length, f"at once {length}") for length in LENGTHS]
-    prompts += [[*prompt, *tokens(100, "more")] for prompt in prompts]
-    with Hits(plain, 0):
-        expected = [complete(plain, prompt) for prompt in prompts]
-    assert_same(expected, ask_all(v4.base_url, prompts, at_once=16), TIE)
 
 
 # P and D.
@@ -154,7 +133,7 @@ def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterat
             probes,
             plugins=("deepseek_v4", *FORKED),
             ranks=tp,
-            extra_args=(*arguments(), "--tensor-parallel-size", str(tp)),
+            extra_args=(*ARGUMENTS, "--tensor-parallel-size", str(tp)),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
         )
 
@@ -230,31 +209,30 @@ def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: 
         ProxyServer(dispatch=each, prefill=ENGINES, log_path=tmp_path / f"proxy-{each}.log")
         for each in DISPATCHES
     ]
-    with PingRelay([each.discovery for each in proxies]) as pings:
-        pair = [
-            probing_server(
-                ensure_model(TinyDeepseekV4(), folder),
-                role,
-                tmp_path,
-                plugins=plugins,
-                ranks=ENGINES,
-                proxy=(LOOPBACK, pings.port),
-                extra_args=(*arguments(), *settings),
-                env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
-            )
-            for role in ("P", "D")
-        ]
-        plain = server(folder, "plain-engines", settings=settings, plugins=plugins)
-        launch(*pair, plain, *proxies)
-        for proxy in proxies:
-            known(proxy, ENGINES, ENGINES)
-            lengths = [length for length in (20, 300, 703) for _ in range(PER_LENGTH)]
-            prompts = [tokens(each, f"{proxy.base_url} {number}") for number, each in enumerate(lengths)]
-            compared = Compared(tmp_path)
-            got = ask_all(proxy.base_url, prompts, at_once=len(prompts))
-            assert compared.spans(len(prompts)) == sorted((0, length - 1) for length in lengths)
-            assert_same(ask_all(plain.base_url, prompts, at_once=1), got, TIE)
-        for each in pair:
-            at_rest(each, ENGINES)
-            counts = answered(each.base_url)
-            assert len(counts) == ENGINES and min(counts.values()) >= PER_LENGTH, counts
+    pair = [
+        probing_server(
+            ensure_model(TinyDeepseekV4(), folder),
+            role,
+            tmp_path,
+            plugins=plugins,
+            ranks=ENGINES,
+            proxy=each_of(*(each.discovery for each in proxies)),
+            extra_args=(*ARGUMENTS, *settings),
+            env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
+        )
+        for role in ("P", "D")
+    ]
+    plain = server(folder, "plain-engines", settings=settings, plugins=plugins)
+    launch(*pair, plain, *proxies)
+    for proxy in proxies:
+        known(proxy, ENGINES, ENGINES)
+        lengths = [length for length in (20, 300, 703) for _ in range(PER_LENGTH)]
+        prompts = [tokens(each, f"{proxy.base_url} {number}") for number, each in enumerate(lengths)]
+        compared = Compared(tmp_path)
+        got = ask_all(proxy.base_url, prompts, at_once=len(prompts))
+        assert compared.spans(len(prompts)) == sorted((0, length - 1) for length in lengths)
+        assert_same(ask_all(plain.base_url, prompts, at_once=1), got, TIE)
+    for each in pair:
+        at_rest(each, ENGINES)
+        counts = answered(each.base_url)
+        assert len(counts) == ENGINES and min(counts.values()) >= PER_LENGTH, counts

@@ -1,9 +1,10 @@
-"""The other endpoints of the proxy, by the clients that people use: answers are those of a single server, and
-where P helps, from KV that really moved."""
+"""The proxy's endpoints, by the clients that people use (curl, the SDKs of OpenAI and Anthropic): what they
+get is a single server's, and where P helps, from KV that really moved. More are in test_other_clients.py."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,24 @@ import anthropic
 import openai
 import pytest
 
-from p2pkv.demo.client import get
-from support.servers.clients import WEATHER, WORDS, anthropic_at, openai_at, story
+from support.servers.clients import (
+    CURLS,
+    WEATHER,
+    WORDS,
+    adaptive,
+    anthropic_at,
+    conversation,
+    counts,
+    curl,
+    logprobs,
+    openai_at,
+    refused,
+    story,
+    structured_chat,
+    text_of,
+    thinking,
+    tool_of_a_message,
+)
 from support.servers.fleet import BLOCK, MODEL_NAME, Fleet, Traffic, first_dispatch, kv_bytes
 
 pytestmark = pytest.mark.usefixtures("compared")
@@ -21,7 +38,6 @@ streamed_or_not = pytest.mark.parametrize("streamed", [False, True], ids=["whole
 
 
 def respond(base_url: str, prompt: str, streamed: bool) -> str:
-    """The text of an answer of /v1/responses."""
     responses = openai_at(base_url).responses
     options = {"model": MODEL_NAME, "input": prompt, "max_output_tokens": WORDS, "temperature": 0.0}
     if not streamed:
@@ -36,7 +52,6 @@ def respond(base_url: str, prompt: str, streamed: bool) -> str:
 
 
 def message(base_url: str, prompt: str, streamed: bool) -> str:
-    """The text of an answer of /v1/messages."""
     messages = anthropic_at(base_url).messages
     options = {
         "model": MODEL_NAME,
@@ -59,7 +74,6 @@ TWO: dict[str, Any] = {"n": 2, "temperature": 1.0, "extra_body": {"top_k": 1}}
 
 
 def complete(base_url: str, prompt: str, streamed: bool) -> list[str]:
-    """Two children of one completion."""
     completions = openai_at(base_url).completions
     options = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": WORDS, **TWO}
     if not streamed:
@@ -132,46 +146,6 @@ def test_each_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Callable[
 
 
 @first_dispatch
-@streamed_or_not
-def test_responses_that_repeat_their_metadata_pause_no_instance(
-    fleet: Fleet, dispatch: str, streamed: bool
-) -> None:
-    """It holds what vLLM writes at another endpoint when it gives an answer up."""
-    proxy = fleet.proxy(dispatch).base_url
-    before = health(proxy)
-    for number in range(12):
-        created = openai_at(proxy).responses.create(
-            model=MODEL_NAME,
-            input=story(f"metadata {dispatch} {streamed} {number}"),
-            max_output_tokens=WORDS,
-            metadata={"finish_reason": "abort"},
-            stream=streamed,
-        )
-        answer = list(created)[-1].response if streamed else created
-        assert answer.metadata == {"finish_reason": "abort"} and answer.usage.output_tokens == WORDS
-    after = health(proxy)
-    assert after["gauges"]["breakers_open"] == 0
-    for name in ("breakers_opened", "retried", "decode_alone"):
-        assert after["counters"][name] == before["counters"][name], name
-
-
-def health(base_url: str) -> Any:
-    return json.loads(get(f"{base_url}/health"))
-
-
-@first_dispatch
-def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: str) -> None:
-    """The first one is longer than this model's context, as vLLM itself says."""
-    client = openai_at(fleet.proxy(dispatch).base_url)
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        client.completions.create(model=MODEL_NAME, prompt=[7] * 100_000, max_tokens=1)
-    for body in ({"prompt": [[]] * 2_000_000}, {"messages": [{}] * 2_000_000}):
-        with pytest.raises(openai.APIStatusError, match="more than 131072 values") as refused:
-            client.post("/completions", body=body | {"model": MODEL_NAME}, cast_to=dict)
-        assert refused.value.status_code == 413
-
-
-@first_dispatch
 def test_what_one_instance_does(fleet: Fleet, dispatch: str) -> None:
     prompt = story(f"tokens {dispatch}")
     answers = []
@@ -200,3 +174,46 @@ def test_a_models_mistakes_are_told_as_the_clients_expect(fleet: Fleet, dispatch
         anthropic_at(base_url).messages.create(
             model="nobody", max_tokens=1, messages=[{"role": "user", "content": "x"}]
         )
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+@first_dispatch
+@pytest.mark.parametrize("way", CURLS)
+def test_curl(fleet: Fleet, dispatch: str, way: str) -> None:
+    for streamed in (False, True):
+        prompt, traffic = story(f"curl {way} {dispatch} {streamed}"), Traffic(fleet)
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": streamed}
+        version, status, pair = curl(fleet.proxy(dispatch).base_url, body, *CURLS[way])
+        assert (version, status) == ("1.1", "200") or way.startswith("HTTP/1.0")
+        assert status == "200"
+        _, _, single = curl(fleet.single.base_url, body, *CURLS[way])
+        assert text_of(pair, streamed=streamed) == text_of(single, streamed=streamed) != ""
+        assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+
+
+@first_dispatch
+@streamed_or_not
+def test_a_conversation_by_ids(fleet: Fleet, dispatch: str, streamed: bool) -> None:
+    """With `previous_response_id`: only the D that has a response can go on with it."""
+    seed = f"conversation {dispatch} {streamed}"
+    pair = conversation(fleet.proxy(dispatch).base_url, seed, streamed=streamed)
+    assert pair == conversation(fleet.single.base_url, seed, streamed=streamed) and all(pair)
+
+
+@first_dispatch
+def test_what_is_counted(fleet: Fleet, dispatch: str) -> None:
+    """A fresh prompt has no cached tokens, whatever D got from P; one that was asked before has as many as on
+    one server."""
+    pair = counts(fleet.proxy(dispatch).base_url, f"counts {dispatch}")
+    single = counts(fleet.single.base_url, f"counts {dispatch}")
+    assert pair == single
+    assert single["chat first"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert single["message again"]["cache_read_input_tokens"] >= 2 * BLOCK
+
+
+@first_dispatch
+@pytest.mark.parametrize("ask", [structured_chat, logprobs, tool_of_a_message, refused, thinking, adaptive])
+def test_the_sdks(fleet: Fleet, dispatch: str, ask: Callable[[str, str], Any]) -> None:
+    seed = f"{ask.__name__} {dispatch}"
+    pair, single = ask(fleet.proxy(dispatch).base_url, seed), ask(fleet.single.base_url, seed)
+    assert pair == single and pair

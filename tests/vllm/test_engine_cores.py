@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from support.servers.deployments import (
     PROXYS,
     PROXYS_LEASE,
     STALL,
-    TOKENS,
     Deployment,
     cores_of,
     deployed,
@@ -33,7 +31,7 @@ from support.servers.deployments import (
     started_again,
     works_after,
 )
-from support.servers.fleet import assert_same, complete, paired_headers
+from support.servers.fleet import assert_same
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -43,7 +41,6 @@ MODES = ("abort", "wait", "keep")
 
 
 def told(server: VllmServer, name: str) -> Any:
-    """What its rank says."""
     return inspect(Address.parse(server.zmq_address))[name]
 
 
@@ -60,7 +57,6 @@ def post(server: VllmServer, path: str, timeout: float = 120.0) -> float:
 def started(
     fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """A P and two D's."""
     fleet_keeper.stop()
     logs = tmp_path_factory.mktemp("engine-cores")
     proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=PROXYS)
@@ -145,34 +141,6 @@ def test_a_pause_under_load_returns_and_all_requests_end_or_go_on_after_it(
 
     trio.are_answered(prompts, expected, pause)
     trio.is_as_before(f"paused {who} {mode}")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_pause_of_p_does_not_wait_for_a_d_that_is_paused(trio: Deployment, mode: str) -> None:
-    """D's engine thread goes on asking for prompts that D's scheduler will not admit."""
-    prompts = trio.prompts(f"both paused {mode}", 4)
-    expected = trio.expected(prompts)
-    headers = [paired_headers(trio.p, trio.d) for _ in prompts]
-    with ThreadPoolExecutor(2 * len(prompts)) as pool:
-
-        def ask(server: VllmServer, count: int) -> list[Any]:
-            pairs = zip(prompts, headers, strict=True)
-            return [pool.submit(complete, server, prompt, count, headers=each) for prompt, each in pairs]
-
-        on_d = ask(trio.d, TOKENS)
-        wait_until(lambda: told(trio.d, "requests") == len(prompts), "D's requests", 30.0)
-        post(trio.d, "/pause?mode=keep")
-        for each in ask(trio.p, 1):
-            each.result(60.0)
-        assert told(trio.p, "prompts_held") == len(prompts)
-        took = post(trio.p, f"/pause?mode={mode}")
-        print(f"{mode}: P held {len(prompts)} prompts for a paused D, and /pause returned after {took:.1f} s")
-        assert took < LEASE + 5.0
-        post(trio.p, "/resume")
-        post(trio.d, "/resume")
-        got = [each.result(120.0) for each in on_d]
-    assert_same(expected, got)
-    trio.is_as_before(f"both paused {mode}")
 
 
 @pytest.mark.parametrize("who", ["P", "D"])

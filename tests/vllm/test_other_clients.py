@@ -1,5 +1,5 @@
-"""Clients that are programs: LiteLLM's proxy in front of ours, and `vllm bench serve`; and what clients do
-under load and while nobody is there to answer. What they get from one vLLM they get here.
+"""Clients that are programs: LiteLLM's proxy in front of ours, and `vllm bench serve`. What
+they get from one vLLM they get here.
 
 LiteLLM comes from the Python Package Index into an environment of its own, which pytest's cache keeps. Where
 it cannot be had, its tests are skipped and say why.
@@ -7,13 +7,11 @@ it cannot be had, its tests are skipped and say why.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,8 @@ import openai
 import pytest
 from environments import Unavailable, environment
 
-from p2pkv.demo import client
-from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
-from p2pkv.demo.servers import LOOPBACK, ProxyServer
+from p2pkv.demo.processes import ServerProcess, free_ports
+from p2pkv.demo.servers import LOOPBACK
 from support.servers.clients import GREEDY, NAMED, WEATHER, WORDS, said, story
 from support.servers.fleet import DISPATCHES, MODEL_NAME, Fleet, Traffic, each_dispatch, kv_bytes
 
@@ -83,7 +80,6 @@ class LiteLlm(ServerProcess):
 
 @pytest.fixture(scope="module")
 def litellm_folder(pytestconfig: pytest.Config) -> Path:
-    """An environment with LiteLLM."""
     assert pytestconfig.cache is not None
     try:
         return environment(pytestconfig.cache.mkdir("environments"), *LITELLM)
@@ -194,46 +190,3 @@ def test_vllm_bench_serve(
         found.append({each: result[each] for each in ("completed", "failed", "total_output_tokens")})
     assert found[0] == found[1] == {"completed": REQUESTS, "failed": 0, "total_output_tokens": 8 * REQUESTS}
     assert traffic.scattered(at_least=REQUESTS * kv_bytes(0, 100)) > 0
-
-
-@each_dispatch
-async def test_sixteen_streams_at_once(fleet: Fleet, dispatch: str) -> None:
-    async def text(url: str, number: int) -> str:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as asking:
-            asked = GREEDY | {"messages": said(f"at once {dispatch} {number}"), "stream": True}
-            events = await asking.chat.completions.create(**asked)
-            return "".join([e.choices[0].delta.content or "" async for e in events if e.choices])
-
-    pair, single = [
-        await asyncio.gather(*(text(url, number) for number in range(16)))
-        for url in (fleet.proxy(dispatch).base_url, fleet.single.base_url)
-    ]
-    assert pair == single and all(pair)
-
-
-@each_dispatch
-def test_a_client_that_tries_again_is_answered_when_somebody_is_there(
-    fleet: Fleet, dispatch: Any, logs: Path
-) -> None:
-    """A 503 has a Retry-After, which the SDK keeps to."""
-    with ProxyServer(dispatch=dispatch, log_path=logs / f"proxy-late-{dispatch}.log") as late:
-        wait_until(lambda: answers(late), "the proxy", 30.0)
-        asking = openai.OpenAI(base_url=f"{late.base_url}/v1", api_key="none", max_retries=5)
-        asked = GREEDY | {"messages": said(f"late {dispatch}")}
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(asking.chat.completions.with_raw_response.create, **asked)
-            wait_until(lambda: 'outcome="shed"' in client.get(f"{late.base_url}/metrics"), "a 503", 30.0)
-            with fleet.pings.also(late.discovery):
-                made = answer.result(60)
-        assert made.retries_taken >= 1
-        expected = openai.OpenAI(base_url=f"{fleet.single.base_url}/v1", api_key="none")
-        text = expected.chat.completions.create(**asked).choices[0].message.content
-        assert made.parse().choices[0].message.content == text
-
-
-def answers(proxy: ProxyServer) -> bool:
-    try:
-        client.get(f"{proxy.base_url}/metrics")
-    except OSError:
-        return False
-    return True

@@ -121,37 +121,16 @@ def test_32_requests_at_once(fleet: Fleet, dispatch: str) -> None:
     assert_moved(traffic, *((0, length - 1) for length in lengths))
 
 
-PARAMS = {
-    "plain": ({}, {}),
-    # What routers of the NIXL style add to the bodies of P and of D.
-    "nixl-style": (
-        {
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-            }
-        },
-        {"kv_transfer_params": None},
-    ),
-    # What vllm-router adds in its MoRIIO mode.
-    "transfer-id": (
-        {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "tx-4be1f0"}},
-        {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "tx-4be1f0"}},
-    ),
-}
+ASKED = "do_remote_decode", "do_remote_prefill"
 
 
-@pytest.mark.parametrize(("on_p", "on_d"), PARAMS.values(), ids=PARAMS.keys())
-def test_p_to_its_end_then_d_by_hand(
-    fleet: Fleet, on_p: dict[str, object], on_d: dict[str, object], request: pytest.FixtureRequest
-) -> None:
-    prompt = tokens(CHUNK + 60, f"by hand {request.node.name}")
-    headers = paired_headers(fleet.p, fleet.d)
-    traffic = Traffic(fleet)
-    answers.complete(fleet.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers, **on_p)
-    pair = answers.complete(fleet.d.base_url, MODEL_NAME, prompt, headers=headers, **on_d)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
+def test_p_to_its_end_then_d_by_hand(fleet: Fleet) -> None:
+    """With what vllm-router adds in its MoRIIO mode."""
+    prompt, headers, traffic = tokens(CHUNK + 60, "by hand"), paired_headers(fleet.p, fleet.d), Traffic(fleet)
+    on_p, on_d = ({"kv_transfer_params": {each: True, "transfer_id": "tx-4be1f0"}} for each in ASKED)
+    complete(fleet.p, prompt, 1, headers=headers, **on_p)
+    pair = complete(fleet.d, prompt, headers=headers, **on_d)
+    assert_same([complete(fleet.single, prompt)], [pair])
     assert_moved(traffic, (0, len(prompt) - 1))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from p2pkv.demo.servers import VllmServer
 from support.servers.fleet import (
     BLOCK,
     CHUNK,
-    FORKED,
     Fleet,
     ask_pair,
     assert_same,
@@ -21,44 +19,24 @@ from support.servers.fleet import (
     complete,
     counter,
     kv_bytes,
-    probing_server,
     tokens,
 )
 from support.servers.probes import Compared
-
-ROOM = 64 << 20
-
-
-@pytest.fixture(scope="module")
-def taker(fleet_keeper, tiny_model: Path) -> Iterator[VllmServer]:
-    """A second D of the fleet's P, with room for KV that comes ahead; it also asks for checksums."""
-    probes = fleet_keeper.fleet().probes
-    d = probing_server(
-        tiny_model,
-        "D",
-        probes,
-        name="taker",
-        plugins=FORKED,
-        extra_config={"prefetch_bytes": ROOM, "verify": True},
-        load_failure_policy="fail",
-    )
-    with d:
-        d.wait_ready()
-        # It dials P for its first request; from then on P can push to it.
-        ask_pair(fleet_keeper.fleet().p, d, tokens(9, "acquaint"), at_once=False)
-        yield d
 
 
 @pytest.fixture(autouse=True)
 def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
     """After every test the pages of D were those of P, and neither holds anything any more."""
-    compared = Compared(fleet.probes)
+
+    def failures() -> list[float]:
+        return [counter(taker, name) for name in ("transfers_failed", "chunks_corrupt")]
+
+    compared, before = Compared(fleet.probes), failures()
     yield
     compared.spans()
     at_rest(fleet.p)
     at_rest(taker)
-    for name in ("transfers_failed", "chunks_corrupt"):
-        assert counter(taker, name) == 0
+    assert failures() == before
 
 
 def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:

@@ -57,7 +57,6 @@ AT_ONCE = 8
 
 @pytest.fixture(scope="module")
 def ray_python(pytestconfig: pytest.Config) -> Path:
-    """A Python with Ray and our vLLM."""
     assert pytestconfig.cache is not None
     try:
         made = environment(pytestconfig.cache.mkdir("environments"), *RAY, ours=True)

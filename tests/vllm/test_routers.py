@@ -24,7 +24,7 @@ from support.servers.fleet import (
     letters,
     tokens,
 )
-from support.servers.routers import MODES, original_router, vllm_router
+from support.servers.routers import ROUTERS, router
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compared")]
 
@@ -54,13 +54,12 @@ def serves_as_one(fleet: Fleet, url: str, seed: str) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == single.text
 
 
-@pytest.mark.parametrize("router", ["original", *MODES])
+@pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_gets_a_single_servers_answers(
-    fleet: Fleet, pytestconfig: pytest.Config, logs: Path, servers_on_failure: Any, router: str
+    fleet: Fleet, pytestconfig: pytest.Config, logs: Path, servers_on_failure: Any, name: str
 ) -> None:
-    """vllm-router in each mode, and the stand-in for the original connector's example proxy."""
-    process = original_router(logs) if router == "original" else vllm_router(router, pytestconfig, logs)
+    process = router(name, pytestconfig, logs, fleet.spare)
     servers_on_failure(process)
-    with process, fleet.pings.also(process.discovery):
+    with process:
         process.wait_ready(60.0)
-        serves_as_one(fleet, process.base_url, f"router {router}")
+        serves_as_one(fleet, process.base_url, f"router {name}")

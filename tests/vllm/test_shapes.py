@@ -73,8 +73,6 @@ DRAFTERS_LAYERS = {"ngram": 0, "eagle": 1, "draft_model": MODEL.layers}
 
 @dataclass(frozen=True)
 class Instance:
-    """How one server is started."""
-
     tp: int = 1
     block: int = 32
     layout: str = "SD"
@@ -126,7 +124,7 @@ ROUNDINGS = 1.0
 """A tie of kernels in bfloat16."""
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 FAMILIES = {
-    "4 heads": Family(MODEL, ((SPLIT, SPLIT), (SPLIT, LARGE), (LARGE, SPLIT))),
+    "4 heads": Family(MODEL, ((LARGE, SPLIT), (SPLIT, SPLIT), (SPLIT, LARGE))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
     # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
     # Where D caches prefixes, P's blocks have to be as large as D's, or larger.
@@ -200,31 +198,14 @@ FAMILIES = {
     "EAGLE": Family(MODEL, ((EAGLE, EAGLE),), dropped=32, plain=SMALL, answer=16),
     "draft model": Family(MODEL, ((COPY, COPY),), plain=SMALL, answer=16),
 }
-LONG = (
-    "1 head",
-    "window at TP 2",
-    "window with larger blocks on D",
-    "gpt-oss",
-    "recurrent",
-    "recurrent without prefixes",
-    "recurrent with MTP",
-    "short convolutions",
-    "Mamba-2",
-    "Mamba-2 without prefixes",
-    "n-gram",
-    "EAGLE",
-    "draft model",
-    "MLA",
-    "MLA with AMX",
-)
-"""Families of `make test-long`."""
-FIRST_PAIR = ("window",)
-"""Of these `make test` has the first pair only: tests/engine/test_many_ranks.py has the other shapes."""
+IN_MAKE_TEST = ("4 heads", "window")
+"""Families of which `make test` has the first pair: tests/engine/test_many_ranks.py has the other shapes. All
+else is in `make test-long`."""
 LANES = [
     pytest.param(
         (name, *pair),
         id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"),
-        marks=[pytest.mark.long] if name in LONG or (name in FIRST_PAIR and number) else [],
+        marks=[pytest.mark.long] if name not in IN_MAKE_TEST or number else [],
     )
     for name, family in FAMILIES.items()
     for number, pair in enumerate(family.pairs)
@@ -296,8 +277,6 @@ class Running:
 
 @dataclass(frozen=True)
 class Lane:
-    """A P and a D that work together."""
-
     family: Family
     p: VllmServer
     d: VllmServer
@@ -326,7 +305,6 @@ class Lane:
         return answers.TIE if self.shapes[0].tp == self.shapes[1].tp else self.family.tie
 
     def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
-        """Compare with what P answers alone."""
         assert_same([self.alone(prompt) for prompt in prompts], got, self.family.tie)
 
     @contextmanager

@@ -1,9 +1,9 @@
 """A rolling upgrade of real servers, as docs/operations.md and docs/promises.md describe it.
 
 Two wheels are built: one of this tree, and one of another release. That is the version before this one, from
-git's history, or a copy of this tree that is a release later: its protocol is another, or each message has
-optional fields more. Each is installed into an environment of its own. Two P and two D of the one are
-replaced by turns by those of the other, under sixteen streams that never cease, and no request notices.
+git's history, or a copy of this tree that is a release later, of another protocol. Each is installed into an
+environment of its own. Two P and two D of the one are replaced by turns by those of the other, under sixteen
+streams that never cease, and no request notices.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def installed(home: Path) -> Release:
 
 
 def this_tree(tree: Path) -> str:
-    """Copy this tree there; its version."""
     for each in PACKAGED:
         if (ROOT / each).is_dir():
             shutil.copytree(ROOT / each, tree / each, ignore=shutil.ignore_patterns("__pycache__"))
@@ -136,30 +135,8 @@ def another_protocol(tree: Path) -> str:
     edit(messages, r"^PROTOCOL_VERSION = \d+$", f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}")
     # What a version is for: an old rank could not read this one's messages.
     edit(messages, r'tag="Want"', 'tag="LaterWant"')
-    return number(tree, "99.0.0")
-
-
-def optional_fields(tree: Path) -> str:
-    """Put a later minor release there, whose messages all have an optional field more."""
-    this_tree(tree)
-    messages = tree / "p2pkv" / "protocol" / "messages.py"
-    edit(messages, r'(?<=array_like=False, )tag_field="t"\):', 'tag_field="t", kw_only=True):')
-    field = 'note: Name | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?note")'
-    edit(messages, r"(?<=so it stays when the class is renamed\.\"\"\"\n)", f"\n    {field}\n")
-    edit(messages, r"^encode: .* = (?=msgspec.msgpack.Encoder)", "_again = ")
-    # What it reads must come back as it was, and what it sends has the field.
-    edit(messages, r"if encode\(message\) != data:", "if _again(message) != data:")
-    with messages.open("a") as file:
-        file.write(
-            "\n\ndef encode(message):\n    return _again(msgspec.structs.replace(message, note='later'))\n"
-        )
-    return number(tree, "98.99")
-
-
-def number(tree: Path, version: str) -> str:
-    pattern = rf'^version = "{re.escape(p2pkv.__version__)}"$'
-    edit(tree / "pyproject.toml", pattern, f'version = "{version}"')
-    return version
+    edit(tree / "pyproject.toml", rf'^version = "{re.escape(p2pkv.__version__)}"$', 'version = "99.0.0"')
+    return "99.0.0"
 
 
 def edit(path: Path, pattern: str, text: str) -> None:
@@ -315,7 +292,6 @@ def loaded(server: VllmServer) -> int:
 OTHERS = {
     "the version before": version_before,
     "another protocol": another_protocol,
-    "optional fields": optional_fields,
 }
 
 
@@ -324,8 +300,6 @@ OTHERS = {
         ("the version before", "this tree"),
         ("this tree", "the version before"),
         ("this tree", "another protocol"),
-        ("this tree", "optional fields"),
-        ("optional fields", "this tree"),
     ],
     ids=" to ".join,
 )

@@ -23,6 +23,7 @@ from support.servers.fleet import (
     ask_all,
     assert_same,
     at_rest,
+    counter,
     start_all,
     tokens,
 )
@@ -62,15 +63,9 @@ class Servers:
         else:
             assert (loaded, failed, scattered) == (0, len(prompts), 0)
 
-    def moved(self) -> tuple[float, float, float]:
-        told = client.metrics(self.d.base_url)
-        names = (
-            "p2pkv_transfers_loaded_total",
-            "p2pkv_transfers_failed_total",
-            "p2pkv_bytes_scattered_total",
-        )
-        loaded, failed, scattered = (told.get(name, 0.0) for name in names)
-        return loaded, failed, scattered
+    def moved(self) -> list[float]:
+        names = ("transfers_loaded", "transfers_failed", "bytes_scattered")
+        return [counter(self.d, name) for name in names]
 
 
 def fresh(name: str) -> list[list[int]]:

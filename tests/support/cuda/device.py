@@ -489,11 +489,11 @@ class CardNccl(SimulatedNccl):
         super().__init__(blocking=blocking)
         self._driver = cuda.driver
 
-    def _launch(self, comm: Comm, op: Op) -> None:
+    def _launch(self, comm: Comm, ops: list[Op]) -> None:
         self._driver.queue(
-            op.stream,
+            ops[-1].stream,
             "a kernel of NCCL's",
-            [self._driver.find(op.ptr)],
-            over=lambda: op.done or comm.gone.is_set(),
+            [self._driver.find(op.ptr) for op in ops],
+            over=lambda: ops[-1].done or comm.gone.is_set(),
         )
-        super()._launch(comm, op)
+        super()._launch(comm, ops)

@@ -221,6 +221,7 @@ def hello_of(
         digest=digest,
         verify=options.verify,
         several=True,
+        together=True,
         prefetch=options.decodes and options.prefetch_bytes > 0 and not options.data_parallel,
         instance=str(options.instance or ""),
     )

@@ -89,11 +89,12 @@ def nccl_links(
     gpu: SimulatedGpu | None = None,
     announced: bool = False,
     in_flight: int = 1,
+    group_bytes: int = 64 << 20,
 ) -> NcclLinks:
     """NCCL links of one rank on a simulated device of its own; with `gpu`, one whose streams share it."""
     nccl = SimulatedNccl(version=version, blocking=blocking, gpu=gpu, channels=channels)
     device = SimulatedDevice(nccl, processors=processors)
-    links = NcclLinks(nccl, device, staging, init_seconds, in_flight)
+    links = NcclLinks(nccl, device, staging, init_seconds, in_flight, group_bytes)
     links.announced = announced
     _SIMULATIONS[links] = nccl
     return links

@@ -106,6 +106,7 @@ def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
         recv=asked.function("recv", "recvbuff count datatype peer comm stream"),
         comm_get_async_error=asked.function("comm_get_async_error", "comm", answer=7),
         comm_abort=asked.function("comm_abort", "comm"),
+        group_start=asked.function("group_start"), group_end=asked.function("group_end"),
     )  # fmt: skip
     return module, asked
 

@@ -11,6 +11,8 @@ functions are NVIDIA/nccl's and have been read in v2.28.9 and v2.30.7.
 - Messages of two ranks match in the order of the calls: `p2pTaskAppend` and `scheduleP2pTasksToPlan` in
   enqueue.cc, a queue for each peer. The Guide promises it within a group only (usage/p2p, "Two-sided
   communication"). Both calls have the same size: Guide, api/p2p; NCCL does not compare them.
+- What is queued between ncclGroupStart and ncclGroupEnd is one kernel (Guide, usage/groups, "Aggregated
+  Operations"), and both ranks have to group alike: a maintainer in NVIDIA/nccl issue 1279.
 - Nothing reports that the other end has died. The Guide promises no such report: some errors, "in particular
   network errors", are reported (usage/communicators, "Asynchronous errors and error handling"), and the
   application decides when to abort ("Fault Tolerance"). An abort frees this end; no other thread may be
@@ -35,7 +37,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -46,7 +48,8 @@ from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Ncc
 from support.nccl.gpu import SimulatedGpu, Work
 
 TICK = 0.005
-HEADER = struct.Struct("<cQ")
+HEADER = struct.Struct("<cQHH")
+"""b"M", bytes, and of the group the place and the size."""
 ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
 
 
@@ -66,9 +69,11 @@ class Op:
     ptr: int
     nbytes: int
     stream: int
+    place: int = 0
+    group: int = 1
     done: bool = False
     work: Work | None = None
-    """The kernel, once it runs; of a simulation with a GPU."""
+    """The kernel that ends with it, once it runs; of a simulation with a GPU."""
 
     @property
     def memory(self) -> memoryview:
@@ -85,7 +90,7 @@ class Comm:
     """Both ends have called their first operation."""
     handed_over: bool = False
     first: bool = True
-    launching: Op | None = None
+    launching: list[Op] = field(default_factory=list)
     polls: int = 0
     work: SimpleQueue[Op | None] = field(default_factory=SimpleQueue)
     worker: threading.Thread | None = None
@@ -143,6 +148,9 @@ class SimulatedNccl(Nccl):
         self._roots: dict[bytes, socket.socket] = {}
         self._streams: dict[int, int] = {}
         self._owner = 0
+        self._grouping = threading.local()
+        self.groups: list[int] = []
+        """How many operations each kernel had."""
         self.over = threading.Event()
         ALL.add(self)
 
@@ -154,7 +162,7 @@ class SimulatedNccl(Nccl):
     @property
     def launching(self) -> bool:
         """Whether NCCL has a call that it has not launched yet."""
-        return any(comm.launching is not None for comm in self._comms.values())
+        return any(comm.launching for comm in self._comms.values())
 
     def stream_ended(self, stream: int) -> bool:
         """Whether the communicator that this stream served has been aborted."""
@@ -203,11 +211,21 @@ class SimulatedNccl(Nccl):
 
     def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         with self._call("send", comm) as inside:
-            self.queue(inside, Op(True, ptr, nbytes, stream), comm, peer)
+            self._append(inside, Op(True, ptr, nbytes, stream), comm, peer)
 
     def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         with self._call("recv", comm) as inside:
-            self.queue(inside, Op(False, ptr, nbytes, stream), comm, peer)
+            self._append(inside, Op(False, ptr, nbytes, stream), comm, peer)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        grouped = self._grouping.ops = []
+        yield
+        self._grouping.ops = None
+        assert len({number for number, _ in grouped}) == 1, "one communicator at a time"
+        number, ops = grouped[0][0], [op for _, op in grouped]
+        with self._call("group_end", number) as inside:
+            self.queue(inside, ops, number)
 
     def async_error(self, comm: int) -> int:
         with self._call("async_error", comm) as inside:
@@ -215,12 +233,12 @@ class SimulatedNccl(Nccl):
                 return self.fails_with
             if inside.line is None:
                 return IN_PROGRESS
-            if inside.launching is not None:
+            if inside.launching:
                 inside.polls -= 1
                 if inside.polls >= 0 or not inside.met.is_set():
                     return IN_PROGRESS
-                self._launch(inside, inside.launching)
-                inside.launching = None
+                ops, inside.launching = inside.launching, []
+                self._launch(inside, ops)
             return SUCCESS
 
     def abort(self, comm: int) -> None:
@@ -248,7 +266,7 @@ class SimulatedNccl(Nccl):
             raise NcclError(name, 5, "in use")
         try:
             self._whose(name, comm)
-            if comm.launching is not None and name != "async_error":
+            if comm.launching and name != "async_error":
                 self._violate(f"{name} before NCCL has launched the last call")
             yield comm
         finally:
@@ -305,9 +323,20 @@ class SimulatedNccl(Nccl):
     def _ended(self, comm: Comm) -> bool:
         return self.over.is_set() or comm.gone.is_set()
 
-    def queue(self, comm: Comm, op: Op, number: int, peer: int) -> None:
+    def _append(self, comm: Comm, op: Op, number: int, peer: int) -> None:
         if peer != 1 - comm.rank:
             raise NcclError("send", 4, f"no peer {peer}")
+        grouped = getattr(self._grouping, "ops", None)
+        if grouped is None:
+            self.queue(comm, [op], number)
+        else:
+            grouped.append((number, op))
+
+    def queue(self, comm: Comm, ops: list[Op], number: int) -> None:
+        """Launch them as one kernel."""
+        op = ops[-1]
+        for place, each in enumerate(ops):
+            each.place, each.group = place, len(ops)
         if self._streams.get(op.stream, number) != number and self._streams[op.stream] in self._comms:
             self._violate("one stream for two communicators: the simulation keeps no order between them")
         self._streams[op.stream] = number
@@ -315,11 +344,11 @@ class SimulatedNccl(Nccl):
         if self.blocking:
             if first:
                 self._meet(comm)
-            self._launch(comm, op)
+            self._launch(comm, ops)
             while self.launches_wait and not op.done and not self._ended(comm):
                 comm.gone.wait(TICK)
             return
-        comm.launching, comm.polls = op, self._launch_polls
+        comm.launching, comm.polls = ops, self._launch_polls
         if first:
             threading.Thread(target=self._meet, args=(comm,), daemon=True).start()
 
@@ -329,21 +358,24 @@ class SimulatedNccl(Nccl):
             comm.line.settimeout(None)
             comm.met.set()
 
-    def _launch(self, comm: Comm, op: Op) -> None:
-        self.last[op.stream] = op
+    def _launch(self, comm: Comm, ops: list[Op]) -> None:
+        last = ops[-1]
+        self.last[last.stream] = last
+        self.groups.append(len(ops))
         if comm.worker is None:
             worker = threading.Thread(target=self._work, args=(comm,), daemon=True)
             worker.start()
             comm.worker = worker
+
+        def begin(work: Work | None) -> None:
+            last.work = work
+            for op in ops:
+                comm.work.put(op)
+
         if self.gpu is None:
-            comm.work.put(op)
-            return
-
-        def begin(work: Work) -> None:
-            op.work = work
-            comm.work.put(op)
-
-        self.gpu.submit(op.stream, self.channels, begin)
+            begin(None)
+        else:
+            self.gpu.submit(last.stream, self.channels, begin)
 
     def _work(self, comm: Comm) -> None:
         """The device: carries out what was launched, in order."""
@@ -351,7 +383,7 @@ class SimulatedNccl(Nccl):
         while (op := comm.work.get()) is not None:
             try:
                 if op.send:
-                    comm.line.sendall(HEADER.pack(b"M", op.nbytes))
+                    comm.line.sendall(HEADER.pack(b"M", op.nbytes, op.place, op.group))
                     comm.line.sendall(op.memory)
                     fill(comm.line, bytearray(1))  # the word that it was taken
                 else:
@@ -359,15 +391,17 @@ class SimulatedNccl(Nccl):
             except OSError:
                 return  # the line is gone, by an abort or a death: silence either way
             op.done = True
-            if self.gpu is not None:
+            if self.gpu is not None and op.place == op.group - 1:
                 assert op.work is not None
                 self.gpu.finish(op.work)
 
     def _recv(self, line: socket.socket, op: Op) -> None:
-        kind, nbytes = HEADER.unpack(fill(line, bytearray(HEADER.size)))
+        kind, nbytes, *place = HEADER.unpack(fill(line, bytearray(HEADER.size)))
         if (kind, nbytes) != (b"M", op.nbytes):
             self._violate(f"{nbytes} bytes were sent where {op.nbytes} were posted")
             raise OSError
+        if place != [op.place, op.group]:
+            self._violate(f"the sends are grouped as {place}, the receives as {[op.place, op.group]}")
         fill(line, op.memory)
         line.sendall(b"A")
 

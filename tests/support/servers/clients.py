@@ -64,7 +64,6 @@ CURLS: Mapping[str, tuple[str, ...]] = {
 
 
 def text_of(answer: str, *, streamed: bool) -> str:
-    """Of /v1/completions."""
     if not streamed:
         return str(json.loads(answer)["choices"][0]["text"])
     *events, end = [line.removeprefix("data: ") for line in answer.split("\n") if line.startswith("data: ")]
@@ -140,7 +139,6 @@ WEATHER = {
 
 
 def structured_chat(url: str, seed: str) -> Any:
-    """What the client makes an object of."""
     made = openai_at(url).chat.completions.parse(
         model=MODEL_NAME,
         messages=said(seed),  # type: ignore[arg-type]
@@ -150,14 +148,6 @@ def structured_chat(url: str, seed: str) -> Any:
     )
     assert isinstance(made.choices[0].message.parsed, Place)
     return made.choices[0].message.content
-
-
-def structured_response(url: str, seed: str) -> Any:
-    made = openai_at(url).responses.parse(
-        model=MODEL_NAME, input=story(seed), max_output_tokens=200, temperature=0.0, text_format=Place
-    )
-    assert isinstance(made.output_parsed, Place)
-    return made.output_text
 
 
 def logprobs(url: str, seed: str) -> Any:
@@ -170,7 +160,6 @@ def logprobs(url: str, seed: str) -> Any:
 
 
 def tool_of_a_message(url: str, seed: str) -> Any:
-    """That Anthropic's client is told to use."""
     tool: Any = {"name": "weather", "input_schema": WEATHER, "strict": True}
     asked: dict[str, Any] = {
         "model": MODEL_NAME,

@@ -126,7 +126,6 @@ class Deployment:
         return [tokens(LENGTH, f"{seed} {number}") for number in range(count)]
 
     def ask(self, prompt: list[int], count: int = TOKENS) -> tuple[Answer | Exception, float]:
-        """The answer or the error, and when it came."""
         try:
             return complete(self.proxy, prompt, count), time.monotonic()
         except (client.RequestFailed, http.client.HTTPException, OSError) as error:
@@ -208,7 +207,6 @@ class Deployment:
 
 @contextlib.contextmanager
 def deployed(made: Deployment) -> Iterator[Deployment]:
-    """It runs meanwhile."""
     with ExitStack() as stack:
         start_all(stack, *made.servers, made.proxy)
         yield made

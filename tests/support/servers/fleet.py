@@ -6,19 +6,17 @@ import http.client
 import json
 import os
 import random
-import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
-import zmq
 
 from p2pkv.control.endpoint import inspect
 from p2pkv.demo import answers, client
@@ -53,58 +51,9 @@ STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 """Responses of /v1/responses are kept, for `previous_response_id`."""
 
 
-class PingRelay:
-    """Takes the pings of instances and passes each on to several proxies, unchanged.
-
-    With this in between, proxies and routers that come and go know the same instances.
-    """
-
-    def __init__(self, proxies: Sequence[tuple[str, int]]) -> None:
-        self.port = free_ports()
-        self._proxies = list(proxies)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ping relay", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(5.0)
-
-    @contextmanager
-    def also(self, proxy: tuple[str, int]) -> Iterator[None]:
-        """Passes the pings on to this one, too, for a while."""
-        self._proxies.append(proxy)
-        try:
-            yield
-        finally:
-            self._proxies.remove(proxy)
-
-    def _run(self) -> None:
-        with zmq.Context() as context, ExitStack() as stack:
-            router = stack.enter_context(context.socket(zmq.ROUTER))
-            router.bind(f"tcp://{LOOPBACK}:{self.port}")
-            out: dict[tuple[str, int], zmq.Socket[bytes]] = {}
-            stack.callback(lambda: [dealer.close() for dealer in out.values()])
-            while not self._stop.is_set():
-                self._connect(context, out)
-                if router.poll(100):
-                    _identity, ping = router.recv_multipart()
-                    for dealer in out.values():
-                        # A proxy that takes no pings must not keep them from the others.
-                        with suppress(zmq.Again):
-                            dealer.send(ping, zmq.DONTWAIT)
-
-    def _connect(self, context: zmq.Context, out: dict[tuple[str, int], zmq.Socket[bytes]]) -> None:
-        wanted = list(self._proxies)
-        for proxy in [each for each in out if each not in wanted]:
-            out.pop(proxy).close()
-        for proxy in [each for each in wanted if each not in out]:
-            dealer = out[proxy] = context.socket(zmq.DEALER)
-            dealer.linger = 0
-            dealer.connect(f"tcp://{proxy[0]}:{proxy[1]}")
+def each_of(*proxies: tuple[str, int]) -> tuple[str, int]:
+    """The `proxy` of a VllmServer that pings all of these."""
+    return ",".join(f"{host}:{port}" for host, port in proxies), proxies[0][1]
 
 
 @dataclass(frozen=True)
@@ -116,8 +65,8 @@ class Fleet:
     single: VllmServer
     concurrent: ProxyServer
     sequential: ProxyServer
-    pings: PingRelay
-    """Takes the pings of P and D."""
+    spare: tuple[str, int]
+    """Where P and D send their pings, too: for a router that a test starts."""
     probes: Path
     """Where P and D write down what their pages hold; see vllm/probe_connector.py."""
 
@@ -151,7 +100,6 @@ def needs_cpu_build() -> None:
 
 
 def needs_deepseek_v4() -> None:
-    """Skips what serves that model."""
     import torch
 
     needs_cpu_build()
@@ -212,8 +160,8 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     """Start all five side by side and wait until each serves; `stack` stops them."""
     concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")
     sequential = ProxyServer(dispatch="sequential", log_path=logs / "proxy-sequential.log")
-    relay = stack.enter_context(PingRelay([concurrent.discovery, sequential.discovery]))
-    discovery = (LOOPBACK, relay.port)
+    spare = LOOPBACK, free_ports()
+    discovery = each_of(concurrent.discovery, sequential.discovery, spare)
     probes = logs / "probes"
     probes.mkdir(exist_ok=True)
     settings = (*SETTINGS, *TOOLS, *COUNTS)
@@ -229,7 +177,7 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
         forked(model, logs, "single", extra_args=settings, env=STORE),
         concurrent,
         sequential,
-        relay,
+        spare,
         probes,
     )
     start_all(stack, *fleet.servers)
@@ -360,7 +308,6 @@ def metric(server: VllmServer, name: str) -> float:
 
 
 def counter(server: VllmServer, name: str) -> float:
-    """One of p2pkv's."""
     return metric(server, f"p2pkv_{name}_total")
 
 

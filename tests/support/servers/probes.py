@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from p2pkv.demo.processes import wait_until
@@ -46,13 +48,14 @@ Notes = dict[str, dict[int, Note]]
 """By transfer key and rank; the last word counts."""
 
 
-def notes(probes: Path, side: str) -> Notes:
-    """All that the ranks of one side have written down."""
+def notes(probes: Path, side: str, since: Mapping[Path, int] = MappingProxyType({})) -> Notes:
+    """What the ranks of one side have written down, behind so many bytes of each file."""
     found: Notes = {}
     for file in sorted(probes.glob(f"{side}.*.jsonl")):
-        for line in file.read_text().splitlines():
-            note = json.loads(line)
-            found.setdefault(note["key"], {})[note["rank"]] = _note(note)
+        with file.open("rb") as lines:
+            lines.seek(since.get(file, 0))
+            for note in map(json.loads, lines):
+                found.setdefault(note["key"], {})[note["rank"]] = _note(note)
     return found
 
 
@@ -72,7 +75,7 @@ class Compared:
 
     def __init__(self, probes: Path) -> None:
         self._probes = probes
-        self._before = notes(probes, "D").keys()
+        self._since = {file: file.read_bytes().rfind(b"\n") + 1 for file in probes.glob("*.jsonl")}
 
     def spans(self, at_least: int = 0) -> list[tuple[int, int]]:
         """Wait for so many loads, fail if one differs, and say which tokens [first, past) they were."""
@@ -80,9 +83,8 @@ class Compared:
         on_d: Notes = {}
 
         def all_written() -> bool:
-            on_p.clear(), on_d.clear()
-            on_p.update(notes(self._probes, "P"))
-            on_d.update((k, n) for k, n in notes(self._probes, "D").items() if k not in self._before)
+            nonlocal on_p, on_d
+            on_p, on_d = (notes(self._probes, side, self._since) for side in "PD")
             return len(on_d) >= at_least and all(_whole(on_d[k]) and _whole(on_p.get(k, {})) for k in on_d)
 
         wait_until(all_written, "what the probes write down", SECONDS)

@@ -16,21 +16,24 @@ from support import classic_router
 VLLM_ROUTER = "vllm-router==0.1.17"
 MODES = {"default": (), "moriio-write": ("--kv-connector", "moriio")}
 """What makes vllm-router ask P first and then D, and what makes it ask both at once."""
+ROUTERS = ("original", *MODES)
+"""The stand-in for the original connector's example proxy, and vllm-router's modes."""
 
 
 class RouterProcess(ServerProcess):
     """A router on 127.0.0.1 that instances find by their pings; healthy when it knows a P and a D.
 
     Args:
-        options: DISCOVERY in them stands for the address to which instances send their pings.
+        options: DISCOVERY in them stands for the address to which instances send their pings, `discovery`.
     """
 
-    def __init__(self, name: str, program: list[str], options: list[str], logs: Path) -> None:
+    def __init__(
+        self, name: str, program: list[str], options: list[str], logs: Path, discovery: tuple[str, int]
+    ) -> None:
         port = free_ports()
-        self.discovery = LOOPBACK, free_ports()
         self.base_url = f"http://{LOOPBACK}:{port}"
         command = [*program, "--host", LOOPBACK, "--port", str(port)]
-        command += [each.replace("DISCOVERY", f"{LOOPBACK}:{self.discovery[1]}") for each in options]
+        command += [each.replace("DISCOVERY", "{}:{}".format(*discovery)) for each in options]
         super().__init__(
             name,
             command,
@@ -40,19 +43,17 @@ class RouterProcess(ServerProcess):
         )
 
 
-def vllm_router(mode: str, config: pytest.Config, logs: Path) -> RouterProcess:
-    """vllm-router in a mode of MODES. Skips the test, with the reason, where it cannot be had."""
+def router(name: str, config: pytest.Config, logs: Path, discovery: tuple[str, int]) -> RouterProcess:
+    """One of ROUTERS. Skips the test, with the reason, where vllm-router cannot be had."""
+    if name == "original":
+        program = [sys.executable, classic_router.__file__]
+        return RouterProcess("classic-router", program, ["--discovery", "DISCOVERY"], logs, discovery)
     assert config.cache is not None
     try:
         made = environment(config.cache.mkdir("environments"), VLLM_ROUTER)
     except Unavailable as error:
         pytest.skip(str(error))
     options = ["--vllm-pd-disaggregation", "--vllm-discovery-address", "DISCOVERY"]
-    options += ["--policy", "round_robin", "--prometheus-port", str(free_ports()), *MODES[mode]]
-    return RouterProcess(f"vllm-router-{mode}", [str(made / "bin" / "vllm-router")], options, logs)
-
-
-def original_router(logs: Path) -> RouterProcess:
-    """The stand-in for the original connector's example proxy."""
-    program = [sys.executable, classic_router.__file__]
-    return RouterProcess("classic-router", program, ["--discovery", "DISCOVERY"], logs)
+    options += ["--policy", "round_robin", "--prometheus-port", str(free_ports()), *MODES[name]]
+    program = [str(made / "bin" / "vllm-router")]
+    return RouterProcess(f"vllm-router-{name}", program, options, logs, discovery)
