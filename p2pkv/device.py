@@ -23,7 +23,7 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 EVENTS = 256
-"""Made at the start. More are made if so many are waited for at once."""
+"""Events that are made at the start. More are made if so many are waited for at once."""
 
 SCANT_BYTES = 512 << 20
 """Memory of a device that should be left for CUDA graphs and NCCL, which take theirs later."""
@@ -211,9 +211,8 @@ def ignore_captures() -> None:
     result = driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if result != 0:
         log.warning(
-            "CUDA refused a thread of p2pkv the thread-local capture mode (result %d): a peer that connects "
-            "while vLLM captures CUDA graphs may end that capture, and with it vLLM's start",
-            result,
+            f"CUDA refused a thread of p2pkv the thread-local capture mode (result {result}): a peer that "
+            "connects while vLLM captures CUDA graphs may end that capture, and with it vLLM's start"
         )
 
 
@@ -275,10 +274,9 @@ def take_memory(
     log.info("%s takes %s of %s; %s are left", option, _mib(nbytes), device, _mib(left))
     if left < SCANT_BYTES:
         log.warning(
-            "%s has only %s left, and CUDA graphs and NCCL's communicators take memory later: should they "
-            "fail, set staging_bytes, prefetch_bytes or vLLM's --gpu-memory-utilization lower",
-            device,
-            _mib(left),
+            f"{device} has only {_mib(left)} left, and CUDA graphs and NCCL's communicators take memory "
+            "later: should they fail, set staging_bytes, prefetch_bytes or vLLM's --gpu-memory-utilization "
+            "lower"
         )
     return block
 

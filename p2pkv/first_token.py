@@ -10,7 +10,7 @@ FIRST_TOKEN = "first_token"
 
 
 class FirstToken(StrEnum):
-    """To P the first three, to D the last."""
+    """A router says the first three to P, and the last to D."""
 
     HANDED_ON = "handed_on"
     """The client gets it, and D will have it behind the prompt. If the answer ends with it, no D will ask."""

@@ -44,10 +44,6 @@ class _Need(NamedTuple):
         return len(self.layer.cells) * self.width
 
 
-class PlanError(ShardingError):
-    """Two shapes between which no KV can move, and why, in a sentence."""
-
-
 class Edge(Struct, frozen=True, array_like=True):
     """What one P rank sends to one D rank of one KV group: a rectangle of layers and heads, of the
     tokens that both keep.
@@ -105,7 +101,7 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def _by_rank(self) -> tuple[dict[int, list[Edge]], dict[int, list[Edge]]]:
-        """Of P, and of D."""
+        """The edges by P's rank, and by D's."""
         sources, targets = defaultdict[int, list[Edge]](list), defaultdict[int, list[Edge]](list)
         for edge in self.edges:
             sources[edge.source].append(edge)
@@ -117,13 +113,13 @@ class Plan(Struct, frozen=True, dict=True):
 def make_plan(prefill: Shapes, decode: Shapes) -> Plan:
     """The plan from a P engine of these shapes to a D engine of those; the same object when asked again.
 
-    Raises PlanError if the two do not hold the same model's cache.
+    Raises ShardingError if the two do not hold the same model's cache.
     """
     _check_same("KV groups", len(prefill), len(decode))
     for shapes in (prefill, decode):
         if not shapes or len({(len(shape.layers), shape.tp, shape.pcp) for shape in shapes}) > 1:
             listed = ", ".join(map(str, shapes)) or "(there are none)"
-            raise PlanError(f"the KV groups {listed} are not divided over the same stages and ranks")
+            raise ShardingError(f"the KV groups {listed} are not divided over the same stages and ranks")
     edges: list[Edge] = []
     for group, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         of_group = f" in group {group}" if len(prefill) > 1 else ""
@@ -135,7 +131,7 @@ def make_plan(prefill: Shapes, decode: Shapes) -> Plan:
 
 def _check_same(what: str, ours: int, theirs: int) -> None:
     if ours != theirs:
-        raise PlanError(
+        raise ShardingError(
             f"the prefill instance has {ours} {what}, the decode instance {theirs}: "
             "expected the same model on both"
         )
@@ -171,12 +167,12 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Ne
     layers = tuple(overlaps(prefill.stage_layers, decode.stage_layers))
     heads = tuple(overlaps(prefill.rank_heads, decode.rank_heads))
     if len(layers) * len(heads) * prefill.dcp > MAX_EDGES:
-        raise PlanError(
+        raise ShardingError(
             f"{prefill} and {decode} would need {len(layers) * len(heads) * prefill.dcp} links between their "
             f"ranks, more than {MAX_EDGES}: divide the layers, the heads or the tokens of the two more alike"
         )
     if lcm(prefill.part(0).cycle, decode.part(0).cycle) > MAX_CYCLE:
-        raise PlanError(
+        raise ShardingError(
             f"{prefill} keeps {prefill.run} tokens in turn on each of its ranks, {decode} {decode.run}: "
             f"these would repeat after more than {MAX_CYCLE} tokens; set the same "
             "--cp-kv-cache-interleave-size on both sides"

@@ -99,7 +99,7 @@ class BlockQuota:
         """`limit`: in blocks; `blocks`: of a request of so many tokens, at most."""
         self.limit = limit
         self.taken = 0
-        """By admitted requests; at most what they may come to hold."""
+        """Blocks of the admitted requests: as many as they may come to hold at most."""
         self.blocks = blocks
         self._admitted: dict[str, int] = {}
         self._waiting: dict[str, None] = {}

@@ -36,6 +36,7 @@ _MAX_BYTES = 512
 _CREDENTIALS = struct.Struct("iII")
 """Of the sender, as the kernel fills them in: process, user, group."""
 
+_NOBODY = (-1, -1, -1)
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Beat)
 
 
@@ -51,7 +52,7 @@ class BeatListener:
         parent = multiprocessing.parent_process()
         self._senders = {os.getpid(), *([parent.pid] if parent is not None else [])}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        pass_credentials(self._socket)
         try:
             self._socket.bind(_socket_name(rank))
         except OSError as error:
@@ -65,10 +66,10 @@ class BeatListener:
         beats: list[Beat] = []
         while True:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+                data, process, _ = receive_from(self._socket, _MAX_BYTES)
             except OSError:  # no more; or it is closed
                 return beats
-            if _sender(ancillary) not in self._senders:
+            if process not in self._senders:
                 continue
             try:
                 beats.append(_decoder.decode(data))
@@ -79,12 +80,18 @@ class BeatListener:
         self._socket.close()
 
 
-def _sender(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
-    """The process that a message came from."""
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) >= _CREDENTIALS.size:
-            return int(_CREDENTIALS.unpack_from(data)[0])
-    return None
+def pass_credentials(receiver: socket.socket) -> None:
+    """Have a socket show who sends, as `receive_from` needs it. Raises OSError."""
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+
+
+def receive_from(receiver: socket.socket, most: int) -> tuple[bytes, int, int]:
+    """A datagram of at most so many bytes, and the process and the user that have sent it; -1: it does not
+    say. Raises OSError."""
+    data, ancillary, _, _ = receiver.recvmsg(most, socket.CMSG_SPACE(_CREDENTIALS.size))
+    shown = [each for _, kind, each in ancillary if kind == socket.SCM_CREDENTIALS]
+    process, user, _ = _CREDENTIALS.unpack_from(shown[0]) if shown else _NOBODY
+    return data, process, user
 
 
 class BeatSender:

@@ -70,8 +70,8 @@ def options_of(config: VllmConfig) -> Options:
 
 
 def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """Over how many ranks of a stage decode-context parallelism divides the tokens of these layers. So many
-    times as many tokens as in a rank's block has a block of the scheduler."""
+    """Over how many ranks of a stage decode-context parallelism divides the tokens of these layers. A block
+    of the scheduler has so many times the tokens of a rank's block."""
     divided = not keeps_state(spec) and getattr(spec, "dcp_sharded", True)
     return int(config.parallel_config.decode_context_parallel_size) if divided else 1
 

@@ -22,7 +22,6 @@ from p2pkv.log import RateLimit
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -108,7 +107,8 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozens
     classes = sorted(model.model_class_overrides.items())
     digest.update(f"{model.dtype} {quantized} {classes} {_by_length(model)}".encode())
     for settings in (model.hf_config, model.hf_text_config):
-        digest.update(_settings(settings, apart | MACHINES_SETTINGS).encode())
+        kept = _without(settings.to_dict(), apart | MACHINES_SETTINGS)
+        digest.update(json.dumps(kept, sort_keys=True, default=lambda value: type(value).__name__).encode())
     if name:
         digest.update(f"weights_name {name}".encode())
     for file in () if name else _weight_files(model, load):
@@ -233,19 +233,12 @@ def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
     return found if all(0 <= start <= stop <= size for start, stop in found) else []
 
 
-def _settings(settings: PreTrainedConfig, apart: frozenset[str]) -> str:
-    """A configuration of transformers, without the settings in `apart` and without those that are None, of
-    which each version of transformers adds some."""
-    kept = _without(settings.to_dict(), apart)
-    return json.dumps(kept, sort_keys=True, default=lambda value: type(value).__name__)
-
-
 def _without(value: Any, apart: frozenset[str]) -> Any:
+    """Settings without those in `apart` and those that are None, of which each version of transformers adds
+    some."""
     if isinstance(value, dict):
-        kept = value.items()
-        return {
-            str(key): _without(each, apart) for key, each in kept if key not in apart and each is not None
-        }
+        kept = {key: each for key, each in value.items() if key not in apart and each is not None}
+        return {str(key): _without(each, apart) for key, each in kept.items()}
     return [_without(each, apart) for each in value] if isinstance(value, list | tuple) else value
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, encode
 
+from p2pkv.connector.core_beats import receive_from
 from p2pkv.engine.commands import Event, Loaded, PrefetchComplete
 
 FIRST_WAIT = 0.001
@@ -88,20 +88,12 @@ class WakeupMessage(Struct, frozen=True, array_like=True):
 
 
 _decoder = Decoder(WakeupMessage)
-_CREDENTIALS = struct.Struct("iII")
-"""Of the sender, as the kernel fills them in: process, user, group."""
-
-
-def pass_credentials(wakeups: socket.socket) -> None:
-    """Have a socket show who sends, as `receive_wakeup` needs it. Raises OSError."""
-    wakeups.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
 def receive_wakeup(wakeups: socket.socket) -> WakeupMessage | None:
     """Wait for a wake-up; what it carries, if anything, and a process of our user has sent it."""
-    data, ancillary, _, _ = wakeups.recvmsg(MAX_WAKEUP, socket.CMSG_SPACE(_CREDENTIALS.size))
-    users = [_CREDENTIALS.unpack(each)[1] for _, kind, each in ancillary if kind == socket.SCM_CREDENTIALS]
-    if not data or users != [os.getuid()]:
+    data, _, user = receive_from(wakeups, MAX_WAKEUP)
+    if not data or user != os.getuid():
         return None
     try:
         return _decoder.decode(data)

@@ -280,7 +280,7 @@ class _StatePart:
     """Of the layer."""
     axis: Axis
     steps: int
-    """Of this part; a state is one step."""
+    """Time steps of this part; a state is one."""
     dtype: torch.dtype
     codec: str
     step: int

@@ -415,7 +415,7 @@ class PendingLoad:
     number: int = 0
     """Of the load."""
     prompt: tuple[int, bytes] = 0, b""
-    """As in `Expect`."""
+    """Its tokens and their digest, as in `Expect`."""
     kept: bool = False
     """All ranks have its KV, so that the step can load it that computes the rest."""
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.config import PatchName
+from p2pkv.connector.core_beats import pass_credentials
 from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.connector.idle_steps import (
     MAX_SLEEP_MS,
@@ -33,7 +34,6 @@ from p2pkv.connector.idle_steps import (
     STEPLESS_MS,
     VLLM_IDLE_SLEEP,
     WakeupMessage,
-    pass_credentials,
     receive_wakeup,
 )
 from p2pkv.connector.metadata import EarlyLoad, StepMetadata

@@ -20,7 +20,7 @@ other one, answers nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Annotated, Literal
 
@@ -94,7 +94,7 @@ class Ping(Struct, frozen=True, kw_only=True):
         first_token: whether P's token may go to the client as the answer's first one. Of a P: 2 if it is the
             one behind the whole prompt, else 0. Of a D: 2 if it takes a prompt that ends with that token; 1:
             only for requests that bound their answer, since the model's own configuration does; else 0.
-        ahead_tokens: of prompts whose KV this D has room for before their requests come.
+        ahead_tokens: tokens of prompts whose KV this D has room for before their requests come.
         sampler: what draws tokens there; two that are equal draw the same with one seed. "": no request may
             have one, or that is not known.
         parses: it has a --reasoning-parser, so that its chats may be other than plain text.
@@ -155,10 +155,7 @@ class BadPartners(ValueError):
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ping)
 _partners_decoder = msgspec.msgpack.Decoder(PartnersAnswer)
-
-
-def encode_ping(ping: Ping) -> bytes:
-    return _encoder.encode(ping)
+encode_ping: Callable[[Ping], bytes] = _encoder.encode
 
 
 def decode_ping(frame: bytes | memoryview) -> Ping:

@@ -138,9 +138,8 @@ class Pinger:
                     proxy.due, proxy.reached = now + self._interval, now
                 elif unreached and self._log_limit.admits(connection):
                     log.warning(
-                        "not registered: no connection to the proxy at %s; is it up, do proxy_ip and "
-                        "proxy_port name its --discovery address, and can this host reach that?",
-                        connection.address,
+                        f"not registered: no connection to the proxy at {connection.address}; is it up, do "
+                        "proxy_ip and proxy_port name its --discovery address, and can this host reach that?"
                     )
 
     def _take_in(self) -> None:

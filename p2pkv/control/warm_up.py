@@ -57,10 +57,8 @@ def warm_up(plan: WarmUp) -> None:
     for kind in _KINDS:
         failure = failure or _ask(plan, kind, begun + plan.seconds)
     if failure:
-        log.warning(
-            "not warmed up: %s; the instance is announced all the same, and its first request may be slow",
-            failure,
-        )
+        rest = "the instance is announced all the same, and its first request may be slow"
+        log.warning("not warmed up: %s; %s", failure, rest)
         return
     took = time.monotonic() - begun
     log.info("warmed up: %d prompts of %d tokens were answered in %.1f s", len(_KINDS), plan.tokens, took)

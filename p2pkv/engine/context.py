@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -66,24 +65,21 @@ class Counters:
         return self.values | {name: sum(read() for read in parts) for name, parts in self.gauges.items()}
 
 
-_Value = TypeVar("_Value")
-
-
-class ExpiringDict(Generic[_Value]):
-    """Values by key, each for some seconds after it was added; of more than `most` the oldest go."""
+class ExpiringDict:
+    """Texts by key, each for some seconds after it was added; of more than `most` the oldest go."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds = seconds
         self._most = most
-        self._known: dict[str, tuple[float, _Value]] = {}
+        self._known: dict[str, tuple[float, str]] = {}
         """The oldest first."""
 
-    def add(self, key: str, value: _Value, now: float) -> None:
+    def add(self, key: str, value: str, now: float) -> None:
         self.discard(key)
         self._known[key] = now, value
         self.expire(now)
 
-    def get(self, key: str) -> _Value | None:
+    def get(self, key: str) -> str | None:
         """As of the last `expire`."""
         found = self._known.get(key)
         return found[1] if found is not None else None
@@ -245,12 +241,9 @@ class Context:
 
     def hello_for(self, role: Role) -> Hello:
         """Our Hello to the other role's ranks. On the wire each connection has one P and one D."""
-        hello = self.hello
-        return (
-            hello
-            if hello.role == role
-            else replace(hello, role=role, prefetch=hello.prefetch and role == "D")
-        )
+        if self.hello.role == role:
+            return self.hello
+        return replace(self.hello, role=role, prefetch=self.hello.prefetch and role == "D")
 
     def burst(self, nbytes: int) -> int:
         """How many messages of about this size are copied for one peer in a turn."""

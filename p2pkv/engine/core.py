@@ -43,7 +43,7 @@ HELD_SECONDS = 1.0
 """A turn so much later than it was due: something held this rank up, and no message could reach it."""
 
 LONG_HELD_SECONDS = 5.0
-"""From here on it is logged as a warning."""
+"""A rank that was held up for so long logs it as a warning."""
 
 QUIET_SECONDS = 60.0
 """Between two lines about connections that sent nothing wrong and ended: a monitor may make many."""
@@ -392,10 +392,9 @@ class Core:
         if steps.beat is not None and steps.beat.orphaned and not self._given_up:
             self._given_up = True
             log.error(
-                "%s gives up what it holds: the process that started its engine core is gone, so no "
+                f"{address} gives up what it holds: the process that started its engine core is gone, so no "
                 "client can reach it. Engine core and workers live on; end them (docs/operations.md, "
-                '"Engines without an HTTP server")',
-                address,
+                '"Engines without an HTTP server")'
             )
             self.leave(now + self.clock.held)
 

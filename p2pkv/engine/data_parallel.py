@@ -23,7 +23,7 @@ AT_ONCE = 1024
 """Requests that one message names at most."""
 
 MAX_REDIRECTS = 1 << 16
-"""Requests of others that are remembered."""
+"""Requests at other engines that are remembered."""
 
 MAX_ENGINES = 256
 """Connections to other engines. An id, which a client may have forged, can make P dial its own host."""
@@ -40,7 +40,7 @@ class Redirects:
         """By engine: the requests that it has not been sent."""
         self._engines: dict[str, Connection] = {}
         self._lease = context.options.lease_seconds
-        self._owners = ExpiringDict[str](self._lease, MAX_REDIRECTS)
+        self._owners = ExpiringDict(self._lease, MAX_REDIRECTS)
         """By key of the requests that name this engine: the one that has it."""
         self._retry = Timer(context.timers, self._pass_on)
         self._repeat = Timer(context.timers, self._renew)
@@ -53,11 +53,10 @@ class Redirects:
             return
         if not self._logged:
             self._logged = True
+            mine = self._ctx.hello.addresses[0]
             log.info(
-                "requests name %s, but the HTTP server gives them to %s: the router knows no data-parallel "
-                "ranks, so D is referred from one engine to the other (logged once)",
-                engine,
-                self._ctx.hello.addresses[0],
+                f"requests name {engine}, but the HTTP server gives them to {mine}: the router knows no "
+                "data-parallel ranks, so D is referred from one engine to the other (logged once)"
             )
         if not self._local:
             self._repeat.at(now + self._lease / 3)

@@ -111,7 +111,7 @@ class Decode:
         self._buffers = PrefetchBuffers(context.options.prefetch_bytes, context.cache.device)
         self._attempt = 0
         self._generation = ""
-        """Of D's weights; a prompt of others is not taken before its request comes."""
+        """Of D's weights; what was computed with others is not taken before its request comes."""
         self._count = context.counters.values
         self.entries: dict[str, RequestEntry] = {}
         self._by_rank: dict[str, dict[str, RequestEntry]] = {}

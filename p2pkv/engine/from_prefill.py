@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Effect
-from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected, surplus
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected
 from p2pkv.kv.cache import Rectangles
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
@@ -595,7 +596,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         quiet = (IDLE_BEATS + 1) * self._ctx.beat
         unused = (peer for peer in linked if now - peer.used > quiet and peer.address not in used)
         idle = (peer for peer in unused if not (peer.link.posted or peer.link.waiting))
-        for peer in surplus(len(linked) - self._ctx.options.max_links, idle, lambda peer: peer.used):
+        for peer in nsmallest(len(linked) - self._ctx.options.max_links, idle, lambda peer: peer.used):
             log.info("closing the link from %s: %s", peer.address, IDLE_REASON)
             peer.abort(IDLE_REASON)
 

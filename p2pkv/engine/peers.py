@@ -4,7 +4,7 @@ link is too much or stands still.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from p2pkv.engine.context import log
@@ -14,7 +14,6 @@ from p2pkv.protocol.messages import Hello
 
 _Key = TypeVar("_Key")
 _Peer = TypeVar("_Peer", bound=Peer)
-_Any = TypeVar("_Any")
 
 IDLE_BEATS = 2
 """Heartbeats without a transfer after which P may close a link. D waits for one more, since P decides by D's
@@ -93,11 +92,3 @@ class StallTimer:
         if next_one is not self._next:
             self._next, self._since = next_one, now
         return next_one is not None and now - self._since > seconds
-
-
-def surplus(
-    excess: int, idle: Iterable[_Any], used: Callable[[_Any], float | tuple[bool, float]]
-) -> list[_Any]:
-    """The peers whose links to close, where there are so many too many: only idle ones, the longest unused
-    first, and before them those that no request has used."""
-    return sorted(idle, key=used)[:excess] if excess > 0 else []

@@ -250,10 +250,8 @@ class Preconnect:
         if not partner.logged:
             partner.logged = True
             log.info(
-                "no link to P at %s ahead of requests (%s): it is tried again later, logged once; a request "
-                "for it builds its own",
-                partner.address,
-                reason,
+                f"no link to P at {partner.address} ahead of requests ({reason}): it is tried again later, "
+                "logged once; a request for it builds its own"
             )
         partner.next, partner.pause = now + partner.pause, min(2 * partner.pause, LAST_PAUSE)
         self._let_go(partner)

@@ -62,7 +62,7 @@ class Prefill:
         self._ranks = ranks
         self._claims = PendingClaims(context.terms.lease)
         self._redirects = Redirects(context)
-        self._ended = ExpiringDict[str](context.terms.lease, MAX_ENDED)
+        self._ended = ExpiringDict(context.terms.lease, MAX_ENDED)
         """The reasons of transfers that have failed, by key."""
         self._count = context.counters.values
         self.entries: dict[str, PromptEntry] = {}

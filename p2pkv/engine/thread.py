@@ -54,7 +54,7 @@ class Rank:
         self._call: Callable[[Event], None] = lambda event: None
         self.core = core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
         self.context, self.steps, self.counters = core.context, core.steps, core.counters
-        self._commands = self.core.commands
+        self._commands = core.commands
         self._endpoint = endpoint
         self._asleep = False
         self._stopping = False

@@ -10,12 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import takewhile
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.effects import Effect
-from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected, surplus
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Peers, StallTimer, log_connected
 from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import LinkError, Outbound, Send
@@ -147,10 +148,6 @@ class OutboundLink:
     def invited(self) -> bool:
         """Whether D has been invited: the link is up, or may come up."""
         return self._invitation is not None
-
-    @property
-    def building(self) -> bool:
-        return self.invited and not self.linked
 
     @property
     def accepted(self) -> bool:
@@ -593,11 +590,11 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """End links that stand still or do not come up."""
         lease = self._ctx.options.lease_seconds
         for peer in self.active:
-            if peer.link.overdue(now, lease):
+            link, waited = peer.link, now - peer.link.since
+            if link.overdue(now, lease):
                 reason = f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s"
                 self.lose_link(peer, reason, now)
-            elif peer.link.building and now - peer.link.since > self._patience_with(peer, now):
-                waited = now - peer.link.since
+            elif link.invited and not link.linked and waited > self._patience_with(peer, now):
                 reason = f"the link to {peer.address} did not come up in time: in {waited:.0f} s"
                 self.lose_link(peer, reason, now)
             else:
@@ -617,7 +614,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """Close idle links; let the next turn look at all ranks. Call it several times a second."""
         linked, most = [peer for peer in self if peer.link.linked], self._ctx.options.max_links
         idle = (peer for peer in linked if self.idle(peer, now))
-        for peer in surplus(len(linked) - most, idle, lambda peer: (peer.named, peer.wanted)):
+        # The longest unused first, and before them those that no request has used.
+        for peer in nsmallest(len(linked) - most, idle, lambda peer: (peer.named, peer.wanted)):
             log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
             self._park(peer, now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)

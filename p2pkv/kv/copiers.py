@@ -76,9 +76,6 @@ class StorageCopier(RowLists):
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
         self.put_rows(self._flat[span.pages.storage], self.rows(span, cut), src)
 
-    def prepare(self, span: Span, cut: Cut) -> None:
-        """Nothing can be done before."""
-
     def take_rows(self, flat: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         torch.index_select(grid(flat, rows), 0, self.uploads(rows.index), out=out.view(-1, rows.atom))
 
@@ -134,7 +131,7 @@ class ColumnCopier:
             rows, self._views = StorageCopier(pages, tensors), columns_on_device
             self._copy = torch.Tensor.copy_
         self.spans, self.digest_name = rows.spans, rows.digest_name
-        self.digest, self.warm_up = rows.digest, rows.warm_up
+        self.digest, self.warm_up, self.prepare = rows.digest, rows.warm_up, rows.prepare
         self._flat = {page.storage: flat_bytes(one) for page, one in zip(pages, tensors, strict=True)}
         self._element, self._step = element, step
 
@@ -145,9 +142,6 @@ class ColumnCopier:
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
         for memory, dense in self._matrices(span, cut, src):
             self._copy(memory, dense)
-
-    def prepare(self, span: Span, cut: Cut) -> None:
-        """Nothing can be done before."""
 
     def _matrices(self, span: Span, cut: Cut, buffer: torch.Tensor) -> Iterator[tuple[Any, Any]]:
         """Layers that begin an element after each other: their elements in memory and in `buffer`."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from p2pkv.kv.checksum import XXH3, Checksum, digest_on_host
+from p2pkv.kv.checksum import XXH3, digest_on_host
 from p2pkv.kv.layouts import (
     Bounds,
     Columns,
@@ -113,7 +113,6 @@ class RowLists:
         self._recent = Recent[Rows]()
 
     def rows(self, span: Span, cut: Cut) -> Rows:
-        """`locate`."""
         if len(self.spans) == 1:
             return locate(span, cut)
         steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
@@ -121,11 +120,16 @@ class RowLists:
         kind = *lies, cut.units, cut.heads, cut.row_bytes
         return self._recent.of(cut.table, partial(locate, span, cut), kind)
 
+    def prepare(self, span: Span, cut: Cut) -> None:
+        """Do now what a copy of this cut would otherwise have to do: here nothing can be done before."""
+
 
 class HostCopier(RowLists):
     """Moves rows of layers in CPU memory. The copies have ended when the calls return."""
 
     digest_name = XXH3
+    digest = staticmethod(digest_on_host)
+    """The checksum, `digest_name`, of what `out` holds behind a take, or `src` before a put."""
     _blocks = Recent[KernelBlocks]()
     """Of all copiers, since KV groups share block tables; bounded, and safe in threads."""
 
@@ -133,9 +137,6 @@ class HostCopier(RowLists):
         super().__init__(pages)
         each = zip(pages, tensors, strict=True)
         self._flat: dict[int, NDArray[Any]] = {page.storage: flat_bytes(one).numpy() for page, one in each}
-
-    def prepare(self, span: Span, cut: Cut) -> None:
-        """Nothing can be done before."""
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
@@ -160,10 +161,6 @@ class HostCopier(RowLists):
         for layers, wire, selected in self._parts(span, cut, dense, scatters=True):
             for places, chosen in selected:
                 layers[chosen] = wire[places]
-
-    def digest(self, buffer: torch.Tensor) -> Checksum:
-        """The checksum, `digest_name`, of what `out` holds behind a take, or `src` before a put."""
-        return digest_on_host(buffer)
 
     def warm_up(self) -> None:
         """Prepare now what the first copy would otherwise wait for. Nothing: numpy is ready."""

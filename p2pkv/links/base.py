@@ -77,30 +77,55 @@ class Send(Protocol):
 
 
 class LinkEnd(ABC):
-    """Either end of a link."""
+    """Either end of a link, which its factory may close, too.
 
-    @abstractmethod
+    Attributes:
+        share: what its unfinished operations hold of the rank's staging.
+        closed: it was closed, or aborted.
+        up: both ends are.
+    """
+
+    guard: Guard
+    share: StagingShare
+    closed = False
+    up = False
+
     def ready(self) -> bool:
         """Whether both ends are up. Raises LinkError if they never will be."""
+        if not self.up:
+            self.poll()
+        self.guard.check()
+        return self.up
 
     @property
-    @abstractmethod
     def used(self) -> int:
-        """Bytes that this end's unfinished operations hold now; 0 at the baseline."""
+        """Bytes that its unfinished operations hold now. What an abort has not given back yet is the
+        rank's."""
+        return 0 if self.closed else self.share.held
 
     @abstractmethod
     def poll(self) -> None:
         """Move what can be moved now; never blocks. Raises LinkError when the link is broken."""
 
-    @abstractmethod
     def abort(self) -> None:
         """Free every call of this end at once; what the peer still sends is dropped. Idempotent."""
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.guard.fail(reason)
+            self._free()
+
+    @abstractmethod
+    def _free(self) -> None:
+        """This end has been closed: free what it holds."""
 
 
 class Inbound(LinkEnd):
-    """D's end of a link. `share`: what its posted receives hold of the rank's staging."""
-
-    share: StagingShare
+    """D's end of a link."""
 
     @abstractmethod
     def post(self, nbytes: int) -> Receive | None:
@@ -121,10 +146,6 @@ class Inbound(LinkEnd):
     def launch(self, count: int = 1) -> None:
         """P has announced its next sends, which it launches together: a `poll` may launch as many posted
         receives from now on, together, too."""
-
-    @property
-    def used(self) -> int:
-        return self.share.held
 
 
 class Outbound(LinkEnd):
@@ -239,7 +260,7 @@ Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """An invitation or an acceptance of one kind of link, which is its tag. `name`: which, for people."""
+    """An invitation or an acceptance of one kind of link, its tag. `name`: which of the two, for people."""
 
     name: ClassVar[str]
 
@@ -336,50 +357,9 @@ class Guard:
         )
 
 
-class GuardedEnd(LinkEnd):
-    """An end that its factory may close, too. `closed`: it was, or it was aborted. `up`: both ends are."""
-
-    guard: Guard
-    share: StagingShare
-    closed = False
-    up = False
-
-    @property
-    def used(self) -> int:
-        """Of the rank's staging. What an abort has not given back yet is the rank's."""
-        return 0 if self.closed else self.share.held
-
-    def ready(self) -> bool:
-        if not self.up:
-            self.poll()
-        self.guard.check()
-        return self.up
-
-    def abort(self) -> None:
-        self.guard.owned()
-        self.close("aborted on this side")
-
-    def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self.guard.fail(reason)
-            self._free()
-
-    @abstractmethod
-    def _free(self) -> None:
-        """This end has been closed: free what it holds."""
-
-
-class GuardedInbound(GuardedEnd, Inbound): ...
-
-
-class GuardedOutbound(GuardedEnd, Outbound): ...
-
-
 _Invited = TypeVar("_Invited", bound=Invitation)
 _Accepted = TypeVar("_Accepted", bound=Acceptance)
-_In = TypeVar("_In", bound=GuardedInbound)
+_In = TypeVar("_In", bound=Inbound)
 
 
 class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
@@ -389,7 +369,7 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
     too_many_stuck = ""
     """What is wrong when so many calls are `stuck` that no other one is risked."""
 
-    def __init__(self, ends: MutableSet[GuardedEnd] | None = None) -> None:
+    def __init__(self, ends: MutableSet[LinkEnd] | None = None) -> None:
         """`ends`: an empty set that will hold the ends; a WeakSet lets go of those that were dropped."""
         self._ends = set() if ends is None else ends
         self._closed = False
@@ -407,7 +387,7 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
         self._ends.add(inbound)
         return inbound, encode_blob(acceptance)
 
-    def complete(self, invitation: bytes, acceptance: bytes) -> GuardedOutbound:
+    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
         self._check()
         invited, accepted = decode_blob(invitation, self.blobs[0]), decode_blob(acceptance, self.blobs[1])
         if accepted.answers != invited.nonce:
@@ -421,7 +401,7 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
     @abstractmethod
     def _accept(self, invited: _Invited, window: int) -> tuple[_In, _Accepted]: ...
     @abstractmethod
-    def _complete(self, invited: _Invited, accepted: _Accepted) -> GuardedOutbound: ...
+    def _complete(self, invited: _Invited, accepted: _Accepted) -> Outbound: ...
 
     def close(self) -> None:
         self._closed = True

@@ -13,18 +13,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable
-from ctypes import (
-    POINTER,
-    Structure,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_ubyte,
-    c_uint,
-    c_ulonglong,
-    c_ushort,
-    c_void_p,
-)
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +105,7 @@ class AllocationFlags(Structure):
     _fields_ = (
         ("compressionType", c_ubyte),
         ("gpuDirectRDMACapable", c_ubyte),
-        ("usage", c_ushort),
+        ("usage", ctypes.c_ushort),
         ("reserved", c_ubyte * 4),
     )
 

@@ -30,7 +30,7 @@ EARLY = 0.5
 """Part of the time that an operation is thought to take, after which it is looked at."""
 
 MAX_PAUSE = 0.001
-"""Seconds: an operation may have become much faster."""
+"""Seconds that a pause lasts at most: an operation may have become much faster."""
 
 MAX_TENSORS = 256
 """Slots of which the tensor is kept."""
@@ -55,7 +55,7 @@ class CudaStream:
         event.hold_up(self.number)
 
     def close(self) -> None:
-        """Nothing is on it any more, and nothing will be."""
+        """Give it back: nothing is on it any more, and nothing will be."""
         give_stream(self._device, self.number, first=True)
 
 
@@ -151,11 +151,7 @@ class DevicePool(Slots):
         super().__init__(nbytes)
         block = allocate(self.capacity + beside)
         self.scratch = block[self.capacity :]
-        self._tensors = SlotTensors(block)
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] over the slot."""
-        return self._tensors.tensor(offset, nbytes)
+        self.tensor = SlotTensors(block).tensor
 
 
 class HelperThreads:

@@ -19,8 +19,8 @@ from p2pkv.links.base import (
     NONCE_BYTES,
     Acceptance,
     Guard,
-    GuardedInbound,
     GuardedLinks,
+    Inbound,
     Invitation,
     LinkError,
     LinkSettings,
@@ -86,9 +86,7 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
 
     def _accept(self, invited: HostInvitation, window: int) -> tuple[HostInbound, HostAcceptance]:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        shared = (
-            self.shared_memory and invited.namespace is not None and invited.namespace == this_namespace()
-        )
+        shared = self.shared_memory and invited.namespace == this_namespace()
         nonces = invited.nonce, nonce
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
         return inbound, HostAcceptance(
@@ -138,8 +136,8 @@ class HostReceive:
     """One posted receive. `done` reads one flag of the arena; nothing here makes a system call."""
 
     __slots__ = (
-        "_arrived", "_entry", "_link", "_words",
-        "buffer", "nbytes", "offset", "released", "remote_slot", "stamp",
+        "_entry", "_link", "_words",
+        "buffer", "landed", "nbytes", "offset", "released", "remote_slot", "stamp",
     )  # fmt: skip
 
     def __init__(self, link: HostInbound, arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
@@ -149,14 +147,15 @@ class HostReceive:
         self.offset = offset
         self.stamp = sequence + 1
         self.released = False
-        self._arrived = False
+        self.landed = False
+        """The buffer is full: whoever fills it says so, or `arrived` has found it."""
         self._link = link
         self._words = arena.words
         self._entry = memory.entry(sequence)
 
     def done(self) -> bool:
         self._link.guard.check()
-        if self._arrived or self.arrived():
+        if self.landed or self.arrived():
             return True
         if self._link.lost is not None:
             raise LinkError(self._link.lost)
@@ -165,17 +164,13 @@ class HostReceive:
     def arrived(self) -> bool:
         """`done` without the checks. Raises LinkError if P sent another size."""
         if self._words[self._entry + memory.COMMITTED] != self.stamp:
-            return self._arrived
+            return self.landed
         memory.fence()
         sent = self._words[self._entry + memory.NBYTES]
         if sent != self.nbytes:
             raise self._link.guard.fail(f"the peer sent {sent} bytes where {self.nbytes} were posted")
-        self._arrived = True
+        self.landed = True
         return True
-
-    def land(self) -> None:
-        """The TCP reader has filled the buffer."""
-        self._arrived = True
 
     def release(self) -> None:
         self._link.guard.owned()
@@ -189,7 +184,7 @@ class HostReceive:
         self._words[self._entry + memory.TAKEN] = self.stamp
 
 
-class HostInbound(GuardedInbound):
+class HostInbound(Inbound):
     """D's end. The first thing that P does shows whether P shares the arena or connects by TCP. A slot that P
     may still write is never posted again: `abort` gives up the whole arena.
     """
@@ -240,7 +235,9 @@ class HostInbound(GuardedInbound):
         if self._reader is not None:
             self._pump(self._reader)
         if self._released:
-            self._settle()
+            released, self._released = self._released, []
+            for receive in released:
+                self.give(receive)
         assert self._arena is not None
         self._arena.pool.tidy()
 
@@ -270,11 +267,6 @@ class HostInbound(GuardedInbound):
     @property
     def way(self) -> str:
         return "tcp" if self._reader is not None else "shared memory" if self.up else "not ready"
-
-    def _settle(self) -> None:
-        released, self._released = self._released, []
-        for receive in released:
-            self.give(receive)
 
     def _meet(self) -> None:
         assert self._arena is not None
@@ -307,4 +299,4 @@ class HostInbound(GuardedInbound):
         return self._arena.pool.view(receive.offset, nbytes)
 
     def _landed(self, sequence: int) -> None:
-        self._live[sequence].land()
+        self._live[sequence].landed = True

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import NONCE_BYTES, Guard, GuardedInbound, GuardedOutbound, LinkError
+from p2pkv.links.base import NONCE_BYTES, Guard, Inbound, LinkError, Outbound
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
 from p2pkv.links.gpu import CudaDevice, DevicePool, HelperThreads, PollTimer, SlotTensors, wait_out
 from p2pkv.links.ipc_socket import (
@@ -48,15 +48,11 @@ ORPHAN_SECONDS = 5.0
 killed, its sockets may be closed a moment before the driver stops its kernels."""
 
 
-class MappedBlock(SlotTensors):
-    """All of a peer's memory, as this process sees it. Tensors of it keep it mapped."""
-
-
 @dataclass
 class IpcContext:
     """What all CUDA IPC links of one rank share. `pool`, `block`: this rank's memory, into which its peers
-    write; None if it does not receive. `mapped`: of peers, by the random name of their memory, while a link
-    uses it. `openings`, `aborts`: threads that map a peer's memory, and that wait for the end of a link's
+    write; None if it does not receive. `mapped`: all memory of each peer while a link uses it, by its random
+    name. `openings`, `aborts`: threads that map a peer's memory, and that wait for the end of a link's
     writes.
     """
 
@@ -65,7 +61,7 @@ class IpcContext:
     staging: StagingBudget
     pool: DevicePool | None
     block: ExportedBlock | None
-    mapped: WeakValueDictionary[bytes, MappedBlock] = field(default_factory=WeakValueDictionary)
+    mapped: WeakValueDictionary[bytes, SlotTensors] = field(default_factory=WeakValueDictionary)
     openings: HelperThreads = field(default_factory=HelperThreads)
     aborts: HelperThreads = field(default_factory=HelperThreads)
     _read: deque[tuple[CudaEvent, int]] = field(default_factory=deque)
@@ -111,7 +107,7 @@ class IpcReceive:
         self._link.release(self)
 
 
-class IpcInbound(GuardedInbound):
+class IpcInbound(Inbound):
     """D's end. Its window bounds what it may hold of the memory that all links of the rank share."""
 
     def __init__(self, shared: IpcContext, nonce: bytes, window: int) -> None:
@@ -268,7 +264,7 @@ class IpcSend:
         return self.finished
 
 
-class IpcOutbound(GuardedOutbound):
+class IpcOutbound(Outbound):
     """P's end. It needs no memory of this rank."""
 
     def __init__(self, shared: IpcContext, line: RecordSocket, name: bytes, nbytes: int) -> None:
@@ -279,8 +275,8 @@ class IpcOutbound(GuardedOutbound):
         self._nbytes = nbytes
         self._asked = False
         self._failure = ""
-        self._opened: MappedBlock | None = None
-        self._block: MappedBlock | None = None
+        self._opened: SlotTensors | None = None
+        self._block: SlotTensors | None = None
         self._next = 0
         self._unannounced: deque[IpcSend] = deque()
         self._unfinished: deque[IpcSend] = deque()
@@ -339,7 +335,7 @@ class IpcOutbound(GuardedOutbound):
         self._unfinished.clear()
         self._shared.aborts.run("p2pkv-ipc-abort-P", ABORT_SECONDS, lambda: self._leave(written, mapped))
 
-    def _leave(self, written: CudaEvent, mapped: list[MappedBlock | None]) -> None:
+    def _leave(self, written: CudaEvent, mapped: list[SlotTensors | None]) -> None:
         """On a helper thread, as it may wait for the device."""
         self._shared.device.enter()
         wait_out(written)
@@ -367,7 +363,7 @@ class IpcOutbound(GuardedOutbound):
             self._shared.device.enter()
             block = self._shared.mapped.get(self._name)
             if block is None:
-                block = MappedBlock(open_block(self._shared.driver, fd, self._nbytes))
+                block = SlotTensors(open_block(self._shared.driver, fd, self._nbytes))
                 self._shared.mapped[self._name] = block
             self._opened = block
             if self.closed:  # meanwhile, and nobody will look

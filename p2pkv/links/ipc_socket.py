@@ -19,7 +19,7 @@ MAPPED = 1
 COMMITTED = 2
 """P's message number `sequence` lies in its slot, with so many bytes."""
 TAKEN = 3
-"""D has seen that."""
+"""D has seen that message."""
 GOODBYE = 4
 """Nothing of P's writes to D's memory any more."""
 

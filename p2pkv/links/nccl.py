@@ -16,15 +16,7 @@ import torch
 from msgspec import Meta
 
 from p2pkv.device import cuda_index
-from p2pkv.links.base import (
-    Acceptance,
-    Guard,
-    GuardedLinks,
-    Invitation,
-    LinkError,
-    LinkSettings,
-    Nonce,
-)
+from p2pkv.links.base import Acceptance, Guard, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.nccl_bindings import (
     UNIQUE_ID_BYTES,
@@ -116,11 +108,8 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         self._version = nccl.version()
         self.kind = " ".join(filter(None, (f"nccl {version_name(self._version)}", buffer_settings())))
         logger.info(
-            "%s on %s: %d links may be busy at once, with %d channels each",
-            nccl.describe(),
-            device.name,
-            busy.most,
-            nccl.channels,
+            f"{nccl.describe()} on {device.name}: {busy.most} links may be busy at once, with "
+            f"{nccl.channels} channels each"
         )
 
     def carry_both_ways(self) -> None:

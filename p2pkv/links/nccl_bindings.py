@@ -333,13 +333,11 @@ def _set_channels(channels: int) -> int:
         logger.warning("nccl_num_channels is %s, but the environment's %s stays", wanted, different)
         return _power_of_two(max(_variable(name) or MOST_CTAS for name in CHANNEL_VARIABLES))
     if _nccl_in_use():
+        settings = " and ".join(f"{name}={wanted}" for name in CHANNEL_VARIABLES)
         logger.warning(
-            "nccl_num_channels=%s comes too late: vLLM has used NCCL already, which reads its environment "
-            "once. Each link counts as %d channels, so fewer links may be busy at once. Install nccl4py, "
-            "or set %s before vLLM starts",
-            wanted,
-            MOST_CTAS,
-            " and ".join(f"{name}={wanted}" for name in CHANNEL_VARIABLES),
+            f"nccl_num_channels={wanted} comes too late: vLLM has used NCCL already, which reads its "
+            f"environment once. Each link counts as {MOST_CTAS} channels, so fewer links may be busy at "
+            f"once. Install nccl4py, or set {settings} before vLLM starts"
         )
         return MOST_CTAS
     return _power_of_two(channels)

@@ -86,7 +86,7 @@ class NcclContext:
     device: CudaDevice
     pool: DevicePool
     staging: StagingBudget
-    """Slots of links included whose abort has not come back."""
+    """The rank's; slots of links whose abort has not come back count, too."""
     init_seconds: float
     owner: Guard
     busy: BusyEnds

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from p2pkv.device import CudaEvent
-from p2pkv.links.base import Guard, GuardedEnd, GuardedInbound, GuardedOutbound, LinkError
+from p2pkv.links.base import Guard, Inbound, LinkEnd, LinkError, Outbound
 from p2pkv.links.gpu import PollTimer, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Comm, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
@@ -60,7 +60,7 @@ class Operation:
         return self.finished
 
 
-class NcclEnd(GuardedEnd):
+class NcclEnd(LinkEnd):
     """What both ends have in common. `rank`: in the communicator; 0 is P and sends, 1 is D and receives.
 
     An operation is launched on the end's own stream, and only when nothing on the device is before it: what
@@ -103,13 +103,13 @@ class NcclEnd(GuardedEnd):
     def poll(self) -> None:
         """Launch what can be, and see what the device has finished. Raises LinkError."""
         self.check()
-        comm = self._comm()
-        self.up = comm is not None
-        if comm is None or not (self._queue or self._on_device):
-            return
         try:
+            comm = self._opening.comm()
+            self.up = comm is not None
+            if comm is None or not (self._queue or self._on_device):
+                return
             self._advance(comm)
-        except NcclError as error:
+        except (LinkError, NcclError) as error:
             raise self.guard.fail(str(error)) from None
         except RuntimeError as error:  # of `follow`
             raise self.guard.fail(f"the device has failed: {error}") from None
@@ -199,12 +199,6 @@ class NcclEnd(GuardedEnd):
     def _most(self) -> int:
         """Operations that this end may have on the device now."""
         return self.shared.in_flight if self.shared.in_flight == 1 or self.shared.alone(self) else 1
-
-    def _comm(self) -> Comm | None:
-        try:
-            return self._opening.comm()
-        except LinkError as error:
-            raise self.guard.fail(str(error)) from None
 
     def _advance(self, comm: Comm) -> None:
         """See what is done, and launch what may follow; again while that is launched at once."""
@@ -332,7 +326,7 @@ class NcclReceive(Operation):
                 self._link.free(self)
 
 
-class NcclInbound(NcclEnd, GuardedInbound):
+class NcclInbound(NcclEnd, Inbound):
     """D's end. `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out
     would wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers)."""
 
@@ -368,7 +362,7 @@ class NcclSend(Operation):
         self._link.committed()
 
 
-class NcclOutbound(NcclEnd, GuardedOutbound):
+class NcclOutbound(NcclEnd, Outbound):
     """P's end."""
 
     rank = 0

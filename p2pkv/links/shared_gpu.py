@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_DIRECTORY = "/tmp/nvidia-mps"
-"""CUDA's own."""
+"""Where CUDA looks if the variable is not set."""
 
 DAEMON = "nvidia-cuda-mps-control"
 PAGE = 'docs/operations.md, "Two servers on one card"'

@@ -24,7 +24,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta, Struct
 
-from p2pkv.links.base import NONCE_BYTES, Guard, GuardedOutbound, LinkError
+from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
 from p2pkv.links.staging import ALIGNMENT, MappedPool, aligned
 
 ENTRIES = 1024
@@ -250,7 +250,7 @@ class SharedSend:
         return self._words[self._entry + TAKEN] > self.sequence
 
 
-class SharedOutbound(GuardedOutbound):
+class SharedOutbound(Outbound):
     """P's end. Nothing here makes a system call; a peer that dies is never noticed."""
 
     def __init__(self, arena: Arena, nonce: bytes) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from p2pkv.links.base import NONCE_BYTES, Guard, GuardedOutbound, LinkError
+from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
 from p2pkv.links.shared_memory import from_remote_slot
 from p2pkv.links.staging import MappedPool, StagingShare, aligned
 
@@ -144,7 +144,7 @@ class TcpSend:
         return False
 
 
-class TcpOutbound(GuardedOutbound):
+class TcpOutbound(Outbound):
     """P's end. Connects without blocking; `ready` once D has answered the hello."""
 
     def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: StagingShare) -> None:

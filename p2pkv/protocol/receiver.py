@@ -13,22 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import lcm
+from typing import Literal
 
 from msgspec import UNSET
 
+from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.messages import (
-    MAX_CUT,
-    MAX_PIECES,
-    Cancel,
-    Chunk,
-    Done,
-    Failed,
-    Offer,
-    Piece,
-    Sent,
-    Want,
-)
 from p2pkv.protocol.pieces import Coverage, Cut, Cutter, Extents
 from p2pkv.protocol.state_machine import (
     Decision,
@@ -52,21 +42,14 @@ class LoadPhase(Enum):
     ENDED = auto()  # failed or cancelled
 
 
-class LoadEvent(Enum):
-    OFFERED = auto()
-    PREFETCHING = auto()
-    WANT = auto()
-    NOTHING = auto()
-    COMPLETE = auto()
-    END = auto()
+LoadEvent = Literal["OFFERED", "PREFETCHING", "WANT", "NOTHING", "COMPLETE", "END"]
 
-
-_S, _E = LoadPhase, LoadEvent
+_S = LoadPhase
 LOAD: Table[LoadPhase, LoadEvent] = {
-    _S.WAITING: {_E.OFFERED: _S.OFFERED, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.OFFERED: {_E.PREFETCHING: _S.PREFETCHING, _E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.PREFETCHING: {_E.WANT: _S.LOADING, _E.NOTHING: _S.DONE, _E.END: _S.ENDED},
-    _S.LOADING: {_E.COMPLETE: _S.DONE, _E.END: _S.ENDED},
+    _S.WAITING: {"OFFERED": _S.OFFERED, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.OFFERED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.PREFETCHING: {"WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.LOADING: {"COMPLETE": _S.DONE, "END": _S.ENDED},
     _S.DONE: {},
     _S.ENDED: {},
 }
@@ -81,7 +64,7 @@ staging bounds those that P has sent."""
 class _Announced:
     """A chunk that P has announced and that is not in D's blocks yet."""
 
-    chunk: Chunk
+    chunk: m.Chunk
     posted: bool = False
     sent: bool = False
     stored: bool = False
@@ -126,25 +109,25 @@ class Source:
         """Cut what is likely to be wanted of a prompt of so many tokens: all but the last one."""
         if self.ready and self._coverage is None:
             extents = self.assignment.extents(0, tokens - 1)
-            self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, MAX_CUT))
+            self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, m.MAX_CUT))
 
-    def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[Chunk]:
+    def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[m.Chunk]:
         """The first chunks of what it has just been asked for, as it would announce them; [] if it has to.
         `tokens`: of the prompt."""
         if not self.ready or self._coverage is None:
             return []
-        extents, cuts, chunks, count = self._coverage.extents, None, list[Chunk](), 0
+        extents, cuts, chunks, count = self._coverage.extents, None, list[m.Chunk](), 0
         if self._foreseen is not None and self._foreseen[:2] == (extents, self.ready):
             cuts = self._foreseen[2]
-        for nbytes, pieces in cuts or Cutter(extents).whole(tokens, self.ready, MAX_CUT):
+        for nbytes, pieces in cuts or Cutter(extents).whole(tokens, self.ready, m.MAX_CUT):
             count += len(pieces)
-            if count > MAX_PIECES:
+            if count > m.MAX_PIECES:
                 break
-            chunks.append(Chunk(key, attempt, len(chunks), nbytes, pieces))
+            chunks.append(m.Chunk(key, attempt, len(chunks), nbytes, pieces))
             self.announced(chunks[-1], now)
         return chunks
 
-    def announced(self, message: Chunk, now: float) -> bool:
+    def announced(self, message: m.Chunk, now: float) -> bool:
         """Take note of a chunk; False if it was announced before. Raises RemoteProtocolError."""
         if message.chunk < self._next:
             return False
@@ -167,10 +150,7 @@ class Source:
         self.chunks[message.chunk] = _Announced(message)
         return True
 
-    def posted(self, chunk: int) -> None:
-        self.chunks[chunk].posted = True
-
-    def sent(self, message: Sent, now: float) -> None:
+    def sent(self, message: m.Sent, now: float) -> None:
         """P has sent it; what went out as filler will come again. Raises RemoteProtocolError."""
         announced = self.chunks.get(message.chunk)
         if message.chunk < self._next and (announced is None or announced.sent):
@@ -184,11 +164,6 @@ class Source:
             assert self._coverage is not None
             self._coverage.give_back(announced.chunk.pieces)
             del self.chunks[message.chunk]
-
-    def pieces(self, chunk: int) -> tuple[Piece, ...]:
-        """Where its bytes belong; () if it was filler."""
-        announced = self.chunks.get(chunk)
-        return announced.chunk.pieces if announced is not None else ()
 
     def keep(self, chunk: int, now: float) -> None:
         """Its bytes are on D, and wait there for blocks."""
@@ -249,7 +224,7 @@ class Receiver:
             return self._let_go()
         if self.sources:
             return []
-        self.load.local(LoadEvent.OFFERED)
+        self.load.local("OFFERED")
         self.waits_since = now
         return [Offered(None)]
 
@@ -277,11 +252,11 @@ class Receiver:
             return self._let_go()
         self._moved = now
         prefetch = self.load.state is LoadPhase.PREFETCHING
-        self.load.local(LoadEvent.WANT)
+        self.load.local("WANT")
         if prefetch:
             # A rank of P that has sent all that was taken ahead is released.
             stops = {rank: 0 if each.satisfied else self.tokens for rank, each in self.sources.items()}
-            rest = [SendTo(rank, Want(self.key, self.attempt, 0, stop)) for rank, stop in stops.items()]
+            rest = [SendTo(rank, m.Want(self.key, self.attempt, 0, stop)) for rank, stop in stops.items()]
             return rest + self._completed()
         return self._ask(start, stop, now) + self._completed()
 
@@ -294,7 +269,7 @@ class Receiver:
             wanted = (0, 0) if none else (start, stop)
             chunks = [] if none else source.cut(self.key, self.attempt, self.tokens, now)
             cut = tuple(chunk.pieces for chunk in chunks) or UNSET
-            out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.prefetch, cut)))
+            out.append(SendTo(rank, m.Want(self.key, self.attempt, *wanted, self.prefetch, cut)))
             out += [Post(rank, chunk) for chunk in chunks]
         return out
 
@@ -302,12 +277,12 @@ class Receiver:
         """The end of the load, if all that was wanted is in D's blocks."""
         if not all(each.complete for each in self.sources.values()):
             return []
-        self.load.local(LoadEvent.COMPLETE)
+        self.load.local("COMPLETE")
         return [Finished(True)]
 
     def cancel(self, reason: str) -> list[Decision]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
-        return self._end(reason, Cancel(self.key, self.attempt, reason))
+        return self._end(reason, m.Cancel(self.key, self.attempt, reason))
 
     def again(self, attempt: int, lease_from: float) -> Receiver:
         """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
@@ -324,7 +299,7 @@ class Receiver:
 
     # What a P rank says.
 
-    def offer(self, rank: int, message: Offer, now: float) -> list[Decision]:
+    def offer(self, rank: int, message: m.Offer, now: float) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None:
             return []
@@ -343,11 +318,11 @@ class Receiver:
         self.generation = message.generation
         source.offered, source.last_heard = True, now
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
-            self.load.remote(LoadEvent.OFFERED)
+            self.load.remote("OFFERED")
             self.waits_since = now
             if not self.prefetch:
                 return [Offered(self.generation)]
-            self.load.local(LoadEvent.PREFETCHING)
+            self.load.local("PREFETCHING")
             return self._ask(0, self.tokens, now)
         return []
 
@@ -361,24 +336,26 @@ class Receiver:
         if rank in self.sources:
             self.sources[rank].last_heard = now
 
-    def chunk(self, rank: int, message: Chunk, now: float) -> list[Decision]:
+    def chunk(self, rank: int, message: m.Chunk, now: float) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None or not source.announced(message, now):
             return []
         return [Post(rank, message)]
 
-    def sent(self, rank: int, message: Sent, now: float) -> list[Decision]:
+    def sent(self, rank: int, message: m.Sent, now: float) -> list[Decision]:
         """P has sent this chunk. If it was filler, it may be announced again under another number."""
         source = self._source(rank, message.attempt)
         if source is not None:
             source.sent(message, now)
         return []
 
-    def failed(self, rank: int, message: Failed) -> list[Decision]:
+    def failed(self, rank: int, message: m.Failed) -> list[Decision]:
         source = self._source(rank, message.attempt)
         if source is None or source.satisfied:
             return []
-        return self._end(message.reason, Cancel(self.key, self.attempt, "another rank of P failed"), but=rank)
+        return self._end(
+            message.reason, m.Cancel(self.key, self.attempt, "another rank of P failed"), but=rank
+        )
 
     def lost(self, reason: str, rank: int | None = None) -> list[Decision]:
         """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks, which
@@ -388,22 +365,23 @@ class Receiver:
 
     # What the engine reports back.
 
-    def posted(self, rank: int, message: Chunk) -> None:
+    def posted(self, rank: int, message: m.Chunk) -> None:
         """A receive is posted for this chunk. The grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
-            source.posted(message.chunk)
+            source.chunks[message.chunk].posted = True
 
-    def awaits(self, rank: int, message: Chunk) -> bool:
+    def awaits(self, rank: int, message: m.Chunk) -> bool:
         """Whether P has announced this chunk, and has not sent it yet."""
         source = self.sources.get(rank)
         announced = source.chunks.get(message.chunk) if source is not None else None
         return announced is not None and message.attempt == self.attempt and not announced.sent
 
-    def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[m.Piece, ...]:
         """Where the bytes of this chunk belong, after P's Sent for them; () if they are late, or filler."""
         source = self._source(rank, attempt)
-        return source.pieces(chunk) if source is not None else ()
+        announced = source.chunks.get(chunk) if source is not None else None
+        return announced.chunk.pieces if announced is not None else ()
 
     def stored(self, rank: int, chunk: int, now: float) -> None:
         """The bytes of this chunk are on D, and wait there for blocks. This rank of P has delivered them."""
@@ -419,7 +397,7 @@ class Receiver:
         self._moved = now
         if not source.complete:
             return []
-        return [SendTo(rank, Done(self.key, self.attempt)), *self._completed()]
+        return [SendTo(rank, m.Done(self.key, self.attempt)), *self._completed()]
 
     # Time.
 
@@ -494,8 +472,8 @@ class Receiver:
 
     def _let_go(self) -> list[Decision]:
         """Nothing is wanted: say so, which releases P."""
-        self.load.local(LoadEvent.NOTHING)
-        wants = [SendTo(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
+        self.load.local("NOTHING")
+        wants = [SendTo(rank, m.Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
         return [*wants, Finished(True)]
 
     def _source(self, rank: int, attempt: int) -> Source | None:
@@ -507,11 +485,11 @@ class Receiver:
             raise RemoteProtocolError(f"{self.key}: rank {rank} of P owes this rank nothing")
         return source
 
-    def _end(self, reason: str, farewell: Cancel, but: int | None = None) -> list[Decision]:
+    def _end(self, reason: str, farewell: m.Cancel, but: int | None = None) -> list[Decision]:
         if self.load.ended:
             return []
         # P keeps what was begun ahead for a request that may still come.
-        last = Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
-        self.load.local(LoadEvent.END)
+        last = m.Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
+        self.load.local("END")
         ends = [SendTo(rank, last) for rank in self.sources if rank != but]
         return [*ends, Finished(False, reason)]

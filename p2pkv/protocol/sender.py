@@ -12,22 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
+from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.messages import (
-    MAX_CUT,
-    Cancel,
-    Chunk,
-    Done,
-    Failed,
-    Grant,
-    Offer,
-    Piece,
-    Sent,
-    Want,
-)
 from p2pkv.protocol.pieces import Computed, Cutter
 from p2pkv.protocol.state_machine import (
     Decision,
@@ -51,30 +41,19 @@ class PromptPhase(Enum):
     ENDED = auto()  # failed, aborted or cancelled
 
 
-class PromptEvent(Enum):
-    OFFER = auto()
-    COMPLETE = auto()
-    REVOKE = auto()
-    RELEASE = auto()
-    END = auto()
+PromptEvent = Literal["OFFER", "COMPLETE", "REVOKE", "RELEASE", "END"]
 
-
-_P, _PE = PromptPhase, PromptEvent
+_P = PromptPhase
 PROMPT: Table[PromptPhase, PromptEvent] = {
-    _P.HELD: {_PE.OFFER: _P.OFFERED, _PE.REVOKE: _P.HELD, _PE.END: _P.ENDED},
+    _P.HELD: {"OFFER": _P.OFFERED, "REVOKE": _P.HELD, "END": _P.ENDED},
     _P.OFFERED: {
-        _PE.OFFER: _P.OFFERED,
-        _PE.COMPLETE: _P.COMPUTED,
-        _PE.REVOKE: _P.OFFERED,
-        _PE.RELEASE: _P.RELEASED,
-        _PE.END: _P.ENDED,
+        "OFFER": _P.OFFERED,
+        "COMPLETE": _P.COMPUTED,
+        "REVOKE": _P.OFFERED,
+        "RELEASE": _P.RELEASED,
+        "END": _P.ENDED,
     },
-    _P.COMPUTED: {
-        _PE.OFFER: _P.COMPUTED,
-        _PE.REVOKE: _P.OFFERED,
-        _PE.RELEASE: _P.RELEASED,
-        _PE.END: _P.ENDED,
-    },
+    _P.COMPUTED: {"OFFER": _P.COMPUTED, "REVOKE": _P.OFFERED, "RELEASE": _P.RELEASED, "END": _P.ENDED},
     _P.RELEASED: {},
     _P.ENDED: {},
 }
@@ -89,26 +68,14 @@ class SendPhase(Enum):
     ENDED = auto()  # failed or cancelled
 
 
-class SendEvent(Enum):
-    PREFETCHING = auto()
-    WANT = auto()
-    NOTHING = auto()
-    DRAIN = auto()
-    DONE = auto()
-    END = auto()
+SendEvent = Literal["PREFETCHING", "WANT", "NOTHING", "DRAIN", "DONE", "END"]
 
-
-_S, _SE = SendPhase, SendEvent
+_S = SendPhase
 SEND: Table[SendPhase, SendEvent] = {
-    _S.CLAIMED: {
-        _SE.PREFETCHING: _S.PREFETCHING,
-        _SE.WANT: _S.SENDING,
-        _SE.NOTHING: _S.DONE,
-        _SE.END: _S.ENDED,
-    },
-    _S.PREFETCHING: {_SE.WANT: _S.SENDING, _SE.NOTHING: _S.DONE, _SE.END: _S.ENDED},
-    _S.SENDING: {_SE.DRAIN: _S.DRAINED, _SE.END: _S.ENDED},
-    _S.DRAINED: {_SE.DONE: _S.DONE, _SE.END: _S.ENDED},
+    _S.CLAIMED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.PREFETCHING: {"WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
+    _S.SENDING: {"DRAIN": _S.DRAINED, "END": _S.ENDED},
+    _S.DRAINED: {"DONE": _S.DONE, "END": _S.ENDED},
     _S.DONE: {},
     _S.ENDED: {},
 }
@@ -144,10 +111,10 @@ class SendState:
     gone: bool = False
     cutter: Cutter | None = None
     _chunks: int = 0
-    announced: dict[int, tuple[int, tuple[Piece, ...]]] = field(default_factory=dict)
+    announced: dict[int, tuple[int, tuple[m.Piece, ...]]] = field(default_factory=dict)
     _granted: set[int] = field(default_factory=set)
 
-    def want(self, message: Want) -> None:
+    def want(self, message: m.Want) -> None:
         """D's rank says which tokens, and perhaps has cut chunks of them, which count as announced. Raises
         RemoteProtocolError if it said something else before, or may not have cut them so."""
         extents = self.assignment.extents(message.start, message.stop)
@@ -155,24 +122,24 @@ class SendState:
             raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.extents}")
         if message.cut and (self.cutter is not None or not self.ready):
             raise RemoteProtocolError(f"{message} cuts what was cut before, or is not ready")
-        self.machine.remote(SendEvent.PREFETCHING if message.prefetch else SendEvent.WANT)
+        self.machine.remote("PREFETCHING" if message.prefetch else "WANT")
         self.cutter = self.cutter or Cutter(extents)
         for pieces in message.cut or ():
             self.announced[self._chunks] = self.cutter.take(pieces, self.ready), pieces
             self._chunks += 1
 
-    def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
+    def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[m.Chunk]:
         """Chunks to announce now: full ones, and with `flush` the rest."""
         limit = min(limit, self.limit)
         if self.cutter is None or not self.cutter.left or self.machine.ended or not limit:
             return
         room = MAX_ANNOUNCED - len(self.announced)
         for nbytes, pieces in self.cutter.chunks(self._owed(computed, self.layers), limit, flush, room):
-            yield Chunk(key, self.attempt, self._chunks, nbytes, pieces)
+            yield m.Chunk(key, self.attempt, self._chunks, nbytes, pieces)
             self.announced[self._chunks] = (nbytes, pieces)
             self._chunks += 1
 
-    def grant(self, message: Grant) -> tuple[Piece, ...]:
+    def grant(self, message: m.Grant) -> tuple[m.Piece, ...]:
         """A receive is posted for this chunk; what is in it. Raises RemoteProtocolError."""
         announced = self.announced.get(message.chunk)
         if announced is None or announced[0] != message.nbytes or message.chunk in self._granted:
@@ -180,7 +147,7 @@ class SendState:
         self._granted.add(message.chunk)
         return announced[1]
 
-    def awaits_grant(self, chunk: Chunk) -> bool:
+    def awaits_grant(self, chunk: m.Chunk) -> bool:
         """Whether this chunk has been announced, and no receive for it is known to be posted."""
         return (
             self.attempt == chunk.attempt
@@ -188,7 +155,7 @@ class SendState:
             and chunk.chunk not in self._granted
         )
 
-    def readable(self, computed: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    def readable(self, computed: Sequence[int], pieces: Sequence[m.Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
         owed = self._owed(computed, {piece.group for piece in pieces})
         return self.cutter is not None and self.cutter.extents.readable(owed, pieces)
@@ -239,7 +206,7 @@ class Sender:
         """The prefill begins, or begins again after a `revoke`: `tokens` in the prompt."""
         if self.prompt.ended:
             return []
-        self.prompt.local(PromptEvent.OFFER)
+        self.prompt.local("OFFER")
         self.tokens, self.digest, self.generation = tokens, digest, generation
         return [*(self._offer(rank, send) for rank, send in self._open()), *self._settle()]
 
@@ -252,9 +219,11 @@ class Sender:
         for index in range(layer, layer_stop):
             self._computed[index] = max(self._computed[index], stop)
         if self.prompt.state is PromptPhase.OFFERED and min(self._computed) >= self.tokens:
-            self.prompt.local(PromptEvent.COMPLETE)
+            self.prompt.local("COMPLETE")
             self._since = self._moved = now
-            return [*self._offer_ready(), *self.flush()]
+            # Ranks of D that have not said what they want may ask with grants now.
+            ready = [(rank, send) for rank, send in self._open() if send.cutter is None and send.limit]
+            return [*(self._offer(rank, send) for rank, send in ready), *self.flush()]
         return self._announce_all(flush=False)
 
     def serves(self, ranks: frozenset[int]) -> None:
@@ -268,34 +237,29 @@ class Sender:
     def revoke(self) -> None:
         """The blocks have been taken back (preemption); for what was granted filler goes out."""
         if not self.prompt.ended:
-            self.prompt.local(PromptEvent.REVOKE)
+            self.prompt.local("REVOKE")
         self._computed = [0] * len(self._computed)
         self._since = None
 
     def abort(self, reason: str) -> list[Decision]:
         """End the transfer towards every D rank; the blocks are free."""
-        if self.prompt.ended:
-            return []
-        self.prompt.local(PromptEvent.END)
-        self.reason = reason
-        out: list[Decision] = []
-        for rank, send in self._open():
-            send.machine.local(SendEvent.END)
-            out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
-        return [*out, Released(), Finished(False, reason)]
+        return [] if self.prompt.ended else self._end("END", reason, Finished(False, reason))
 
     def release(self, reason: str) -> list[Decision]:
         """No D will ask for it: the blocks are free, and nothing has failed. What a D has taken ahead it
         discards by itself. A prompt that is not computed is aborted."""
         if self.prompt.state is not PromptPhase.COMPUTED:
             return self.abort(reason)
-        self.prompt.local(PromptEvent.RELEASE)
+        return self._end("RELEASE", reason, Finished(True))
+
+    def _end(self, event: PromptEvent, reason: str, outcome: Finished) -> list[Decision]:
+        self.prompt.local(event)
         self.reason = reason
         out: list[Decision] = []
         for rank, send in self._open():
-            send.machine.local(SendEvent.END)
-            out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
-        return [*out, Released(), Finished(True)]
+            send.machine.local("END")
+            out.append(SendTo(rank, m.Failed(self.key, send.attempt, reason)))
+        return [*out, Released(), outcome]
 
     # What a D rank says.
 
@@ -312,9 +276,9 @@ class Sender:
         past = send or self._withdrawn.get(rank)
         if self.prompt.ended or (past is not None and attempt <= past.attempt):
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
-            return [SendTo(rank, Failed(self.key, attempt, reason))]
+            return [SendTo(rank, m.Failed(self.key, attempt, reason))]
         if send is not None and not send.machine.ended:
-            send.machine.remote(SendEvent.END)
+            send.machine.remote("END")
         machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
         layers = {
             group: self._layers[group][edge.source_layer : edge.source_layer + len(edge.layers)]
@@ -344,7 +308,7 @@ class Sender:
         """Whether this transfer is alive here, so that D may go on waiting: what HeartbeatAck says."""
         return self._live(rank, attempt) is not None
 
-    def want(self, rank: int, message: Want, now: float) -> list[Decision]:
+    def want(self, rank: int, message: m.Want, now: float) -> list[Decision]:
         if message.empty:
             return self._let_go(rank, message)
         send = self._live(rank, message.attempt)
@@ -360,7 +324,7 @@ class Sender:
             return self._settle()
         return self._announce(rank, send, flush=True) + self._settle()
 
-    def _let_go(self, rank: int, message: Want) -> list[Decision]:
+    def _let_go(self, rank: int, message: m.Want) -> list[Decision]:
         """D wants nothing more: it has all of it; or no request has come yet, and one still may."""
         past = self._withdrawn.get(rank)
         if past is not None and past.attempt == message.attempt:
@@ -371,10 +335,10 @@ class Sender:
         if message.prefetch:
             self._withdraw(rank)
             return []
-        send.machine.remote(SendEvent.NOTHING)
+        send.machine.remote("NOTHING")
         return self._settle()
 
-    def grant(self, rank: int, message: Grant, now: float) -> list[Decision]:
+    def grant(self, rank: int, message: m.Grant, now: float) -> list[Decision]:
         """A receive is posted for this chunk. An ended transfer obeys it, too, with filler."""
         send = self._live(rank, message.attempt)
         if send is None:
@@ -383,17 +347,17 @@ class Sender:
         send.last_heard = self._moved = now
         return [Transmit(rank, message, pieces)]
 
-    def done(self, rank: int, message: Done, now: float) -> list[Decision]:
+    def done(self, rank: int, message: m.Done, now: float) -> list[Decision]:
         if (send := self._live(rank, message.attempt)) is None:
             return []
         send.last_heard = now
-        send.machine.remote(SendEvent.DONE)
+        send.machine.remote("DONE")
         return self._settle()
 
-    def cancel(self, rank: int, message: Cancel) -> list[Decision]:
+    def cancel(self, rank: int, message: m.Cancel) -> list[Decision]:
         if (send := self._live(rank, message.attempt)) is None:
             return []
-        send.machine.remote(SendEvent.END)
+        send.machine.remote("END")
         self.reason = self.reason or f"D cancelled: {message.reason}"
         return self._settle()
 
@@ -407,14 +371,14 @@ class Sender:
             return []
         if send.machine.state is SendPhase.PREFETCHING:
             self._withdraw(rank, restarted)
-            return [SendTo(rank, Failed(self.key, send.attempt, reason))]
+            return [SendTo(rank, m.Failed(self.key, send.attempt, reason))]
         # After a restart D may count its attempts from the start again.
         send.gone = True
         if send.machine.ended:
             return []
-        send.machine.local(SendEvent.END)
+        send.machine.local("END")
         self.reason = self.reason or reason
-        return [SendTo(rank, Failed(self.key, send.attempt, reason)), *self._settle()]
+        return [SendTo(rank, m.Failed(self.key, send.attempt, reason)), *self._settle()]
 
     def unlinked(self, rank: int, reason: str) -> list[Decision]:
         """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
@@ -437,7 +401,7 @@ class Sender:
         """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link;
         `together`: as in Sent."""
         grant = order.grant
-        sent = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest, together)
+        sent = m.Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest, together)
         out: list[Decision] = [SendTo(order.rank, sent)]
         send = self._live(order.rank, grant.attempt)
         if send is None or not order.pieces:
@@ -514,25 +478,16 @@ class Sender:
         if self.prompt.state is PromptPhase.COMPUTED and send.limit:
             send.ready = min(self.terms.chunk_bytes, send.limit)
             ready = send.ready or UNSET
-        return SendTo(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation, ready))
+        return SendTo(rank, m.Offer(self.key, send.attempt, self.tokens, self.digest, self.generation, ready))
 
-    def foresee(self, send: SendState, limit: int) -> Iterator[tuple[Piece, ...]]:
+    def foresee(self, send: SendState, limit: int) -> Iterator[tuple[m.Piece, ...]]:
         """The pieces of the first chunks that this rank of D is likely to want, cut as it would cut them: all
         of the prompt but its last token."""
         extents = send.assignment.extents(0, self.tokens - 1)
-        yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, MAX_CUT))
-
-    def _offer_ready(self) -> Iterator[Decision]:
-        """All of it is computed: ranks of D that have not said what they want may ask with grants now."""
-        for rank, send in self._open():
-            if send.cutter is None and send.limit:
-                yield self._offer(rank, send)
+        yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, m.MAX_CUT))
 
     def _announce_all(self, flush: bool) -> list[Decision]:
-        out: list[Decision] = []
-        for rank, send in self._open():
-            out += self._announce(rank, send, flush)
-        return out
+        return [each for rank, send in self._open() for each in self._announce(rank, send, flush)]
 
     def _announce(self, rank: int, send: SendState, flush: bool) -> list[Decision]:
         if send.cutter is None:
@@ -544,13 +499,13 @@ class Sender:
         """Note which sends need the blocks no more, and whether any does."""
         for _, send in self._open():
             if send.machine.state is SendPhase.SENDING and send.drained:
-                send.machine.local(SendEvent.DRAIN)
+                send.machine.local("DRAIN")
         if self.prompt.state not in (PromptPhase.OFFERED, PromptPhase.COMPUTED) or not self._all_claimed():
             return []
         reading = SendPhase.CLAIMED, SendPhase.PREFETCHING, SendPhase.SENDING
         if any(send.machine.state in reading for send in self.sends.values()):
             return []
-        self.prompt.local(PromptEvent.RELEASE)
+        self.prompt.local("RELEASE")
         failed = any(send.machine.state is SendPhase.ENDED for send in self.sends.values())
         return [Released(), Finished(not failed, self.reason if failed else "")]
 

@@ -30,7 +30,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 State = TypeVar("State", bound=Enum)
-Event = TypeVar("Event", bound=Enum)
+Event = TypeVar("Event", bound=str)
 
 Table = Mapping[State, Mapping[Event, State]]
 """For each state, the events that are legal in it and the states that they lead to."""
@@ -56,7 +56,7 @@ class Machine(Generic[State, Event]):
         """Move by something that this side does. Raises LocalProtocolError."""
         to = self.table[self.state].get(event)
         if to is None:
-            raise error(f"{self.name}: {event.name} in state {self.state.name}")
+            raise error(f"{self.name}: {event} in state {self.state.name}")
         self.state = to
         self.ended = not self.table[to]
 

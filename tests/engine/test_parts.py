@@ -30,7 +30,7 @@ def test_what_was_given_is_not_exceeded(room: int) -> None:
 
 def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> None:
     """A key may end again, as when a client sends the same request id again."""
-    ends = ExpiringDict[str](10.0, 1024)
+    ends = ExpiringDict(10.0, 1024)
     ends.add("a", "first", 0.0)
     ends.expire(10.0)
     assert ends.get("a") == "first" and ends.get("b") is None
@@ -43,7 +43,7 @@ def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> Non
 
 
 def test_they_are_bounded_in_number() -> None:
-    ends = ExpiringDict[str](1e9, most=100)
+    ends = ExpiringDict(1e9, most=100)
     for number in range(200):
         ends.add(f"k{number}", "over", float(number))
     assert len(ends) == 100 and ends.get("k0") is None and ends.get("k199") == "over"

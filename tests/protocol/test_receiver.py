@@ -98,18 +98,18 @@ PATHS: dict[LoadPhase, Callable[[], Receiver]] = {
 
 def do(made: Receiver, event: LoadEvent) -> list[Decision]:
     match event:
-        case LoadEvent.OFFERED:
+        case "OFFERED":
             return [effect for rank in made.sources for effect in made.offer(rank, offer(), 1.0)]
-        case LoadEvent.PREFETCHING:
-            made.load.local(LoadEvent.PREFETCHING)  # `offer` goes this way without a stop; see PATHS
+        case "PREFETCHING":
+            made.load.local("PREFETCHING")  # `offer` goes this way without a stop; see PATHS
             return []
-        case LoadEvent.WANT:
+        case "WANT":
             return made.want(0, 9, 1.0)
-        case LoadEvent.NOTHING:
+        case "NOTHING":
             return made.want(0, 0, 1.0)
-        case LoadEvent.COMPLETE:
+        case "COMPLETE":
             return take(made, 0, chunk(0, Piece(0, 0, 2, 0, 9)))
-        case LoadEvent.END:
+        case "END":
             return made.cancel("enough")
 
 

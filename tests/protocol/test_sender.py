@@ -130,17 +130,17 @@ PROMPTS: dict[PromptPhase, Callable[[], Rig]] = {
 
 def do(rig: Rig, event: PromptEvent) -> list[Decision]:
     match event:
-        case PromptEvent.OFFER:
+        case "OFFER":
             return rig.offer()
-        case PromptEvent.COMPLETE:
+        case "COMPLETE":
             return rig.compute()
-        case PromptEvent.REVOKE:
+        case "REVOKE":
             rig.sender.revoke()
             return []
-        case PromptEvent.RELEASE:
+        case "RELEASE":
             rig.claim()
             return rig.want(0, 0)
-        case PromptEvent.END:
+        case "END":
             return rig.sender.abort("enough")
 
 
@@ -164,11 +164,11 @@ LEGS: dict[SendPhase, Callable[[], Rig]] = {
 }
 
 REMOTE: dict[SendEvent, Callable[[Rig], list[Decision]]] = {
-    SendEvent.PREFETCHING: lambda rig: rig.want(prefetch=True),
-    SendEvent.WANT: lambda rig: rig.want(),
-    SendEvent.NOTHING: lambda rig: rig.want(0, 0),
-    SendEvent.DONE: lambda rig: rig.done(),
-    SendEvent.END: lambda rig: rig.cancel(),
+    "PREFETCHING": lambda rig: rig.want(prefetch=True),
+    "WANT": lambda rig: rig.want(),
+    "NOTHING": lambda rig: rig.want(0, 0),
+    "DONE": lambda rig: rig.done(),
+    "END": lambda rig: rig.cancel(),
 }
 
 
@@ -176,7 +176,7 @@ REMOTE: dict[SendEvent, Callable[[Rig], list[Decision]]] = {
 def test_every_row_of_the_legs_table(state: SendPhase, event: SendEvent) -> None:
     rig = LEGS[state]()
     assert rig.states[1] == [state]
-    if event is SendEvent.DRAIN:
+    if event == "DRAIN":
         rig.carry(rig.compute())
     else:
         REMOTE[event](rig)
@@ -189,7 +189,7 @@ def test_every_row_of_the_legs_table(state: SendPhase, event: SendEvent) -> None
 def test_every_other_word_of_d_is_its_error(state: SendPhase) -> None:
     for event in REMOTE.keys() - SEND[state].keys():
         rig = LEGS[state]()
-        with pytest.raises(RemoteProtocolError, match=f"send k/0: {event.name} in state {state.name}"):
+        with pytest.raises(RemoteProtocolError, match=f"send k/0: {event} in state {state.name}"):
             REMOTE[event](rig)
         assert rig.states[1] == [state]
 

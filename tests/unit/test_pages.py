@@ -161,7 +161,7 @@ FILES = [
     "protocol/handshake.py",
     "plan.py",
 ]
-ERRORS = {"ConfigError", "Refused", "PlanError"}
+ERRORS = {"ConfigError", "Refused", "ShardingError"}
 OTHER = {"negotiate", "_check_places", "make_plan", "_check_same"}
 """Two instances that are not of one model, are configured differently, or describe themselves wrongly."""
 

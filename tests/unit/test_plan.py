@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.plan import Edge, Plan, PlanError, Shapes, make_plan
-from p2pkv.sharding import Shape
+from p2pkv.plan import Edge, Plan, Shapes, make_plan
+from p2pkv.sharding import Shape, ShardingError
 
 Cells = np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
 TOKENS = 96
@@ -235,10 +235,10 @@ ATTENTION, STATE = Shape((8,), 4, 1), Shape((4,), 2, 1)
     ],
 )
 def test_different_models_are_refused(prefill: Shapes, decode: Shapes, told: str) -> None:
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(ShardingError, match=told):
         make_plan(prefill, decode)
 
 
 def test_a_plan_of_absurd_size_is_refused_before_it_is_made() -> None:
-    with pytest.raises(PlanError, match="16777216 links"):
+    with pytest.raises(ShardingError, match="16777216 links"):
         make_plan((Shape((1,) * 1024, 1, 1),), (Shape((1024,), 1, 16384),))

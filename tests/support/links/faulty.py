@@ -55,6 +55,9 @@ class WrappedEnd:
     def abort(self) -> None:
         self.inner.abort()
 
+    def _free(self) -> None:
+        raise AssertionError("the end within frees what it holds")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:

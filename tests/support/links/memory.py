@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from p2pkv.links.base import Guard, GuardedInbound, GuardedOutbound, LinkError, LinkFactory
+from p2pkv.links.base import Guard, Inbound, LinkError, LinkFactory, Outbound
 from p2pkv.links.staging import Slots, StagingBudget, StagingShare, aligned
 
 _DEFAULT_STAGING = 1 << 30
@@ -117,7 +117,7 @@ class MemoryReceive:
             self._link.give(self)
 
 
-class MemoryInbound(GuardedInbound):
+class MemoryInbound(Inbound):
     """D's end: a window of real bytes, so that slots can be told apart."""
 
     def __init__(self, wire: _Wire, window: int, share: StagingShare) -> None:
@@ -187,7 +187,7 @@ class MemorySend:
         return self.sequence < self._link.taken
 
 
-class MemoryOutbound(GuardedOutbound):
+class MemoryOutbound(Outbound):
     """P's end."""
 
     def __init__(self, wire: _Wire, share: StagingShare) -> None:
