@@ -140,9 +140,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     GPU memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
 
     nccl_in_flight: Annotated[int, Meta(ge=1, le=8)] = 1
-    """operations | no | sends, or receives, of an NCCL link that are on the device at a time while no other
-    link of the rank is busy; else one. With `1` none waits behind another there, where the model's
-    kernels might wait behind it; with `2` large messages were 1.2 times as fast on an H200"""
+    """launches | no | launches of an NCCL link that are on the device at a time while no other link of the
+    rank is busy; else one. Behind a second one the model's kernels might wait; with `2` large messages were
+    1.2 times as fast on an H200"""
 
     nccl_group_bytes: Annotated[int, Meta(ge=0, le=1 << 32)] = 64 << 20
     """bytes | no | messages of an NCCL link that are ready together are launched together, up to so many
