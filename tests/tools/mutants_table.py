@@ -408,7 +408,6 @@ MultiConnector.get_num_new_matched_tokens: D waits for P although its store has 
 == p2pkv/engine/preconnect.py > tests/engine/test_preconnect.py
 Preconnect._begin: links are built ahead of requests although there are max_links
 ~ if room < partner.sources or fresh >= AT_ONCE: => if fresh >= AT_ONCE:
-> tests/engine/test_partners.py
 Preconnect._take: each list of partners puts off the end of those that are not in it
 ~ min(partner.until, now + LEFT_SECONDS) => now + LEFT_SECONDS
 Preconnect._begin: P's that the proxy names no more are dialed

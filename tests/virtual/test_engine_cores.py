@@ -191,8 +191,7 @@ def test_a_request_that_p_never_begins_ends_although_p_vouches_for_it(pair: Virt
 
 
 def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: VirtualPair) -> None:
-    pair.options = pair.options | {"wait_seconds": 2 * WAIT}
-    pair.p = pair.engine("P", 7020)
+    pair.p = pair.engine("P", 7020, wait_seconds=2 * WAIT)
     pair.expect()
     pair.lasts(pair.kept, LEASE / 2)
     pair.computed()
@@ -205,8 +204,7 @@ def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: Virt
 def test_p_does_not_rely_on_d_for_the_end_of_its_patience() -> None:
     """A D of other options claims the prompt for ever."""
     pair = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL, wait_seconds=WAIT)
-    pair.options = pair.options | {"wait_seconds": 100 * WAIT}
-    pair.d = pair.engine("D", 7020)
+    pair.d = pair.engine("D", 7020, wait_seconds=100 * WAIT)
     pair.offered()
     pair.lasts(pair.kept, WAIT - 2.0)
     pair.fails("D has taken nothing of this prompt")

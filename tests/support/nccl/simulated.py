@@ -101,14 +101,6 @@ class SimulatedNccl(Nccl):
         launches_wait: whether `send` and `recv` return only when the device has done them, as with
             CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
         joins: `init` waits until this is set.
-        capturing: whether another thread captures a CUDA graph, in the mode "global" as vLLM does.
-        captures_ended: how often that capture was ended by a call from here. While a thread captures in the
-            mode "global", threads of that mode may make no call that may be unsafe (CUDA Runtime API,
-            cudaThreadExchangeStreamCaptureMode; its example is cudaMalloc), and one that does invalidates the
-            capture (CUDA Programming Guide, "Creating a Graph Using Stream Capture", "Invalidation"). NCCL's
-            own threads have that mode. It relaxes it where it takes memory (`ncclCudaMallocDebug` and others
-            in alloc.h), but not in `ncclStrongStreamConstruct`, which makes streams and events. No source
-            says that those calls end a capture: this assumes the worst.
         gpu: whose queues and multiprocessors the operations take; None: there is room for all of them.
         channels: multiprocessors of an operation.
     """
@@ -122,8 +114,6 @@ class SimulatedNccl(Nccl):
         gpu: SimulatedGpu | None = None,
         channels: int = 8,
     ) -> None:
-        self.capturing = False
-        self.captures_ended = 0
         self.gpu = gpu
         self.channels = channels
         self.binding = "a simulation"
@@ -189,7 +179,6 @@ class SimulatedNccl(Nccl):
     def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
         if ranks != 2:
             raise NcclError("init", 4, "only two ranks are simulated")
-        self.captures_ended += self.capturing
         comm = Comm(threading.get_ident(), rank)
         if self.blocking:
             self._join(comm, unique_id)
