@@ -801,7 +801,7 @@ turns: a rank warns although it cannot know whether MPS runs
 mps_runs: another process that has the daemon's old number passes for it
 ~ True if program(pid).startswith(DAEMON[:15]) else None => True if program(pid) else None
 == p2pkv/links/nccl.py
-> tests/engine/test_nccl.py::test_other_sizes_of_nccls_buffers_are_refused_at_the_handshake
+> tests/links/test_nccl_memory.py
 NcclLinks.__init__: P and D with other sizes of NCCL's buffers pass for alike
 ~ f"nccl {version_name(self._version)}", buffer_settings() => f"nccl {version_name(self._version)}", ""
 """
