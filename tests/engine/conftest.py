@@ -13,9 +13,9 @@ from support.links.pairs import NCCL_KINDS, ipc_links, nccl_links
 from support.nccl import simulated as nccl_simulated
 
 
-@pytest.fixture(params=["memory", "shared-memory", "nccl-polled"])
+@pytest.fixture
 def links(request: pytest.FixtureRequest) -> Iterator[Callable[[str, int], LinkFactory]]:
-    """The links of each rank of a pair, by side and rank; a test may name any kind."""
+    """The links of each rank of a pair, by side and rank; a test names the kind."""
     if request.param in NCCL_KINDS:
         blocking = request.param == "nccl-blocking"
         yield lambda side, rank: nccl_links(blocking=blocking, staging=1 << 20)

@@ -24,11 +24,7 @@ def cpu(isa: str, block: int, tp: int = 1, content: int = 16, dtype: torch.dtype
 
 
 PAIRS = {
-    "vec 32 to 128": (cpu("vec", 32), cpu("vec", 128)),
-    "vec 128 to 32": (cpu("vec", 128), cpu("vec", 32)),
     "vec 48 to 32": (cpu("vec16", 48), cpu("vec", 32)),
-    "dense 32 to 128": (cpu("dense", 32), cpu("dense", 128)),
-    "dense 128 to 32": (cpu("dense", 128), cpu("dense", 32)),
     "dense 48 to 32, TP 2 to 1": (cpu("dense", 48, 2), cpu("dense", 32)),
     "vec to dense, TP 1 to 2": (cpu("vec", 32), cpu("dense", 16, 2)),
     "dense to amx": (cpu("dense", 16, 1, 64, BF16), cpu("amx", 32, 1, 64, BF16)),

@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from p2pkv.engine import commands as do
+from support.cuda import ipc as ipc_simulated
 from support.engine.engines import (
     Engine,
     Forward,
     Geometry,
-    break_link,
     engines,
     on_engine_thread,
-    plain_links,
     step,
 )
-from support.engine.fake_device import Device, DeviceCache, OrderedLinks
+from support.engine.fake_device import Device, DeviceCache, QueuedGpu
 from support.engine.transfers import BLOCKS, TOKENS, arrives, ask, begin, ends, load, rest, scribble, value
 from support.links.faulty import Faults, FaultyLinks
+from support.links.pairs import ipc_links
 from support.waiting import wait_for
 
 ONE = Geometry()
@@ -69,8 +69,8 @@ class Pair:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Pair]]:
     """Starts a Pair: `start(chunk_bytes=...)`; stopped at the end, with devices that work again."""
-    plain, on = plain_links("memory"), {"P": Device(), "D": Device()}
-    links = {side: FaultyLinks(OrderedLinks(plain(side, 0), on[side]), Faults()) for side in on}
+    on = {"P": Device(), "D": Device()}
+    links = {side: FaultyLinks(ipc_links(gpu=QueuedGpu(on[side])), Faults()) for side in on}
     devices = {side: DeviceCache.on(device) for side, device in on.items()}
     with contextlib.ExitStack() as stack:
 
@@ -82,6 +82,7 @@ def start() -> Iterator[Callable[..., Pair]]:
             return pair
 
         yield make
+    ipc_simulated.let_go()
 
 
 def heard(engine: Engine, kind: type) -> list[do.Event]:
@@ -193,7 +194,7 @@ def test_what_ends_on_p_frees_its_pages_when_the_device_has_read_them(start, how
         pair.p.do(do.Abort("k", "the client has left"))
         pair.queued(pair.p)
     else:
-        break_link(pair.p)
+        on_engine_thread(pair.p.ranks[0].rank, lambda: pair.links["P"].change(break_at=-1))
         wait_for(lambda: heard(pair.d, do.LoadFailed))
         assert value(pair.p, "sends_under_way") == 0
     assert heard(pair.p, do.BlocksFree) == []

@@ -24,9 +24,8 @@ class Pair(VirtualPair):
     """P may push ahead: D has dialed it for a first request."""
 
     def __init__(self, p_side: Geometry = ONE, d_side: Geometry | None = None, **options: object) -> None:
-        super().__init__(p_side, **{"prefetch_bytes": ROOM, "lease_seconds": LEASE} | options)
-        if d_side is not None:
-            self.d = self.engine("D", 7020, d_side)
+        usual = {"prefetch_bytes": ROOM, "lease_seconds": LEASE}
+        super().__init__(p_side, on_d=d_side, **usual | options)  # type: ignore[arg-type]
         begin(self.p, self.d, "first", 4, [60])
         self.fetch("first", 4, blocks=[60])
         self.finish("first")

@@ -44,7 +44,7 @@ Extent.sendable: common tokens count as computed when as many tokens of the prom
 > tests/protocol/test_pieces.py
 Cutter._cut: pieces of narrow rows come first in a chunk
 ~ key=self._alignment, reverse=True => key=self._alignment
-> tests/engine/test_kv_groups.py::test_a_load_of_which_only_the_state_is_missing_fails_with_its_link[memory]
+> tests/engine/test_kv_groups.py::test_a_load_of_which_only_the_state_is_missing_fails_with_its_link
 Coverage.__init__: a load is done although its state is missing
 -         self.left = extents.nbytes
 -         self._taken

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
 from virtual.clock import Alarm, Clock
 from virtual.network import Endpoint, Network
 
@@ -20,6 +21,7 @@ from p2pkv.engine.core import Core
 from p2pkv.engine.liveness import Beat
 from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
+from p2pkv.protocol.messages import Hello
 from support.engine import transfers
 from support.engine.engines import (
     DEFAULTS,
@@ -35,7 +37,7 @@ from support.engine.engines import (
 )
 from support.engine.transfers import BLOCKS, TOKENS, value
 from support.links.faulty import Faults, FaultyLinks
-from support.links.memory import MemoryNetwork
+from support.links.memory import MemoryLinks, MemoryNetwork
 
 TURN = 0.001
 """Seconds between something that wakes an engine's thread and its turn."""
@@ -60,11 +62,10 @@ class VirtualRank:
     ) -> None:
         own = "both" if pair.both else role
         opts = Options(role=own, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
-        self.pages, cache = make_pages(geometry, number, 0.0 if role == "P" else -1.0)
         self.wires = FaultyLinks(pair.wires.rank(opts.staging_bytes), Faults())
         name = f"{role} {pair.draw.getrandbits(64):x}"
-        described, digest = cache_of(geometry, cache), cache.digest_name
-        self.hello = hello_of(opts, number, geometry.world, described, digest, self.wires.kind, name)
+        self.pages, cache, hello = pair.describe(role, opts, geometry, number)
+        self.hello = replace(hello, incarnation=name)
         self.endpoint = Endpoint(name, opts.address.shifted(number), pair.network, self.ring)
         self._clock = pair.clock
         self._turns = Alarm(pair.clock, self._turn)
@@ -73,7 +74,7 @@ class VirtualRank:
         """What its engine core says of itself as often as it is looked at; None: nothing."""
         self.alive = True
         self.turns = 0
-        self.core = Core(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)
+        self.core = Core(self.hello, opts, cache, self.wires, self.endpoint)
         self.context, self.steps, self.counters = self.core.context, self.core.steps, self.core.counters
         self.revoke, self.events = self.core.revoke, self.core.events
         self.steps.read_beats = lambda: [] if self.beat is None else [self.beat]
@@ -145,9 +146,16 @@ class VirtualEngine(Engine):
 
 
 class VirtualPair:
-    """`p` and `d`, with these options. `both`: each has both roles."""
+    """`p` and `d`, with these options. `both`: each has both roles. `on_d`: D's geometry, if it is
+    another."""
 
-    def __init__(self, geometry: Geometry | None = None, both: bool = False, **options: object) -> None:
+    def __init__(
+        self,
+        geometry: Geometry | None = None,
+        both: bool = False,
+        on_d: Geometry | None = None,
+        **options: object,
+    ) -> None:
         self.both = both
         self.geometry = geometry or Geometry()
         self.draw = random.Random(1)
@@ -156,7 +164,15 @@ class VirtualPair:
         self.wires = MemoryNetwork()
         self.options = options
         self.ports = itertools.count(8000, 10)
-        self.p, self.d = self.engine("P", 7000), self.engine("D", 7010)
+        self.p, self.d = self.engine("P", 7000), self.engine("D", 7010, on_d)
+
+    def describe(
+        self, role: str, options: Options, geometry: Geometry, number: int
+    ) -> tuple[list[Any], RankCache, Hello]:
+        """A rank's pages, the cache over them, and what it says of itself."""
+        pages, cache = make_pages(geometry, number, 0.0 if role == "P" else -1.0)
+        about = cache_of(geometry, cache), cache.digest_name, MemoryLinks.kind
+        return pages, RankCache([cache]), hello_of(options, number, geometry.world, *about)
 
     def engine(
         self, role: str, port: int, geometry: Geometry | None = None, **options: object

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -379,24 +378,9 @@ def at_baseline(engine: Engine) -> bool:
     return not any(snapshot.get(name, 0) for snapshot in snapshots for name in BUSY)
 
 
-def says(engine: Engine, hello: Hello, rank_number: int = 0) -> None:
-    """From now on this rank of it describes itself so."""
-    rank = engine.ranks[rank_number].rank
-    on_engine_thread(rank, lambda: setattr(rank.context, "hello", hello))
-
-
 def vanish(engine: Engine) -> None:
     """Die as by kill -9: no farewell."""
     for each in engine.ranks:
         (role,) = each.rank.core.roles
         each.rank.finish = role.peers.close = lambda: None  # type: ignore[method-assign]
     engine.stop()
-
-
-def break_link(engine: Engine) -> None:
-    """The one link of its one rank, at this end."""
-    rank = engine.ranks[0].rank
-    (role,) = rank.core.roles
-    peers: Any = role.peers  # type: ignore[attr-defined]
-    (peer,) = peers
-    on_engine_thread(rank, lambda: peers.lose_link(peer, "broken by a test", time.monotonic()))
