@@ -44,15 +44,7 @@ CONTEXT = {
         shape((4,), 1, 4, 32, dcp=4),
     ),
     "DCP 2 to 3": (shape((4,), 1, 2, dcp=2), shape((4,), 1, 3, dcp=3, interleave=2)),
-    "DCP 2 to 2, all alike": (shape((4,), 1, 2, dcp=2), shape((4,), 1, 2, dcp=2)),
-    "2 KV heads, TP 4 x DCP 2 to TP 2": (shape((4,), 2, 4, dcp=2, interleave=16), shape((4,), 2, 2)),
-    "2 KV heads, PP 2 to TP 4 x DCP 2": (shape((2, 2), 2, 1), shape((4,), 2, 4, dcp=2)),
-    "MLA, TP 4 x DCP 2, of which two each hold the same, to TP 1": (
-        shape((4,), 1, 4, dcp=2),
-        shape((4,), 1, 1),
-    ),
     "PCP 2, not divided, to TP 2": (shape((4,), 2, 2, pcp=2), shape((4,), 2, 2)),
-    "PCP 2 x DCP 2 to TP 2": (shape((4,), 2, 2, pcp=2, dcp=2), shape((4,), 2, 2)),
     "PP 2 x PCP 2 x TP 2 x DCP 4 to DCP 2": (
         shape((3, 1), 1, 2, pcp=2, dcp=4, interleave=8),
         shape((4,), 1, 2, dcp=2),

@@ -43,7 +43,9 @@ import torch
 
 from p2pkv.links.gpu import Allocate
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
-from support.nccl.gpu import SimulatedGpu, Work
+from support.cuda.ipc import SimulatedGpu
+from support.nccl.gpu import SimulatedGpu as GpuQueues
+from support.nccl.gpu import Work
 
 TICK = 0.005
 HEADER = struct.Struct("<cQ")
@@ -111,7 +113,7 @@ class SimulatedNccl(Nccl):
         version: int = 22809,
         blocking: bool = True,
         launch_polls: int = 2,
-        gpu: SimulatedGpu | None = None,
+        gpu: GpuQueues | None = None,
         channels: int = 8,
     ) -> None:
         self.gpu = gpu
@@ -433,25 +435,16 @@ class SimulatedStream:
             self._nccl.violations.append("a stream was closed with something on it")
 
 
-class SimulatedDevice:
+class SimulatedDevice(SimulatedGpu):
     """A CPU that looks like a device of its own to NCCL links."""
 
     def __init__(self, nccl: SimulatedNccl, name: str = "simulated:0", processors: int = 512) -> None:
-        self.name = name
+        super().__init__(name)
         self.processors = processors
         self._nccl = nccl
-
-    def enter(self) -> None:
-        pass
 
     def memory(self, nbytes: int, allocate: Allocate | None = None) -> torch.Tensor:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8) if allocate is None else allocate(nbytes)
 
-    def free_bytes(self) -> int:
-        return 0
-
-    def stream(self) -> SimulatedStream:
+    def stream(self) -> SimulatedStream:  # type: ignore[override]
         return SimulatedStream(self._nccl)
-
-    def record_event(self) -> SimulatedEvent:
-        return SimulatedEvent(None, lambda: True)
