@@ -31,38 +31,26 @@ def test_a_link_that_failed_to_come_up_is_built_anew(make_nccl: Make) -> None:
     arrives(d, tokens=TOKENS)
 
 
-def test_a_rank_looks_often_while_nccl_has_something_under_way(make_nccl: Make) -> None:
-    """Nobody wakes it when a message has arrived, and each look may launch one only."""
-    engine = make_nccl("P")
-    rank = engine.ranks[0].rank
+@pytest.mark.parametrize(
+    ("moving", "fenced", "pause"), [(True, False, 2e-5), (False, True, 1e-3), (True, True, 2e-5)]
+)
+def test_how_often_a_rank_looks(make_nccl: Make, moving: bool, fenced: bool, pause: float) -> None:
+    """Often while NCCL has something under way: nobody wakes it when a message has arrived, and each look may
+    launch one only. At a fence alone once in a millisecond: each look is a call to the driver, and a prefill
+    may take seconds."""
+    rank, forward = make_nccl("P").ranks[0].rank, Forward()
     seen: list[float] = []
 
     def look() -> None:
-        rank.core.roles[0].after = lambda now: True
+        rank.core.roles[0].after = lambda now: moving
+        if fenced:
+            rank.core.commands.append(do.Computed((), 0, 1, forward))
         rank.core.turn(time.monotonic())
         seen.append(rank.core.pause(time.monotonic()))
 
     on_engine_thread(rank, look)
-    assert seen == [engine.ranks[0].links.poll_seconds] == [2e-5]
-
-
-def test_a_fence_alone_is_looked_at_once_in_a_millisecond(make_nccl: Make) -> None:
-    """Each look is a call to the driver, and a prefill may take seconds."""
-    engine = make_nccl("P")
-    rank, forward = engine.ranks[0].rank, Forward()
-    seen: list[float] = []
-
-    def look(moving: bool) -> None:
-        rank.core.roles[0].after = lambda now: moving
-        rank.core.commands.append(do.Computed((), 0, 1, forward))
-        rank.core.turn(time.monotonic())
-        seen.append(rank.core.pause(time.monotonic()))
-
-    on_engine_thread(rank, lambda: look(moving=False))
     forward.done.set()
-    on_engine_thread(rank, lambda: forward.done.clear() or look(moving=True))
-    forward.done.set()
-    assert seen == [1e-3, 2e-5]
+    assert seen == [pause]
 
 
 def test_a_turn_that_hangs_for_a_lease_has_its_links_broken(

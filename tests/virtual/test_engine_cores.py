@@ -24,7 +24,7 @@ from support.engine.transfers import arrives, ask
 WAIT = 60.0
 """`wait_seconds`: longer than a stall and a lease."""
 
-TROUBLES = ("stopped", "hung", "paused")
+TROUBLES = ("stopped", "hung", "paused", "in one step")
 each_trouble = pytest.mark.parametrize("trouble", TROUBLES)
 
 
@@ -38,9 +38,11 @@ def pair() -> VirtualPair:
 
 
 def strike(engine: VirtualEngine, trouble: str) -> None:
-    """From now on the engine core makes no step. Its worker is well, and in no step either."""
+    """From now on the engine core makes no step. Its worker is well, and in no step but for the last one."""
     if trouble == "stopped":
         engine.core_stops()
+    elif trouble == "in one step":
+        engine.hang()
     elif trouble == "hung":
         engine.core(work=True)
     else:
@@ -48,6 +50,7 @@ def strike(engine: VirtualEngine, trouble: str) -> None:
 
 
 def heal(engine: VirtualEngine) -> None:
+    engine.wake()
     engine.core(steps=2)
 
 
@@ -72,8 +75,14 @@ def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, tro
 
 
 @each_trouble
-def test_a_d_whose_core_makes_no_step_does_not_keep_ps_blocks(pair: VirtualPair, trouble: str) -> None:
-    pair.offered()
+@pytest.mark.parametrize("when", ["before it loads", "in mid-transfer"])
+def test_a_d_whose_core_makes_no_step_does_not_keep_ps_blocks(
+    pair: VirtualPair, trouble: str, when: str
+) -> None:
+    if when == "in mid-transfer":
+        pair.half_a_push()
+    else:
+        pair.offered()
     strike(pair.d, trouble)
     pair.lasts(pair.kept, STALL - 1.0)
     pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
