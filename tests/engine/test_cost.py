@@ -183,21 +183,7 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
     assert seen == {
         "P": 4 * ["gather", "send", "out"],
         # There is room for two at a time.
-        "D": [
-            "grant",
-            "out",
-            "grant",
-            "out",
-            "write",
-            "grant",
-            "out",
-            "write",
-            "grant",
-            "out",
-            "write",
-            "write",
-            "out",
-        ],
+        "D": [*2 * ["grant", "out"], *2 * ["write", "grant", "out"], "write", "write", "out"],
     }
 
 

@@ -138,14 +138,6 @@ def test_a_rank_that_was_held_up_does_not_blame_its_core(
         assert bool(blamed) is not held_up
 
 
-def test_a_rank_whose_core_never_beats_is_judged_by_its_steps(pair: VirtualPair) -> None:
-    """As where Ray started the workers."""
-    silent = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL)
-    silent.expect()
-    silent.p.do(do.HoldPrompt("k", silent.d.address))
-    silent.lasts(silent.kept, STALL + LEASE + GRACE)
-
-
 # Pauses.
 
 

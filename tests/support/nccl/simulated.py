@@ -48,6 +48,7 @@ from support.nccl.gpu import SimulatedGpu as GpuQueues
 from support.nccl.gpu import Work
 
 TICK = 0.005
+LAUNCH_POLLS = 2
 HEADER = struct.Struct("<cQ")
 ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
 
@@ -112,7 +113,6 @@ class SimulatedNccl(Nccl):
         *,
         version: int = 22809,
         blocking: bool = True,
-        launch_polls: int = 2,
         gpu: GpuQueues | None = None,
         channels: int = 8,
     ) -> None:
@@ -129,7 +129,6 @@ class SimulatedNccl(Nccl):
         self.aborted = 0
         self.last: dict[int, Op] = {}  # of each stream
         self._version = version
-        self._launch_polls = launch_polls
         self._numbers = itertools.count(1)
         self._comms: dict[int, Comm] = {}
         self._roots: dict[bytes, socket.socket] = {}
@@ -310,7 +309,7 @@ class SimulatedNccl(Nccl):
             while self.launches_wait and not op.done and not self._ended(comm):
                 comm.gone.wait(TICK)
             return
-        comm.launching, comm.polls = op, self._launch_polls
+        comm.launching, comm.polls = op, LAUNCH_POLLS
         if first:
             threading.Thread(target=self._meet, args=(comm,), daemon=True).start()
 
