@@ -28,7 +28,7 @@ def test_what_was_given_is_not_exceeded(room: int) -> None:
 # What P remembers of transfers that have ended, and for how long.
 
 
-def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> None:
+def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on_and_bounded_in_number() -> None:
     """A key may end again, as when a client sends the same request id again."""
     ends = ExpiringDict[str](10.0, 1024)
     ends.add("a", "first", 0.0)
@@ -40,9 +40,6 @@ def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> Non
     assert ends.get("a") == "second"
     ends.expire(20.1)
     assert ends.get("a") is None and len(ends) == 0
-
-
-def test_they_are_bounded_in_number() -> None:
     ends = ExpiringDict[str](1e9, most=100)
     for number in range(200):
         ends.add(f"k{number}", "over", float(number))
