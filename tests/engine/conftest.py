@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from p2pkv.links.base import LinkFactory
-from support.cuda import ipc as ipc_simulated
-from support.engine.engines import Engine, Geometry, Make, engine_maker, engines, make_engine, plain_links
-from support.links.pairs import NCCL_KINDS, ipc_links, nccl_links
+from support.engine.engines import Engine, Geometry, Make, engine_maker, make_engine, plain_links
+from support.links.pairs import NCCL_KINDS, nccl_links
 from support.nccl import simulated as nccl_simulated
-
-
-@pytest.fixture(params=["memory", "shared-memory", "nccl-polled"])
-def links(request: pytest.FixtureRequest) -> Iterator[Callable[[str, int], LinkFactory]]:
-    """The links of each rank of a pair, by side and rank; a test may name any kind."""
-    if request.param in NCCL_KINDS:
-        blocking = request.param == "nccl-blocking"
-        yield lambda side, rank: nccl_links(blocking=blocking, staging=1 << 20)
-    elif request.param == "ipc":
-        yield lambda side, rank: ipc_links(1 << 20, receives=side == "D")
-    else:
-        yield plain_links(request.param)
-    ipc_simulated.let_go()
-    nccl_simulated.let_go()
 
 
 @pytest.fixture
@@ -32,13 +16,6 @@ def make_memory() -> Iterator[Make]:
     """Makes engines over one network of memory links; stops them at the end."""
     with engine_maker(plain_links("memory")) as make:
         yield make
-
-
-@pytest.fixture
-def memory_pair() -> Iterator[tuple[Engine, Engine]]:
-    """A P and a D over memory links."""
-    with engines(Geometry(), Geometry(), plain_links("memory")) as made:
-        yield made
 
 
 @pytest.fixture(params=NCCL_KINDS)

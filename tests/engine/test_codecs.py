@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from msgspec.structs import replace
+from virtual.pair import VirtualPair, value
 
-from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context
 from p2pkv.protocol.handshake import Refused
-from support.engine.engines import Geometry, engines, other_group, plain_links, prefill, step, wrong_cells
-from support.engine.transfers import arrives, ask, ends, failure, load, rest, value
-from support.waiting import wait_for
+from support.engine.engines import Geometry, other_group, step
+from support.engine.transfers import arrives, ask, begin, load
 
 TOKENS = 300
 BF16, F32 = torch.bfloat16, torch.float32
@@ -24,11 +23,7 @@ def cpu(isa: str, block: int, tp: int = 1, content: int = 16, dtype: torch.dtype
 
 
 PAIRS = {
-    "vec 32 to 128": (cpu("vec", 32), cpu("vec", 128)),
-    "vec 128 to 32": (cpu("vec", 128), cpu("vec", 32)),
     "vec 48 to 32": (cpu("vec16", 48), cpu("vec", 32)),
-    "dense 32 to 128": (cpu("dense", 32), cpu("dense", 128)),
-    "dense 128 to 32": (cpu("dense", 128), cpu("dense", 32)),
     "dense 48 to 32, TP 2 to 1": (cpu("dense", 48, 2), cpu("dense", 32)),
     "vec to dense, TP 1 to 2": (cpu("vec", 32), cpu("dense", 16, 2)),
     "dense to amx": (cpu("dense", 16, 1, 64, BF16), cpu("amx", 32, 1, 64, BF16)),
@@ -37,65 +32,51 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("form", PAIRS)
 @pytest.mark.parametrize("prefix", [False, True], ids=["from the start", "after a prefix on D"])
-def test_blocks_of_other_sizes_and_packings(pair, prefix):
+def test_blocks_of_other_sizes_and_packings(form: str, prefix: bool) -> None:
     """P computes in chunks that end inside blocks; D may have its first block already."""
-    p_side, d_side = PAIRS[pair]
+    p_side, d_side = PAIRS[form]
     start = d_side.block if prefix else 0
     p_blocks = list(range(p_side.blocks))[: -(-TOKENS // p_side.block)]
     d_blocks = list(range(d_side.blocks))[::-1][: -(-TOKENS // d_side.block)]
-    with engines(p_side, d_side, plain_links("memory")) as (p, d):
-        before = [[page.clone() for page in rank.pages] for rank in d.ranks]
-        ask(p, d, tokens=TOKENS, blocks=d_blocks, start=start)
-        for first in range(0, TOKENS, 77):
-            step(p, "k", p_blocks, first, min(TOKENS, first + 77))
-        d.wait(do.Loaded("k"))
-        for rank, old in zip(d.ranks, before, strict=True):
-            assert wrong_cells(rank, d_blocks, start, TOKENS - 1) == []
-            if prefix:
-                assert all(
-                    torch.equal(page[d_blocks[0]], was[d_blocks[0]])
-                    for page, was in zip(rank.pages, old, strict=True)
-                )
-        ends(p, d)
-        rest(p, d)
-        unit = p_side.block if "whole pages" in pair else 1
-        tokens = -(-(TOKENS - 1) // unit) * unit - start
-        sent = sum(rank.rank.counters.values["bytes_sent"] for rank in p.ranks)
-        assert sent == 2 * 2 * tokens * p_side.content * p_side.dtype.itemsize
+    pair = VirtualPair(p_side, on_d=d_side)
+    before = [[page.clone() for page in rank.pages] for rank in pair.d.ranks]
+    ask(pair.p, pair.d, tokens=TOKENS, blocks=d_blocks, start=start)
+    for first in range(0, TOKENS, 77):
+        step(pair.p, "k", p_blocks, first, min(TOKENS, first + 77))
+    arrives(pair.d, "k", TOKENS, d_blocks, start)
+    for rank, old in zip(pair.d.ranks, before, strict=True) if prefix else ():
+        for page, was in zip(rank.pages, old, strict=True):
+            assert torch.equal(page[d_blocks[0]], was[d_blocks[0]])
+    pair.ends_well("k")
+    unit = p_side.block if "whole pages" in form else 1
+    tokens = -(-(TOKENS - 1) // unit) * unit - start
+    assert value(pair.p, "bytes_sent") == 2 * 2 * tokens * p_side.content * p_side.dtype.itemsize
 
 
-def test_one_p_serves_ds_of_several_forms_at_once():
-    links, blocks = plain_links("memory"), list(range(9))
-
-    def pair(isa: str, block: int):
-        return engines(cpu("vec", 32), cpu(isa, block), links)
-
-    with pair("vec", 32) as (p, one), pair("vec", 128) as (_, two), pair("dense", 16) as (_, three):
-        for number, d in enumerate((one, two, three)):
-            d.do(do.Expect(f"k{number}", p.address, 64, b"digest"))
-            mine = [2 * number, 2 * number + 1]
-            prefill(p, f"k{number}", d.address, 64, mine, chunk=40, salt=number)
-            load(d, f"k{number}", 64, blocks)
-        for number, d in enumerate((one, two, three)):
-            arrives(d, f"k{number}", 64, blocks, salt=number)
+def test_one_p_serves_ds_of_several_forms_at_once() -> None:
+    pair, blocks = VirtualPair(cpu("vec", 32)), list(range(9))
+    ds = [pair.d, pair.more("D", cpu("vec", 128)), pair.more("D", cpu("dense", 16))]
+    for number, d in enumerate(ds):
+        begin(pair.p, d, f"k{number}", 64, [2 * number, 2 * number + 1], salt=number)
+        load(d, f"k{number}", 64, blocks)
+    for number, d in enumerate(ds):
+        arrives(d, f"k{number}", 64, blocks, salt=number)
 
 
-def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
+def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner() -> None:
     """An odd number of elements: no K and V of one size, which no Hello says."""
-    sides = cpu("vec", 32, content=15), cpu("dense", 16, content=15)
-    with engines(*sides, plain_links("memory")) as (p, d):
-        d.do(do.Expect("k", p.address, 20, b"digest"))
-        assert "rows of 15 elements do not hold a K and a V" in failure(d)
-        wait_for(lambda: value(p, "messages_refused"))
+    pair = VirtualPair(cpu("vec", 32, content=15), on_d=cpu("dense", 16, content=15))
+    pair.expect(tokens=20)
+    pair.fails("rows of 15 elements do not hold a K and a V")
+    assert value(pair.p, "messages_refused") == 1
 
 
-def test_a_hello_that_is_not_true_of_the_pages_is_refused():
-    with engines(cpu("vec", 32), cpu("vec", 32), plain_links("memory")) as (p, _):
-        ctx = p.ranks[0].rank.context
-        said = replace(ctx.hello, cache=other_group(ctx.hello.cache, row_bytes=64, unit_tokens=2))
-        lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps)
-        with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
-            lying.form(said)
-        assert ctx.form(ctx.hello)[1] == ctx.cache.groups
+def test_a_hello_that_is_not_true_of_the_pages_is_refused() -> None:
+    ctx = VirtualPair(cpu("vec", 32)).p.rank.context
+    said = replace(ctx.hello, cache=other_group(ctx.hello.cache, row_bytes=64, unit_tokens=2))
+    lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps)
+    with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
+        lying.form(said)
+    assert ctx.form(ctx.hello)[1] == ctx.cache.groups

@@ -31,8 +31,8 @@ class Rig(VirtualPair):
 
     def __init__(self, prefills: int = 1, decodes: int = 1) -> None:
         super().__init__(Geometry(blocks=8), lease_seconds=LEASE)
-        self.ps = [self.p, *(self.engine("P", 7100 + number) for number in range(1, prefills))]
-        self.ds = [self.d, *(self.engine("D", 8100 + number) for number in range(1, decodes))]
+        self.ps = [self.p, *(self.more("P") for _ in range(1, prefills))]
+        self.ds = [self.d, *(self.more("D") for _ in range(1, decodes))]
 
     def wait_with(self, number: int, p: VirtualEngine, d: VirtualEngine) -> list[str]:
         """So many requests of this pair wait; their keys, when they are connected and their link is up."""
@@ -183,21 +183,7 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
     assert seen == {
         "P": 4 * ["gather", "send", "out"],
         # There is room for two at a time.
-        "D": [
-            "grant",
-            "out",
-            "grant",
-            "out",
-            "write",
-            "grant",
-            "out",
-            "write",
-            "grant",
-            "out",
-            "write",
-            "write",
-            "out",
-        ],
+        "D": [*2 * ["grant", "out"], *2 * ["write", "grant", "out"], "write", "write", "out"],
     }
 
 

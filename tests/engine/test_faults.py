@@ -1,73 +1,75 @@
-"""What one engine sees when the other is absent, unfit, gone, or talks nonsense."""
+"""What one engine sees when the other is absent, unfit, gone, or talks nonsense. Cores on a virtual clock."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
+from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
+from virtual.pair import LEASE, VirtualPair, value
 
 from p2pkv.control.endpoint import PortTaken
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
-from support.engine.engines import Geometry, on_engine_thread, other_group, prefill, says
-from support.engine.transfers import BLOCKS, TOKENS, arrives, begin, ends, expect, failure, half, load, value
-from support.waiting import wait_for
+from support.engine.engines import Geometry, Make, other_group
+from support.engine.transfers import push
 
-ONE = Geometry()
+ONE, TWO = Geometry(), Geometry(tp=2)
 NOWHERE = Address("127.0.0.1", 9)
 
 
+@pytest.fixture
+def pair() -> VirtualPair:
+    return VirtualPair(lease_seconds=LEASE)
+
+
+def cut(pair: VirtualPair) -> None:
+    """The connections that there are end."""
+    for way in list(pair.network.ways):
+        if not way.dead:
+            pair.network.cut(way)
+
+
 @pytest.mark.parametrize(("side", "words"), [("P", "out of step"), ("D", "not announced")])
-def test_a_word_out_of_turn_ends_the_link_and_not_the_engine(memory_pair, side, words):
+def test_a_word_out_of_turn_ends_the_link_and_not_the_engine(
+    pair: VirtualPair, side: str, words: str
+) -> None:
     """P says that it has sent what D has not granted, or D grants what P has not announced."""
-    p, d = memory_pair
-    half(p, d)
-    rank = {"P": p, "D": d}[side].ranks[0].rank
-    (peer,) = rank.core.roles[0].peers
+    pair.half_a_push()
+    peers: Any = (pair.p if side == "P" else pair.d).rank.core.roles[0].peers
+    (peer,) = peers
     number = peer.link.number
     said = m.Sent("k", 1, 99, number, False) if side == "P" else m.Grant("k", 1, 99, 4096, number, 0)
-    on_engine_thread(rank, lambda: peer.connection.send(m.encode(said)))
-    assert words in failure(d)
-    wait_for(lambda: value(p, "links_aborted") == 1, what="the end of the link")
-    ends(p, d)
-    begin(p, d, "again")
-    load(d, "again")
-    arrives(d, "again")
+    peer.connection.send(m.encode(said))
+    pair.fails(words)
+    pair.rest("k")
+    assert value(pair.p, "links_aborted") == 1
+    push(pair.p, pair.d, "again")
 
 
-def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(make_memory):
-    p, d = make_memory("P"), make_memory("D", lease_seconds=30.0)
-    peers = d.ranks[0].rank.core.decode.peers
-    expect(p, d)
+def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(pair: VirtualPair) -> None:
+    pair.expect()
     for _ in range(6):
-        wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="a connection")
-        (peer,) = peers
-        on_engine_thread(
-            d.ranks[0].rank, lambda peer=peer: peers.lose(peer, "cut by a test", time.monotonic())
-        )
+        pair.clock.pass_by(0.15 * LEASE)
+        assert value(pair.p, "early_claims")
+        cut(pair)
     # A prompt that P has begun would end with the connection on which D has claimed it.
-    wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="the last connection")
-    prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
-    load(d)
-    arrives(d)
+    pair.clock.pass_by(0.15 * LEASE)
+    pair.computed()
+    pair.load()
 
 
-def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_was_lost_first(make_memory):
-    p, d = make_memory("P"), make_memory("D", lease_seconds=1.0)
-    expect(p, d)
-    peers, end = d.ranks[0].rank.core.roles[0].peers, time.monotonic() + 10.0
-
-    def cut() -> None:
-        for peer in peers:
-            if peer.dialing.open:
-                peers.lose(peer, "cut by a test", time.monotonic())
-
-    while not d.ranks[0].events(do.LoadFailed):
-        assert time.monotonic() < end, "it is asked for anew without end"
-        on_engine_thread(d.ranks[0].rank, cut)
+def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_was_lost_first(
+    pair: VirtualPair,
+) -> None:
+    pair.expect()
+    began = pair.clock.now
+    while not pair.d.failures:
+        assert pair.clock.now - began < 2 * LEASE, "it is asked for anew without end"
+        pair.clock.pass_by(0.05)
+        cut(pair)
 
 
 @pytest.mark.parametrize(
@@ -78,56 +80,61 @@ def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_wa
     ],
     ids=["weights", "cache"],
 )
-def test_ranks_that_do_not_fit_refuse_each_other(make_memory, geometry, change, words):
-    p, d = make_memory("P"), make_memory("D", geometry)
-    says(d, msgspec.structs.replace(d.ranks[0].hello, **change))
-    expect(p, d)
-    reason = failure(d)
-    assert all(word in reason for word in words), reason
-    assert reason.startswith(f"{d.address} and {p.address} do not fit: "), reason
+def test_ranks_that_do_not_fit_refuse_each_other(
+    geometry: Geometry, change: dict[str, str], words: tuple[str, ...]
+) -> None:
+    pair = VirtualPair(on_d=geometry)
+    rank = pair.d.rank
+    rank.context.hello = replace(rank.hello, **change)
+    pair.expect()
+    pair.fails(f"{pair.d.address} and {pair.p.address} do not fit: ")
+    (failed,) = pair.d.failures
+    assert all(word in failed.reason for word in words)  # type: ignore[attr-defined]
 
 
-PIPELINED = {"layers": (2, 2), "tp": 1}
+def lies(pair: VirtualPair) -> None:
+    """P's rank 1 describes its engine in another way than rank 0, which D's plan would fit, too."""
+    mine = pair.p.ranks[1].hello
+    other = other_group(mine.cache, tp=1, layers=(2, 2))
+    pair.p.ranks[1].rank.context.hello = replace(mine, cache=other)
 
 
-def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(make_memory):
+def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed() -> None:
     """Each of them fits D by itself; together they would send other rectangles than D has planned."""
-    p, d = make_memory("P", Geometry(tp=2), lease_seconds=60.0), make_memory("D", lease_seconds=60.0)
-    mine = p.ranks[1].hello
-    says(p, msgspec.structs.replace(mine, cache=other_group(mine.cache, **PIPELINED)), 1)
-    expect(p, d)
-    verdict = f"{p.address.shifted(1)} and {p.address} do not fit: their Hellos describe"
-    assert verdict in failure(d)
+    pair = VirtualPair(TWO, on_d=ONE, lease_seconds=60.0)
+    lies(pair)
+    pair.expect()
+    place = pair.p.address
+    pair.fails(f"{place.shifted(1)} and {place} do not fit: their Hellos describe")
 
 
-def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(make_memory):
-    p, d = make_memory("P", Geometry(tp=2), lease_seconds=60.0), make_memory("D", lease_seconds=60.0)
-    true = p.ranks[1].hello
-    says(p, msgspec.structs.replace(true, cache=other_group(true.cache, **PIPELINED)), 1)
-    peers = d.ranks[0].rank.core.decode.peers
+def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew() -> None:
+    pair = VirtualPair(TWO, on_d=ONE, lease_seconds=60.0)
+    lies(pair)
+    peers: Any = pair.d.rank.core.roles[0].peers
     lose = peers.lose
 
-    def mend(peer, reason, now):
-        says(p, true, 1)
-        table = p.ranks[1].rank.core.roles[0].peers
-        on_engine_thread(p.ranks[1].rank, lambda: [table.remove(each) for each in table])
+    def mend(peer: object, reason: str, now: float) -> None:
+        liar = pair.p.ranks[1]
+        liar.rank.context.hello = liar.hello
+        table: Any = liar.rank.core.roles[0].peers
+        for each in table:
+            table.remove(each)
         lose(peer, reason, now)
 
     peers.lose = mend
-    begin(p, d)
-    load(d)
-    arrives(d)
+    pair.expect()
+    pair.computed()
+    pair.load()
 
 
-def test_a_second_instance_on_the_same_port(make_memory):
+def test_a_second_instance_on_the_same_port(make_memory: Make) -> None:
     p = make_memory("P")
     with pytest.raises(PortTaken, match=r"ports \d+ to \d+ \(kv_port.*kv_port of its own"):
         make_memory("P", kv_port=p.address.port)
 
 
-def test_a_request_paired_with_another_d(make_memory):
-    p, d = make_memory("P"), make_memory("D")
-    p.do(do.HoldPrompt("k", NOWHERE))
-    wait_for(lambda: value(p, "prompts"))
-    expect(p, d)
-    assert str(NOWHERE) in failure(d)
+def test_a_request_paired_with_another_d(pair: VirtualPair) -> None:
+    pair.p.do(do.HoldPrompt("k", NOWHERE))
+    pair.expect()
+    pair.fails(str(NOWHERE))

@@ -1,6 +1,5 @@
-"""A link breaks: what it carried fails, and what waits for its turn goes over the next one. And the ends of a
-link as the engines see them: late words, and slow links.
-"""
+"""A link breaks: what it carried fails, and what waits for its turn goes over the next one. Idle ones are
+closed. And the ends of a link as the engines see them: late words, and slow links."""
 
 from __future__ import annotations
 
@@ -8,66 +7,121 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from virtual.pair import HALF, LEASE, VirtualPair, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters
-from p2pkv.engine.from_prefill import InboundLink, PostedReceive
-from p2pkv.engine.to_decode import OutboundLink, PendingSend
+from p2pkv.engine.from_prefill import IDLE_SECONDS, InboundLink, PostedReceive
+from p2pkv.engine.to_decode import FORGOTTEN_SECONDS, OutboundLink, PendingSend
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
-from support.engine.engines import Geometry, break_link, engines, plain_links, prefill, step
-from support.engine.transfers import BLOCKS, arrives, begin, ends, failure, load, rest, value
-from support.links.faulty import Faults, FaultyLinks
+from support.engine.engines import prefill, step
+from support.engine.transfers import BLOCKS, TOKENS, arrives, begin, expect, load, push
+from support.links.faulty import Faults
 from support.links.memory import MemoryNetwork
-from support.waiting import wait_for
 
-ONE = Geometry()
 OTHERS = list(range(10, 16))
 WINDOW = 4096
 
 
-@pytest.mark.parametrize("links", ["memory", "shared-memory"], indirect=True)
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("begun", [True, False], ids=["P has computed", "P has not begun"])
-def test_only_what_it_carried_fails(links, side, begun):
-    with engines(ONE, ONE, links, lease_seconds=60.0) as (p, d):
-        for key in ("carried", "queued"):
-            d.do(do.Expect(key, p.address, 96, b"digest"))
-            p.do(do.HoldPrompt(key, d.address))
-        p.do(do.OfferPrompt("carried", d.address, 96, b"digest"))
-        load(d, "carried")
-        step(p, "carried", BLOCKS, 0, 48)
-        wait_for(lambda: value(d, "bytes_scattered"))
-        if begun:
-            prefill(p, "queued", d.address, 96, OTHERS, chunk=48)
-            d.wait(do.Begun("queued"))
-        break_link({"P": p, "D": d}[side])
-        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
-        p.wait(do.BlocksFree("carried"))
-        if not begun:
-            prefill(p, "queued", d.address, 96, OTHERS, chunk=48)
-            d.wait(do.Begun("queued"))
-        d.do(do.Load("queued", 0, 95, (OTHERS,)))
-        arrives(d, "queued", blocks=OTHERS)
-        assert [event.key for event in d.ranks[0].events(do.LoadFailed)] == ["carried"]
-        ends(p, d, "carried", "queued")
-        rest(p, d)
+def test_only_what_it_carried_fails(side: str, begun: bool) -> None:
+    pair = VirtualPair(lease_seconds=60.0)
+    p, d = pair.p, pair.d
+    expect(p, d, "carried", "queued")
+    p.do(do.HoldPrompt("queued", d.address))
+    p.do(do.OfferPrompt("carried", d.address, TOKENS, b"digest"))
+    load(d, "carried")
+    step(p, "carried", BLOCKS, 0, HALF)
+    pair.until(lambda: value(d, "bytes_scattered"))
+    if begun:
+        prefill(p, "queued", d.address, TOKENS, OTHERS, chunk=HALF)
+        d.wait(do.Begun("queued"))
+    (p if side == "P" else d).rank.wires.change(break_at=-1)
+    pair.until(lambda: d.failures)
+    p.wait(do.BlocksFree("carried"))
+    if not begun:
+        prefill(p, "queued", d.address, TOKENS, OTHERS, chunk=HALF)
+        d.wait(do.Begun("queued"))
+    d.do(do.Load("queued", 0, TOKENS - 1, (OTHERS,)))
+    arrives(d, "queued", blocks=OTHERS)
+    assert [event.key for event in d.failures] == ["carried"]  # type: ignore[attr-defined]
+    pair.rest("carried", "queued")
 
 
-def test_a_p_that_can_make_no_link_says_why_and_tries_again(caplog):
+def test_a_p_that_can_make_no_link_says_why_and_tries_again(caplog: pytest.LogCaptureFixture) -> None:
     """As with NCCL_SOCKET_IFNAME set wrongly, which NCCL says when it is asked for a new name."""
-    plain = plain_links("memory")
-    broken = FaultyLinks(plain("P", 0), Faults(refuse_invite=True))
-    with engines(ONE, ONE, lambda side, rank: broken if side == "P" else plain(side, rank)) as (p, d):
-        begin(p, d, "lost")
-        load(d, "lost")
-        assert "no interface of this name" in failure(d, "lost")
-        p.wait(do.BlocksFree("lost"))
-        broken.faults = Faults()
-        begin(p, d, "next")
-        load(d, "next")
-        arrives(d, "next")
+    pair = VirtualPair()
+    pair.p.rank.wires.faults = Faults(refuse_invite=True)
+    begin(pair.p, pair.d)
+    load(pair.d)
+    pair.fails("no interface of this name")
+    pair.rest("k")
+    pair.p.rank.wires.faults = Faults()
+    push(pair.p, pair.d, "next")
     assert not [record for record in caplog.records if record.exc_info]
+
+
+# When a link is closed, and built again.
+
+
+@pytest.mark.parametrize(("side", "most"), [("P", 2), ("D", 1)])
+def test_idle_links_beyond_max_links_are_closed_and_built_again(side: str, most: int) -> None:
+    pair = VirtualPair(lease_seconds=LEASE)
+    one = pair.more(side, max_links=most)
+    others = [pair.more("D" if side == "P" else "P") for _ in range(most + 2)]
+    for turn in range(2):
+        for number, other in enumerate(others):
+            p, d = (one, other) if side == "P" else (other, one)
+            push(p, d, f"{turn}-{number}", salt=4 * turn + number)
+            pair.clock.pass_by(LEASE)
+        assert value(one, "links") == most
+        assert [value(each, "links") for each in others] == [0] * 2 + [1] * most, "not the longest unused"
+    assert value(one, "links_aborted") >= 4 and value(one, "transfers_failed") == 0
+
+
+def test_p_closes_a_link_when_d_has_long_hung_up() -> None:
+    pair = VirtualPair(lease_seconds=LEASE)
+    push(pair.p, pair.d, "k", salt=1)
+    pair.clock.pass_by(IDLE_SECONDS + 2.0)
+    assert value(pair.d, "links") == 0 and value(pair.p, "links") == 1, "nobody tells P"
+    pair.clock.pass_by(FORGOTTEN_SECONDS)
+    assert value(pair.p, "links") == 0
+    push(pair.p, pair.d, "again", salt=2)
+
+
+def test_a_link_with_a_transfer_is_never_closed_as_idle() -> None:
+    pair = VirtualPair(lease_seconds=LEASE, max_links=1)
+    other = pair.more("D")
+    pair.half_a_push()
+    push(pair.p, other, "other", salt=9, blocks=OTHERS)
+    pair.clock.pass_by(LEASE / 2)
+    assert (value(pair.d, "links"), value(other, "links")) == (1, 0)
+    step(pair.p, "k", BLOCKS, HALF, TOKENS)
+    arrives(pair.d)
+    assert value(pair.d, "links_aborted") == 0
+
+
+def test_a_frozen_d_is_not_invited_for_ever() -> None:
+    pair = VirtualPair(lease_seconds=LEASE)
+    push(pair.p, pair.d, "before", salt=1)
+    assert pair.p.rank.core.prefill is not None
+    (peer,) = pair.p.rank.core.prefill.peers
+    pair.expect()
+    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
+    pair.d.wait(do.Begun("k"))
+    pair.d.rank.stand_still(4 * LEASE)
+    pair.p.wait(do.BlocksFree("k"))
+    pair.p.rank.wires.change(break_at=-1)
+    pair.clock.pass_by(LEASE)
+    assert peer.link.parked
+    pair.clock.pass_by(2 * LEASE)
+    pair.rest("k")
+    push(pair.p, pair.d, "after", salt=2)
+
+
+# The ends as the engines see them.
 
 
 def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:

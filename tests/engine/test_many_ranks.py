@@ -1,15 +1,28 @@
-"""Engines of many ranks, of unlike shapes, push prompts of 4,096 tokens; every byte is compared."""
+"""Engines of many ranks, of unlike shapes, push prompts of a thousand tokens; every byte is compared."""
 
 from __future__ import annotations
 
-import os
+import random
 import sys
-from contextlib import closing
+from dataclasses import dataclass
 
 import pytest
+import torch
 
-from support.engine.engines import Geometry, plain_links
-from support.engine.many_ranks import Crew, Processes, Prompt, plan_of, push, shape
+from p2pkv.engine import commands as do
+from p2pkv.plan import Edge, Plan, make_plan
+from support.engine.engines import Engine, Geometry, engines, plain_links, step
+from support.engine.transfers import arrives, ends, expect, load, rest
+
+TOKENS = 1003
+OPTIONS = {"lease_seconds": 20.0, "chunk_bytes": 32 << 10}
+
+
+def shape(layers: tuple[int, ...], kv_heads: int, tp: int, block: int = 16, **context: int) -> Geometry:
+    """An engine with room for two prompts; 16 bytes of KV for each token and head. `context`: pcp, dcp,
+    interleave."""
+    return Geometry(layers, kv_heads, tp, block, content=4, blocks=2 * -(-TOKENS // block) + 5, **context)
+
 
 SHAPES = {
     "TP 8 to TP 2": (shape((8,), 8, 8), shape((8,), 8, 2, 32)),
@@ -31,15 +44,7 @@ CONTEXT = {
         shape((4,), 1, 4, 32, dcp=4),
     ),
     "DCP 2 to 3": (shape((4,), 1, 2, dcp=2), shape((4,), 1, 3, dcp=3, interleave=2)),
-    "DCP 2 to 2, all alike": (shape((4,), 1, 2, dcp=2), shape((4,), 1, 2, dcp=2)),
-    "2 KV heads, TP 4 x DCP 2 to TP 2": (shape((4,), 2, 4, dcp=2, interleave=16), shape((4,), 2, 2)),
-    "2 KV heads, PP 2 to TP 4 x DCP 2": (shape((2, 2), 2, 1), shape((4,), 2, 4, dcp=2)),
-    "MLA, TP 4 x DCP 2, of which two each hold the same, to TP 1": (
-        shape((4,), 1, 4, dcp=2),
-        shape((4,), 1, 1),
-    ),
     "PCP 2, not divided, to TP 2": (shape((4,), 2, 2, pcp=2), shape((4,), 2, 2)),
-    "PCP 2 x DCP 2 to TP 2": (shape((4,), 2, 2, pcp=2, dcp=2), shape((4,), 2, 2)),
     "PP 2 x PCP 2 x TP 2 x DCP 4 to DCP 2": (
         shape((3, 1), 1, 2, pcp=2, dcp=4, interleave=8),
         shape((4,), 1, 2, dcp=2),
@@ -47,29 +52,94 @@ CONTEXT = {
 }
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that P computes in chunks, and of which D has the first `cached` tokens by itself."""
+
+    key: str = "k"
+    number: int = 0
+    chunk: int = 333
+    cached: int = 0
+
+    def blocks(self, engine: Engine) -> list[int]:
+        """Its block table on one side: in no order, and no block of another prompt's."""
+        geometry = engine.geometry
+        order = list(range(geometry.blocks))
+        random.Random(engine.ranks[0].hello.role).shuffle(order)
+        count = -(-TOKENS // (geometry.block * geometry.dcp))
+        return order[self.number * count :][:count]
+
+
+def plan_of(p: Geometry, d: Geometry) -> Plan:
+    return make_plan((p.shape,), (d.shape,))
+
+
 @pytest.fixture(params=["memory", "shared-memory"])
 def links(request):
-    plain = plain_links(request.param)
     # Many engine threads hand on the interpreter's lock sooner, as the connector sees to in vLLM.
     before = sys.getswitchinterval()
     sys.setswitchinterval(200e-6)
-    yield lambda: plain("", 0)
+    yield plain_links(request.param)
     sys.setswitchinterval(before)
 
 
 one_kind = pytest.mark.parametrize("links", ["memory"], indirect=True)
 
 
-def arrives(links, shapes: tuple[Geometry, Geometry], *prompts: Prompt) -> None:
-    with closing(Crew("P", shapes[0], links)) as p, closing(Crew("D", shapes[1], links)) as d:
-        push(p, d, prompts)
+def all_arrive(links, shapes: tuple[Geometry, Geometry], *prompts: Prompt) -> None:
+    """P prefills all of them, a chunk of each in turn; D asks when the first chunks are computed.
+
+    In the end every byte is where it belongs and was sent once, and every rank has said its word once.
+    """
+    with engines(*shapes, links, **OPTIONS) as (p, d):
+        for each in prompts:
+            expect(p, d, each.key, tokens=TOKENS)
+            p.do(do.HoldPrompt(each.key, d.address))
+            p.do(do.OfferPrompt(each.key, d.address, TOKENS, b"digest"))
+            step(p, each.key, each.blocks(p), 0, each.chunk, each.number)
+        for each in prompts:
+            load(d, each.key, TOKENS, each.blocks(d), each.cached)
+        for each in prompts:
+            for start in range(each.chunk, TOKENS, each.chunk):
+                step(p, each.key, each.blocks(p), start, min(start + each.chunk, TOKENS), each.number)
+        for each in prompts:
+            arrives(d, each.key, TOKENS, each.blocks(d), each.cached, each.number)
+            ends(p, d, each.key)
+        rest(p, d)
+        was_sent_once(p, d, prompts)
+
+
+def was_sent_once(p: Engine, d: Engine, prompts: tuple[Prompt, ...]) -> None:
+    def kept(engine: Engine, rank: int) -> torch.Tensor:
+        """Which of the tokens that D has loaded this rank keeps, of all prompts."""
+        tokens = torch.cat([torch.arange(each.cached, TOKENS - 1) for each in prompts])
+        return engine.geometry.slots(rank, tokens)[0]
+
+    def nbytes(edge: Edge) -> int:
+        count = int((kept(p, edge.source) & kept(d, edge.target)).sum())
+        return count * len(edge.layers) * len(edge.heads) * p.geometry.content * 4
+
+    plan = plan_of(p.geometry, d.geometry)
+    for number, rank in enumerate(p.ranks):
+        edges, counted = plan.from_source(number), rank.rank.counters.snapshot()
+        assert sorted(rank.events(object), key=str) == [do.BlocksFree(each.key) for each in prompts]
+        assert (counted["bytes_sent"], counted["chunks_filler"]) == (sum(map(nbytes, edges)), 0)
+        assert counted["links"] == len(edges)
+    for number, rank in enumerate(d.ranks):
+        edges, counted = plan.to_target(number), rank.rank.counters.snapshot()
+        said = [kind(each.key) for kind in (do.Begun, do.Loaded) for each in prompts]
+        assert sorted(rank.events(object), key=str) == said
+        assert (counted["bytes_scattered"], counted["links"]) == (sum(map(nbytes, edges)), len(edges))
+        written = sum(int((page != -1.0).any(-1).sum()) for page in rank.pages)
+        heads = len(d.geometry.heads(number))
+        assert written == int(kept(d, number).sum()) * heads * len(rank.pages), "and nothing else"
 
 
 @one_kind
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_many_ranks(links, shapes):
     """kv/test_any_shape.py has all others, without engines."""
-    arrives(links, shapes, Prompt("a"), Prompt("b", 1, chunk=1500, cached=96))
+    all_arrive(links, shapes, Prompt("a"), Prompt("b", 1, chunk=500, cached=96))
 
 
 @one_kind
@@ -77,15 +147,14 @@ def test_many_ranks(links, shapes):
 def test_context_parallel_ranks(links, shapes):
     """Tokens divided over the ranks of P, of D or of both: chunks and prefixes end anywhere, and a prompt may
     have no token on some rank."""
-    first = Prompt("a", tokens=1003, chunk=333, cached=37)
-    arrives(links, shapes, first, Prompt("b", 1, tokens=1003, chunk=1003, cached=1000))
+    all_arrive(links, shapes, Prompt("a", cached=37), Prompt("b", 1, chunk=TOKENS, cached=1000))
 
 
 def test_64_links(links):
     """All to all: every stage of P holds a layer of every rank of D. Two prompts at once."""
     shapes = shape((1,) * 8, 8, 1), shape((8,), 8, 8, 32)
     assert len(plan_of(*shapes).edges) == 64
-    arrives(links, shapes, Prompt("a"), Prompt("b", 1, chunk=1500, cached=64))
+    all_arrive(links, shapes, Prompt("a"), Prompt("b", 1, chunk=500, cached=64))
 
 
 @one_kind
@@ -94,33 +163,4 @@ def test_ranks_that_have_nothing_to_send_report_too(links):
     shapes = shape((1,), 1, 4), shape((1,), 1, 2)
     plan = plan_of(*shapes)
     assert [len(plan.from_source(rank)) for rank in range(4)].count(0) == 2
-    arrives(links, shapes, Prompt())
-
-
-PROCESSES = {
-    "PP 2 x TP 2 to TP 4": (shape((4, 4), 4, 2), shape((8,), 4, 4, 32)),
-    "PP 4 to PP 2": (shape((2, 2, 2, 2), 4, 1), shape((3, 5), 4, 1)),
-    "TP 2 to PP 2": (shape((8,), 4, 2), shape((4, 4), 4, 1)),
-}
-
-
-@pytest.mark.parametrize("shapes", PROCESSES.values(), ids=PROCESSES)
-def test_one_process_for_each_rank(shapes):
-    with closing(Processes("P", shapes[0])) as p, closing(Processes("D", shapes[1])) as d:
-        pids = {os.getpid(), *p.each("pid"), *d.each("pid")}
-        assert len(pids) == 1 + shapes[0].world + shapes[1].world
-        push(p, d, [Prompt("a"), Prompt("b", 1, chunk=1500, cached=96)])
-
-
-@one_kind
-def test_what_is_wrong_is_noticed(links):
-    """A row of another value where KV belongs, and one where nothing does, are found by their places."""
-    prompt, small = Prompt(tokens=100, cached=16), shape((2,), 2, 2, tokens=100)
-    with closing(Crew("P", small, links)) as p, closing(Crew("D", small, links)) as d:
-        push(p, d, [prompt])
-        table = prompt.blocks("D", d.geometry)
-        nobodys = next(block for block in range(d.geometry.blocks) if block not in table)
-        places = [[0, table[1], 0, 0], [0, table[0], 0, 15], [0, table[6], 0, 3], [1, nobodys, 0, 7]]
-        for place in places:
-            d.each("spoil", *place)
-        assert d.each("wrong", [prompt]) == [sorted(places)] * 2
+    all_arrive(links, shapes, Prompt())

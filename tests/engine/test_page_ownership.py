@@ -6,15 +6,15 @@ import threading
 from typing import Any
 
 import torch
+from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
 from p2pkv.kv.cache import PagedCache
 from support.engine.engines import Forward, Geometry, compute, engines, plain_links, step
-from support.engine.transfers import arrives, ask, begin, ends, load, rest, scribble, value
+from support.engine.transfers import TOKENS, arrives, ask, begin, ends, load, scribble, value
 from support.waiting import wait_for
 
 ONE = Geometry()
-TOKENS = 96
 BLOCKS, OTHER_BLOCKS = list(range(6)), list(range(20, 26))
 LAYER = (TOKENS - 1) * 2 * 8 * 4
 """Bytes of a layer on the wire."""
@@ -23,40 +23,39 @@ LONG_ENOUGH = 0.5
 """Seconds in which a revoke that does not wait for the gather returns."""
 
 
-def test_nothing_is_read_before_the_forward_has_written_it():
-    with engines(ONE, ONE, plain_links("memory")) as (p, d):
-        ask(p, d)
-        forwards = [Forward() for _ in p.ranks[0].pages]
-        p.do(do.PromptBlocks("k", (BLOCKS,)))
-        for layer, forward in enumerate(forwards):
-            p.do(do.Computed((("k", TOKENS),), layer, layer + 1, forward))
-        p.do(do.Flush(("k",)))
-        for layer, forward in enumerate(forwards):
-            wait_for(lambda forward=forward: forward.looks > 2 or d.all_heard(do.Loaded("k")), what="a look")
-            assert value(p, "bytes_sent") <= layer * LAYER
-            compute(p.ranks[0], BLOCKS, layer, 0, TOKENS)
-            forward.done.set()
-        arrives(d)
-        ends(p, d)
-
-
-def test_pages_taken_back_are_not_read_before_the_engine_has_heard_so():
-    """Its next command waits for the forward, and `Revoked` stands behind that."""
-    with engines(ONE, ONE, plain_links("memory")) as (p, d):
-        begin(p, d)
-        d.wait(do.Begun("k"))
-        forward = Forward()
-        p.do(do.Computed((("another", 1),), 0, 1, forward))
-        p.ranks[0].rank.revoke(["k"])
-        scribble(p, BLOCKS)
-        load(d)
-        wait_for(lambda: value(p, "chunks_filler") + value(p, "chunks_sent"), what="an answer to a grant")
-        assert value(p, "bytes_sent") == 0 and not forward.done.is_set()
+def test_nothing_is_read_before_the_forward_has_written_it() -> None:
+    pair = VirtualPair()
+    p, d = pair.p, pair.d
+    ask(p, d)
+    forwards = [Forward() for _ in p.ranks[0].pages]
+    p.do(do.PromptBlocks("k", (BLOCKS,)))
+    for layer, forward in enumerate(forwards):
+        p.do(do.Computed((("k", TOKENS),), layer, layer + 1, forward))
+    p.do(do.Flush(("k",)))
+    for layer, forward in enumerate(forwards):
+        pair.clock.pass_by(1.0)
+        assert value(p, "bytes_sent") <= layer * LAYER
+        compute(p.ranks[0], BLOCKS, layer, 0, TOKENS)
         forward.done.set()
-        step(p, "k", OTHER_BLOCKS, 0, TOKENS)
-        arrives(d)
-        ends(p, d)
-        rest(p, d)
+    arrives(d)
+
+
+def test_pages_taken_back_are_not_read_before_the_engine_has_heard_so() -> None:
+    """Its next command waits for the forward, and `Revoked` stands behind that."""
+    pair, forward = VirtualPair(), Forward()
+    p, d = pair.p, pair.d
+    begin(p, d)
+    d.wait(do.Begun("k"))
+    p.do(do.Computed((("another", 1),), 0, 1, forward))
+    p.rank.revoke(["k"])
+    scribble(p, BLOCKS)
+    load(d)
+    pair.until(lambda: value(p, "chunks_filler") + value(p, "chunks_sent"), what="an answer to a grant")
+    assert value(p, "bytes_sent") == 0 and not forward.done.is_set()
+    forward.done.set()
+    step(p, "k", OTHER_BLOCKS, 0, TOKENS)
+    arrives(d)
+    pair.rest("k")
 
 
 class Overtaken(PagedCache):

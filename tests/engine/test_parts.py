@@ -28,7 +28,7 @@ def test_what_was_given_is_not_exceeded(room: int) -> None:
 # What P remembers of transfers that have ended, and for how long.
 
 
-def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> None:
+def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on_and_bounded_in_number() -> None:
     """A key may end again, as when a client sends the same request id again."""
     ends = ExpiringDict(10.0, 1024)
     ends.add("a", "first", 0.0)
@@ -40,9 +40,6 @@ def test_reasons_are_kept_for_a_while_from_the_last_end_of_their_key_on() -> Non
     assert ends.get("a") == "second"
     ends.expire(20.1)
     assert ends.get("a") is None and len(ends) == 0
-
-
-def test_they_are_bounded_in_number() -> None:
     ends = ExpiringDict(1e9, most=100)
     for number in range(200):
         ends.add(f"k{number}", "over", float(number))
@@ -50,28 +47,6 @@ def test_they_are_bounded_in_number() -> None:
 
 
 # What waits for copies, and what does not.
-
-
-def test_actions_come_in_order_behind_the_last_copy_of_their_own_transfer():
-    device, seen = Device(), []
-    copies = CopyQueue(device.fence)
-    for number, key in enumerate("aba"):
-        device.queue(lambda: None)
-        copies.launched(key)
-        copies.then(key, lambda now, number=number: seen.append((number, now)), 0.0)
-    copies.then("a", lambda now: seen.append(("last of a", now)), 0.0)
-    copies.then("b", lambda now: seen.append(("last of b", now)), 0.0)
-    copies.then("c", lambda now: seen.append(("nothing of c", now)), 0.0)
-    assert seen == [("nothing of c", 0.0)]
-    device.run(2)
-    copies.poll(5.0)
-    assert seen[1:] == [(0, 5.0), (1, 5.0), ("last of b", 5.0)]
-    copies.then("b", lambda now: seen.append(("later b", now)), 6.0)
-    assert seen[-1] == ("later b", 6.0)
-    device.run(1)
-    copies.poll(7.0)
-    assert seen[-2:] == [(2, 7.0), ("last of a", 7.0)]
-    assert len(copies) == 0
 
 
 def test_an_action_that_fails_does_not_keep_the_others():

@@ -1,251 +1,327 @@
-"""Links that D builds to the P's that the proxy names, before any request."""
+"""Links that D builds to the P's that the proxy names, before any request: cores on a virtual clock."""
 
 from __future__ import annotations
 
 import logging
-import socket
-import time
-from collections.abc import Callable, Iterator
-from unittest.mock import patch
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
+from virtual.network import Endpoint
+from virtual.pair import LEASE, VirtualEngine, VirtualPair, value
 
 from p2pkv.engine import commands as do
-from p2pkv.engine import preconnect
-from p2pkv.engine.liveness import Beat
+from p2pkv.engine.preconnect import (
+    AT_ONCE,
+    BEAT_SECONDS,
+    FIRST_PAUSE,
+    FRESH_SECONDS,
+    LAST_PAUSE,
+    LEFT_SECONDS,
+    PATIENCE_SECONDS,
+)
+from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Partners, encode
-from support.engine.engines import Engine, Geometry, Make, engine_maker, other_group, plain_links, says
-from support.engine.transfers import push, value
-from support.hostile import dealer
-from support.links.pairs import nccl_of
-from support.waiting import wait_for
+from support.engine.engines import Geometry, other_group
+from support.engine.transfers import expect, push
 
-ONE = Geometry()
-one_kind = pytest.mark.parametrize("make_nccl", ["nccl-polled"], indirect=True)
+SOON = 2.0
+"""Seconds in which a link comes up."""
+
+LONG = 200.0
+"""Seconds: longer than D waits for a request, and P for a word."""
+
+
+class Fleet(VirtualPair):
+    """Several engines, and what the proxy says to D."""
+
+    def silent(self) -> str:
+        """An address at which connections are taken, and nothing is ever said."""
+        address = Address("127.0.0.1", next(self.ports))
+        Endpoint("silent", address, self.network, lambda: None).answers = False
+        return str(address)
+
+    def name(self, d: VirtualEngine, *ps: VirtualEngine | str, seconds: float = SOON) -> None:
+        """What the proxy says to rank 0 of D; then let time pass."""
+        d.rank.do(do.NamePartners(tuple(str(p if isinstance(p, str) else p.address) for p in ps)))
+        self.clock.pass_by(seconds)
+
+    def linked(self, *ps: VirtualEngine) -> None:
+        """D has links to these, ahead of requests."""
+        self.name(self.d, *ps)
+        assert ahead(self.d) == links(self.d) == len(ps)
+
+    def refusals(self, p: VirtualEngine, seconds: float) -> list[float]:
+        """When P has refused D meanwhile."""
+        times, before = list[float](), value(p, "messages_refused")
+
+        def note() -> bool:
+            times.extend([self.clock.now] * (value(p, "messages_refused") - before - len(times)))
+            return True
+
+        self.lasts(note, seconds)
+        return times
 
 
 @pytest.fixture
-def silent() -> Iterator[Callable[[], str]]:
-    """Addresses at which connections are taken, and nothing is ever said."""
-    sockets: list[socket.socket] = []
-
-    def one() -> str:
-        sockets.append(socket.create_server(("127.0.0.1", 0)))
-        return f"127.0.0.1:{sockets[-1].getsockname()[1]}"
-
-    yield one
-    for each in sockets:
-        each.close()
+def fleet() -> Fleet:
+    return Fleet(lease_seconds=LEASE)
 
 
-def begun(engine: Engine) -> int:
-    """How many communicators this rank has started, ever."""
-    return nccl_of(engine).live + nccl_of(engine).aborted
+def ahead(d: VirtualEngine) -> int:
+    return value(d, "links_preconnected")
 
 
-def ahead(d: Engine, rank: int = 0) -> int:
-    return d.ranks[rank].rank.counters.values["links_preconnected"]
-
-
-def links(engine: Engine) -> int:
+def links(engine: VirtualEngine) -> int:
     return value(engine, "links")
 
 
-def name(d: Engine, *ps: Engine | str) -> None:
-    """What the proxy says to rank 0 of D."""
-    d.ranks[0].rank.do(do.NamePartners(tuple(str(p.address) if isinstance(p, Engine) else p for p in ps)))
+def begun(engine: VirtualEngine) -> int:
+    """How many links it has had, ever."""
+    return links(engine) + value(engine, "links_aborted")
 
 
-def looks(d: Engine, count: int = 4) -> None:
-    """Let D look so often at what it may do."""
-    partners = d.ranks[0].rank.core.decode.preconnect
-    with patch.object(partners, "look", wraps=partners.look) as look:
-        wait_for(lambda: look.call_count >= count, what="D's looks")
+def is_unfit(p: VirtualEngine) -> Callable[[], None]:
+    """From now on P describes itself otherwise; the result mends that."""
+    context, mine = p.rank.context, p.rank.hello
+    context.hello = replace(mine, cache=other_group(mine.cache, dtype="float16"))
+    return lambda: setattr(context, "hello", mine)
 
 
-def test_the_first_request_starts_no_communicator(make_nccl: Make) -> None:
-    p, d = make_nccl("P"), make_nccl("D")
-    assert begun(p) == begun(d) == 0
-    name(d, p)
-    wait_for(lambda: ahead(d) == 1, what="the link")
-    assert begun(p) == begun(d) == 1
-    push(p, d, "first", salt=1)
-    assert begun(p) == begun(d) == 1, "the request has built a link of its own"
-    assert value(p, "links_aborted") == 0
+def test_the_first_request_builds_no_link(fleet: Fleet) -> None:
+    assert begun(fleet.p) == begun(fleet.d) == 0
+    fleet.linked(fleet.p)
+    push(fleet.p, fleet.d, "first", salt=1)
+    assert begun(fleet.p) == begun(fleet.d) == 1
+    fleet.nothing_was_lost()
 
 
-@one_kind
-def test_without_the_option_d_waits_for_the_first_request(make_nccl: Make) -> None:
-    p, d = make_nccl("P"), make_nccl("D", preconnect=False)
-    name(d, p)
-    looks(d)
-    assert begun(d) == 0 and value(d, "peers") == 0
-    push(p, d, "first", salt=1)
+def test_without_the_option_d_waits_for_the_first_request(fleet: Fleet) -> None:
+    d = fleet.more("D", preconnect=False)
+    fleet.name(d, fleet.p)
+    assert begun(d) == value(d, "peers") == 0
+    push(fleet.p, d, "first", salt=1)
     assert begun(d) == 1 and ahead(d) == 0
 
 
-@one_kind
-def test_nothing_is_built_ahead_while_d_captures_its_graphs(make_nccl: Make) -> None:
-    p, d = make_nccl("P"), make_nccl("D")
-    steps = d.ranks[0].rank.steps
-    steps.serving = False
-    name(d, p)
-    looks(d)
-    assert value(d, "peers") == 0
-    beats = [Beat(steps=0, work=False)]
-    steps.read_beats = lambda: [beats.pop()] if beats else []
-    wait_for(lambda: ahead(d) == 1, what="the link")
+def test_nothing_is_built_ahead_while_d_captures_its_graphs(fleet: Fleet) -> None:
+    fleet.d.rank.steps.serving = False
+    fleet.name(fleet.d, fleet.p)
+    assert value(fleet.d, "peers") == 0
+    fleet.d.core()
+    fleet.clock.pass_by(SOON)
+    assert ahead(fleet.d) == 1
 
 
-@one_kind
-def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(make_nccl: Make) -> None:
-    d = make_nccl("D", max_links=2)
-    ps = [make_nccl("P") for _ in range(10)]
-    name(d, *ps)
-    wait_for(lambda: ahead(d) == 2, what="two links")
-    looks(d)
+def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(fleet: Fleet) -> None:
+    d, ps = fleet.more("D", max_links=2), [fleet.more("P") for _ in range(6)]
+    fleet.name(d, *ps, seconds=LEASE)
     assert begun(d) == links(d) == 2
-    assert [begun(p) for p in ps] == [1, 1, *[0] * 8], "not those that were named first"
+    assert [begun(p) for p in ps] == [1, 1, 0, 0, 0, 0], "not those that were named first"
     push(ps[5], d, "third", salt=1)
-    wait_for(lambda: links(d) == 2, what="one idle link closed")
-    assert nccl_of(ps[5]).live == 1, "the link that a request has used went first"
-    looks(d)
-    assert begun(d) == 3, "a link was built ahead although there are max_links"
+    fleet.clock.pass_by(LEASE)
+    assert begun(d) == 3 and links(d) == 2, "a link was built ahead although there are max_links"
+    assert links(ps[5]) == 1, "the link that a request has used went first"
     push(ps[0], d, "one that was named first", salt=2)
     push(ps[5], d, "again", salt=3)
-    assert nccl_of(ps[5]).live == 1
+    assert begun(ps[5]) == 1
 
 
-@one_kind
-def test_who_never_answers_holds_up_nobody(make_nccl: Make, silent: Callable[[], str]) -> None:
-    p, q, d = make_nccl("P"), make_nccl("P"), make_nccl("D")
-    deaf = [silent() for _ in range(preconnect.AT_ONCE + 1)]
-    name(d, deaf[0], p, *deaf[1:], q)
-    wait_for(lambda: begun(p) == 1, seconds=preconnect.FRESH_SECONDS, what="the link to P")
+def test_who_never_answers_holds_up_nobody(fleet: Fleet) -> None:
+    p, q, d = fleet.p, fleet.more("P"), fleet.d
+    deaf = [fleet.silent() for _ in range(AT_ONCE + 1)]
+    fleet.name(d, deaf[0], p, *deaf[1:], q, seconds=FRESH_SECONDS)
+    assert begun(p) == 1 and begun(q) == 0
     push(q, d, "another request", salt=1)
-    wait_for(lambda: ahead(d) >= 1, what="the link to P")
     push(p, d, "first", salt=2)
     assert begun(p) == 1
 
 
-@one_kind
 def test_who_never_answers_gives_its_place_to_the_next(
-    make_nccl: Make,
-    silent: Callable[[], str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(preconnect, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(preconnect, "FIRST_PAUSE", 0.1)
-    p, d = make_nccl("P"), make_nccl("D", max_links=1)
-    deaf = silent()
+    d, deaf = fleet.more("D", max_links=1), fleet.silent()
     with caplog.at_level(logging.INFO, "p2pkv.engine"):
-        name(d, deaf, p)
-        wait_for(lambda: ahead(d) == 1, what="the link to P")
-    said = [(record.levelno, record.getMessage()) for record in caplog.records if deaf in record.getMessage()]
-    assert [level for level, _ in said] == [logging.INFO], "said once, and nobody is blamed"
-    assert "a request for it builds its own" in said[0][1] and "did not answer in time" in said[0][1]
+        fleet.name(d, deaf, fleet.p, seconds=PATIENCE_SECONDS)
+        assert ahead(d) == 0
+        fleet.clock.pass_by(SOON)
+        assert ahead(d) == 1
+        fleet.clock.pass_by(LONG)
+    said = [record for record in caplog.records if f"no link to P at {deaf}" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO], "said once, and nobody is blamed"
+    assert "did not answer in time): it is tried again later" in said[0].getMessage()
     assert value(d, "transfers_failed") == 0
 
 
-@one_kind
 def test_requests_are_not_failed_for_a_p_that_has_refused_a_link_ahead(
-    make_nccl: Make, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = make_nccl("P"), make_nccl("D")
-    mine = p.ranks[0].hello
-    says(p, replace(mine, cache=other_group(mine.cache, dtype="float16")))
+    mend = is_unfit(fleet.p)
     with caplog.at_level(logging.INFO, "p2pkv.engine"):
-        name(d, p)
-        wait_for(lambda: "no link to P at" in caplog.text, what="the line in D's log")
-    assert "cache element types differ" in caplog.text and ahead(d) == 0
-    says(p, mine)
-    push(p, d, "a request at once", salt=1)
+        fleet.name(fleet.d, fleet.p)
+    assert "no link to P at" in caplog.text and "cache element types differ" in caplog.text
+    assert ahead(fleet.d) == 0
+    mend()
+    push(fleet.p, fleet.d, "a request at once", salt=1)
 
 
-@one_kind
-def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(
-    make_nccl: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preconnect, "PATIENCE_SECONDS", 0.5)
-    p = make_nccl("P", max_links=1)
-    first, second = make_nccl("D"), make_nccl("D")
+def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(fleet: Fleet) -> None:
+    p, first, second = fleet.more("P", max_links=1), fleet.d, fleet.more("D")
     push(p, first, "k", salt=1)
-    name(second, p)
-    wait_for(lambda: value(second, "peers"), what="the second D's try")
-    wait_for(lambda: not value(second, "peers"), what="its end")
-    assert (begun(p), nccl_of(first).live, begun(second)) == (1, 1, 0)
+    fleet.name(second, p)
+    assert value(second, "peers") == 1 and ahead(second) == 0
+    fleet.clock.pass_by(PATIENCE_SECONDS)
+    assert value(second, "peers") == 0, "its try has an end"
+    assert (begun(p), links(first), begun(second)) == (1, 1, 0)
     push(p, second, "a request needs it", salt=2)
-    wait_for(lambda: nccl_of(p).live == 1, what="P with one communicator")
-    assert nccl_of(second).live == 1
+    fleet.clock.pass_by(LEASE)
+    assert links(p) == links(second) == 1
 
 
-@one_kind
-def test_on_p_a_link_that_no_request_has_used_goes_first(make_nccl: Make) -> None:
-    p = make_nccl("P", max_links=2)
-    used, new, third = make_nccl("D"), make_nccl("D"), make_nccl("D")
+def test_on_p_a_link_that_no_request_has_used_goes_first(fleet: Fleet) -> None:
+    p = fleet.more("P", max_links=2)
+    used, new, third = fleet.d, fleet.more("D"), fleet.more("D")
     push(p, used, "k", salt=1)
-    name(new, p)
-    wait_for(lambda: ahead(new) == 1, what="the link ahead")
+    fleet.name(new, p)
+    assert ahead(new) == 1
     push(p, third, "k3", salt=2)
-    wait_for(lambda: nccl_of(p).live == 2, what="P with two communicators")
-    wait_for(lambda: nccl_of(new).live == 0, what="the end of the one that was built ahead")
-    assert nccl_of(used).live == nccl_of(third).live == 1
+    fleet.clock.pass_by(LEASE)
+    assert (links(p), links(used), links(new), links(third)) == (2, 1, 0, 1)
 
 
-@one_kind
-def test_links_without_requests_last(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv.engine.from_prefill.IDLE_SECONDS", 0.1)
-    monkeypatch.setattr("p2pkv.engine.to_decode.FORGOTTEN_SECONDS", 0.1)
-    monkeypatch.setattr(preconnect, "BEAT_SECONDS", 0.2)
-    p, d = make_nccl("P", lease_seconds=0.8), make_nccl("D", lease_seconds=0.8)
-    name(d, p)
-    wait_for(lambda: ahead(d) == 1, what="the link")
-    begin = time.monotonic()
-    wait_for(lambda: time.monotonic() - begin > 2.0, what="more than P waits for a word, and D for a request")
-    push(p, d, "first", salt=1)
-    assert begun(p) == begun(d) == 1
-    begin = time.monotonic()
-    wait_for(lambda: time.monotonic() - begin > 2.0, what="the same after a request")
-    assert nccl_of(p).live == nccl_of(d).live == 1
+def test_links_without_requests_last(fleet: Fleet) -> None:
+    fleet.linked(fleet.p)
+    fleet.clock.pass_by(LONG)
+    push(fleet.p, fleet.d, "first", salt=1)
+    fleet.clock.pass_by(LONG)
+    assert links(fleet.p) == begun(fleet.p) == begun(fleet.d) == 1
 
 
-@one_kind
-def test_a_p_that_restarts_gets_its_link_again(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preconnect, "FIRST_PAUSE", 0.1)
-    monkeypatch.setattr(preconnect, "BEAT_SECONDS", 0.2)
-    p, d = make_nccl("P"), make_nccl("D")
-    name(d, p)
-    wait_for(lambda: ahead(d) == 1, what="the link")
-    p.stop()
-    again = make_nccl("P", kv_port=p.address.port)
-    wait_for(lambda: ahead(d) == 2, what="the link to its successor")
-    push(again, d, "first", salt=1)
+def test_a_p_that_restarts_gets_its_link_again(fleet: Fleet) -> None:
+    fleet.linked(fleet.p)
+    fleet.p.rank.vanish()
+    again = fleet.engine("P", fleet.p.address.port)
+    fleet.clock.pass_by(BEAT_SECONDS + FIRST_PAUSE + SOON)
+    assert links(again) == links(fleet.d) == 1
+    push(again, fleet.d, "first", salt=1)
     assert begun(again) == 1
 
 
-def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preconnect, "LEFT_SECONDS", 0.0)
-    with engine_maker(plain_links("memory"), Geometry(kv_heads=4, tp=2)) as make:
-        p, d = make("P"), make("D")
-        name(d, p)
-        for rank in range(2):
-            wait_for(lambda rank=rank: ahead(d, rank) == 1, what=f"the link of rank {rank}")
-        push(p, d, "first", salt=1)
-        assert all(rank.rank.counters.values["links_aborted"] == 0 for rank in (*p.ranks, *d.ranks))
-        name(d)
-        for each in d.ranks:
-            gauges = each.rank.counters
-            wait_for(lambda gauges=gauges: not gauges.snapshot()["partners"], what="all ranks hearing of it")
+def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(fleet: Fleet) -> None:
+    p, d = (fleet.more(role, Geometry(kv_heads=4, tp=2)) for role in "PD")
+    fleet.name(d, p)
+    assert [each.rank.counters.values["links_preconnected"] for each in d.ranks] == [1, 1]
+    push(p, d, "first", salt=1)
+    assert value(p, "links_aborted") == value(d, "links_aborted") == 0
+    fleet.name(d, seconds=LEFT_SECONDS + SOON)
+    assert value(d, "partners") == 0
 
 
-@one_kind
-def test_partners_of_another_engine_are_refused(make_nccl: Make) -> None:
-    p, d = make_nccl("P"), make_nccl("D")
-    with dealer(d.address) as line:
-        line.send(encode(Partners(str(p.address), (str(p.address),))))
-        refused = d.ranks[0].rank.counters.values
-        wait_for(lambda: refused["messages_refused"] == 1, what="the refusal")
-        line.send(encode(Partners(str(d.address), ("no address", str(p.address)))))
-        wait_for(lambda: ahead(d) == 1, what="the link")
+def test_partners_of_another_engine_are_refused(fleet: Fleet) -> None:
+    d, place = fleet.d, str(fleet.p.address)
+    stranger = Endpoint("X", Address("127.0.0.1", 6000), fleet.network, lambda: None)
+    line = stranger.dial(d.address)
+    for engine in (place, str(d.address)):
+        fleet.until(lambda engine=engine: line.send(encode(Partners(engine, ("no address", place)))))
+        fleet.clock.pass_by(SOON)
+        assert (value(d, "messages_refused"), ahead(d)) == (1, engine == str(d.address))
+
+
+# Which P's are named no more.
+
+
+def test_a_partner_is_forgotten_a_while_after_it_was_named_last_however_often_others_are(
+    fleet: Fleet,
+) -> None:
+    p, other, d = fleet.p, fleet.more("P"), fleet.d
+    fleet.linked(p)
+    fleet.name(d, seconds=LEFT_SECONDS - 1)
+    fleet.name(d, p, seconds=3 * LEFT_SECONDS)
+    assert links(d) == begun(p) == 1, "it was named again in time"
+    for _ in range(6):
+        assert value(d, "links_aborted") == 0
+        fleet.name(d, other, seconds=LEFT_SECONDS / 6)
+    fleet.clock.pass_by(1.0)
+    assert (value(d, "links_aborted"), links(d), links(other)) == (1, 1, 1)
+
+
+def test_a_rank_that_a_request_has_needed_is_not_hung_up_on(fleet: Fleet) -> None:
+    p, other, d = fleet.p, fleet.more("P"), fleet.d
+    fleet.linked(p, other)
+    fleet.name(d, seconds=LEFT_SECONDS - 10)
+    push(p, d, "k", salt=1)
+    fleet.clock.pass_by(15.0)
+    assert (begun(d), links(d), value(d, "partners")) == (2, 1, 0)
+    fleet.clock.pass_by(LEFT_SECONDS)
+    assert value(d, "peers") == 0, "how long it lasts is its requests' affair"
+    assert begun(p) == 1
+
+
+def test_one_that_is_named_no_more_is_not_dialed(fleet: Fleet) -> None:
+    is_unfit(fleet.p)
+    fleet.name(fleet.d, fleet.p)
+    fleet.name(fleet.d, seconds=LEFT_SECONDS - 1)
+    assert value(fleet.p, "messages_refused") == 1, "it was tried again although the proxy names it no more"
+    fleet.name(fleet.d, fleet.p)
+    assert value(fleet.p, "messages_refused") == 2
+
+
+# P's of several ranks.
+
+
+def test_a_p_is_up_only_with_all_of_its_links(fleet: Fleet) -> None:
+    p = fleet.more("P", Geometry(layers=(2, 2)))
+    p.ranks[1].rank.steps.serving = False
+    fleet.name(fleet.d, p)
+    assert (ahead(fleet.d), links(fleet.d), value(fleet.d, "peers")) == (0, 1, 2)
+    fleet.clock.pass_by(PATIENCE_SECONDS - 1)
+    assert value(fleet.d, "peers") == 0, "the link that is missing has had its time"
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_a_p_of_more_ranks_than_max_links_is_left_alone(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    p, d = fleet.more("P", Geometry(layers=(2, 1, 1))), fleet.more("D", max_links=most)
+    with caplog.at_level(logging.INFO, "p2pkv.engine"):
+        fleet.name(d, p)
+    assert value(d, "peers") == links(d) == ahead(d) == (3 if most == 3 else 0)
+    assert ("3 of its ranks send to this one, more than max_links" in caplog.text) == (most == 2)
+
+
+# How often one is tried.
+
+
+def test_the_pause_between_tries_doubles_up_to_a_bound(fleet: Fleet) -> None:
+    is_unfit(fleet.p)
+    fleet.name(fleet.d, fleet.p, seconds=0.0)
+    pauses = [later - sooner for sooner, later in pairwise(fleet.refusals(fleet.p, 1300.0))]
+    right = [min(FIRST_PAUSE * (1 << number), LAST_PAUSE) for number in range(len(pauses))]
+    assert pauses == pytest.approx(right, abs=1.0)
+    assert right[-2:] == [LAST_PAUSE] * 2
+
+
+def test_once_a_link_was_up_the_pause_is_short_again(fleet: Fleet) -> None:
+    mend = is_unfit(fleet.p)
+    fleet.name(fleet.d, fleet.p, seconds=7 * FIRST_PAUSE + SOON)
+    mend()
+    fleet.until(lambda: ahead(fleet.d) == 1, 10 * FIRST_PAUSE)
+    fleet.p.rank.vanish()
+    again = fleet.engine("P", fleet.p.address.port)
+    is_unfit(again)
+    assert len(fleet.refusals(again, BEAT_SECONDS + FIRST_PAUSE + SOON)) == 1
+
+
+def test_what_is_wrong_with_a_p_that_requests_need_is_their_affair(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = fleet.p, fleet.d
+    is_unfit(p)
+    p.rank.stand_still(1.0)
+    with caplog.at_level(logging.INFO, "p2pkv.engine"):
+        fleet.name(d, p, seconds=0.5)
+        expect(p, d)
+        fleet.until(lambda: d.failures)
+        fleet.clock.pass_by(PATIENCE_SECONDS + 1)
+    assert "no transfers from" in caplog.text and "no link to P" not in caplog.text

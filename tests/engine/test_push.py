@@ -11,9 +11,11 @@ import pytest
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.from_prefill import PostedReceive
-from support.engine.engines import Geometry, engines, prefill, step, wrong_cells
+from support.cuda import ipc as ipc_simulated
+from support.engine.engines import Geometry, engines, plain_links, prefill, step, wrong_cells
 from support.engine.transfers import arrives, ask, begin, ends, expect, load, rest, scribble, value
-from support.links.pairs import NCCL_KINDS
+from support.links.pairs import NCCL_KINDS, ipc_links, nccl_links
+from support.nccl import simulated as nccl_simulated
 from support.waiting import wait_for
 
 ONE = Geometry()
@@ -21,8 +23,18 @@ TOKEN = 4 * 2 * 8 * 4
 """Bytes of one."""
 
 
-EVERY_KIND = ("memory", "shared-memory", "ipc", *NCCL_KINDS)
-pytestmark = pytest.mark.parametrize("links", EVERY_KIND, indirect=True)
+@pytest.fixture(params=["memory", "shared-memory", "ipc", *NCCL_KINDS])
+def links(request):
+    """Those of each rank of a pair, by side and rank."""
+    kind = request.param
+    if kind in NCCL_KINDS:
+        yield lambda side, rank: nccl_links(blocking=kind == "nccl-blocking", staging=1 << 20)
+    elif kind == "ipc":
+        yield lambda side, rank: ipc_links(1 << 20, receives=side == "D")
+    else:
+        yield plain_links(kind)
+    ipc_simulated.let_go()
+    nccl_simulated.let_go()
 
 
 @pytest.fixture

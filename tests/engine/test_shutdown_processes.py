@@ -143,18 +143,3 @@ def test_sigterm_of_a_p_under_load(mode, start, proxy) -> None:
             d.do(do.Forget(key))
         rest(d)
     assert not any(leftovers()[1:])
-
-
-def test_sigterm_of_a_d_under_load(mode, start, proxy) -> None:
-    port = free_ports()
-    with engine("P", mode) as p:
-        d = start("D", port)
-        p.do(do.OfferPrompt("k", Address("127.0.0.1", port), 96, b"digest"))
-        order(d, "load", "k", p)
-        step(p, "k", BLOCKS, 0, 48)
-        wait_for(lambda: value(p, "bytes_sent"))
-        stops(d, proxy[1])
-        p.wait(do.BlocksFree("k"))
-        p.do(do.Forget("k"))
-        rest(p)
-    wait_for(lambda: not any(leftovers()[1:]))

@@ -88,9 +88,9 @@ def test_a_rank_whose_engine_core_falls_silent_is_not_announced_long_before_its_
 # Who is waited for, and how long, is in tests/virtual/test_silence.py.
 
 
-def test_an_event_ends_the_forward_threads_wait(memory_pair):
+def test_an_event_ends_the_forward_threads_wait(make_memory):
     """What happens in the wait, and what has happened before it; else it would outlast the test."""
-    _, d = memory_pair
+    d = make_memory("D")
     rank = d.ranks[0].rank
     for meanwhile in (True, False):
         d.do(do.Expect("k", Address("127.0.0.1", 1), 96, b"digest"))
@@ -102,8 +102,8 @@ def test_an_event_ends_the_forward_threads_wait(memory_pair):
         d.do(do.Forget("k"))
 
 
-def test_an_event_is_called_out_once_until_it_has_been_heard(memory_pair):
-    _, d = memory_pair
+def test_an_event_is_called_out_once_until_it_has_been_heard(make_memory):
+    d = make_memory("D")
     rank, calls = d.ranks[0].rank, []
     rank.call_on_event(lambda event: calls.append(rank.core.pending_events))
     for heard in (1, 2):

@@ -29,20 +29,15 @@ def test_descriptors_and_mappings_return(shared: bool) -> None:
     before = leftovers()
     for round_ in range(12):
         pair = connect((links, links), WINDOW, ready=round_ % 3 > 0)
+        if shared and round_ % 3:
+            descriptors, maps, _ = leftovers()
+            assert (descriptors, len(maps)) == (before[0] + 2, len(before[1]) + 2), "one of each at each end"
         if round_ % 3 == 2:
             pair.begin(100)
         pair.abort()
         del pair
         assert leftovers() == before
     links.close()
-
-
-def test_a_ready_shared_link_holds_one_descriptor_at_each_end(shm: HostLinks) -> None:
-    descriptors, maps, _ = leftovers()
-    pair = connect((shm, shm), WINDOW)
-    assert leftovers()[0] == descriptors + 2
-    assert len(leftovers()[1]) == len(maps) + 2
-    del pair
 
 
 def test_links_dropped_without_an_abort_are_collected() -> None:
@@ -98,29 +93,6 @@ def test_more_messages_than_entries(shm: HostLinks) -> None:
         assert send.done()
         receives.append(pair.inbound.post(1))
         sends.append(pair.outbound.reserve(1, receives[-1].remote_slot))
-
-
-def test_staging_says_none_and_recovers_and_leaves_something_to_others(tcp: HostLinks) -> None:
-    d = HostLinks("127.0.0.1", 3 * WINDOW, False)
-    first, second = connect((tcp, d), WINDOW), connect((tcp, d), WINDOW)
-    half = WINDOW // 2
-    pending = [first.begin(half)]
-    receive = first.inbound.post(half)
-    assert first.outbound.reserve(half, receive.remote_slot) is None, (
-        "a holder must leave as much to the others"
-    )
-    other = second.begin(half)
-    third = second.inbound.post(64)
-    assert second.outbound.reserve(64, third.remote_slot) is None, "the rank's staging is used up"
-    for pair, (posted, send) in ((first, pending[0]), (second, other)):
-        send.commit()
-        pair.until(lambda posted=posted, send=send: posted.done() and send.done())
-    assert first.outbound.reserve(half, receive.remote_slot) is not None
-    with pytest.raises(ValueError, match="never fit"):
-        first.outbound.reserve(WINDOW + 1, 0)
-    first.abort()
-    assert second.outbound.reserve(WINDOW, third.remote_slot) is not None, "an abort returns what a link held"
-    d.close()
 
 
 def test_a_remote_slot_outside_the_window_breaks_the_link(shm: HostLinks) -> None:

@@ -119,15 +119,6 @@ def test_slots_stay_taken_while_p_may_write_there(p: IpcLinks, d: IpcLinks) -> N
     wait_for(lambda: d.staging.used == WINDOW)
 
 
-def test_slots_that_p_cannot_write_come_back_at_once(p: IpcLinks, d: IpcLinks) -> None:
-    pair = connect((p, d), WINDOW)
-    receive, send = pair.begin(WINDOW)
-    send.commit()
-    pair.until(receive.done)
-    pair.inbound.abort()
-    wait_for(lambda: d.staging.used == 0)
-
-
 def test_a_frozen_p_keeps_its_slots_and_is_counted(
     p: IpcLinks, d: IpcLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""What NCCL links take of hardware that they share with the model: queues, multiprocessors, blocked launches.
+"""What NCCL links take of hardware that they share with the model: queues and multiprocessors. Ranks
+that all do so at once are in tests/engine/test_nccl_queues.py.
 
 Not verified on a GPU: `nccl_simulated_gpu` has the rules of real ones, and where each comes from.
 """
@@ -6,20 +7,16 @@ Not verified on a GPU: `nccl_simulated_gpu` has the rules of real ones, and wher
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 import torch
 
-from p2pkv.links.base import Guard, Inbound, Outbound, Receive, Send
+from p2pkv.links.base import Inbound, Outbound, Receive, Send
 from p2pkv.links.nccl import NcclLinks
 from p2pkv.links.nccl_communicator import BusyEnds
-from p2pkv.links.nccl_ends import NcclEnd
-from support.links.pairs import NCCL_KINDS, connect, nccl_links, noise, simulated
+from support.links.pairs import connect, nccl_links, noise, simulated
 from support.nccl.gpu import Model, SimulatedGpu
 from support.waiting import wait_for
 
@@ -249,101 +246,6 @@ def test_steps_of_tensor_parallel_ranks_close_no_cycle(blocking: bool, group_byt
     wait_for(turn)
     assert all(gpu.wait(end, SECONDS) for gpu, end in zip(mesh.gpus[1], ends, strict=True))
     assert not first.wrong and not second.wrong
-
-
-# Everybody at once.
-
-
-class Busy:
-    """Each rank in a thread of its own, as engines are, with the model beside it on both sides."""
-
-    def __init__(self, mesh: Mesh, messages: int) -> None:
-        self._mesh, self._messages = mesh, messages
-        self._over = threading.Event()
-        self._failed: list[BaseException] = []
-        work: list[Callable[[], None]] = []
-        for side, ranks, main in (("P", mesh.ranks[0], self._prefill), ("D", mesh.ranks[1], self._decode)):
-            work += [partial(main, rank) for rank in range(len(ranks))]
-            work.append(partial(self._compute, mesh.model(side)))
-        self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in work]
-
-    def finish(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-        def arrived() -> bool:
-            assert not self._failed, self._failed
-            return all(line.arrived == self._messages for line in self._mesh.lines.values())
-
-        try:
-            wait_for(arrived)
-        finally:
-            self._over.set()
-        for thread in self._threads:
-            thread.join(SECONDS)
-            assert not thread.is_alive()
-        assert not self._failed
-        assert not any(line.wrong for line in self._mesh.lines.values())
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._failed.append(error)
-
-    def _turns(self) -> Iterator[None]:
-        while not self._over.wait(0.0002):
-            yield
-
-    def _prefill(self, rank: int) -> None:
-        lines = [line for (p, _), line in self._mesh.lines.items() if p == rank]
-        for _ in self._turns():
-            for line in lines:
-                line.decide()
-                line.turn_of_p()
-
-    def _decode(self, rank: int) -> None:
-        # The other way round, so that launches meet in different orders.
-        lines = [line for (_, d), line in reversed(self._mesh.lines.items()) if d == rank]
-        for _ in self._turns():
-            for line in lines:
-                if len(line.receives) < AHEAD and line.arrived + len(line.receives) < self._messages:
-                    line.grant()
-                line.turn_of_d()
-
-    def _compute(self, model: Model) -> None:
-        for _ in self._turns():
-            assert model.runs(SECONDS)
-
-
-@pytest.mark.parametrize("processors", [32, 132])
-@pytest.mark.parametrize("group_bytes", [0, 3 * NBYTES])
-@pytest.mark.parametrize(
-    ("blocking", "queues", "launches_wait"),
-    [("nccl-blocking", 1, True), *((kind, queues, False) for kind in NCCL_KINDS for queues in (1, 3))],
-    indirect=["blocking"],
-)
-def test_ranks_that_compute_and_push_never_wait_in_a_circle(
-    blocking: bool, queues: int, processors: int, group_bytes: int, launches_wait: bool
-) -> None:
-    """With 32 multiprocessors a rank may have one link on its device at once. `launches_wait`: as with
-    CUDA_LAUNCH_BLOCKING=1, a call returns when the device is done."""
-    mesh = fresh(Mesh(blocking, queues=queues, processors=processors, group_bytes=group_bytes))
-    for rank in itertools.chain(*mesh.ranks):
-        simulated(rank).launches_wait = launches_wait
-    Busy(mesh, 12).finish()
-
-
-def fresh(mesh: Mesh) -> Mesh:
-    """Its ranks have no owner yet: they are about to move to threads of their own."""
-    for rank in itertools.chain(*mesh.ranks):
-        rank.shared.owner = Guard("NCCL in a test")
-        simulated(rank).disown()
-    for line in mesh.lines.values():
-        for end in (line.outbound, line.inbound):
-            assert isinstance(end, NcclEnd)
-            end.guard = Guard("an end in a test")
-    return mesh
 
 
 # Whose turn it is.

@@ -29,13 +29,6 @@ def pushed() -> Rig:
 # P's side.
 
 
-def test_the_pages_stay_until_the_request_has_come() -> None:
-    rig = pushed()
-    assert rig.want(0, TOKENS) == [Released(), Finished(True)]
-    assert rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
-    assert rig.done() == [] and rig.states[1] == [SendPhase.DONE]
-
-
 def test_another_part_of_it_cannot_be_wanted() -> None:
     with pytest.raises(RemoteProtocolError, match="is not what was wanted ahead"):
         pushed().want(0, 4)
@@ -117,13 +110,6 @@ def kept() -> Receiver:
     d_side.arrive(made, 0, d_side.chunk(0, Piece(0, 0, 1, 0, d_side.TOKENS)), 2.0)
     made.stored(0, 0, 3.0)
     return made
-
-
-def test_all_tokens_are_wanted_ahead_and_nobody_is_told_of_the_offer() -> None:
-    made = d_side.make(prefetch=True)
-    assert made.offer(0, d_side.offer(), 1.0) == []
-    want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS, prefetch=True)
-    assert made.offer(1, d_side.offer(), 1.0) == [SendTo(0, want), SendTo(1, want)]
 
 
 def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> None:

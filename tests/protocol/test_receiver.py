@@ -7,10 +7,8 @@ from collections.abc import Callable
 import pytest
 from protocol.receiver_rigs import (
     ATTEMPT,
-    DIGEST,
     KEY,
     LEASE,
-    TOKENS,
     chunk,
     loading,
     make,
@@ -25,7 +23,7 @@ from protocol.receiver_rigs import (
 
 from p2pkv.protocol.messages import Done, Failed, Piece, Sent, Want
 from p2pkv.protocol.receiver import LOAD, LoadEvent, LoadPhase, Receiver
-from p2pkv.protocol.state_machine import Decision, Finished, LocalProtocolError, Offered, SendTo, Terms
+from p2pkv.protocol.state_machine import Decision, Finished, LocalProtocolError, Offered, SendTo
 
 # One load, from end to end.
 
@@ -162,15 +160,6 @@ def test_the_lease_runs_from_the_start_until_p_is_known() -> None:
     assert f"P could not be reached: there was no connection to it for {LEASE:g} s" in end.reason
 
 
-def test_a_p_that_was_reached_and_is_silent_did_not_answer() -> None:
-    made = make(attach=False)
-    reason = (
-        f"P did not answer in time: it has not confirmed this request for {LEASE:g} s; it is dead, hung or "
-        "paused, or never got it"
-    )
-    assert made.tick(LEASE, reached=True) == [Finished(False, reason)]
-
-
 def test_every_word_of_a_source_renews_its_lease_and_the_oldest_counts() -> None:
     made = make(attach=False)
     made.attach(owed(), 5.0)
@@ -199,22 +188,3 @@ def test_a_source_whose_part_is_here_has_no_lease() -> None:
     assert made.deadline == 50.0 + LEASE and made.tick(50.0 + LEASE - 0.01) == []
     effects = made.tick(50.0 + LEASE)
     assert isinstance(effects[-1], Finished) and not effects[-1].ok and made.load.state is LoadPhase.ENDED
-
-
-def test_a_load_that_stalls_ends_although_p_vouches_for_it() -> None:
-    """Its time runs from the want and from each chunk that comes; a P that says things renews nothing."""
-    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, Terms(LEASE, stall=50.0), now=0.0)
-    made.attach(owed(), now=0.0)
-    for now in (20.0, 40.0, 60.0):
-        for rank in made.sources:
-            made.held(rank, now)
-        assert made.deadline == now + LEASE and made.tick(now) == []
-    offered(made).want(0, 9, now=70.0)
-    take(made, 0, whole(0), now=90.0)
-    for now in (110.0, 130.0):
-        made.held(1, now)
-        assert made.tick(now) == []
-    made.chunk(1, whole(1), 139.0)
-    assert made.deadline == 140.0 and made.tick(139.9) == []
-    finished = made.tick(140.0)[-1]
-    assert isinstance(finished, Finished) and "has pushed nothing of this prompt for 50 s" in finished.reason

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 from protocol.sender_rigs import (
-    KEY,
     LEASE,
     ROW,
     TERMS,
     TOKENS,
     WHOLE,
-    WIRE,
     Rig,
     cancelled,
     chunk,
@@ -33,7 +31,6 @@ from protocol.sender_rigs import (
 )
 
 from p2pkv.protocol import sender as module
-from p2pkv.protocol.handshake import RowFormat
 from p2pkv.protocol.messages import Chunk, Failed, Piece
 from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEvent, SendPhase
 from p2pkv.protocol.state_machine import Decision, Finished, Released, RemoteProtocolError, SendTo, Transmit
@@ -71,24 +68,6 @@ def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.DONE])
     assert rig.claim(1) == [SendTo(1, offer(ready=True))]
     assert rig.carry(rig.want(0, 4, rank=1)) == [SendTo(1, sent(0)), Released(), Finished(True)]
-
-
-def test_each_target_gets_rows_of_its_own_form() -> None:
-    """D's rank 0 exchanges whole pages of 4 tokens, rank 1 (another D) single tokens."""
-    rig = Rig(expects=(0, 1), wires=[RowFormat("page:vec", 4, 4 * ROW), WIRE])
-    rig.offer()
-    for rank in (0, 1):
-        rig.claim(rank)
-        rig.want(0, 9, rank=rank)
-    assert rig.compute(6) == []
-    assert rig.sender.flush() == [
-        SendTo(0, Chunk(KEY, 1, 0, 8 * ROW, (Piece(0, 2, 4, 0, 4),))),
-        SendTo(1, Chunk(KEY, 1, 0, 12 * ROW, (Piece(0, 2, 4, 0, 6),))),
-    ]
-    assert rig.compute(8) == [] and rig.sender.flush() == [
-        SendTo(0, Chunk(KEY, 1, 1, 8 * ROW, (Piece(0, 2, 4, 4, 8),))),
-        SendTo(1, Chunk(KEY, 1, 1, 4 * ROW, (Piece(0, 2, 4, 6, 8),))),
-    ]
 
 
 def test_an_empty_want_releases_the_pages() -> None:

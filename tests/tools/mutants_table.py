@@ -44,7 +44,7 @@ Extent.sendable: common tokens count as computed when as many tokens of the prom
 > tests/protocol/test_pieces.py
 Cutter._cut: pieces of narrow rows come first in a chunk
 ~ key=self._alignment, reverse=True => key=self._alignment
-> tests/engine/test_kv_groups.py::test_a_load_of_which_only_the_state_is_missing_fails_with_its_link[memory]
+> tests/engine/test_kv_groups.py::test_a_load_of_which_only_the_state_is_missing_fails_with_its_link
 Coverage.__init__: a load is done although its state is missing
 -         self.left = extents.nbytes
 -         self._taken
@@ -408,7 +408,6 @@ MultiConnector.get_num_new_matched_tokens: D waits for P although its store has 
 == p2pkv/engine/preconnect.py > tests/engine/test_preconnect.py
 Preconnect._begin: links are built ahead of requests although there are max_links
 ~ if room < partner.sources or fresh >= AT_ONCE: => if fresh >= AT_ONCE:
-> tests/engine/test_partners.py
 Preconnect._take: each list of partners puts off the end of those that are not in it
 ~ min(partner.until, now + LEFT_SECONDS) => now + LEFT_SECONDS
 Preconnect._begin: P's that the proxy names no more are dialed
@@ -807,7 +806,7 @@ turns: a rank warns although it cannot know whether MPS runs
 mps_runs: another process that has the daemon's old number passes for it
 ~ True if program(pid).startswith(DAEMON[:15]) else None => True if program(pid) else None
 == p2pkv/links/nccl.py
-> tests/engine/test_nccl.py::test_other_sizes_of_nccls_buffers_are_refused_at_the_handshake
+> tests/links/test_nccl_memory.py
 NcclLinks.__init__: P and D with other sizes of NCCL's buffers pass for alike
 ~ f"nccl {version_name(self._version)}", buffer_settings() => f"nccl {version_name(self._version)}", ""
 """

@@ -31,7 +31,8 @@ NOTICED = 0.2
 
 
 class Line:
-    """One end of a connection, as p2pkv's own Connection. `address` is set at the dialing end."""
+    """One end of a connection, with the methods of p2pkv's own Connection. `address` is set at the dialing
+    end."""
 
     def __init__(self, address: Address | None) -> None:
         self.address = address
@@ -44,7 +45,6 @@ class Line:
         self._held: list[bytes] = []
 
     def assign(self, owner: object) -> None:
-        """As p2pkv's own."""
         self.tag = owner
 
     @property
@@ -57,7 +57,6 @@ class Line:
         return self.way is None and not self.dialing
 
     def send(self, data: bytes) -> bool:
-        """As p2pkv's own."""
         if self._held and not self.flush():
             return False
         if self.way is None:
@@ -74,18 +73,15 @@ class Line:
         return len(self._held)
 
     def takes_several(self, does: bool) -> None:
-        """As p2pkv's own."""
         self._several = does
 
     def hold(self, data: bytes) -> bool:
-        """As p2pkv's own."""
         if not self._several:
             return self.send(data)
         self._held.append(data)
         return self.way is not None
 
     def flush(self) -> bool:
-        """As p2pkv's own."""
         held, self._held = self._held, []
         sent = [self.send(data) for data in held]
         return all(sent)

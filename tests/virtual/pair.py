@@ -1,4 +1,4 @@
-"""A P and a D of one rank each on the virtual clock: a test orders and waits as with support/engine's.
+"""A P and a D on the virtual clock, with few ranks: a test orders and waits as with support/engine's.
 
 Both are the product's own cores. The network, the links and the time are made up, so a wait of many leases
 costs nothing, and a test may say to the moment how long something lasts.
@@ -6,9 +6,12 @@ costs nothing, and a test may say to the moment how long something lasts.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
+from msgspec.structs import replace
 from virtual.clock import Alarm, Clock
 from virtual.network import Endpoint, Network
 
@@ -18,6 +21,7 @@ from p2pkv.engine.core import Core
 from p2pkv.engine.liveness import Beat
 from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
+from p2pkv.protocol.messages import Hello
 from support.engine import transfers
 from support.engine.engines import (
     DEFAULTS,
@@ -32,7 +36,8 @@ from support.engine.engines import (
     step,
 )
 from support.engine.transfers import BLOCKS, TOKENS, value
-from support.links.memory import MemoryNetwork
+from support.links.faulty import Faults, FaultyLinks
+from support.links.memory import MemoryLinks, MemoryNetwork
 
 TURN = 0.001
 """Seconds between something that wakes an engine's thread and its turn."""
@@ -52,15 +57,16 @@ TOKEN = 4 * 2 * 8 * 4
 class VirtualRank:
     """A core whose turns come by the clock, unless its thread stands still until `still_until`."""
 
-    def __init__(self, role: str, port: int, pair: VirtualPair, options: dict[str, object]) -> None:
+    def __init__(
+        self, role: str, port: int, pair: VirtualPair, geometry: Geometry, number: int, **options: object
+    ) -> None:
         own = "both" if pair.both else role
         opts = Options(role=own, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
-        self.pages, cache = make_pages(pair.geometry, 0, 0.0 if role == "P" else -1.0)
-        self.wires = pair.wires.rank()
+        self.wires = FaultyLinks(pair.wires.rank(opts.staging_bytes), Faults())
         name = f"{role} {pair.draw.getrandbits(64):x}"
-        described = cache_of(pair.geometry, cache)
-        self.hello = hello_of(opts, 0, 1, described, cache.digest_name, self.wires.kind, name)
-        self.endpoint = Endpoint(name, opts.address, pair.network, self.ring)
+        self.pages, cache, hello = pair.describe(role, opts, geometry, number)
+        self.hello = replace(hello, incarnation=name)
+        self.endpoint = Endpoint(name, opts.address.shifted(number), pair.network, self.ring)
         self._clock = pair.clock
         self._turns = Alarm(pair.clock, self._turn)
         self.still_until = 0.0
@@ -68,7 +74,7 @@ class VirtualRank:
         """What its engine core says of itself as often as it is looked at; None: nothing."""
         self.alive = True
         self.turns = 0
-        self.core = Core(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)
+        self.core = Core(self.hello, opts, cache, self.wires, self.endpoint)
         self.context, self.steps, self.counters = self.core.context, self.core.steps, self.core.counters
         self.revoke, self.events = self.core.revoke, self.core.events
         self.steps.read_beats = lambda: [] if self.beat is None else [self.beat]
@@ -104,12 +110,13 @@ class VirtualRank:
 
 
 class VirtualEngine(Engine):
-    """An engine of one rank whose waits are virtual."""
+    """An engine whose waits are virtual."""
 
     pair: VirtualPair
 
     @property
     def rank(self) -> VirtualRank:
+        """The first one, or the only one."""
         rank = self.ranks[0].rank
         assert isinstance(rank, VirtualRank)
         return rank
@@ -139,9 +146,16 @@ class VirtualEngine(Engine):
 
 
 class VirtualPair:
-    """`p` and `d`, with these options. `both`: each has both roles."""
+    """`p` and `d`, with these options. `both`: each has both roles. `on_d`: D's geometry, if it is
+    another."""
 
-    def __init__(self, geometry: Geometry | None = None, both: bool = False, **options: object) -> None:
+    def __init__(
+        self,
+        geometry: Geometry | None = None,
+        both: bool = False,
+        on_d: Geometry | None = None,
+        **options: object,
+    ) -> None:
         self.both = both
         self.geometry = geometry or Geometry()
         self.draw = random.Random(1)
@@ -149,18 +163,32 @@ class VirtualPair:
         self.network = Network(self.clock, self.draw, lambda *_: None)
         self.wires = MemoryNetwork()
         self.options = options
-        self.p, self.d = self.engine("P", 7000), self.engine("D", 7010)
+        self.ports = itertools.count(8000, 10)
+        self.p, self.d = self.engine("P", 7000), self.engine("D", 7010, on_d)
 
-    def engine(self, role: str, port: int) -> VirtualEngine:
-        """One more engine; at a port that was another's, its next incarnation."""
-        rank = VirtualRank(role, port, self, self.options)
-        engine = VirtualEngine(
-            Address("127.0.0.1", port),
-            self.geometry,
-            [TestRank(self.geometry, rank, rank.pages, rank.hello, rank.wires)],  # type: ignore[arg-type]
-        )
+    def describe(
+        self, role: str, options: Options, geometry: Geometry, number: int
+    ) -> tuple[list[Any], RankCache, Hello]:
+        """A rank's pages, the cache over them, and what it says of itself."""
+        pages, cache = make_pages(geometry, number, 0.0 if role == "P" else -1.0)
+        about = cache_of(geometry, cache), cache.digest_name, MemoryLinks.kind
+        return pages, RankCache([cache]), hello_of(options, number, geometry.world, *about)
+
+    def engine(
+        self, role: str, port: int, geometry: Geometry | None = None, **options: object
+    ) -> VirtualEngine:
+        """One more engine, with options of its own; at a port that was another's, its next incarnation."""
+        geometry, ranks = geometry or self.geometry, []
+        for number in range(geometry.world):
+            rank: Any = VirtualRank(role, port, self, geometry, number, **self.options | options)
+            ranks.append(TestRank(geometry, rank, rank.pages, rank.hello, rank.wires))
+        engine = VirtualEngine(Address("127.0.0.1", port), geometry, ranks)
         engine.pair = self
         return engine
+
+    def more(self, role: str, geometry: Geometry | None = None, **options: object) -> VirtualEngine:
+        """One more engine, at a port of its own."""
+        return self.engine(role, next(self.ports), geometry, **options)
 
     def until(
         self, condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition"

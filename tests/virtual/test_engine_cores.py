@@ -24,7 +24,7 @@ from support.engine.transfers import arrives, ask
 WAIT = 60.0
 """`wait_seconds`: longer than a stall and a lease."""
 
-TROUBLES = ("stopped", "hung", "paused")
+TROUBLES = ("stopped", "hung", "paused", "in one step")
 each_trouble = pytest.mark.parametrize("trouble", TROUBLES)
 
 
@@ -38,9 +38,11 @@ def pair() -> VirtualPair:
 
 
 def strike(engine: VirtualEngine, trouble: str) -> None:
-    """From now on the engine core makes no step. Its worker is well, and in no step either."""
+    """From now on the engine core makes no step. Its worker is well, and in no step but for the last one."""
     if trouble == "stopped":
         engine.core_stops()
+    elif trouble == "in one step":
+        engine.hang()
     elif trouble == "hung":
         engine.core(work=True)
     else:
@@ -48,6 +50,7 @@ def strike(engine: VirtualEngine, trouble: str) -> None:
 
 
 def heal(engine: VirtualEngine) -> None:
+    engine.wake()
     engine.core(steps=2)
 
 
@@ -72,8 +75,14 @@ def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, tro
 
 
 @each_trouble
-def test_a_d_whose_core_makes_no_step_does_not_keep_ps_blocks(pair: VirtualPair, trouble: str) -> None:
-    pair.offered()
+@pytest.mark.parametrize("when", ["before it loads", "in mid-transfer"])
+def test_a_d_whose_core_makes_no_step_does_not_keep_ps_blocks(
+    pair: VirtualPair, trouble: str, when: str
+) -> None:
+    if when == "in mid-transfer":
+        pair.half_a_push()
+    else:
+        pair.offered()
     strike(pair.d, trouble)
     pair.lasts(pair.kept, STALL - 1.0)
     pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
@@ -127,14 +136,6 @@ def test_a_rank_that_was_held_up_does_not_blame_its_core(
         pair.lasts(lambda: True, 3 * STALL)
         blamed = [record for record in caplog.records if "renews no lease" in record.getMessage()]
         assert bool(blamed) is not held_up
-
-
-def test_a_rank_whose_core_never_beats_is_judged_by_its_steps(pair: VirtualPair) -> None:
-    """As where Ray started the workers."""
-    silent = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL)
-    silent.expect()
-    silent.p.do(do.HoldPrompt("k", silent.d.address))
-    silent.lasts(silent.kept, STALL + LEASE + GRACE)
 
 
 # Pauses.
@@ -191,8 +192,7 @@ def test_a_request_that_p_never_begins_ends_although_p_vouches_for_it(pair: Virt
 
 
 def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: VirtualPair) -> None:
-    pair.options = pair.options | {"wait_seconds": 2 * WAIT}
-    pair.p = pair.engine("P", 7020)
+    pair.p = pair.engine("P", 7020, wait_seconds=2 * WAIT)
     pair.expect()
     pair.lasts(pair.kept, LEASE / 2)
     pair.computed()
@@ -205,8 +205,7 @@ def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: Virt
 def test_p_does_not_rely_on_d_for_the_end_of_its_patience() -> None:
     """A D of other options claims the prompt for ever."""
     pair = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL, wait_seconds=WAIT)
-    pair.options = pair.options | {"wait_seconds": 100 * WAIT}
-    pair.d = pair.engine("D", 7020)
+    pair.d = pair.engine("D", 7020, wait_seconds=100 * WAIT)
     pair.offered()
     pair.lasts(pair.kept, WAIT - 2.0)
     pair.fails("D has taken nothing of this prompt")

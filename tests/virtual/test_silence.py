@@ -47,23 +47,6 @@ def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wak
     assert all((page == 5.0).all() for page in pair.d.ranks[0].pages), "late data was written"
 
 
-@pytest.mark.parametrize("when", ["before it loads", "in mid-transfer"])
-def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(pair: VirtualPair, when: str) -> None:
-    """Its engine thread is well, and says that the request waits until the step has lasted too long."""
-    if when == "in mid-transfer":
-        pair.half_a_push()
-    else:
-        pair.expect()
-        pair.computed()
-        pair.d.wait(do.Begun("k"))
-    pair.d.hang()
-    pair.lasts(lambda: not pair.p.all_heard(do.BlocksFree("k")), STALL - 0.1)
-    pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
-    pair.until(lambda: len(pair.d.failures) == 1)
-    pair.d.wake()
-    pair.rest("k")
-
-
 @pytest.mark.parametrize("who", ["P", "D"])
 def test_who_is_idle_is_not_dead_however_long(pair: VirtualPair, who: str) -> None:
     """The request waits in P's queue, or in D's, and no step runs."""

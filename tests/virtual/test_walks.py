@@ -21,7 +21,7 @@ from virtual.faults import WEIGHTS
 from virtual.test_virtual import quiet
 from virtual.world import World
 
-from p2pkv.protocol import receiver, sender
+from p2pkv.protocol import messages, sender
 
 __all__ = ["quiet"]
 
@@ -37,8 +37,7 @@ LONGEST = 48
 def few_announced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So few that small prompts reach the bound."""
     monkeypatch.setattr(sender, "MAX_ANNOUNCED", 3)
-    for module in (sender, receiver):
-        monkeypatch.setattr(module, "MAX_CUT", 2)
+    monkeypatch.setattr(messages, "MAX_CUT", 2)
     yield
 
 

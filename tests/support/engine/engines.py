@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -286,48 +285,53 @@ def engine_maker(
         yield make
 
 
-def truth(
-    layer: int, token: int, head: int, content: int, salt: int = 0, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """The KV that a made-up model computes: every float32 differs from every other; two bytes are noise."""
-    base = ((salt * 64 + layer) * 4096 + token) * 64 + head
-    if dtype.itemsize == 2:
-        noise = torch.Generator().manual_seed(base)
-        return torch.randint(-(1 << 15), 1 << 15, (content,), dtype=torch.int16, generator=noise).view(dtype)
-    return torch.arange(content) / 64 + float(base)
+def truth(geometry: Geometry, layer: int, tokens: torch.Tensor, heads: range, salt: int) -> torch.Tensor:
+    """The KV that a made-up model computes, [token, head, content]: noise, the same for the same place."""
+    place = (salt * 64 + layer) * 8192 + tokens[:, None, None]
+    place = (place * 64 + torch.tensor(heads)[:, None]) * 64 + torch.arange(geometry.content)
+    noise = place * -0x61C8864680B583EB >> 20  # Fibonacci hashing, modulo 2**64
+    return noise.to({2: torch.int16, 4: torch.int32}[geometry.dtype.itemsize]).view(geometry.dtype)
+
+
+def _places(
+    rank: TestRank, blocks: list[int], start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of tokens [start, stop) those that this rank keeps, and each one's block and slot."""
+    tokens = torch.arange(start, stop)
+    here, entries, slots = rank.geometry.slots(rank.hello.rank, tokens)
+    return tokens[here], torch.tensor(blocks)[entries], slots
 
 
 def compute(rank: TestRank, blocks: list[int], layer: int, start: int, stop: int, salt: int = 0) -> None:
     """What a forward does: write tokens [start, stop) of one local layer into the pages."""
-    geometry = rank.geometry
-    heads = geometry.heads(rank.hello.rank)
-    span = geometry.layer_span(rank.hello.rank)
-    for token in range(start, stop):
-        page = rank.pages[layer][blocks[token // geometry.block]]
-        plain = unpack(page, geometry.codec, geometry.content // 2)
-        for local, head in enumerate(heads):
-            value = truth(span[layer], token, head, geometry.content, salt, geometry.dtype)
-            plain[local, token % geometry.block] = value
-        page[:] = pack(plain, geometry.codec, geometry.content // 2)
+    geometry, number, page = rank.geometry, rank.hello.rank, rank.pages[layer]
+    tokens, where, slots = _places(rank, blocks, start, stop)
+    values = truth(geometry, geometry.layer_span(number)[layer], tokens, geometry.heads(number), salt)
+    if geometry.codec == DENSE:
+        page[where, :, slots] = values
+        return
+    for block in where.unique().tolist():
+        plain = unpack(page[block], geometry.codec, geometry.content // 2)
+        plain[:, slots[where == block]] = values[where == block].transpose(0, 1)
+        page[block] = pack(plain, geometry.codec, geometry.content // 2)
 
 
 def wrong_cells(
     rank: TestRank, blocks: list[int], start: int, stop: int, salt: int = 0
 ) -> list[tuple[int, ...]]:
     """(layer, token, head) of this rank whose pages do not hold the truth."""
-    geometry = rank.geometry
-    number = rank.hello.rank
+    geometry, heads = rank.geometry, rank.geometry.heads(rank.hello.rank)
+    tokens, where, slots = _places(rank, blocks, start, stop)
+    used, places = where.unique(return_inverse=True)
     wrong = []
-    for layer, name in enumerate(geometry.layer_span(number)):
-        for token in range(start, stop):
-            page = unpack(
-                rank.pages[layer][blocks[token // geometry.block]], geometry.codec, geometry.content // 2
-            )
-            cell = page[:, token % geometry.block].view(torch.uint8)
-            for local, head in enumerate(geometry.heads(number)):
-                right = truth(name, token, head, geometry.content, salt, geometry.dtype)
-                if not torch.equal(cell[local], right.view(torch.uint8)):
-                    wrong.append((name, token, head))
+    for page, layer in zip(rank.pages, geometry.layer_span(rank.hello.rank), strict=True):
+        if not len(tokens):
+            continue
+        plain = torch.stack([unpack(page[block], geometry.codec, geometry.content // 2) for block in used])
+        right = truth(geometry, layer, tokens, heads, salt)
+        differs = plain[places, :, slots].view(torch.uint8) != right.view(torch.uint8)
+        for token, head in differs.any(-1).nonzero().tolist():
+            wrong.append((layer, int(tokens[token]), heads[head]))
     return wrong
 
 
@@ -375,24 +379,9 @@ def at_baseline(engine: Engine) -> bool:
     return not any(snapshot.get(name, 0) for snapshot in snapshots for name in BUSY)
 
 
-def says(engine: Engine, hello: Hello, rank_number: int = 0) -> None:
-    """From now on this rank of it describes itself so."""
-    rank = engine.ranks[rank_number].rank
-    on_engine_thread(rank, lambda: setattr(rank.context, "hello", hello))
-
-
 def vanish(engine: Engine) -> None:
     """Die as by kill -9: no farewell."""
     for each in engine.ranks:
         (role,) = each.rank.core.roles
         each.rank.finish = role.peers.close = lambda: None  # type: ignore[method-assign]
     engine.stop()
-
-
-def break_link(engine: Engine) -> None:
-    """The one link of its one rank, at this end."""
-    rank = engine.ranks[0].rank
-    (role,) = rank.core.roles
-    peers: Any = role.peers  # type: ignore[attr-defined]
-    (peer,) = peers
-    on_engine_thread(rank, lambda: peers.lose_link(peer, "broken by a test", time.monotonic()))

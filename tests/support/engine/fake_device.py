@@ -17,9 +17,7 @@ import torch
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, digest_by_torch
-from p2pkv.links.base import Inbound, Outbound
-from support.links.faulty import WrappedEnd, WrappedLinks
-from support.links.memory import MemoryLinks, MemoryReceive, MemorySend
+from support.cuda.ipc import SimulatedGpu
 
 WAIT_SECONDS = 20.0
 
@@ -133,61 +131,12 @@ class DeviceCache(PagedCache):
         return self.device_queue.fence()
 
 
-class OrderedLinks(WrappedLinks):
-    """Memory links that keep the rule for devices: commit and release are ordered behind the copies."""
+class QueuedGpu(SimulatedGpu):
+    """The device as CUDA IPC links see it, which give slots up and tell of messages behind the copies."""
 
-    def __init__(self, inner: MemoryLinks, device: Device) -> None:
-        super().__init__(inner)
+    def __init__(self, device: Device) -> None:
+        super().__init__()
         self._device = device
 
-    def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
-        inbound, acceptance = super().accept(invitation, window)
-        return _OrderedInbound(inbound, self._device), acceptance
-
-    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
-        return _OrderedOutbound(super().complete(invitation, acceptance), self._device)
-
-
-class _OrderedEnd(WrappedEnd):
-    """Calls that the device's order holds back until `poll`."""
-
-    def __init__(self, inner: Inbound | Outbound, device: Device) -> None:
-        super().__init__(inner)
-        self._device = device
-        self._due: deque[Callable[[], None]] = deque()
-
-    def later(self, call: Callable[[], None]) -> None:
-        self._device.queue(lambda: self._due.append(call))
-
-    def poll(self) -> None:
-        while self._due:
-            self._due.popleft()()
-        super().poll()
-
-    def abort(self) -> None:
-        self._due.clear()
-        super().abort()
-
-
-class _OrderedOutbound(_OrderedEnd, Outbound):
-    def reserve(self, nbytes: int, remote_slot: int) -> _OrderedSend | None:
-        send = self.inner.reserve(nbytes, remote_slot)
-        return None if send is None else _OrderedSend(self, send)
-
-
-class _OrderedInbound(_OrderedEnd, Inbound):  # type: ignore[misc]
-    def post(self, nbytes: int) -> _OrderedReceive | None:
-        receive = self.inner.post(nbytes)
-        return None if receive is None else _OrderedReceive(self, receive)
-
-
-class _OrderedSend:
-    def __init__(self, link: _OrderedEnd, inner: MemorySend) -> None:
-        self.buffer, self.done = inner.buffer, inner.done
-        self.commit = lambda: link.later(inner.commit)
-
-
-class _OrderedReceive:
-    def __init__(self, link: _OrderedEnd, inner: MemoryReceive) -> None:
-        self.buffer, self.remote_slot, self.done = inner.buffer, inner.remote_slot, inner.done
-        self.release = lambda: link.later(inner.release)
+    def record_event(self) -> FakeFence:  # type: ignore[override]
+        return self._device.fence()

@@ -75,9 +75,10 @@ def ends(p: Engine, d: Engine, *keys: str) -> None:
             engine.do(do.Forget(key))
 
 
-def push(p: Engine, d: Engine, key: str = "k", salt: int = 0, tokens: int = 32) -> None:
+def push(
+    p: Engine, d: Engine, key: str = "k", salt: int = 0, tokens: int = 32, blocks: list[int] = BLOCKS
+) -> None:
     """One request from beginning to end."""
-    blocks = list(range(-(-tokens // p.geometry.block)))
     begin(p, d, key, tokens, blocks, salt)
     load(d, key, tokens, blocks)
     arrives(d, key, tokens, blocks, salt=salt)

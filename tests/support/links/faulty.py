@@ -32,33 +32,6 @@ class WrappedLinks(LinkFactory):
         self.inner.close()
 
 
-class WrappedEnd:
-    """What both ends of a wrapped link take from the end within."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def ready(self) -> bool:
-        return bool(self.inner.ready())
-
-    @property
-    def share(self) -> StagingShare:
-        return self.inner.share  # type: ignore[no-any-return]
-
-    @property
-    def used(self) -> int:
-        return int(self.inner.used)
-
-    def poll(self) -> None:
-        self.inner.poll()
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def _free(self) -> None:
-        raise AssertionError("the end within frees what it holds")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Faults:
     """What goes wrong. Operations are posts and reserves, counted from 0 on each end of each link."""
@@ -227,22 +200,36 @@ class FaultySend(_Operation):
         return self._passed
 
 
-class _FaultyEnd(WrappedEnd):
+class _FaultyEnd:
     """What both faulty ends have in common: they stand still, and they break."""
 
-    def __init__(self, inner: Inbound | Outbound, fate: _Fate) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: Any, fate: _Fate) -> None:
+        self.inner = inner
         self._fate = fate
+
+    @property
+    def share(self) -> StagingShare:
+        return self.inner.share  # type: ignore[no-any-return]
+
+    @property
+    def used(self) -> int:
+        return int(self.inner.used)
 
     def ready(self) -> bool:
         self._fate.check()
-        return not self._fate.still and super().ready()
+        return not self._fate.still and bool(self.inner.ready())
 
     def poll(self) -> None:
         self._fate.check()
         self._fate.polls += 1
         if not self._fate.still:
-            super().poll()
+            self.inner.poll()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def _free(self) -> None:
+        raise AssertionError("the end within frees what it holds")
 
 
 class FaultyInbound(_FaultyEnd, Inbound):  # type: ignore[misc]

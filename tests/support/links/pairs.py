@@ -69,9 +69,11 @@ def links_of(kind: str, staging: int = 4 * STAGING) -> LinkFactory:
     return make_factory(kind, host="127.0.0.1", staging_bytes=staging)  # as an instance makes it
 
 
-def ipc_links(staging: int = STAGING, *, card: bytes = CARD, receives: bool = True) -> IpcLinks:
+def ipc_links(
+    staging: int = STAGING, *, card: bytes = CARD, receives: bool = True, gpu: SimulatedCard | None = None
+) -> IpcLinks:
     """CUDA IPC links of one rank on a simulated device."""
-    gpu = SimulatedCard()
+    gpu = gpu or SimulatedCard()
     return IpcLinks(gpu, SimulatedMemory(gpu, card), staging, receives)
 
 

@@ -45,9 +45,12 @@ import torch
 
 from p2pkv.links.gpu import Allocate
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
-from support.nccl.gpu import SimulatedGpu, Work
+from support.cuda.ipc import SimulatedGpu
+from support.nccl.gpu import SimulatedGpu as GpuQueues
+from support.nccl.gpu import Work
 
 TICK = 0.005
+LAUNCH_POLLS = 2
 HEADER = struct.Struct("<cQHH")
 """b"M", bytes, and of the group the place and the size."""
 ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
@@ -106,14 +109,6 @@ class SimulatedNccl(Nccl):
         launches_wait: whether `send` and `recv` return only when the device has done them, as with
             CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
         joins: `init` waits until this is set.
-        capturing: whether another thread captures a CUDA graph, in the mode "global" as vLLM does.
-        captures_ended: how often that capture was ended by a call from here. While a thread captures in the
-            mode "global", threads of that mode may make no call that may be unsafe (CUDA Runtime API,
-            cudaThreadExchangeStreamCaptureMode; its example is cudaMalloc), and one that does invalidates the
-            capture (CUDA Programming Guide, "Creating a Graph Using Stream Capture", "Invalidation"). NCCL's
-            own threads have that mode. It relaxes it where it takes memory (`ncclCudaMallocDebug` and others
-            in alloc.h), but not in `ncclStrongStreamConstruct`, which makes streams and events. No source
-            says that those calls end a capture: this assumes the worst.
         gpu: whose queues and multiprocessors the operations take; None: there is room for all of them.
         channels: multiprocessors of an operation.
     """
@@ -123,12 +118,9 @@ class SimulatedNccl(Nccl):
         *,
         version: int = 22809,
         blocking: bool = True,
-        launch_polls: int = 2,
-        gpu: SimulatedGpu | None = None,
+        gpu: GpuQueues | None = None,
         channels: int = 8,
     ) -> None:
-        self.capturing = False
-        self.captures_ended = 0
         self.gpu = gpu
         self.channels = channels
         self.binding = "a simulation"
@@ -142,7 +134,6 @@ class SimulatedNccl(Nccl):
         self.aborted = 0
         self.last: dict[int, Op] = {}  # of each stream
         self._version = version
-        self._launch_polls = launch_polls
         self._numbers = itertools.count(1)
         self._comms: dict[int, Comm] = {}
         self._roots: dict[bytes, socket.socket] = {}
@@ -197,7 +188,6 @@ class SimulatedNccl(Nccl):
     def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
         if ranks != 2:
             raise NcclError("init", 4, "only two ranks are simulated")
-        self.captures_ended += self.capturing
         comm = Comm(threading.get_ident(), rank)
         if self.blocking:
             self._join(comm, unique_id)
@@ -348,7 +338,7 @@ class SimulatedNccl(Nccl):
             while self.launches_wait and not op.done and not self._ended(comm):
                 comm.gone.wait(TICK)
             return
-        comm.launching, comm.polls = ops, self._launch_polls
+        comm.launching, comm.polls = ops, LAUNCH_POLLS
         if first:
             threading.Thread(target=self._meet, args=(comm,), daemon=True).start()
 
@@ -478,25 +468,16 @@ class SimulatedStream:
             self._nccl.violations.append("a stream was closed with something on it")
 
 
-class SimulatedDevice:
+class SimulatedDevice(SimulatedGpu):
     """A CPU that looks like a device of its own to NCCL links."""
 
     def __init__(self, nccl: SimulatedNccl, name: str = "simulated:0", processors: int = 512) -> None:
-        self.name = name
+        super().__init__(name)
         self.processors = processors
         self._nccl = nccl
-
-    def enter(self) -> None:
-        pass
 
     def memory(self, nbytes: int, allocate: Allocate | None = None) -> torch.Tensor:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8) if allocate is None else allocate(nbytes)
 
-    def free_bytes(self) -> int:
-        return 0
-
-    def stream(self) -> SimulatedStream:
+    def stream(self) -> SimulatedStream:  # type: ignore[override]
         return SimulatedStream(self._nccl)
-
-    def record_event(self) -> SimulatedEvent:
-        return SimulatedEvent(None, lambda: True)
