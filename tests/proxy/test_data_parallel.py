@@ -75,17 +75,6 @@ async def test_the_header_counts_the_servers_own_engines() -> None:
         assert "X-data-parallel-rank" not in d.requests[0].headers
 
 
-async def test_an_engine_that_leaves_gets_nothing_and_its_neighbour_all() -> None:
-    async with deployed("concurrent") as deployment:
-        p, pingers = await add(deployment, "P", {0: 0, 1: 1})
-        await deployment.add("D")
-        await deployment.ready(prefill=2, decode=1)
-        pingers[0].stop()
-        await deployment.ready(prefill=1, decode=1)
-        await deployment.serves(4)
-        assert [each.headers["X-data-parallel-rank"] for each in p.requests] == ["1"] * 4
-
-
 async def test_all_engines_at_an_address_are_drained_together(internal: Deployment) -> None:
     answer = await internal.order(internal.d, "drain", {"Authorization": "Bearer token"})
     drained = (await answer.json())["instances"]

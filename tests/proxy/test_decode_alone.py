@@ -7,14 +7,7 @@ import random
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import (
-    after,
-    answer_json,
-    answers,
-    dies,
-    never,
-    with_a_p,
-)
+from proxy_behaviours import after, answer_json, answers, dies, never, with_a_p
 from proxy_fakes import (
     Deployment,
     FakeInstance,
@@ -120,20 +113,6 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
 
 
 # P is silent: nobody knows whether it is dead.
-
-
-async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off() -> None:
-    recomputed = asyncio.Event()
-    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
-        p, d = deployment.p, deployment.d
-        p.behaviour, d.behaviour = never, after(recomputed, answer_json)
-        asking = await deployment.under_way(p, d)
-        deployment.freeze(p)
-        await eventually(lambda: not deployment.registry.known("P") and p.requests[0].aborted)
-        assert not asking.done() and not d.requests[0].aborted
-        recomputed.set()
-        assert (await asking).status == 200
-        assert paired(d) == [True]
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -271,17 +250,3 @@ async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:
         assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [0]
         assert not any(paired(deployment.decodes[0]) + paired(deployment.decodes[1]))
         assert counted_skips(deployment) == (2, 0, 0, 1)
-
-
-async def test_a_long_prompt_whose_p_fails_competes_with_short_ones_for_the_share() -> None:
-    limits = Limits(max_requests=8, alone_share=0.125)
-    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
-        with slow(deployment.d):
-            short = ask(deployment, SHORT)
-            await eventually(lambda: len(deployment.d.requests) == 1)
-            answering, deployment.d.behaviour = deployment.d.behaviour, with_a_p(never)
-            deployment.p.behaviour = dies
-            assert (await deployment.post({"model": "tiny", "prompt": LONG})).status == 503
-            deployment.d.behaviour = answering
-        assert await short == 200
-        assert counted_skips(deployment) == (1, 0, 1, 0)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket as socket_module
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 import zmq
+from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proxy_fakes import pinging
+from proxy_behaviours import answer_json
+from proxy_fakes import FakeInstance, pinging, serve
 
 from p2pkv.control.discovery import (
     DISCOVERY_VERSION,
@@ -31,7 +36,10 @@ from p2pkv.control.discovery import (
     goodbye,
 )
 from p2pkv.control.pinger import Pinger
-from support.waiting import wait_for
+from p2pkv.demo.processes import free_ports
+from p2pkv.pairing import find_pair
+from support.classic_router import ClassicRouter, by_aiohttp
+from support.waiting import eventually, wait_for
 
 CLASSIC = {"type": "P", "http_address": "10.0.0.1:8100", "zmq_address": "10.0.0.1:21001"}
 OURS = Ping(
@@ -65,12 +73,9 @@ def test_classic_pings_and_those_of_the_version_before_are_understood() -> None:
     assert (ping.protocol, ping.fit, ping.partners) == (0, "", 0)
 
 
-@pytest.mark.parametrize("ping", [OURS, goodbye(OURS)])
-def test_there_and_back(ping: Ping) -> None:
-    assert decode_ping(encode_ping(ping)) == ping
-
-
 def test_old_routers_find_their_fields() -> None:
+    for ping in (OURS, goodbye(OURS)):
+        assert decode_ping(encode_ping(ping)) == ping
     fields = msgspec.msgpack.decode(encode_ping(goodbye(OURS)))
     assert {name: fields[name] for name in CLASSIC} == {
         "type": "D",
@@ -83,47 +88,21 @@ def test_old_routers_find_their_fields() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"type": "X"},
-        {"type": 3},
-        {"http_address": "10.0.0.1"},
-        {"http_address": "10.0.0.1:0"},
-        {"http_address": "10.0.0.1:80/admin"},
-        {"http_address": "user@host:80"},
+        *({"type": kind} for kind in ("X", 3)),
+        *({"http_address": each} for each in ("10.0.0.1", "10.0.0.1:0", "10.0.0.1:80/admin", "user@host:80")),
         {"http_address": "a" * 301 + ":1"},
-        {"zmq_address": None},
-        {"zmq_address": ["10.0.0.1:21001"]},
-        {"dp_size": 0},
-        {"tp_size": "1"},
-        {"leaving": 1},
-        {"incarnation": "x" * 65},
-        {"protocol": -1},
-        {"partners": -1},
-        {"partners": True},
-        {"fit": "x" * 513},
-        {"fit": "weights=a\nnext line of the log"},
-        {"fit": "weights=\u00e9"},
-    ],
-)
-def test_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(BadPing, match="discovery ping"):
-        decode_ping(pack(CLASSIC | change))
-
-
-def test_oversize_is_refused_before_it_is_read() -> None:
-    with pytest.raises(BadPing, match="exceeds"):
-        decode_ping(pack(CLASSIC | {"padding": "x" * MAX_PING_BYTES}))
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        *(b"", b"\x91" * 4000, b"\xc1", pack([]), pack(7), pack(CLASSIC) + b"\x00", b"\xff" * 99),
+        *({"zmq_address": each} for each in (None, ["10.0.0.1:21001"])),
+        *({"dp_size": 0}, {"tp_size": "1"}, {"leaving": 1}, {"incarnation": "x" * 65}, {"protocol": -1}),
+        *({"partners": each} for each in (-1, True)),
+        *({"fit": each} for each in ("x" * 513, "weights=a\nnext line of the log", "weights=\u00e9")),
+        {"padding": "x" * MAX_PING_BYTES},
+        b"", b"\x91" * 4000, b"\xc1", pack([]), pack(7), pack(CLASSIC) + b"\x00", b"\xff" * 99,
         *(pack({name: CLASSIC[name] for name in CLASSIC if name != missing}) for missing in CLASSIC),
     ],
-)
-def test_garbage_is_refused(frame: bytes) -> None:
-    with pytest.raises(BadPing):
-        decode_ping(frame)
+)  # fmt: skip
+def test_what_is_no_ping_is_refused(change: dict[str, Any] | bytes) -> None:
+    with pytest.raises(BadPing, match="discovery ping"):
+        decode_ping(change if isinstance(change, bytes) else pack(CLASSIC | change))
 
 
 def test_a_malformed_address_is_refused_where_it_is_made() -> None:
@@ -181,15 +160,8 @@ def test_an_answer_holds_what_there_is_room_for(host: str) -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        *(
-            b"",
-            b"\xc1",
-            b"\x91" * 4000,
-            b"x" * (MAX_PARTNERS_BYTES + 1),
-            pack([]),
-            pack({}),
-            encode_ping(OURS),
-        ),
+        *(b"", b"\xc1", b"\x91" * 4000, b"x" * (MAX_PARTNERS_BYTES + 1)),
+        *(pack([]), pack({}), encode_ping(OURS)),
         *(pack({"partners": wrong}) for wrong in ("10.0.0.1:21001", ["nowhere"], [1], ["a:0"], ["a:1/x"])),
         pack({"partners": ["a:1"] * (MAX_PARTNERS + 1)}),
         encode_partners(SOME) + b"\x00",
@@ -290,3 +262,61 @@ def test_what_a_proxy_answers_a_d_that_asked() -> None:
 def test_what_cannot_be_pinged_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         Pinger(address, PING)
+
+
+# What other people's routers need, and send. tests/vllm/test_routers.py has them in front of real servers.
+
+
+LIFE = 1.0
+
+
+@dataclass
+class Classic:
+    """The stand-in with a P and a D whose pings are those of real instances."""
+
+    url: str
+    discovery: str
+    router: ClassicRouter
+    p: FakeInstance
+    d: FakeInstance
+    p_pinger: Pinger
+
+
+@pytest.fixture
+async def classic() -> AsyncIterator[Classic]:
+    async with contextlib.AsyncExitStack() as stack:
+        router = ClassicRouter(LIFE)
+        discovery = f"127.0.0.1:{free_ports()}"
+        task = asyncio.create_task(router.discover(f"tcp://{discovery}"))
+        stack.callback(task.cancel)
+        server = await stack.enter_async_context(TestServer(by_aiohttp(router)))
+        instances = FakeInstance("P"), FakeInstance("D")
+        for each in instances:
+            await serve(stack, each)
+        pinger, _ = (stack.enter_context(pinging(discovery, each.ping)) for each in instances)
+        await eventually(lambda: bool(router.there("P") and router.there("D")), "both are registered")
+        yield Classic(str(server.make_url("")).rstrip("/"), discovery, router, *instances, pinger)
+
+
+async def test_a_request_goes_to_p_and_then_to_d(classic: Classic) -> None:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 5}
+    async with aiohttp.ClientSession() as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            async with client.post(classic.url + path, json=body) as response:
+                assert response.status == 200 and (await response.json())["choices"]
+    assert [seen.body["max_tokens"] for seen in classic.p.requests] == [1, 1]
+    assert [seen.body for seen in classic.d.requests] == [body, body]
+    for on_p, on_d in zip(classic.p.requests, classic.d.requests, strict=True):
+        pair = find_pair(on_p.request_id)
+        assert on_p.request_id == on_d.request_id and pair is not None
+        assert (str(pair.prefill), str(pair.decode)) == (classic.p.zmq_address, classic.d.zmq_address)
+
+
+async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
+    # Its discovery dies of a message that it does not know; ours says goodbye in a ping.
+    await asyncio.to_thread(classic.p_pinger.stop)
+    await eventually(lambda: not classic.router.there("P"), "P's life has ended")
+    assert classic.router.ended is None and classic.router.there("D")
+    with pinging(classic.discovery, classic.p.ping):
+        await eventually(lambda: bool(classic.router.there("P")), "P is back")
+    assert classic.router.ended is None and classic.p.behaviour is answer_json

@@ -26,9 +26,7 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, all_do, asked, deployed, filter_of, take_turns
 
 from p2pkv.pairing import find_pair
-from p2pkv_proxy.http import PAIRED
 from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.upstream import gave_up
 
 ABORT = b'"finish_reason":"abort"'
 MESSAGE = "The decode instance was stopped before its answer was complete."
@@ -148,13 +146,6 @@ COMPLETE: list[tuple[str, Any]] = [
 COMPACT: dict[str, Any] = {"separators": (",", ":")}
 
 
-@pytest.mark.parametrize(("path", "body"), COMPLETE)
-def test_a_whole_answer_that_was_not(path: str, body: Any) -> None:
-    raw = json.dumps(body, **COMPACT).encode()
-    assert not gave_up(path, raw)
-    assert not gave_up(path, raw[:-1]), "nor if it is no JSON"
-
-
 GIVEN_UP_EVENTS: list[tuple[str, Any]] = [
     (COMPLETIONS, choice("abort", text="")),
     (CHAT, choice("abort", delta={})),
@@ -262,7 +253,7 @@ def complete(path: str) -> Behaviour:
     return says(path, next(whole for where, whole in COMPLETE if where == path), streamed=False)
 
 
-WHOLE = [(path, body, False) for path, body in COMPLETE if path in PAIRED and isinstance(body, dict)]
+WHOLE = [(path, body, False) for path, body in COMPLETE]
 EVENTS = [
     (path, body, True)
     for path, body in OTHER_EVENTS

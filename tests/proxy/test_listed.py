@@ -152,39 +152,30 @@ async def test_what_they_fit_is_learnt_from_their_first_ranks(secret: bytes | No
         assert old.inspected == 1, "once while it is up"
 
 
-async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
-    p = FakeRank("P", fit=OLD)
-    async with listing(p, FakeRank("D", fit=NEW)) as deployment:
-        await deployment.ready(prefill=1, decode=1)
-        assert (await deployment.post()).status == 200
-        assert asked(deployment.prefills) == [0], "they do not fit"
-        await deployment.p.stop()
-        await eventually(lambda: deployment.routable("P") == [])
-        p.says |= {"fit": NEW, "incarnation": "second"}
-        await deployment.p.start()
-        await deployment.ready(prefill=1, decode=1)
-        assert deployment.registry.known("P")[0].ping.incarnation == "second"
-        assert (await deployment.post()).status == 200
-        assert asked(deployment.prefills) == [1]
-
-
 async def test_a_rank_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart, which may change what it fits."""
     monkeypatch.setattr("p2pkv_proxy.membership.listed._ASK_AGAIN_SECONDS", 0.1)
     p = FakeRank("P", fit=OLD)
-    async with listing(p) as deployment:
+    async with listing(p, FakeRank("D", fit=NEW)) as deployment:
 
         async def fits(*fit: str) -> None:
             await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [*fit])
 
         await fits(OLD)
-        await deployment.ready(prefill=1, decode=0)
+        await deployment.ready(prefill=1, decode=1)
+        await deployment.serves(1)
+        assert asked(deployment.prefills) == [0], "they do not fit"
         await deployment.p.stop()
         await eventually(lambda: deployment.routable("P") == [])
         p.says["fit"] = 7  # which is no answer
         await deployment.p.start()
         await fits("")
-        p.says["fit"] = NEW
+        p.says |= {"fit": NEW, "incarnation": "second"}
         await fits(NEW)
+        await deployment.ready(prefill=1, decode=1)
+        assert deployment.registry.known("P")[0].ping.incarnation == "second"
+        await deployment.serves(1)
+        assert asked(deployment.prefills) == [1]
 
 
 async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:

@@ -83,6 +83,7 @@ def test_however_an_option_is_spelled() -> None:
         ("private = 'maybe'", "'maybe' is neither true nor false"),
         ("port = ", "is not TOML"),
         ("[section]", "`section`, which is no option"),
+        ('api-key = ["a-key", ""]', "an empty key would let every client in"),
     ],
 )
 def test_a_mistake_in_a_file(text: str, said: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +96,7 @@ def test_a_mistake_in_the_environment_names_the_variable(
 ) -> None:
     assert "P2PKV_PROXY_RETRIES: 'x' is not a whole number" in refused(capsys, RETRIES="x")
     assert "P2PKV_PROXY_LOG_FORMAT: 'xml' is none of text, json" in refused(capsys, LOG_FORMAT="xml")
+    assert "an empty key would let every client in" in refused(capsys, API_KEY="")
     assert "/nowhere/p.toml cannot be read: No such file" in refused(capsys, "--config=/nowhere/p.toml")
     assert "expected one argument" in refused(capsys, "--config")
     with caplog.at_level(logging.WARNING):
@@ -144,6 +146,9 @@ def test_what_kubernetes_sets_beside_a_service_is_not_for_us(caplog: pytest.LogC
         ("--admin 10001", "'10001' is not an address"),
         ("--ssl-certfile /a/file", "both --ssl-certfile and --ssl-keyfile"),
         ("--private", "--private needs an --admin-token"),
+        ("--tenant-header X-Tenant", "--tenant-header needs --tenants"),
+        ("--tenants /nowhere/tenants.toml", "cannot be read: No such file"),
+        ("--api-key=", "an empty key would let every client in"),
         *(
             (f"--alone-share {share}", f"{share!r} is no share: expected more than 0 and at most 1")
             for share in ("0", "1.5", "-1", "nan", "much")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 from proxy_behaviours import streams
 from proxy_fakes import Deployment, called, deployed, error_of, fleet, join, ping, prompt_of, quiet
 from proxy_process import served
-from test_admission import slow
-from test_metrics import OPERATIONS, page
+from test_admission import slow, small
+from test_metrics import documented, page, shown_on
 from test_settings import given as options_given
 from test_settings import refused
 
@@ -48,11 +47,6 @@ def some(*weights: float) -> list[Tenant]:
 
 def request(of: Tenant, tokens: int = 4, asked: int = 0, model: str | None = None) -> RoutingRequest:
     return RoutingRequest(model, prompt_of({"prompt": [7] * tokens}), "", of, asked)
-
-
-def narrow(**limits: Any) -> Admission:
-    """One D, which takes one request."""
-    return Admission(fleet("D", room=1)[0], Limits(**limits), RequestCounters(), lambda: 0.0)
 
 
 async def order(admission: Admission, asked: list[RoutingRequest]) -> list[RoutingRequest]:
@@ -92,7 +86,7 @@ def test_shares_follow_weights_within_two_requests(
     tenants = some(*weights)
     whose = data.draw(st.lists(st.sampled_from(tenants), min_size=len(sizes), max_size=len(sizes)))
     asked = [request(who, tokens, answer) for who, (tokens, answer) in zip(whose, sizes, strict=True)]
-    got = asyncio.run(order(narrow(), asked))
+    got = asyncio.run(order(small(), asked))
     assert sorted(map(id, got)) == sorted(map(id, asked)), "each is served, once"
     largest = {who: max((cost(each) for each in asked if each.tenant is who), default=0) for who in tenants}
     left, used = Counter(whose), dict.fromkeys(tenants, 0.0)
@@ -112,7 +106,7 @@ def test_shares_follow_weights_within_two_requests(
 
 async def test_who_pauses_saves_nothing_up_and_a_crowd_of_one_s_own_costs_nothing_later() -> None:
     busy, idle = some(1, 1)
-    admission = narrow()
+    admission = small()
     await order(admission, [request(busy) for _ in range(50)])
     got = await order(admission, [request(who) for _ in range(10) for who in (busy, idle)])
     ahead = [sum(1 if each.tenant is idle else -1 for each in got[: at + 1]) for at in range(len(got))]
@@ -195,7 +189,7 @@ async def test_a_streamed_answer_costs_what_came_of_it_although_its_client_left(
 
 async def test_a_full_queue_turns_away_those_who_fill_it() -> None:
     greedy, modest = some(1, 1)
-    admission = narrow(max_waiting=10)
+    admission = small(max_waiting=10)
     ended = list[tuple[Tenant, int]]()
 
     async def enter(who: Tenant) -> None:
@@ -223,7 +217,7 @@ async def test_a_full_queue_turns_away_those_who_fill_it() -> None:
 
 async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
     one, other = some(1, 1)
-    admission = narrow(max_wait=0.05)
+    admission = small(max_wait=0.05)
     async with admission.place(RoutingRequest(), paired=False):
         places = [admission.place(request(who), paired=False) for who in (one, other, one)]
         late = [asyncio.ensure_future(each.__aenter__()) for each in places]
@@ -318,11 +312,6 @@ def test_a_mistake_in_the_file_is_said_at_the_start(
     assert told.format(file=file) in " ".join(refused(capsys, "--tenants", str(file)).split())
 
 
-def test_the_header_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--tenant-header needs --tenants" in refused(capsys, "--tenant-header", "X-Tenant")
-    assert "cannot be read: No such file" in refused(capsys, "--tenants", "/nowhere/tenants.toml")
-
-
 def test_the_file_s_keys_are_keys_of_the_proxy_and_it_may_be_named_anywhere(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(f"[alice]\nkeys = ['{ALICE}', 'second']\nrequests = 3\n[other]\nweight = 0.5\n")
@@ -400,15 +389,8 @@ async def test_metrics_name_tenants_and_never_keys(one_each: Deployment) -> None
     assert names == {"alice", "bob", OTHER}
     assert found.value("tenant_time_to_first_token_seconds_count") == 3
     assert all(found.value("tenant_requests_ended_total", tenant=each) == 1 for each in names)
-    there = {
-        re.sub("_(bucket|count|sum)$", "", each.name.removeprefix("p2pkv_proxy_")): set(each.labels) - {"le"}
-        for each in found.samples
-        if "tenant" in each.labels and not each.name.endswith("_created")
-    }
-    table = OPERATIONS.split("| in `/metrics`, by tenant | labels | meaning |")[1].split("\n\n")[0]
-    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    named = [(re.findall(r"`(\w+)`", names), set(re.findall(r"`(\w+)`", labels))) for names, labels in rows]
-    assert there == {name: labels for names, labels in named for name in names}, "as the page has them"
+    there = {name: labels for name, labels in shown_on(found).items() if "tenant" in labels}
+    assert there == documented("| in `/metrics`, by tenant | labels | meaning |"), "as the page has them"
     assert found.value("tenant_prompt_tokens_total", tenant="bob") == 1
 
 
