@@ -53,7 +53,6 @@ from p2pkv_proxy.routing import PrefillMode
 from support.waiting import eventually
 
 MISTAKE = answer_error(400)
-# The rules.
 
 P, D, PROXY, CLIENT, NONE = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NONE
 NO, ELSEWHERE, ALONE, SAME, GOES_ON = (
@@ -124,9 +123,6 @@ def test_every_end_of_a_call_has_a_rule_for_both_roles() -> None:
         assert {end for row in RULES if row[0] == role for end in row[1]} == set(CallEnd) - set(NOT_YET)
 
 
-# In a proxy.
-
-
 @pytest.mark.parametrize("role", ["P", "D"])
 @pytest.mark.parametrize("failure", [dies, stops, answer_error(500), answer_error(307), MISTAKE])
 async def test_what_is_a_failure_and_whose_it_is(either: Deployment, role: str, failure: Behaviour) -> None:
@@ -157,9 +153,6 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
         deployment.d.behaviour = answer_error(500, "no KV")
         assert (await deployment.post()).status == 500
         assert [outcomes(deployment.known(each)) for each in (deployment.p, deployment.d)] == [[False], []]
-
-
-# A P that refuses what D accepts.
 
 
 @pytest.fixture
@@ -258,7 +251,6 @@ async def test_a_client_s_mistake_is_no_trial(
     assert instance.breaker.closed, "the next one is the trial"
 
 
-# Instances that leave, and requests that were sent twice.
 async def test_who_has_said_goodbye_is_not_judged(concurrent: Deployment) -> None:
     concurrent.d.behaviour = never
     asking = [asyncio.create_task(concurrent.post()) for _ in range(6)]
@@ -310,9 +302,6 @@ async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
         ids = [seen.request_id for seen in deployment.d.requests[4:]]
         assert ids == [ids[0], ids[0], ids[2], ids[2]] and ids[0] != ids[2]
         assert outcomes(deployment.known(deployment.d)) == [True] * 4 + [False]
-
-
-# What the proxy itself lacks.
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])

@@ -292,9 +292,6 @@ def test_of_a_field_that_comes_twice_the_last_one_counts_as_in_vllm(raw: bytes, 
         assert forbidden not in bytes(read.for_decode("id"))
 
 
-# How many values there may be.
-
-
 def counted(value: Any) -> int:
     """By hand: what opens or separates values, and texts."""
     if isinstance(value, dict):
@@ -432,9 +429,6 @@ async def test_a_body_whose_head_says_that_it_is_too_large_is_not_waited_for() -
         writer.transport.abort()
 
 
-# How a large one is sent.
-
-
 async def test_a_large_body_is_sent_in_pieces_and_can_be_sent_again() -> None:
     content = Content((b"{", bytearray(b"x" * MIB), b",", bytes(300_000), b"}"))
     payload = _Streamed(content)
@@ -463,9 +457,6 @@ async def test_both_get_a_large_prompt_and_another_instance_gets_it_again(path: 
         assert all(each.headers["Content-Length"] == str(len(each.raw)) for each in seen)
         assert not any("Transfer-Encoding" in each.headers for each in seen)
         assert all(each.headers.getall("Content-Type") == ["application/json"] for each in seen)
-
-
-# How long one is held.
 
 
 @contextmanager

@@ -67,9 +67,6 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         assert (report["prefill"], report["decode"]) == (1, 1)
 
 
-# The share.
-
-
 async def test_beyond_the_share_requests_are_turned_away() -> None:
     limits = Limits(max_requests=8, alone_share=0.25)
     async with deployed("concurrent", decode=1, limits=limits) as deployment:

@@ -45,9 +45,6 @@ def shows_no_address(deployment: Deployment, text: str) -> bool:
     return not any(a in text for i in instances for a in (i.http_address, i.zmq_address, "_addr_"))
 
 
-# D fails.
-
-
 @pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
 async def test_ds_error_reaches_the_client_and_cancels_p(concurrent: Deployment, status: int) -> None:
     concurrent.p.behaviour = never
@@ -139,9 +136,6 @@ async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deploym
     begun.set()
     with pytest.raises(aiohttp.ClientError):
         await response.read()
-
-
-# P fails.
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -66,9 +66,6 @@ def answer(engine: Engine, body: dict[str, Any], path: str = COMPLETIONS) -> Ans
     return Answer.of(b"".join(engine.events(path, body, "one-server")))
 
 
-# The rule and the events, without HTTP.
-
-
 def handed_on(
     engine: Engine,
     path: str,
@@ -206,9 +203,6 @@ def test_pairs_of_sampled_tokens_have_one_servers_distribution(monkeypatch: pyte
     for pair, share in probable.items():
         assert abs(counted[pair] - draws * share) < 5 * (draws * share * (1 - share)) ** 0.5, pair
     assert tokens.from_decode["token"] == counted[FIRST_HALF, SECOND_HALF]
-
-
-# A proxy between stand-ins.
 
 
 def engine_of(engine: Engine, *before: Step) -> Behaviour:
@@ -644,9 +638,6 @@ async def test_a_p_that_fails_an_answer_of_one_token() -> None:
         assert seen.body == body
         assert reasons(deployment) == {"failed": 1} and not deployment.proxy.counters.first_tokens
         assert [outcomes(each) for each in deployment.everyone() if each.role == "P"] == [[False]]
-
-
-# Faults.
 
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])

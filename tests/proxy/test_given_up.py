@@ -234,9 +234,6 @@ def test_in_a_json_that_is_too_long_to_be_held_it_is_found_too() -> None:
         assert fed(path, [end], streamed=False) == (end, False)
 
 
-# Which instances are blamed.
-
-
 def written(path: str, body: Any, *, streamed: bool) -> bytes:
     return as_events(path, body) if streamed else json.dumps(body, **COMPACT).encode()
 

@@ -149,9 +149,6 @@ async def test_concurrent_a_p_that_hangs_or_freezes_is_ds_affair(
         assert paired(deployment.d) == [True]
 
 
-# Deadlines.
-
-
 async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
     limits = Limits(first_token_seconds=0.3)
     async with deployed("concurrent", prefill=1, decode=2, limits=limits) as deployment:
@@ -219,9 +216,6 @@ async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
         assert text.count(b"data: ") == 200 and b'"error"' not in text
 
 
-# Paused by vLLM's /pause.
-
-
 def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -> None:
     """As vLLM's /pause or /resume."""
     pinger = deployment.pingers[instance.http_address]
@@ -231,9 +225,6 @@ def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -
 
 def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
     deployment.pingers[instance.http_address]._current = lambda: None
-
-
-# Paused ones.
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
@@ -296,9 +287,6 @@ def test_what_a_pause_has_aborted_is_forgotten_when_it_ends() -> None:
         assert not instance.breaker.failed(3.0)
     registry.observe(first, 4.0)
     assert instance.breaker.failed(5.0), "a ping like the one before forgets nothing"
-
-
-# Those whose engine hangs.
 
 
 def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:

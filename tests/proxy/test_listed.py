@@ -279,9 +279,6 @@ def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
     assert not instance.matches(other), "a ping that says nothing is one of protocol 1"
 
 
-# The options.
-
-
 async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on() -> None:
     async with listing(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as deployment:
         p, d = deployment.p, deployment.d

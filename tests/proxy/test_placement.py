@@ -51,9 +51,6 @@ def fleet(*roles: Any, decode_alone: int = 0, routing: Routing = AUTO) -> tuple[
     return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, decode_alone=decode_alone)
 
 
-# What is learned.
-
-
 @given(st.tuples(*[st.floats(0.001, 0.5)] * 3), st.integers(0, 1 << 32))
 def test_least_squares_finds_the_weights_of_a_linear_cost(weights: tuple[float, ...], seed: int) -> None:
     learner, dice = LeastSquares([0.1, 0.1, 0.1]), random.Random(seed)
@@ -126,9 +123,6 @@ def test_steps_are_learned_without_the_time_that_prompts_took() -> None:
         engine.count_answers(-1, now + 0.5)
     assert engine.step.predict(1.0, 1 / 16, 0.6) == pytest.approx(0.025, rel=0.1)
     assert 0.0 < engine.prefill_share(100.0) < 0.4
-
-
-# What is chosen.
 
 
 def learned(router: Router, instance: Instance, prompt: float, step: float) -> EngineCosts:
@@ -264,9 +258,6 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
         assert (engine.answers, len(engine._queue), engine.tokens) == (0, 0, 0)
 
 
-# What instances report.
-
-
 def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:
     """A ping of the instance's, with what its scheduler has to do."""
     work = {"age": 0.0} | work
@@ -371,9 +362,6 @@ def test_a_ping_of_the_version_before_changes_nothing() -> None:
     report(registry, one, 2.0, tokens=5, age=0.5)
     registry.observe(one.ping, 3.0)
     assert one.report is not None and (one.report.work.tokens, one.report.at) == (5, 1.5)
-
-
-# The whole proxy.
 
 
 @pytest.mark.parametrize(

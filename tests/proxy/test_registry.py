@@ -121,11 +121,13 @@ def test_an_unknown_model_is_left_to_the_only_pool(served: str, asked: str) -> N
 
 
 def test_two_models_that_do_not_match_make_no_pair() -> None:
-    router, (_, d) = fleet(("P", {"model": "a"}), ("D", {"model": "b"}), decode_alone=1)
+    registry = Registry()
+    both = ("P", {"model": "a"}), ("D", {"model": "b"})
+    router, (_, d) = fleet(*both, registry=registry, decode_alone=1)
     choice = router.choose(RoutingRequest("b"), 0.0)
     assert (choice.prefill, choice.decode) == (None, d)
     with pytest.raises(NoInstance, match="same model"):
-        Router(router.registry).choose(RoutingRequest(), 0.0)
+        Router(registry).choose(RoutingRequest(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -286,9 +288,6 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
     assert router.missing(0.0) == []
 
 
-# Over real pings.
-
-
 async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
     async with deployed("concurrent", limits=Limits(alone_share=0)) as deployment:
         await deployment.add("P", fit=OLD)
@@ -367,9 +366,6 @@ def test_a_goodbye_from_elsewhere_removes_nobody_who_lives() -> None:
     assert registry.known("P") == []
 
 
-# Silent, and gone.
-
-
 def test_it_is_silent_while_its_connection_stands_and_then_gone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     registry, holder, line = held()
@@ -439,9 +435,6 @@ def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role:
     assert chosen() == {both[1]}
     fail(both[1], 20.0)
     assert chosen() == {both[0]}, "rather one that says nothing than one that fails"
-
-
-# The same over real connections.
 
 
 @pytest.fixture(params=[None, MEMBERS], ids=["plain", "members"])

@@ -157,9 +157,6 @@ async def test_an_answer_without_stream_comes_whole(either: Deployment, encode: 
     assert (await response.json())["choices"][0]["text"] == "y" * 300_000
 
 
-# What a client gets wrong.
-
-
 @pytest.mark.parametrize("limits", [Limits(max_body=1000), Limits(max_held=1000)], ids=["body", "held"])
 async def test_too_large_a_body_is_a_413(limits: Limits) -> None:
     async with deployed("concurrent", 1, 1, limits=limits) as deployment:

@@ -53,9 +53,6 @@ def instances(count: int, role: Any = "P", **more: Any) -> list[Instance]:
     return fleet(*[(role, more)] * count)[1]
 
 
-# What there is to do.
-
-
 def test_ps_work_is_the_tokens_of_its_prompts() -> None:
     long, many = instances(2)
     long.expect(1, 5000)
@@ -93,9 +90,6 @@ def test_ds_work_is_its_requests_and_their_tokens() -> None:
     assert ranked == [few, many, long]
     few.count_place(-1, decode_alone=False, tokens=100)
     assert (work(few), few.tokens) == (0, 0)
-
-
-# One policy after the other.
 
 
 def test_p_and_d_each_go_by_their_own_policy() -> None:
@@ -165,9 +159,6 @@ def test_every_policy_can_do_with_one_candidate_and_with_an_empty_prompt(name: A
         assert policy([only], asked(session="s")).instance is only
 
 
-# prefix_aware.
-
-
 LONG = 20 * PIECE_TOKENS
 
 
@@ -235,7 +226,6 @@ def test_models_and_restarts_have_caches_of_their_own() -> None:
     assert policy(after, RoutingRequest("a", prompt_of(fields))).cached == 0
 
 
-# The options, from the command line to the choice.
 async def test_a_session_is_named_by_a_header() -> None:
     routing = Routing(prefill="consistent_hash", decode="consistent_hash", session_header="X-Chat")
     async with deployed("concurrent", 3, 3, routing=routing) as deployment:

@@ -255,9 +255,6 @@ async def drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
-# More connections than there may be.
-
-
 @pytest.fixture(params=[False, True], ids=["plain", "TLS"])
 def trusted(
     request: pytest.FixtureRequest, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -388,9 +385,6 @@ async def test_when_all_have_requests_under_way_another_one_is_turned_away(
             assert await client.status() == 200
     lines = [line for line in caplog.records if "takes no more" in line.getMessage()]
     assert len(lines) == 1
-
-
-# A client leaves: both instances hear of it.
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,6 @@ CLOSED_FOR = 60
 OPTIONS = ("--max-requests", "14", "--max-waiting", "30", "--alone-share", "1")
 
 
-# What the instances do.
-
-
 def number_of(seen: Seen) -> int:
     """Which request it is: the answer repeats it."""
     return int(seen.body["prompt"].split()[1])
@@ -111,9 +108,6 @@ STREAMED: dict[str, Behaviour] = {
     "no token": dies_before_a_token,
 }
 WHOLE: dict[str, Behaviour] = {"half a body": dies_in_the_body}
-
-
-# The whole.
 
 
 @dataclass(frozen=True)
@@ -341,9 +335,6 @@ async def test_what_a_request_leaves_waits_for_no_garbage_collector(concurrent: 
         assert objects_of_requests(collect=False) <= before
     finally:
         gc.enable()
-
-
-# Instances join, are drained, say goodbye or die under 64 streams.
 
 
 STREAMS = 64

@@ -17,8 +17,8 @@ from proxy_fakes import Deployment, called, deployed, error_of, fleet, join, pin
 from proxy_process import served
 from test_admission import slow, small
 from test_metrics import documented, page, shown_on
-from test_settings import given as options_given
-from test_settings import refused
+from test_process import given as options_given
+from test_process import refused
 
 from p2pkv_proxy import options
 from p2pkv_proxy.access import OTHER, Access, Tenant, Tenants, TenantSettings, read_tenants
@@ -67,9 +67,6 @@ async def order(admission: Admission, asked: list[RoutingRequest]) -> list[Routi
 def cost(of: RoutingRequest) -> float:
     """Of a place whose answer is no stream and has a bound below any average."""
     return 1 + of.prompt.tokens + of.asked
-
-
-# The queue.
 
 
 @settings(max_examples=40)
@@ -228,9 +225,6 @@ async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
     assert (one.waiting, other.waiting) == (0, 0)
 
 
-# Limits.
-
-
 @given(
     rate=st.integers(1, 1000),
     burst=st.sampled_from([0.5, 1.0, 4.0]),
@@ -283,9 +277,6 @@ def test_requests_under_way_are_bounded_and_the_wait_is_that_for_the_next_end() 
     assert one.under_way == 0
 
 
-# The file.
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -323,9 +314,6 @@ def test_the_file_s_keys_are_keys_of_the_proxy_and_it_may_be_named_anywhere(tmp_
     without = options_given()
     assert options.tenants(without) is None and options.keys(without) == ()
     assert list(read_tenants(str(file))) == ["alice", "other"]
-
-
-# Behind a proxy.
 
 
 def bearer(key: str) -> dict[str, str]:

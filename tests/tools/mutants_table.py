@@ -150,7 +150,7 @@ Prefill.fill: pages are taken back in the middle of a gather
 -             filler
 + if True:
 +             filler
-== proxy/relay.py > tests/proxy/test_data_parallel.py
+== proxy/relay.py > tests/proxy/test_membership.py
 to_instance: the proxy sends no X-data-parallel-rank
 ~ if instance.replica is not None: => if False:
 > tests/proxy/test_hung.py::test_a_client_that_reads_slowly_is_not_ds_silence
@@ -733,7 +733,7 @@ Attempt._concurrent: a D that goes on behind P's token waits for P's KV once mor
 Attempt._concurrent: a D that is lost after it has drawn another first token takes the client's stream with it
 ~ self.relay, self.doubted = self._handed_on, () => self.doubted = ()
 == proxy/admission.py
-> tests/proxy/test_data_parallel.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
+> tests/proxy/test_membership.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
 Retries._move: a retry may go to the neighbour of the engine that failed
 ~ failed.union(culprit.neighbours()) => failed
 > tests/proxy/test_resume.py::test_all_streams_of_a_lost_d_go_on
