@@ -33,7 +33,7 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, asked, deployed, filter_of, fleet, outcomes, take_turns
 from streaming_engine import DEFAULT_TOKENS, END_OF_TEXT, FIRST_HALF, SECOND_HALF, Answer, Engine, Model
 from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transcript_of
-from test_resume import same
+from test_resume import ask, same
 
 from p2pkv.first_token import FirstToken
 from p2pkv_proxy import first_token
@@ -237,12 +237,6 @@ async def pair_of(
         await deployment.ready(1, decode)
         await eventually(lambda: all(each.context for each in deployment.everyone() if each.role == "D"))
         yield deployment
-
-
-async def ask(deployment: Deployment, body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
-    async with await deployment.post(body, path) as response:
-        assert response.status == 200, await response.text()
-        return Answer.of(await response.read())
 
 
 def reasons(deployment: Deployment) -> dict[str, int]:

@@ -292,6 +292,10 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
     await watched.until("running", "^0$")
     assert re.fullmatch(r"[\d.,]+ (ms|s)", await watched.shows("ttft"))
     assert await watched.until("requests", r"\d")
+    # A model's name is text, whatever it looks like.
+    await watched.until("decode", "onerror")
+    assert NASTY in await watched.shows("decode")
+    assert await watched.browser.value("document.querySelectorAll('main img').length") == 0
     assert watched.browser.complaints == []
 
 
@@ -322,14 +326,6 @@ async def test_failures_and_missing_instances_are_said(watched: Watched) -> None
     watched.proxy.command.process.kill()
     await watched.until("state", "no answer")
     assert "last answer" in await watched.shows("missing")
-
-
-@in_a_browser
-async def test_a_model_name_is_text_whatever_it_looks_like(watched: Watched) -> None:
-    await watched.until("decode", "onerror")
-    assert NASTY in await watched.shows("decode")
-    assert await watched.browser.value("document.querySelectorAll('main img').length") == 0
-    assert watched.browser.complaints == []
 
 
 @in_a_browser

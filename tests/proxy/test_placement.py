@@ -72,15 +72,12 @@ def test_no_observation_makes_a_prediction_negative_or_infinite(
         assert 0.0 <= learner.predict(1.0, one, other) < 1e6
 
 
-def test_an_instance_that_becomes_slower_is_learned_anew() -> None:
+def test_an_instance_that_becomes_slower_is_learned_anew_and_one_stall_decides_nothing() -> None:
     learner = LeastSquares([0.1, 0.1])
     for factor in (1.0, 5.0):
         for at in range(150):
             learner.learn(factor * 0.1 * (at % 7), 1.0, at % 7)
         assert learner.predict(1.0, 3.0) == pytest.approx(factor * 0.3, rel=0.1)
-
-
-def test_one_stall_does_not_decide_what_is_predicted() -> None:
     learner = LeastSquares([0.1])
     for seen in [0.1] * 50 + [60.0]:
         learner.learn(seen, 1.0)
@@ -332,7 +329,7 @@ def test_no_prompt_counts_twice_and_none_is_missing(
     assert there + mine <= counted + 1e-6 and counted <= there + mine + between + 1e-6
 
 
-def test_what_has_been_computed_since_a_report_counts_no_more() -> None:
+def test_what_has_been_computed_since_a_report_counts_no_more_nor_an_old_report() -> None:
     engine = EngineCosts()
     engine.prompt.weights = [0.0, 0.256, 0.0]
     engine.follow(WorkloadReport(Workload(prompts=2, tokens=1000), 0.0))
@@ -343,8 +340,6 @@ def test_what_has_been_computed_since_a_report_counts_no_more() -> None:
     engine.prompt_computed(mine, 0.9, learn=False)  # so those before it are, too
     assert engine.queued_seconds(0.9) == 0.0
 
-
-def test_an_old_report_counts_no_more() -> None:
     engine = EngineCosts()
     engine.prompt.weights = [0.0, 25.6, 0.0]
     engine.follow(WorkloadReport(Workload(prompts=2, tokens=1000), 0.0))
