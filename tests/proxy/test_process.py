@@ -369,6 +369,8 @@ def test_what_kubernetes_sets_beside_a_service_is_not_for_us(caplog: pytest.LogC
         ("--admin 10001", "'10001' is not an address"),
         ("--ssl-certfile /a/file", "both --ssl-certfile and --ssl-keyfile"),
         ("--private", "--private needs an --admin-token"),
+        ("--allowed-origins [a", "'[a' is no list in JSON"),
+        ("--allowed-methods [1]", "'[1]' is no list of texts"),
         ("--tenant-header X-Tenant", "--tenant-header needs --tenants"),
         ("--tenants /nowhere/tenants.toml", "cannot be read: No such file"),
         ("--api-key=", "an empty key would let every client in"),
