@@ -496,17 +496,18 @@ async def deployed(
     decode: int = 0,
     life: float = 10.0,
     lease: float = 30.0,
-    max_body: int = 1 << 20,
     limits: Limits | None = None,
     members: Members | None = None,
     routing: Routing | None = None,
     guard: Access | None = None,
     **options: Any,
 ) -> AsyncIterator[Deployment]:
-    """Fails if anything is still held for a request at the end."""
+    """Fails if anything is still held for a request at the end. `options`: bounds, where no `limits` are
+    given, and what else an app takes."""
+    bounds = {name: options.pop(name) for name in Limits.__dataclass_fields__ if name in options}
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)
-        limits = limits or Limits(max_body=max_body)
+        limits = limits or Limits(**{"max_body": 1 << 20} | bounds)
         plain = None if members is None else "tcp://127.0.0.1:*"
         app = make_app(
             "tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, routing, guard, **options

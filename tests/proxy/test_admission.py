@@ -78,8 +78,7 @@ async def test_beyond_the_queue_there_is_a_503_that_says_when_to_come_again(narr
 
 
 async def test_who_waits_too_long_gets_a_503() -> None:
-    limits = Limits(max_requests=1, max_wait=0.2)
-    async with deployed("concurrent", 1, 1, limits=limits) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=1, max_wait=0.2) as deployment:
         with slow(deployment.d):
             first = ask(deployment)
             await eventually(lambda: len(deployment.d.requests) == 1)
@@ -127,7 +126,6 @@ async def test_bodies_are_held_within_a_bound(narrow: Deployment) -> None:
 
 
 async def test_of_a_herd_everybody_gets_one_answer_and_d_never_more_than_it_takes() -> None:
-    limits = Limits(max_requests=4, max_waiting=50, max_wait=30.0)
     most = 0
 
     async def busy(request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -137,7 +135,7 @@ async def test_of_a_herd_everybody_gets_one_answer_and_d_never_more_than_it_take
         await asyncio.sleep(0)
         return await answer_json(request, seen)
 
-    async with deployed("concurrent", 1, 1, limits=limits) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=4, max_waiting=50, max_wait=30.0) as deployment:
         deployment.d.behaviour = busy
         statuses = await asyncio.gather(*(ask(deployment) for _ in range(200)))
         assert set(statuses) <= {200, 503}

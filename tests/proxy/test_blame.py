@@ -45,7 +45,6 @@ from test_given_up import after_p
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.blame import Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import LIFE, Breaker, Role
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policies import RoutingRequest
@@ -283,7 +282,7 @@ async def test_a_p_that_is_not_needed_any_more_breaks_no_stream(
 
 async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
     """A D that closes the connection of each request's first copy, and fails the second one."""
-    async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+    async with deployed("concurrent", 1, 1, retries=0, alone_share=0) as deployment:
 
         def closes_or_fails(seen: Seen) -> Behaviour:
             copies = [each for each in deployment.d.requests if each.request_id == seen.request_id]

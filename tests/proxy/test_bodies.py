@@ -406,7 +406,7 @@ async def test_two_million_empty_messages_end_at_the_proxy() -> None:
 async def test_messages_have_a_bound_of_their_own(path: str) -> None:
     field = "input" if path == "/v1/responses" else "messages"
     messages = [{"role": "user", "content": "hi [1,2]"}] * 1000
-    async with deployed("concurrent", 1, 1, limits=Limits(max_messages=1000)) as deployment:
+    async with deployed("concurrent", 1, 1, max_messages=1000) as deployment:
         assert (await deployment.post({"model": "tiny", field: messages}, path)).status == 200
         for more in ([*messages, messages[0]], [{}] * 5000, [1] * 5000, ["x"] * 2000):
             assert "more than 1000 messages" in await deployment.refusal(
@@ -444,7 +444,7 @@ async def test_a_large_body_is_sent_in_pieces_and_can_be_sent_again() -> None:
 @pytest.mark.parametrize("path", sorted(PAIRED))
 async def test_both_get_a_large_prompt_and_another_instance_gets_it_again(path: str) -> None:
     body = fields(model="tiny", prompt="x", input="x")
-    async with deployed("concurrent", 2, 2, limits=Limits(max_body=16 * MIB)) as deployment:
+    async with deployed("concurrent", 2, 2, max_body=16 * MIB) as deployment:
         all_do(deployment.decodes, answer_error(500))
         deployment.decodes[0].behaviour = answer_json
         await deployment.serves(2, body, path)
@@ -505,7 +505,7 @@ async def test_streams_that_have_begun_take_no_room_for_bodies() -> None:
     """Forty times half a megabyte, with room for two megabytes."""
 
     end = asyncio.Event()
-    async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
+    async with deployed("concurrent", 1, 1, max_held=2 * MIB) as deployment:
         deployment.d.behaviour = stream_of("first", end)
         responses = [await deployment.begin(prompt="x" * 500_000) for _ in range(40)]
         assert deployment.proxy.counters.refused_full == 0

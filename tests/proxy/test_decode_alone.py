@@ -68,8 +68,7 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
 
 
 async def test_beyond_the_share_requests_are_turned_away() -> None:
-    limits = Limits(max_requests=8, alone_share=0.25)
-    async with deployed("concurrent", decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", decode=1, max_requests=8, alone_share=0.25) as deployment:
         with slow(deployment.d):
             first = [ask(deployment) for _ in range(2)]
             await eventually(lambda: len(deployment.d.requests) == 2)
@@ -89,7 +88,7 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
 
 async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
     fail, release = asyncio.Event(), asyncio.Event()
-    async with deployed("concurrent", 1, 1, limits=Limits(max_requests=8, alone_share=0.25)) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=8, alone_share=0.25) as deployment:
         deployment.p.behaviour = after(fail, dies)
         deployment.d.behaviour = with_a_p(never, after(release, answer_json))
         tasks = [ask(deployment) for _ in range(8)]
@@ -103,7 +102,7 @@ async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
 
 
 async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
-    async with deployed("concurrent", 1, 1, limits=Limits(max_requests=1)) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=1) as deployment:
         deployment.p.behaviour, deployment.d.behaviour = dies, with_a_p(never)
         assert await asyncio.gather(*(ask(deployment) for _ in range(4))) == [200] * 4
         assert counted(deployment) == (4, 0, 0)
@@ -114,8 +113,8 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone: bool) -> None:
-    limits = Limits(alone_share=0.25 if alone else 0)
-    async with deployed("concurrent", 1, 1, life=1.5, lease=30.0, limits=limits) as deployment:
+    share = 0.25 if alone else 0
+    async with deployed("concurrent", 1, 1, life=0.5, lease=30.0, alone_share=share) as deployment:
         ended = asyncio.Event()
         said = {"error": {"message": INTERNAL, "code": 500}}
         internal = answers(lambda _: web.json_response(said, status=500))
@@ -137,7 +136,7 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
 
 async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_nobody() -> None:
     for limits in (Limits(), OFF):
-        async with deployed("concurrent", 1, 1, life=1.5, limits=limits) as deployment:
+        async with deployed("concurrent", 1, 1, life=0.5, limits=limits) as deployment:
             deployment.no_more_pings(deployment.p)
             p = deployment.known(deployment.p)
             await eventually(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
@@ -205,8 +204,7 @@ async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch,
 
 
 async def test_beyond_the_share_short_prompts_get_a_p() -> None:
-    limits = Limits(max_requests=8, alone_share=0.25)
-    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=8, alone_share=0.25, routing=SKIP) as deployment:
         with slow(deployment.d):
             tasks = [ask(deployment, SHORT) for _ in range(5)]
             await eventually(lambda: len(deployment.d.requests) == 5)

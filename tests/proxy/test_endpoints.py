@@ -41,7 +41,6 @@ from p2pkv.pairing import find_pair
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.http import PAIRED, SINGLE, ProxyError
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.models import StoredResponses
 from p2pkv_proxy.prompt_usage import with_ps_counts
@@ -124,7 +123,7 @@ async def test_one_instance_does_it_all(concurrent: Deployment, path: str) -> No
 
 @pytest.mark.parametrize("path", sorted(PAIRED | SINGLE))
 async def test_errors_have_openais_form(path: str) -> None:
-    async with deployed("concurrent", limits=Limits(alone_share=0.0, retries=0)) as deployment:
+    async with deployed("concurrent", alone_share=0.0, retries=0) as deployment:
         answer = await deployment.post(body_of(path), path)
         assert answer.status == 503 and (await error_of(answer))["type"] == "service_unavailable_error"
         await deployment.add("D", behaviour=dies)

@@ -536,8 +536,7 @@ async def test_a_p_that_hangs_or_dies_behind_the_last_token(
 
 
 async def test_a_first_token_that_is_late_is_a_504() -> None:
-    limits = Limits(first_token_seconds=0.3, retries=0, alone_share=0.0)
-    async with pair_of(Engine(Model(1)), limits=limits) as deployment:
+    async with pair_of(Engine(Model(1)), first_token_seconds=0.3, retries=0, alone_share=0.0) as deployment:
         deployment.p.behaviour = deployment.d.behaviour = never_a_token
         async with await deployment.post(GREEDY) as response:
             assert response.status == 504

@@ -25,7 +25,6 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, all_do, asked, deployed, filter_of, take_turns
 
 from p2pkv.pairing import find_pair
-from p2pkv_proxy.limits import Limits
 
 ABORT = b'"finish_reason":"abort"'
 MESSAGE = "The decode instance was stopped before its answer was complete."
@@ -58,7 +57,7 @@ def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
 
 
 async def test_where_d_is_not_asked_yet_it_is_ps_failure() -> None:
-    async with deployed("sequential", 1, 1, limits=Limits(alone_share=0)) as sequential:
+    async with deployed("sequential", 1, 1, alone_share=0) as sequential:
         sequential.p.behaviour = stops
         said = "The prefill instance failed: it was stopped before its answer was complete."
         assert await sequential.refusal(502) == said

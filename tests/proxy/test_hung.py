@@ -30,7 +30,6 @@ from test_decode_alone import paired
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
 from p2pkv_proxy.attempt import Dispatch
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import VOUCHING_VERSION
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
@@ -150,8 +149,7 @@ async def test_concurrent_a_p_that_hangs_or_freezes_is_ds_affair(
 
 
 async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
-    limits = Limits(first_token_seconds=0.3)
-    async with deployed("concurrent", prefill=1, decode=2, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=2, first_token_seconds=0.3) as deployment:
         take_turns(deployment.decodes, never_a_token, answer_json)
         assert (await deployment.post(STREAM)).status == 200
         assert asked(deployment.decodes) == [1, 1] and deployment.proxy.counters.retried == 1
@@ -160,8 +158,7 @@ async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
 
 
 async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> None:
-    limits = Limits(first_token_seconds=0.3)
-    async with deployed("concurrent", prefill=2, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=2, decode=1, first_token_seconds=0.3) as deployment:
 
         def d(seen: Seen) -> Behaviour:
             slow = any(seen.request_id == each.request_id for each in the_first.requests)
@@ -178,7 +175,7 @@ async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> No
 
 async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
     """Of another answer nothing comes until all of it is there."""
-    async with deployed("concurrent", 1, 1, limits=Limits(first_token_seconds=0.2)) as deployment:
+    async with deployed("concurrent", 1, 1, first_token_seconds=0.2) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = after(release, answer_json)
         asking = await deployment.under_way(deployment.d)
@@ -191,7 +188,7 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
 
 
 async def test_a_stream_without_more_events_ends_with_an_error() -> None:
-    async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
+    async with deployed("concurrent", 1, 1, event_seconds=0.3) as deployment:
         deployment.d.behaviour = streams(asyncio.Event())
         response = await deployment.post(STREAM)
         first, last, nothing = (await response.read()).split(b"\n\n")
@@ -204,7 +201,7 @@ async def test_a_stream_without_more_events_ends_with_an_error() -> None:
 
 async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
     """While nothing can be passed on, nothing is read of D either."""
-    async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
+    async with deployed("concurrent", 1, 1, event_seconds=0.3) as deployment:
         deployment.d.behaviour = stream_of(*["x" * 100_000] * 200)
         response = await deployment.post(STREAM)
         (active,) = deployment.proxy.active._open

@@ -14,7 +14,6 @@ from proxy_fakes import Deployment, FakeInstance, all_do, deployed, error_of, jo
 from proxy_process import Served, served
 
 from p2pkv_proxy.access import Access
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
 
@@ -116,8 +115,7 @@ async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_the
 
 
 async def test_who_waits_for_a_place_gets_that_of_a_resumed_instance() -> None:
-    limits = Limits(max_requests=1)
-    async with deployed("concurrent", prefill=1, decode=2, limits=limits, guard=Access(TOKEN)) as deployment:
+    async with deployed("concurrent", prefill=1, decode=2, max_requests=1, guard=Access(TOKEN)) as deployment:
         first, second = deployment.decodes
         first.behaviour = never
         await drained(deployment, second)
@@ -174,7 +172,7 @@ async def test_ready_says_whether_and_what_it_takes() -> None:
         (0.25, "a decode instance", 200),
         (0.0, "a prefill and a decode instance", 503),
     ):
-        async with deployed("concurrent", limits=Limits(alone_share=share)) as deployment:
+        async with deployed("concurrent", alone_share=share) as deployment:
             status, answer = await deployment.get("/ready")
             assert (status, answer["ready"], answer["needs"]) == (503, False, needs)
             assert len(answer["missing"]) == 2

@@ -22,7 +22,6 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
 from p2pkv_proxy import options
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import ListedSource, Role
 from p2pkv_proxy.membership.listed import ListedInstance
 from p2pkv_proxy.membership.registry import Registry
@@ -104,7 +103,7 @@ async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> 
 
 async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFixture) -> None:
     p, d = FakeInstance("P", health=503), FakeInstance("D")
-    async with listing(p, d, limits=Limits(alone_share=0)) as deployment:
+    async with listing(p, d, alone_share=0) as deployment:
         await deployment.ready(prefill=0, decode=1)
         assert (await deployment.post()).status == 503
         p.health = 200

@@ -15,7 +15,6 @@ from p2pkv.control.discovery import DISCOVERY_VERSION
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.access import Access
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance, Role
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policies import Routing
@@ -37,7 +36,7 @@ async def test_nobody_is_there(lonely: Deployment) -> None:
 
 
 async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> None:
-    async with deployed("concurrent", limits=Limits(alone_share=0)) as lonely:
+    async with deployed("concurrent", alone_share=0) as lonely:
         await lonely.add("D")
         p = await lonely.add("P", health=503)
         await lonely.ready(prefill=0, decode=1)

@@ -26,7 +26,7 @@ from p2pkv_proxy import exposition
 from p2pkv_proxy import metrics as metrics_module
 from p2pkv_proxy.exposition import Exposition
 from p2pkv_proxy.first_token import REASONS
-from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.limits import RequestCounters
 from p2pkv_proxy.membership.instance import STATES, Instance
 from p2pkv_proxy.metrics import OUTCOMES, Metrics, quantiles
 from p2pkv_proxy.routing import Choice
@@ -89,8 +89,7 @@ async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deploy
 
 
 async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
-    limits = Limits(retries=0, alone_share=0.0)
-    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, retries=0, alone_share=0.0) as deployment:
         assert (await deployment.post()).status == 200
         assert (await deployment.post(path="/v1/nothing")).status == 404
         deployment.d.behaviour = answer_error(422)
@@ -132,8 +131,7 @@ async def test_clients_cannot_make_series(concurrent: Deployment, monkeypatch: p
 
 
 async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
-    limits = Limits(max_requests=1, max_waiting=0)
-    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, max_requests=1, max_waiting=0) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)
         stream = await deployment.post(stream=True)
@@ -160,8 +158,7 @@ def test_every_counter_of_the_proxy_is_shown() -> None:
 
 
 async def test_a_pause_is_shown() -> None:
-    limits = Limits(alone_share=0.0, retries=0)
-    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, alone_share=0.0, retries=0) as deployment:
         deployment.p.behaviour, deployment.d.behaviour = dies, never
         for _ in range(5):
             assert (await deployment.post()).status == 502

@@ -15,7 +15,6 @@ from proxy_fakes import Deployment, Line, deployed, fail, fleet, join, ping
 from p2pkv.control.discovery import PING_INTERVAL, encode_ping, goodbye
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Role, differences, least_busy
 from p2pkv_proxy.membership.registry import LEASE, Registry
 from p2pkv_proxy.policies import RoutingRequest
@@ -289,7 +288,7 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
 
 
 async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
-    async with deployed("concurrent", limits=Limits(alone_share=0)) as deployment:
+    async with deployed("concurrent", alone_share=0) as deployment:
         await deployment.add("P", fit=OLD)
         await deployment.add("D", fit=OTHER_LINK)
         await deployment.ready(prefill=1, decode=1)

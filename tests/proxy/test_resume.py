@@ -127,7 +127,7 @@ LOST: dict[str, tuple[str, dict[str, Any], int, list[Behaviour]]] = {
 async def test_a_stream_outlives_its_d(dispatch: Dispatch, how: str) -> None:
     """One that has its last token is ended by the proxy."""
     path, body, prefill, lost = LOST[how]
-    async with deployed(dispatch, prefill, len(lost) + 1, limits=Limits(event_seconds=0.5)) as deployment:
+    async with deployed(dispatch, prefill, len(lost) + 1, event_seconds=0.5) as deployment:
         take_turns(deployment.decodes, *lost, generates())
         assert same(await ask(deployment, body, path), whole(body, path))
         assert asked(deployment.decodes) == [0 if how.startswith("no ") else 1, *[1] * len(lost)]
@@ -155,7 +155,7 @@ async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(
 
 async def test_ds_that_died_together_are_no_tries() -> None:
     """Their ports refuse: nothing is asked of them, and neither limit nor budget counts."""
-    async with deployed("concurrent", 1, 5, limits=Limits(resumes=1)) as deployment:
+    async with deployed("concurrent", 1, 5, resumes=1) as deployment:
 
         def loss(request: web.Request, seen: Seen) -> None:
             for each in [each for each in deployment.decodes if not each.requests][:-1]:
@@ -203,7 +203,7 @@ async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() ->
 
 
 async def test_no_more_than_the_limit() -> None:
-    async with deployed("concurrent", 1, 4, limits=Limits(resumes=2)) as deployment:
+    async with deployed("concurrent", 1, 4, resumes=2) as deployment:
         all_do(deployment.decodes, generates(lost_after=3))
         got = await ask(deployment, COMPLETION)
         assert got.error["code"] == 502
@@ -366,7 +366,7 @@ async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take(
 )
 async def test_a_drain_with_a_deadline_moves_as_many_as_others_have_room_for(first: dict[str, Any]) -> None:
     """One here, of two: what cannot move takes no room from what can."""
-    async with deployed("concurrent", 1, 2, limits=Limits(max_requests=2)) as deployment:
+    async with deployed("concurrent", 1, 2, max_requests=2) as deployment:
         release, active = asyncio.Event(), deployment.proxy.active
         all_do(deployment.decodes, pausing(release))
         asking = []
@@ -385,7 +385,7 @@ async def test_a_drain_with_a_deadline_moves_as_many_as_others_have_room_for(fir
 @pytest.mark.parametrize("streams", [True, False], ids=["begun", "not begun"])
 async def test_a_request_moves_as_often_as_its_d_is_drained(streams: bool) -> None:
     """To a D that is resumed, too. No move is a try, and none counts in the budget: the only try is left."""
-    async with deployed("concurrent", 1, 2, limits=Limits(retries=0, resumes=1)) as deployment:
+    async with deployed("concurrent", 1, 2, retries=0, resumes=1) as deployment:
         deployment.proxy.admission.budget.spend = lambda now, *, whatever=False: whatever  # type: ignore
         held = generates(lost_after=5, loss=HANGS) if streams else never_a_token
         release = asyncio.Event()

@@ -428,8 +428,8 @@ async def test_the_body_s_priority_goes_to_both_and_a_tenant_s_where_there_is_no
 
 
 async def test_a_crowd_of_one_waits_and_the_other_goes_next_with_every_place_taken() -> None:
-    limits = Limits(max_requests=1, max_waiting=50)
-    async with deployed("concurrent", 1, 1, limits=limits, **house(TenantSettings())) as deployment:
+    known = house(TenantSettings())
+    async with deployed("concurrent", 1, 1, max_requests=1, max_waiting=50, **known) as deployment:
         with slow(deployment.d):
             asked = [asyncio.create_task(deployment.post(headers=bearer(ALICE))) for _ in range(20)]
             await eventually(lambda: deployment.proxy.admission.waiting == 19)
