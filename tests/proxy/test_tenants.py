@@ -427,19 +427,6 @@ async def test_the_body_s_priority_goes_to_both_and_a_tenant_s_where_there_is_no
             assert got == [(7, None), (None, "-3"), (None, None)]
 
 
-async def test_a_crowd_of_one_waits_and_the_other_goes_next_with_every_place_taken() -> None:
-    known = house(TenantSettings())
-    async with deployed("concurrent", 1, 1, max_requests=1, max_waiting=50, **known) as deployment:
-        with slow(deployment.d):
-            asked = [asyncio.create_task(deployment.post(headers=bearer(ALICE))) for _ in range(20)]
-            await eventually(lambda: deployment.proxy.admission.waiting == 19)
-            asked.append(asyncio.create_task(deployment.post(headers=bearer(BOB))))
-            await eventually(lambda: deployment.proxy.admission.waiting == 20)
-        assert [(await each).status for each in asked] == [200] * 21
-        keys = [each.headers["Authorization"].rpartition(" ")[2] for each in deployment.d.requests]
-        assert keys.index(BOB) in (1, 2)
-
-
 async def test_the_options_of_the_command(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(f"[alice]\nkeys = ['{ALICE}']\nprompt_tokens = 1\nburst_seconds = 1\n")

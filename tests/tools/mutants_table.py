@@ -150,7 +150,7 @@ Prefill.fill: pages are taken back in the middle of a gather
 -             filler
 + if True:
 +             filler
-== proxy/relay.py > tests/proxy/test_membership.py
+== proxy/relay.py > tests/proxy/test_membership.py::test_each_request_goes_to_the_engines_that_its_id_names
 to_instance: the proxy sends no X-data-parallel-rank
 ~ if instance.replica is not None: => if False:
 > tests/proxy/test_hung.py::test_a_client_that_reads_slowly_is_not_ds_silence
@@ -282,7 +282,7 @@ Router.choose: with placement by cost a D computes what a P has failed
 ~ self._decode_alone if mode is PrefillMode.WANTED else 0 => self._decode_alone
 Router._fleet: with placement by cost a request comes back to what has failed it
 ~ cache.fleet(request.model, avoid) => cache.fleet(request.model, frozenset())
-> tests/proxy/test_routing.py
+> tests/proxy/test_routing.py::test_what_is_kept_is_what_is_true
 _FleetCache.is_valid: the router goes on with instances that have changed since
 ~ self._version == self.registry.version => True
 _FleetCache.is_valid: one that has fallen silent since counts as well
@@ -585,7 +585,7 @@ Attempt._count: instances that have said goodbye are judged
 -             return  # it
 +         if False:
 +             return  # it
-== proxy/upstream.py > tests/proxy/test_resume.py
+== proxy/upstream.py > tests/proxy/test_resume.py::test_a_d_that_has_sent_all_is_no_loss
 Call.lose: an answer that has come whole is thrown away when its instance is lost
 ~ if self._response is not None and self._response.content.is_eof(): => if False:
 > tests/proxy/test_hung.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
@@ -683,7 +683,7 @@ ListedWatch._look: the proxy's own lack of sockets makes a listed instance unrea
 > tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_is_asked_again
 ListedWatch._look: a listed instance whose rank was known once is not asked again
 ~   self._source.answers = self._source.pinged = self._learnt =>   self._source.answers = self._source.pinged
-== proxy/models.py > tests/proxy/test_endpoints.py
+== proxy/models.py > tests/proxy/test_endpoints.py::test_one_that_is_frozen_holds_up_nothing_and_its_models_are_known
 _replies: one frozen D holds up the list of models
 ~             left = _OTHERS_SECONDS =>             pass
 ModelLists.merged: the models of a D that does not answer are forgotten
