@@ -229,7 +229,7 @@ ITEMS = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(PAIRED))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("field", ["prompt", "messages", "input", "tools", "system", "anything"])
 @pytest.mark.parametrize("item", ITEMS)
 def test_no_item_of_a_list_becomes_an_object(path: str, field: str, item: str) -> None:

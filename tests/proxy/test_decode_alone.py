@@ -191,16 +191,25 @@ def counted_skips(deployment: Deployment) -> tuple[int, int, int, int]:
     return counters.prefill_skipped, counters.decode_alone, counters.refused_alone, counters.retried
 
 
-@pytest.mark.parametrize("alone", [True, False])
-async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch, alone: bool) -> None:
-    """Where a D may do nothing alone nobody skips."""
-    limits = Limits() if alone else OFF
-    async with deployed(dispatch, 1, 1, limits=limits, routing=SKIP) as deployment:
+@pytest.mark.parametrize(
+    ("prefill", "limits", "by_p", "counters"),
+    [
+        (1, Limits(), [False, True, False], (2, 0, 0, 0)),
+        (1, OFF, [True] * 3, (0, 0, 0, 0)),
+        (0, Limits(), [False] * 3, (2, 1, 0, 0)),
+    ],
+    ids=["", "nothing alone", "no P"],
+)
+async def test_a_short_prompt_needs_no_p_and_a_long_one_does(
+    dispatch: Dispatch, prefill: int, limits: Limits, by_p: list[bool], counters: tuple[int, ...]
+) -> None:
+    """Where a D may do nothing alone nobody skips. Without a P a long prompt is missed, and not spared."""
+    async with deployed(dispatch, prefill, 1, limits=limits, routing=SKIP) as deployment:
         for prompt in (SHORT, LONG, SHORT):
-            assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
-        assert paired(deployment.d) == [not alone, True, not alone]
-        assert len(deployment.p.requests) == (1 if alone else 3)
-        assert counted_skips(deployment) == (2 if alone else 0, 0, 0, 0)
+            await deployment.serves(1, prompt=prompt)
+        assert paired(deployment.d) == by_p
+        assert sum(asked(deployment.prefills)) == sum(by_p)
+        assert counted_skips(deployment) == counters
 
 
 async def test_beyond_the_share_short_prompts_get_a_p() -> None:
@@ -227,14 +236,6 @@ async def test_a_prompt_that_its_d_mostly_knows_is_a_short_one() -> None:
         other = {"model": "tiny", "prompt": random_text(2000, seed=2)}
         assert (await deployment.post(other)).status == 200
         assert len(deployment.p.requests) == 3
-
-
-async def test_without_a_p_a_long_prompt_is_missed_and_not_spared() -> None:
-    routing = Routing(decode="prefix_aware", skip_below=64)
-    async with deployed("concurrent", 0, 1, routing=routing) as deployment:
-        for prompt in (LONG, SHORT):
-            assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
-        assert counted_skips(deployment) == (1, 1, 0, 0)
 
 
 async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:

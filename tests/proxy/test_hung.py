@@ -25,7 +25,18 @@ from proxy_behaviours import (
     stream_of,
     streams,
 )
-from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, join, outcomes, ping, take_turns
+from proxy_fakes import (
+    Deployment,
+    FakeInstance,
+    all_do,
+    asked,
+    deployed,
+    fail,
+    join,
+    outcomes,
+    ping,
+    take_turns,
+)
 from test_decode_alone import paired
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
@@ -255,35 +266,26 @@ async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed(concurrent:
 
 
 def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
+    """What it has aborted is forgotten when it ends."""
     registry, first = Registry(), ping("D")
     instance = join(registry, first)
     paused = replace(first, paused=True)
-    assert registry.observe(paused, 1.0) is None and instance.paused
+    fail(instance, 0.5)
+    assert registry.observe(paused, 1.0) is None and instance.paused and not instance.breaker.closed
     assert registry.of(paused) is registry.of(first) is instance
     assert registry.routable("D", 1.0) == []
     assert registry.observe(first, 2.0) is None and not instance.paused
-    assert registry.routable("D", 2.0) == [instance]
-    registry.observe(paused, 3.0)
-    registry.observe(goodbye(first), 4.0)
-    assert registry.known("D") == [] and instance.left == 4.0
-    registers_paused = registry.observe(replace(ping("P"), paused=True), 0.0)
-    assert registers_paused is not None and registers_paused.paused and not registers_paused.ping.paused
-
-
-def test_what_a_pause_has_aborted_is_forgotten_when_it_ends() -> None:
-    registry, first = Registry(), ping("P")
-    instance = registry.observe(first, 0.0)
-    assert instance is not None
-    for _ in range(5):
-        instance.breaker.failed(0.5)
-    registry.observe(replace(first, paused=True), 1.0)
-    assert not instance.breaker.closed
-    registry.observe(first, 2.0)
     assert instance.breaker.closed and instance.breaker.opened == 0
+    assert registry.routable("D", 2.0) == [instance]
     for _ in range(4):
         assert not instance.breaker.failed(3.0)
-    registry.observe(first, 4.0)
-    assert instance.breaker.failed(5.0), "a ping like the one before forgets nothing"
+    registry.observe(first, 3.0)
+    assert instance.breaker.failed(3.0), "a ping like the one before forgets nothing"
+    registry.observe(paused, 4.0)
+    registry.observe(goodbye(first), 5.0)
+    assert registry.known("D") == [] and instance.left == 5.0
+    registers_paused = registry.observe(replace(ping("P"), paused=True), 0.0)
+    assert registers_paused is not None and registers_paused.paused and not registers_paused.ping.paused
 
 
 def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:

@@ -256,13 +256,19 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> s
 
 
 def test_the_command_line_comes_first_then_the_environment_then_the_file(file: Path) -> None:
-    file.write_text("max-requests = 1\nmax_waiting = 2\nretries = 3\nmax-wait = 0.5\n")
-    read = given(
-        "--config", str(file), "--max-requests", "10", MAX_REQUESTS="20", MAX_WAITING="30", LOG_LEVEL="ERROR"
+    """The environment may name the file."""
+    file.write_text(
+        "max-requests = 1\nmax_waiting = 2\nretries = 3\nmax-wait = 0.5\nadmin-token = 't'\n"
+        "discovery = '127.0.0.1:5'\nprivate = true\nallow-insecure = false\n"
     )
-    assert (read.max_requests, read.max_waiting, read.retries, read.max_wait) == (10, 30, 3, 0.5)
-    assert read.log_level == "ERROR"
-    assert read.port == 10001
+    more = {"MAX_REQUESTS": "20", "MAX_WAITING": "30", "LOG_LEVEL": "ERROR"}
+    for read in (
+        given("--config", str(file), "--max-requests", "10", **more),
+        given("--max-requests", "10", CONFIG=str(file), **more),
+    ):
+        assert (read.max_requests, read.max_waiting, read.retries, read.max_wait) == (10, 30, 3, 0.5)
+        assert (str(read.discovery), read.private, read.admin_token) == ("127.0.0.1:5", True, "t")
+        assert (read.log_level, read.port, read.allow_insecure) == ("ERROR", 10001, False)
 
 
 def test_bounds_for_bodies_and_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,13 +283,6 @@ def test_bounds_for_bodies_and_connections(monkeypatch: pytest.MonkeyPatch) -> N
     assert options.limits(read).max_connections == 20, "a request needs three descriptors"
     monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert options.limits(read).max_connections == 90
-
-
-def test_the_environment_may_name_the_file(file: Path) -> None:
-    file.write_text('discovery = "127.0.0.1:5"\nprivate = true\nadmin-token = "t"\nallow-insecure = false\n')
-    read = given(CONFIG=str(file))
-    assert (str(read.discovery), read.private, read.admin_token) == ("127.0.0.1:5", True, "t")
-    assert not read.allow_insecure
 
 
 def test_however_an_option_is_spelled() -> None:
