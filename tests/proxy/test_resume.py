@@ -172,26 +172,30 @@ async def test_ds_that_died_together_are_no_tries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decode", "limits", "loss", "said"),
+    ("decode", "limits", "loss", "said", "tries"),
     [
-        (1, Limits(), DIES, "died"),
-        (1, Limits(), FAILS, "EngineCore died"),
-        (2, Limits(resumes=0), DIES, "died"),
-        (2, Limits(resume_bytes=0), DIES, "died"),
+        (1, Limits(), DIES, "died", 0),
+        (1, Limits(), FAILS, "EngineCore died", 0),
+        (2, Limits(resumes=0), DIES, "died", 0),
+        (2, Limits(resume_bytes=0), DIES, "died", 0),
+        (4, Limits(resumes=2), DIES, "died", 2),
     ],
-    ids=["no other D", "its own error", "no tries", "no memory"],
+    ids=["no other D", "its own error", "no tries", "no memory", "tries used up"],
 )
 async def test_where_none_goes_on_it_is_an_error(
-    decode: int, limits: Limits, loss: LossReason, said: str
+    decode: int, limits: Limits, loss: LossReason, said: str, tries: int
 ) -> None:
     async with deployed("concurrent", 1, decode, limits=limits) as deployment:
-        the_first_is_lost(deployment.decodes, loss=loss)
+        all_do(deployment.decodes, generates(lost_after=4, loss=loss))
         got = await ask(deployment, COMPLETION)
         assert got.error["code"] == (500 if loss is FAILS else 502) and said in got.error["message"]
         assert whole(COMPLETION).text.startswith(got.text) and got.text and not got.ids
-        (sent,) = [seen for each in deployment.decodes for seen in each.requests]
-        assert (sent.body == COMPLETION) == (limits.resumes == 0), "D gets the client's own bytes"
-        assert deployment.proxy.counters.not_resumed == (decode == 1)
+        sent = [seen.body for each in deployment.decodes for seen in each.requests]
+        assert len(sent) == max(asked(deployment.decodes)) + tries == 1 + tries
+        assert (COMPLETION in sent) == (limits.resumes == 0), "D gets the client's own bytes"
+        counters = deployment.proxy.counters
+        assert (counters.resume_tries, counters.resumed) == (tries, 0)
+        assert counters.not_resumed == (decode == 1 or tries > 0)
 
 
 async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() -> None:
@@ -200,16 +204,6 @@ async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() ->
         take_turns(deployment.prefills, answer_json, answer_error(500), answer_json)
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
         assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [1, 2]
-
-
-async def test_no_more_than_the_limit() -> None:
-    async with deployed("concurrent", 1, 4, resumes=2) as deployment:
-        all_do(deployment.decodes, generates(lost_after=3))
-        got = await ask(deployment, COMPLETION)
-        assert got.error["code"] == 502
-        assert asked(deployment.decodes) == [0, 1, 1, 1]
-        counters = deployment.proxy.counters
-        assert (counters.resume_tries, counters.resumed, counters.not_resumed) == (2, 0, 1)
 
 
 async def test_a_d_that_dies_within_a_long_first_event_leaves_an_error() -> None:

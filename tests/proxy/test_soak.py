@@ -263,7 +263,7 @@ def assert_stream(number: int, text: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("first", "requests"),
-    [(500, 1500), pytest.param(2000, 10_000, marks=pytest.mark.long)],
+    [(300, 900), pytest.param(2000, 10_000, marks=pytest.mark.long)],
     ids=["short", "whole"],
 )
 async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left(
