@@ -69,7 +69,7 @@ def cost(of: RoutingRequest) -> float:
     return 1 + of.prompt.tokens + of.asked
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     weights=st.lists(st.sampled_from([0.5, 1, 2, 3, 10]), min_size=2, max_size=4),
     sizes=st.lists(st.tuples(st.integers(1, 500), st.integers(1, 60)), min_size=40, max_size=40),
@@ -225,6 +225,7 @@ async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
     assert (one.waiting, other.waiting) == (0, 0)
 
 
+@settings(max_examples=50)
 @given(
     rate=st.integers(1, 1000),
     burst=st.sampled_from([0.5, 1.0, 4.0]),
