@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import aiohttp
@@ -175,9 +175,8 @@ class FakeInstance:
         health: the status of /health.
         models: names in /v1/models.
         context: tokens of their context there; None if they have none.
-        fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
-        version, first_token, ahead_tokens, parses, sampler: what its ping says of them.
+        fit, version, first_token, ahead_tokens, parses, sampler: as its ping has them.
         frozen: /health and /v1/models are never answered any more.
         healths, lists: how often it was asked for /health, and for /v1/models.
         requests: what has arrived, in order.
@@ -207,19 +206,8 @@ class FakeInstance:
 
     @property
     def ping(self) -> Ping:
-        return Ping(
-            type=self.role,
-            http_address=self.http_address,
-            zmq_address=self.zmq_address,
-            version=self.version,
-            incarnation=self.incarnation,
-            model=self.model,
-            fit=self.fit,
-            first_token=self.first_token,
-            ahead_tokens=self.ahead_tokens,
-            parses=self.parses,
-            sampler=self.sampler,
-        )
+        said = set(Ping.__struct_fields__) & {each.name for each in fields(self)}
+        return Ping(type=self.role, **{name: getattr(self, name) for name in said})
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 26)
@@ -508,17 +496,18 @@ async def deployed(
     decode: int = 0,
     life: float = 10.0,
     lease: float = 30.0,
-    max_body: int = 1 << 20,
     limits: Limits | None = None,
     members: Members | None = None,
     routing: Routing | None = None,
     guard: Access | None = None,
     **options: Any,
 ) -> AsyncIterator[Deployment]:
-    """Fails if anything is still held for a request at the end."""
+    """Fails if anything is still held for a request at the end. `options`: bounds, where no `limits` are
+    given, and what else an app takes."""
+    bounds = {name: options.pop(name) for name in Limits.__dataclass_fields__ if name in options}
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)
-        limits = limits or Limits(max_body=max_body)
+        limits = limits or Limits(**{"max_body": 1 << 20} | bounds)
         plain = None if members is None else "tcp://127.0.0.1:*"
         app = make_app(
             "tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, routing, guard, **options

@@ -7,14 +7,7 @@ import random
 
 import pytest
 from aiohttp import web
-from proxy_behaviours import (
-    after,
-    answer_json,
-    answers,
-    dies,
-    never,
-    with_a_p,
-)
+from proxy_behaviours import after, answer_json, answers, dies, never, with_a_p
 from proxy_fakes import (
     Deployment,
     FakeInstance,
@@ -74,12 +67,8 @@ async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) ->
         assert (report["prefill"], report["decode"]) == (1, 1)
 
 
-# The share.
-
-
 async def test_beyond_the_share_requests_are_turned_away() -> None:
-    limits = Limits(max_requests=8, alone_share=0.25)
-    async with deployed("concurrent", decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", decode=1, max_requests=8, alone_share=0.25) as deployment:
         with slow(deployment.d):
             first = [ask(deployment) for _ in range(2)]
             await eventually(lambda: len(deployment.d.requests) == 2)
@@ -99,7 +88,7 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
 
 async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
     fail, release = asyncio.Event(), asyncio.Event()
-    async with deployed("concurrent", 1, 1, limits=Limits(max_requests=8, alone_share=0.25)) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=8, alone_share=0.25) as deployment:
         deployment.p.behaviour = after(fail, dies)
         deployment.d.behaviour = with_a_p(never, after(release, answer_json))
         tasks = [ask(deployment) for _ in range(8)]
@@ -113,7 +102,7 @@ async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
 
 
 async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
-    async with deployed("concurrent", 1, 1, limits=Limits(max_requests=1)) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=1) as deployment:
         deployment.p.behaviour, deployment.d.behaviour = dies, with_a_p(never)
         assert await asyncio.gather(*(ask(deployment) for _ in range(4))) == [200] * 4
         assert counted(deployment) == (4, 0, 0)
@@ -122,24 +111,10 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
 # P is silent: nobody knows whether it is dead.
 
 
-async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off() -> None:
-    recomputed = asyncio.Event()
-    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
-        p, d = deployment.p, deployment.d
-        p.behaviour, d.behaviour = never, after(recomputed, answer_json)
-        asking = await deployment.under_way(p, d)
-        deployment.freeze(p)
-        await eventually(lambda: not deployment.registry.known("P") and p.requests[0].aborted)
-        assert not asking.done() and not d.requests[0].aborted
-        recomputed.set()
-        assert (await asking).status == 200
-        assert paired(d) == [True]
-
-
 @pytest.mark.parametrize("alone", [True, False])
 async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone: bool) -> None:
-    limits = Limits(alone_share=0.25 if alone else 0)
-    async with deployed("concurrent", 1, 1, life=1.5, lease=30.0, limits=limits) as deployment:
+    share = 0.25 if alone else 0
+    async with deployed("concurrent", 1, 1, life=0.5, lease=30.0, alone_share=share) as deployment:
         ended = asyncio.Event()
         said = {"error": {"message": INTERNAL, "code": 500}}
         internal = answers(lambda _: web.json_response(said, status=500))
@@ -161,7 +136,7 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
 
 async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_nobody() -> None:
     for limits in (Limits(), OFF):
-        async with deployed("concurrent", 1, 1, life=1.5, limits=limits) as deployment:
+        async with deployed("concurrent", 1, 1, life=0.5, limits=limits) as deployment:
             deployment.no_more_pings(deployment.p)
             p = deployment.known(deployment.p)
             await eventually(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
@@ -216,21 +191,29 @@ def counted_skips(deployment: Deployment) -> tuple[int, int, int, int]:
     return counters.prefill_skipped, counters.decode_alone, counters.refused_alone, counters.retried
 
 
-@pytest.mark.parametrize("alone", [True, False])
-async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch, alone: bool) -> None:
-    """Where a D may do nothing alone nobody skips."""
-    limits = Limits() if alone else OFF
-    async with deployed(dispatch, 1, 1, limits=limits, routing=SKIP) as deployment:
+@pytest.mark.parametrize(
+    ("prefill", "limits", "by_p", "counters"),
+    [
+        (1, Limits(), [False, True, False], (2, 0, 0, 0)),
+        (1, OFF, [True] * 3, (0, 0, 0, 0)),
+        (0, Limits(), [False] * 3, (2, 1, 0, 0)),
+    ],
+    ids=["", "nothing alone", "no P"],
+)
+async def test_a_short_prompt_needs_no_p_and_a_long_one_does(
+    dispatch: Dispatch, prefill: int, limits: Limits, by_p: list[bool], counters: tuple[int, ...]
+) -> None:
+    """Where a D may do nothing alone nobody skips. Without a P a long prompt is missed, and not spared."""
+    async with deployed(dispatch, prefill, 1, limits=limits, routing=SKIP) as deployment:
         for prompt in (SHORT, LONG, SHORT):
-            assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
-        assert paired(deployment.d) == [not alone, True, not alone]
-        assert len(deployment.p.requests) == (1 if alone else 3)
-        assert counted_skips(deployment) == (2 if alone else 0, 0, 0, 0)
+            await deployment.serves(1, prompt=prompt)
+        assert paired(deployment.d) == by_p
+        assert sum(asked(deployment.prefills)) == sum(by_p)
+        assert counted_skips(deployment) == counters
 
 
 async def test_beyond_the_share_short_prompts_get_a_p() -> None:
-    limits = Limits(max_requests=8, alone_share=0.25)
-    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
+    async with deployed("concurrent", 1, 1, max_requests=8, alone_share=0.25, routing=SKIP) as deployment:
         with slow(deployment.d):
             tasks = [ask(deployment, SHORT) for _ in range(5)]
             await eventually(lambda: len(deployment.d.requests) == 5)
@@ -255,14 +238,6 @@ async def test_a_prompt_that_its_d_mostly_knows_is_a_short_one() -> None:
         assert len(deployment.p.requests) == 3
 
 
-async def test_without_a_p_a_long_prompt_is_missed_and_not_spared() -> None:
-    routing = Routing(decode="prefix_aware", skip_below=64)
-    async with deployed("concurrent", 0, 1, routing=routing) as deployment:
-        for prompt in (LONG, SHORT):
-            assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
-        assert counted_skips(deployment) == (1, 1, 0, 0)
-
-
 async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:
     async with deployed("concurrent", 1, 2, routing=SKIP) as deployment:
         all_do(deployment.decodes, dies)
@@ -271,17 +246,3 @@ async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:
         assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [0]
         assert not any(paired(deployment.decodes[0]) + paired(deployment.decodes[1]))
         assert counted_skips(deployment) == (2, 0, 0, 1)
-
-
-async def test_a_long_prompt_whose_p_fails_competes_with_short_ones_for_the_share() -> None:
-    limits = Limits(max_requests=8, alone_share=0.125)
-    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
-        with slow(deployment.d):
-            short = ask(deployment, SHORT)
-            await eventually(lambda: len(deployment.d.requests) == 1)
-            answering, deployment.d.behaviour = deployment.d.behaviour, with_a_p(never)
-            deployment.p.behaviour = dies
-            assert (await deployment.post({"model": "tiny", "prompt": LONG})).status == 503
-            deployment.d.behaviour = answering
-        assert await short == 200
-        assert counted_skips(deployment) == (1, 0, 1, 0)

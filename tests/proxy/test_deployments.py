@@ -169,9 +169,6 @@ def test_compose(tmp_path: Path, file: str) -> None:
         assert int(service["stop_grace_period"][:-1]) > int(option(command, "--shutdown-timeout"))
 
 
-# The script that runs before a pod stops.
-
-
 async def drained(url: str, address: str) -> asyncio.subprocess.Process:
     script = manifests()["ConfigMap", "p2pkv-drain"]["data"]["drain.py"]
     environ = {"PROXY": url, "ADDRESS": address, "ADMIN_TOKEN": "t", "DRAIN_SECONDS": "20"}
@@ -225,9 +222,6 @@ async def test_a_pod_waits_although_the_proxy_stumbles() -> None:
         script = await drained(str(server.make_url("")).rstrip("/"), "10.0.0.9:8000")
         said, _ = await asyncio.wait_for(script.communicate(), 15)
         assert (script.returncode, said, asked) == (0, b"", ["POST", "POST", "GET", "GET", "GET"])
-
-
-# Against the specifications.
 
 
 @pytest.fixture(scope="module")

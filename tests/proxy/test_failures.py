@@ -11,6 +11,7 @@ from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
     Seen,
+    Step,
     after,
     answer_error,
     answer_json,
@@ -44,9 +45,6 @@ def shows_no_address(deployment: Deployment, text: str) -> bool:
     return not any(a in text for i in instances for a in (i.http_address, i.zmq_address, "_addr_"))
 
 
-# D fails.
-
-
 @pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
 async def test_ds_error_reaches_the_client_and_cancels_p(concurrent: Deployment, status: int) -> None:
     concurrent.p.behaviour = never
@@ -60,28 +58,27 @@ async def test_ds_error_reaches_the_client_and_cancels_p(concurrent: Deployment,
     await eventually(lambda: all(seen.aborted for seen in concurrent.p.requests))
 
 
-@pytest.mark.parametrize("behaviour", [never, never_a_token])
-async def test_a_d_that_freezes_is_a_502(behaviour: Behaviour) -> None:
-    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
-        deployment.d.behaviour = behaviour
+@pytest.mark.parametrize("how", ["freezes", "freezes in its stream", "refuses"])
+async def test_a_d_that_is_gone_under_a_request_is_a_502(how: str) -> None:
+    """One that freezes keeps it for its lease; one whose port refuses is gone at once."""
+    lease = 30.0 if how == "refuses" else 1.0
+    async with deployed("concurrent", 1, 1, life=0.5, lease=lease) as deployment:
+        deployment.d.behaviour = never_a_token if how == "freezes in its stream" else never
         asked = await deployment.under_way(deployment.d)
-        deployment.freeze(deployment.d)
         instance = deployment.known(deployment.d)
+        if how == "refuses":
+            deployment.no_more_pings(deployment.d)
+            deployment.d.refuse()
+        else:
+            deployment.freeze(deployment.d)
         response = await asked
         assert response.status == 502
-        assert deployment.proxy.clock() - instance.last_seen >= 3.0, "not before its lease is over"
-        assert (await error_of(response))["message"].startswith("The decode instance")
-
-
-async def test_a_silent_d_whose_port_refuses_is_gone_at_once() -> None:
-    async with deployed("concurrent", 1, 1, life=1.5) as deployment:
-        deployment.d.behaviour = never
-        asked = await deployment.under_way(deployment.d)
-        deployment.no_more_pings(deployment.d)
-        deployment.d.refuse()
-        response = await asked
-        assert response.status == 502
-        assert (await error_of(response))["message"] == "The decode instance is gone."
+        message = (await error_of(response))["message"]
+        assert message.startswith("The decode instance")
+        if how == "refuses":
+            assert message == "The decode instance is gone."
+        else:
+            assert deployment.proxy.clock() - instance.last_seen >= lease, "not before its lease is over"
 
 
 async def test_an_error_without_end_is_a_502(either: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,37 +100,30 @@ async def test_a_d_that_is_gone_is_a_502_and_not_chosen_until_it_answers(either:
     assert (await either.post()).status == 200
 
 
-@pytest.mark.parametrize("cut", [b"", b'data: {"id": "cmpl-'])
-async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(dispatch: Dispatch, cut: bytes) -> None:
-    """After the first byte nothing is tried again."""
+def beginning_of_the_id(_: web.Request, seen: Seen) -> bytes:
+    """The last bytes are held back, as they might be the beginning of the request's id."""
+    name = seen.request_id.encode()
+    return b"data: " + name + b" " + name[:8]
+
+
+@pytest.mark.parametrize("cut", [b"", b'data: {"id": "cmpl-', beginning_of_the_id], ids=["", "json", "id"])
+async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(dispatch: Dispatch, cut: Step) -> None:
+    """After the first byte nothing is tried again, and what was held back reaches the client."""
     relayed = asyncio.Event()
     async with deployed(dispatch, prefill=2, decode=2) as deployment:
         all_do(deployment.decodes, stream_of("first", cut, relayed, die))
         response = await deployment.begin()
         relayed.set()
-        *_, last, nothing = (await response.content.read()).split(b"\n\n")
+        *held, last, nothing = (await response.content.read()).split(b"\n\n")
         assert nothing == b""
         error = json.loads(last.removeprefix(b"data: "))["error"]
         assert error["code"] == 502
         assert error["message"] == "The decode instance died in the middle of its answer."
         assert asked(deployment.decodes) == asked(deployment.prefills) == [0, 1]
-
-
-async def test_what_was_held_back_when_d_dies_reaches_the_client(either: Deployment) -> None:
-    """The last bytes might have been the beginning of the request's id."""
-
-    def beginning(_: web.Request, seen: Seen) -> bytes:
-        name = seen.request_id.encode()
-        return b"data: " + name + b" " + name[:8]
-
-    relayed = asyncio.Event()
-    either.d.behaviour = stream_of("first", beginning, relayed, die)
-    response = await either.begin()
-    relayed.set()
-    held, last, nothing = (await response.content.read()).split(b"\n\n")
-    known, name = response.headers["X-Request-Id"].encode(), either.d.requests[0].request_id.encode()
-    assert held == b"data: " + known + b" " + name[:8] and nothing == b""
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 502
+        if cut is beginning_of_the_id:
+            (seen,) = [seen for each in deployment.decodes for seen in each.requests]
+            known, name = response.headers["X-Request-Id"].encode(), seen.request_id.encode()
+            assert held == [b"data: " + known + b" " + name[:8]]
 
 
 async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deployment) -> None:
@@ -146,9 +136,6 @@ async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deploym
     begun.set()
     with pytest.raises(aiohttp.ClientError):
         await response.read()
-
-
-# P fails.
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -210,7 +197,15 @@ def never_first(deployment: Deployment) -> Behaviour:
 
 
 @pytest.mark.parametrize(
-    "failure", [dies, dies_before_a_token, stops, stops_before_a_token, answer_error(500), answer_error(503)]
+    "failure",
+    [
+        dies,
+        dies_before_a_token,
+        stops,
+        stops_before_a_token,
+        answer_error(500),
+        answer_error(503),
+    ],
 )
 async def test_another_d_serves_what_the_first_failed_before_its_first_token(
     dispatch: Dispatch, failure: Behaviour
@@ -243,14 +238,6 @@ async def test_if_the_other_is_gone_after_the_pause_there_is_no_try(monkeypatch:
         assert (await deployment.post()).status == 502
         assert asked(deployment.prefills) == [0, 1]
         assert deployment.proxy.counters.retried == 0
-
-
-async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
-    limits = Limits(retries=9, alone_share=0)
-    async with deployed("sequential", prefill=3, decode=1, limits=limits) as deployment:
-        all_do(deployment.prefills, answer_error(500))
-        assert (await deployment.post()).status == 502
-        assert asked(deployment.prefills) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
@@ -300,22 +287,10 @@ async def test_an_outage_does_not_multiply_the_load(alone: bool) -> None:
             assert counters.retried + counters.retries_refused == 40
 
 
-async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv_proxy.admission.pause", lambda tries: 1000.0)
-    async with deployed("concurrent", prefill=2, decode=1) as deployment:
-        all_do(deployment.prefills, dies)
-        deployment.d.behaviour = never
-        asking = asyncio.create_task(deployment.post())
-        await eventually(
-            lambda: deployment.proxy.admission.under_way == 1 and asked(deployment.prefills) == [0, 1]
-        )
-        await eventually(lambda: deployment.proxy.gauges()["calls"] == 0)
-        asking.cancel()
-        await quiet(deployment)
-        assert asked(deployment.prefills) == [0, 1]
-
-
-async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("who", ["client", "proxy"])
+async def test_between_two_tries_client_and_proxy_may_leave(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pausing = asyncio.Event()
 
     def long(tries: int) -> float:
@@ -323,15 +298,21 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         return 1000.0
 
     monkeypatch.setattr("p2pkv_proxy.admission.pause", long)
-    async with deployed("sequential", prefill=2, decode=1) as deployment:
+    async with deployed("concurrent", prefill=2, decode=1) as deployment:
         all_do(deployment.prefills, dies)
+        deployment.d.behaviour = never
         asking = asyncio.create_task(deployment.post())
         await pausing.wait()
-        assert await deployment.proxy.stop(0.01, asyncio.Event()) == 1
-        response = await asking
-        assert response.status == 503
-        assert "had to stop" in (await response.json())["error"]["message"]
-        assert deployment.proxy.counters.cut_off == 1
+        if who == "client":
+            asking.cancel()
+        else:
+            assert await deployment.proxy.stop(0.01, asyncio.Event()) == 1
+            response = await asking
+            assert response.status == 503
+            assert "had to stop" in (await response.json())["error"]["message"]
+            assert deployment.proxy.counters.cut_off == 1
+        await quiet(deployment)
+        assert asked(deployment.prefills) == [0, 1]
 
 
 async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:

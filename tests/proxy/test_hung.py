@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -26,12 +25,22 @@ from proxy_behaviours import (
     stream_of,
     streams,
 )
-from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, join, outcomes, ping, take_turns
+from proxy_fakes import (
+    Deployment,
+    FakeInstance,
+    all_do,
+    asked,
+    deployed,
+    fail,
+    join,
+    outcomes,
+    ping,
+    take_turns,
+)
 from test_decode_alone import paired
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
 from p2pkv_proxy.attempt import Dispatch
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import VOUCHING_VERSION
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
@@ -55,18 +64,32 @@ def the_asked(instances: list[FakeInstance]) -> FakeInstance:
     return found
 
 
-@pytest.mark.parametrize("hangs", [never, never_a_token])
-async def test_of_a_d_that_hangs_another_one_answers(dispatch: Dispatch, hangs: Behaviour) -> None:
-    async with deployed(dispatch, prefill=1, decode=2, **LEASE) as deployment:
+@pytest.mark.parametrize(
+    ("hangs", "version"),
+    [(never, 1), (never_a_token, 1), (never, DISCOVERY_VERSION)],
+    ids=["", "stream", "vouches"],
+)
+async def test_of_a_d_that_hangs_another_one_answers(
+    dispatch: Dispatch, hangs: Behaviour, version: int
+) -> None:
+    """Whether its pings vouch for its engine or are of an older version."""
+    async with deployed(dispatch, prefill=1, **LEASE) as deployment:
+        for _ in range(2):
+            await deployment.newcomer("D", version=version)
         body = STREAM if hangs is never_a_token else None
         asking, hung = await one_hangs(deployment, deployment.decodes, hangs, body)
         instance = deployment.known(hung)
-        deployment.no_more_pings(hung)
-        response = await asking
-        assert response.status == 200
+        fall_silent(deployment, hung)
+        assert (await asking).status == 200
         assert deployment.proxy.clock() - instance.last_seen >= 1.0, "not before its lease is over"
         assert [each.aborted for each in hung.requests] == [True]
-        assert deployment.proxy.counters.retried == 1
+        assert asked(deployment.decodes) == [1, 1] and deployment.proxy.counters.retried == 1
+        assert hung.healths > 1, "its HTTP server has answered all the while"
+        await deployment.serves(3)
+        assert len(hung.requests) == 1
+        hung.behaviour = answer_json
+        deployment.pingers[hung.http_address]._current = lambda: hung.ping
+        await eventually(lambda: hung.http_address in deployment.routable("D"), "its return")
 
 
 async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> None:
@@ -82,7 +105,9 @@ async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> Non
 
 
 async def test_what_has_begun_or_has_nowhere_to_go_stays(caplog: pytest.LogCaptureFixture) -> None:
-    async with deployed("concurrent", prefill=1, decode=1, **LEASE) as deployment:
+    assert VOUCHING_VERSION == 4  # when a silence began to mean that the engine hangs
+    async with deployed("concurrent", prefill=1, **LEASE) as deployment:
+        await deployment.newcomer("D", version=3)
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)
         begun = await deployment.begin()
@@ -100,21 +125,6 @@ async def test_what_has_begun_or_has_nowhere_to_go_stays(caplog: pytest.LogCaptu
         assert caplog.text.count("its engine may hang") == 1
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-async def test_a_lost_ping_or_two_move_nothing(frozen: bool) -> None:
-    async with deployed("concurrent", prefill=1, decode=2, life=0.5, lease=30.0) as deployment:
-        release = asyncio.Event()
-        asking, hung = await one_hangs(deployment, deployment.decodes, after(release, answer_json))
-        instance = deployment.known(hung)
-        (deployment.freeze if frozen else deployment.no_more_pings)(hung)
-        await eventually(lambda: instance.silent(deployment.proxy.clock()))
-        probed = hung.healths
-        await eventually(lambda: hung.healths > probed + 1)
-        release.set()
-        assert (await asking).status == 200
-        assert deployment.proxy.counters.retried == 0
-
-
 @pytest.mark.parametrize("others", [0, 1])
 async def test_sequential_a_hung_p_leaves_the_request_to_others(others: int) -> None:
     async with deployed("sequential", prefill=1 + others, decode=1, **LEASE) as deployment:
@@ -124,7 +134,10 @@ async def test_sequential_a_hung_p_leaves_the_request_to_others(others: int) -> 
         assert paired(deployment.d) == [bool(others)]
 
 
-async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_concurrent_a_p_that_hangs_or_freezes_is_ds_affair(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D has a lease of its own, and may be computing the prompt already."""
     monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
     async with deployed("concurrent", prefill=2, decode=1, **LEASE) as deployment:
@@ -132,21 +145,22 @@ async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.Monkey
         deployment.d.behaviour = after(release, answer_json)
         asking, hung = await one_hangs(deployment, deployment.prefills)
         instance = deployment.known(hung)
-        deployment.no_more_pings(hung)
-        await eventually(lambda: deployment.registry.overdue(instance, deployment.proxy.clock()))
-        probed = hung.healths
-        await eventually(lambda: hung.healths > probed + 1)
-        assert len(deployment.d.requests) == 1
+        if frozen:
+            deployment.freeze(hung)
+            await eventually(lambda: instance not in deployment.everyone() and hung.requests[0].aborted)
+        else:
+            deployment.no_more_pings(hung)
+            await eventually(lambda: deployment.registry.overdue(instance, deployment.proxy.clock()))
+            probed = hung.healths
+            await eventually(lambda: hung.healths > probed + 1)
+        assert not asking.done() and not deployment.d.requests[0].aborted
         release.set()
         assert (await asking).status == 200
-
-
-# Deadlines.
+        assert paired(deployment.d) == [True]
 
 
 async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
-    limits = Limits(first_token_seconds=0.3)
-    async with deployed("concurrent", prefill=1, decode=2, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=2, first_token_seconds=0.3) as deployment:
         take_turns(deployment.decodes, never_a_token, answer_json)
         assert (await deployment.post(STREAM)).status == 200
         assert asked(deployment.decodes) == [1, 1] and deployment.proxy.counters.retried == 1
@@ -155,8 +169,7 @@ async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
 
 
 async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> None:
-    limits = Limits(first_token_seconds=0.3)
-    async with deployed("concurrent", prefill=2, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=2, decode=1, first_token_seconds=0.3) as deployment:
 
         def d(seen: Seen) -> Behaviour:
             slow = any(seen.request_id == each.request_id for each in the_first.requests)
@@ -173,7 +186,7 @@ async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> No
 
 async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
     """Of another answer nothing comes until all of it is there."""
-    async with deployed("concurrent", 1, 1, limits=Limits(first_token_seconds=0.2)) as deployment:
+    async with deployed("concurrent", 1, 1, first_token_seconds=0.2) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = after(release, answer_json)
         asking = await deployment.under_way(deployment.d)
@@ -186,7 +199,7 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
 
 
 async def test_a_stream_without_more_events_ends_with_an_error() -> None:
-    async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
+    async with deployed("concurrent", 1, 1, event_seconds=0.3) as deployment:
         deployment.d.behaviour = streams(asyncio.Event())
         response = await deployment.post(STREAM)
         first, last, nothing = (await response.read()).split(b"\n\n")
@@ -199,7 +212,7 @@ async def test_a_stream_without_more_events_ends_with_an_error() -> None:
 
 async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
     """While nothing can be passed on, nothing is read of D either."""
-    async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
+    async with deployed("concurrent", 1, 1, event_seconds=0.3) as deployment:
         deployment.d.behaviour = stream_of(*["x" * 100_000] * 200)
         response = await deployment.post(STREAM)
         (active,) = deployment.proxy.active._open
@@ -211,9 +224,6 @@ async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
         assert text.count(b"data: ") == 200 and b'"error"' not in text
 
 
-# Paused by vLLM's /pause.
-
-
 def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -> None:
     """As vLLM's /pause or /resume."""
     pinger = deployment.pingers[instance.http_address]
@@ -223,9 +233,6 @@ def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -
 
 def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
     deployment.pingers[instance.http_address]._current = lambda: None
-
-
-# Paused ones.
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
@@ -259,64 +266,26 @@ async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed(concurrent:
 
 
 def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
+    """What it has aborted is forgotten when it ends."""
     registry, first = Registry(), ping("D")
     instance = join(registry, first)
     paused = replace(first, paused=True)
-    assert registry.observe(paused, 1.0) is None and instance.paused
+    fail(instance, 0.5)
+    assert registry.observe(paused, 1.0) is None and instance.paused and not instance.breaker.closed
     assert registry.of(paused) is registry.of(first) is instance
     assert registry.routable("D", 1.0) == []
     assert registry.observe(first, 2.0) is None and not instance.paused
-    assert registry.routable("D", 2.0) == [instance]
-    registry.observe(paused, 3.0)
-    registry.observe(goodbye(first), 4.0)
-    assert registry.known("D") == [] and instance.left == 4.0
-    registers_paused = registry.observe(replace(ping("P"), paused=True), 0.0)
-    assert registers_paused is not None and registers_paused.paused and not registers_paused.ping.paused
-
-
-def test_what_a_pause_has_aborted_is_forgotten_when_it_ends() -> None:
-    registry, first = Registry(), ping("P")
-    instance = registry.observe(first, 0.0)
-    assert instance is not None
-    for _ in range(5):
-        instance.breaker.failed(0.5)
-    registry.observe(replace(first, paused=True), 1.0)
-    assert not instance.breaker.closed
-    registry.observe(first, 2.0)
     assert instance.breaker.closed and instance.breaker.opened == 0
+    assert registry.routable("D", 2.0) == [instance]
     for _ in range(4):
         assert not instance.breaker.failed(3.0)
-    registry.observe(first, 4.0)
-    assert instance.breaker.failed(5.0), "a ping like the one before forgets nothing"
-
-
-# Those whose engine hangs.
-
-LIFE, PROXYS_LEASE = 1.5, 2.0
-
-
-@pytest.fixture
-async def hung() -> AsyncIterator[Deployment]:
-    """A P and two D's that vouch for their engines; the first D's is about to hang."""
-    limits = Limits(max_body=1 << 20)
-    async with deployed("concurrent", 1, 0, life=LIFE, lease=PROXYS_LEASE, limits=limits) as deployment:
-        for _ in range(2):
-            await deployment.add("D", version=DISCOVERY_VERSION)
-        await deployment.ready(1, 2)
-        yield deployment
-
-
-async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: Deployment) -> None:
-    request, stuck = await one_hangs(hung, hung.decodes)
-    fall_silent(hung, stuck)
-    assert (await request).status == 200
-    assert asked(hung.decodes) == [1, 1]
-    assert stuck.healths > 1, "its HTTP server has answered all the while"
-    await hung.serves(3)
-    assert len(stuck.requests) == 1
-    stuck.behaviour = answer_json
-    hung.pingers[stuck.http_address]._current = lambda: stuck.ping
-    await eventually(lambda: stuck.http_address in hung.routable("D"), "its return")
+    registry.observe(first, 3.0)
+    assert instance.breaker.failed(3.0), "a ping like the one before forgets nothing"
+    registry.observe(paused, 4.0)
+    registry.observe(goodbye(first), 5.0)
+    assert registry.known("D") == [] and instance.left == 5.0
+    registers_paused = registry.observe(replace(ping("P"), paused=True), 0.0)
+    assert registers_paused is not None and registers_paused.paused and not registers_paused.ping.paused
 
 
 def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
@@ -336,41 +305,24 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
-    hung: Deployment, monkeypatch: pytest.MonkeyPatch, hangs: bool
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    monkeypatch.setattr("p2pkv_proxy.upstream._HUNG_SECONDS", 1.5)
-    stop, goes_on = asyncio.Event(), asyncio.Event()
-    goes_on.set()
-    all_do(hung.decodes, stream(stop, goes_on))
-    response = await hung.post(stream=True)
-    await response.content.readany()
-    stuck = the_asked(hung.decodes)
-    fall_silent(hung, stuck)
-    if hangs:
-        goes_on.clear()
-    else:
-        await eventually(lambda: len(hung.registry.known("D")) == 1, "the end of its lease")
-        began = time.monotonic()
-        while time.monotonic() - began < 3.0:
-            assert await response.content.readany()
-        stop.set()
-    text = await response.text()
-    assert ("error" in text) is hangs
-
-
-async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: Deployment) -> None:
-    assert VOUCHING_VERSION == 4  # when pings began to mean that
-    old = await hung.newcomer("D", version=3)
-    for each in hung.decodes:
-        if each is not old:
-            pause(hung, each)
-    await eventually(lambda: hung.routable("D") == [old.http_address])
-    answers = asyncio.Event()
-    old.behaviour = after(answers, answer_json)
-    request = await hung.under_way(old)
-    fall_silent(hung, old)
-    await eventually(lambda: len(hung.registry.known("D")) == 2, "the end of its lease")
-    asked_again = old.healths
-    await eventually(lambda: old.healths > asked_again + 1, "two looks at it")
-    answers.set()
-    assert (await request).status == 200
+    monkeypatch.setattr("p2pkv_proxy.upstream._HUNG_SECONDS", 0.5)
+    async with deployed("concurrent", prefill=1, **LEASE) as deployment:
+        for _ in range(2):
+            await deployment.newcomer("D", version=DISCOVERY_VERSION)
+        stop, goes_on = asyncio.Event(), asyncio.Event()
+        goes_on.set()
+        all_do(deployment.decodes, stream(stop, goes_on))
+        response = await deployment.post(stream=True)
+        await response.content.readany()
+        fall_silent(deployment, the_asked(deployment.decodes))
+        if hangs:
+            goes_on.clear()
+        else:
+            await eventually(lambda: len(deployment.registry.known("D")) == 1, "the end of its lease")
+            began = time.monotonic()
+            while time.monotonic() - began < 1.0:
+                assert await response.content.readany()
+            stop.set()
+        assert ("error" in await response.text()) is hangs

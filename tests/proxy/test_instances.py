@@ -14,7 +14,6 @@ from proxy_fakes import Deployment, FakeInstance, all_do, deployed, error_of, jo
 from proxy_process import Served, served
 
 from p2pkv_proxy.access import Access
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.registry import Registry
 from support.waiting import eventually
 
@@ -116,8 +115,7 @@ async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_the
 
 
 async def test_who_waits_for_a_place_gets_that_of_a_resumed_instance() -> None:
-    limits = Limits(max_requests=1)
-    async with deployed("concurrent", prefill=1, decode=2, limits=limits, guard=Access(TOKEN)) as deployment:
+    async with deployed("concurrent", prefill=1, decode=2, max_requests=1, guard=Access(TOKEN)) as deployment:
         first, second = deployment.decodes
         first.behaviour = never
         await drained(deployment, second)
@@ -174,7 +172,7 @@ async def test_ready_says_whether_and_what_it_takes() -> None:
         (0.25, "a decode instance", 200),
         (0.0, "a prefill and a decode instance", 503),
     ):
-        async with deployed("concurrent", limits=Limits(alone_share=share)) as deployment:
+        async with deployed("concurrent", alone_share=share) as deployment:
             status, answer = await deployment.get("/ready")
             assert (status, answer["ready"], answer["needs"]) == (503, False, needs)
             assert len(answer["missing"]) == 2
@@ -292,6 +290,10 @@ async def test_numbers_move_while_requests_pass(watched: Watched) -> None:
     await watched.until("running", "^0$")
     assert re.fullmatch(r"[\d.,]+ (ms|s)", await watched.shows("ttft"))
     assert await watched.until("requests", r"\d")
+    # A model's name is text, whatever it looks like.
+    await watched.until("decode", "onerror")
+    assert NASTY in await watched.shows("decode")
+    assert await watched.browser.value("document.querySelectorAll('main img').length") == 0
     assert watched.browser.complaints == []
 
 
@@ -322,14 +324,6 @@ async def test_failures_and_missing_instances_are_said(watched: Watched) -> None
     watched.proxy.command.process.kill()
     await watched.until("state", "no answer")
     assert "last answer" in await watched.shows("missing")
-
-
-@in_a_browser
-async def test_a_model_name_is_text_whatever_it_looks_like(watched: Watched) -> None:
-    await watched.until("decode", "onerror")
-    assert NASTY in await watched.shows("decode")
-    assert await watched.browser.value("document.querySelectorAll('main img').length") == 0
-    assert watched.browser.complaints == []
 
 
 @in_a_browser

@@ -22,7 +22,6 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
 from p2pkv_proxy import options
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import ListedSource, Role
 from p2pkv_proxy.membership.listed import ListedInstance
 from p2pkv_proxy.membership.registry import Registry
@@ -104,7 +103,7 @@ async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> 
 
 async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFixture) -> None:
     p, d = FakeInstance("P", health=503), FakeInstance("D")
-    async with listing(p, d, limits=Limits(alone_share=0)) as deployment:
+    async with listing(p, d, alone_share=0) as deployment:
         await deployment.ready(prefill=0, decode=1)
         assert (await deployment.post()).status == 503
         p.health = 200
@@ -152,39 +151,30 @@ async def test_what_they_fit_is_learnt_from_their_first_ranks(secret: bytes | No
         assert old.inspected == 1, "once while it is up"
 
 
-async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
-    p = FakeRank("P", fit=OLD)
-    async with listing(p, FakeRank("D", fit=NEW)) as deployment:
-        await deployment.ready(prefill=1, decode=1)
-        assert (await deployment.post()).status == 200
-        assert asked(deployment.prefills) == [0], "they do not fit"
-        await deployment.p.stop()
-        await eventually(lambda: deployment.routable("P") == [])
-        p.says |= {"fit": NEW, "incarnation": "second"}
-        await deployment.p.start()
-        await deployment.ready(prefill=1, decode=1)
-        assert deployment.registry.known("P")[0].ping.incarnation == "second"
-        assert (await deployment.post()).status == 200
-        assert asked(deployment.prefills) == [1]
-
-
 async def test_a_rank_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart, which may change what it fits."""
     monkeypatch.setattr("p2pkv_proxy.membership.listed._ASK_AGAIN_SECONDS", 0.1)
     p = FakeRank("P", fit=OLD)
-    async with listing(p) as deployment:
+    async with listing(p, FakeRank("D", fit=NEW)) as deployment:
 
         async def fits(*fit: str) -> None:
             await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [*fit])
 
         await fits(OLD)
-        await deployment.ready(prefill=1, decode=0)
+        await deployment.ready(prefill=1, decode=1)
+        await deployment.serves(1)
+        assert asked(deployment.prefills) == [0], "they do not fit"
         await deployment.p.stop()
         await eventually(lambda: deployment.routable("P") == [])
         p.says["fit"] = 7  # which is no answer
         await deployment.p.start()
         await fits("")
-        p.says["fit"] = NEW
+        p.says |= {"fit": NEW, "incarnation": "second"}
         await fits(NEW)
+        await deployment.ready(prefill=1, decode=1)
+        assert deployment.registry.known("P")[0].ping.incarnation == "second"
+        await deployment.serves(1)
+        assert asked(deployment.prefills) == [1]
 
 
 async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
@@ -286,9 +276,6 @@ def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
     assert registry.observe(ping("D"), 1.0, Line()) is None
     assert source.pinged and instance.source is not source
     assert not instance.matches(other), "a ping that says nothing is one of protocol 1"
-
-
-# The options.
 
 
 async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on() -> None:

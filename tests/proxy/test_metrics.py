@@ -26,7 +26,7 @@ from p2pkv_proxy import exposition
 from p2pkv_proxy import metrics as metrics_module
 from p2pkv_proxy.exposition import Exposition
 from p2pkv_proxy.first_token import REASONS
-from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.limits import RequestCounters
 from p2pkv_proxy.membership.instance import STATES, Instance
 from p2pkv_proxy.metrics import OUTCOMES, Metrics, quantiles
 from p2pkv_proxy.routing import Choice
@@ -89,8 +89,7 @@ async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deploy
 
 
 async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
-    limits = Limits(retries=0, alone_share=0.0)
-    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, retries=0, alone_share=0.0) as deployment:
         assert (await deployment.post()).status == 200
         assert (await deployment.post(path="/v1/nothing")).status == 404
         deployment.d.behaviour = answer_error(422)
@@ -132,8 +131,7 @@ async def test_clients_cannot_make_series(concurrent: Deployment, monkeypatch: p
 
 
 async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
-    limits = Limits(max_requests=1, max_waiting=0)
-    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, max_requests=1, max_waiting=0) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)
         stream = await deployment.post(stream=True)
@@ -160,8 +158,7 @@ def test_every_counter_of_the_proxy_is_shown() -> None:
 
 
 async def test_a_pause_is_shown() -> None:
-    limits = Limits(alone_share=0.0, retries=0)
-    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, alone_share=0.0, retries=0) as deployment:
         deployment.p.behaviour, deployment.d.behaviour = dies, never
         for _ in range(5):
             assert (await deployment.post()).status == 502
@@ -302,29 +299,51 @@ def test_quantiles_are_of_the_last_minute() -> None:
 OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
-async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
-    concurrent.d.behaviour = streams_at_once
-    await (await concurrent.post(stream=True)).read()
-    await quiet(concurrent)
-    for each in concurrent.everyone():
-        each.pinged(msgspec.structs.replace(each.ping, workload=Workload()), each.last_seen)
+def documented(head: str) -> dict[str, set[str]]:
+    """The metrics of a table on the page, with their labels."""
+    table = OPERATIONS.split(head)[1].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    named = [(re.findall(r"`(\w+)`", names), set(re.findall(r"`(\w+)`", labels))) for names, labels in rows]
+    return {name: labels for names, labels in named for name in names}
+
+
+def shown_on(page: Page) -> dict[str, set[str]]:
+    """The metrics of a page, with their labels."""
     there: dict[str, set[str]] = {}
-    for family in (await page(concurrent)).families.values():
+    for family in page.families.values():
         for sample in family.samples:
             name = sample.name.removeprefix("p2pkv_proxy_")
             if name != sample.name and not name.endswith("_created"):
                 base = re.sub("_(bucket|count|sum)$", "", name) if family.type == "histogram" else name
                 there[base] = set(sample.labels) - {"le"}
-    table = OPERATIONS.split("| metric | labels | meaning |")[1].split("\n\n")[0]
-    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    said = {
-        name: set(re.findall(r"`(\w+)`", labels))
-        for names, labels in rows
-        for name in re.findall(r"`(\w+)`", names)
-    }
-    assert said == there
+    return there
+
+
+async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
+    """And examples/grafana.json asks for nothing else of the proxy."""
+    concurrent.d.behaviour = streams_at_once
+    await (await concurrent.post(stream=True)).read()
+    await quiet(concurrent)
+    for each in concurrent.everyone():
+        each.pinged(msgspec.structs.replace(each.ping, workload=Workload()), each.last_seen)
+    found = await page(concurrent)
+    there = shown_on(found)
+    assert documented("| metric | labels | meaning |") == there
     states = OPERATIONS.split("| state | meaning |")[1].split("\n\n")[0]
     assert re.findall(r"`(\w+)`", re.sub(r"`/health`", "", states)) == list(STATES)
+
+    families = found.families.values()
+    names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
+    assert len(asked("p2pkv_proxy_")) > 10
+    assert asked("p2pkv_proxy_") <= names
+    ours = [query for query in QUERIES if "p2pkv_proxy_" in query]
+    used = {
+        label
+        for query in ours
+        for group in re.findall(r"by \(([^)]*)\)", query)
+        for label in group.split(", ")
+    }
+    assert used <= set().union(*there.values()) | {"le"}
 
 
 # examples/grafana.json: whatever it asks for exists, here, in the connector or in vLLM's own source.
@@ -349,30 +368,27 @@ def asked(prefix: str) -> set[str]:
     return {name for query in QUERIES for name in NAME.findall(query) if name.startswith(prefix)}
 
 
-def test_every_series_in_a_query_is_ours_or_vllms() -> None:
-    """So that no name escapes the tests below."""
+def test_the_board_is_in_order() -> None:
+    """Every series in a query is ours or vLLM's, so that no name escapes the tests beside this one; every
+    target asks the source that the user chooses; panels lie side by side and are told apart."""
     for query in QUERIES:
         selected = re.findall(r"([A-Za-z_:][\w:]*)(?=[{\[])", query)
         assert selected or query.startswith("label_values("), query
         assert all(NAME.fullmatch(name) for name in selected), query
-
-
-async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
-    assert (await concurrent.post()).status == 200
-    concurrent.proxy.metrics.first_token("of a stream", "pair", 0.1)
-    families = (await page(concurrent)).families.values()
-    names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
-    assert len(asked("p2pkv_proxy_")) > 10
-    assert asked("p2pkv_proxy_") <= names
-    labels = {label for family in families for sample in family.samples for label in sample.labels}
-    used = {
-        label
-        for query in QUERIES
-        if "p2pkv_proxy_" in query
-        for group in re.findall(r"by \(([^)]*)\)", query)
-        for label in group.split(", ")
-    }
-    assert used <= labels | {"le"}
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    chosen = {each["name"] for each in BOARD["templating"]["list"]}
+    for panel in PANELS:
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+        for target in panel.get("targets", ()):
+            assert panel["datasource"] == target["datasource"] == source
+            assert set(re.findall(r"\$(?!__)(\w+)", target["expr"])) <= chosen
+            assert set(re.findall(r"\$(__\w+)", target["expr"])) <= {"__rate_interval"}
+    for name in ("id", "title"):
+        assert len({panel[name] for panel in PANELS}) == len(PANELS)
+    for one, other in combinations([panel["gridPos"] for panel in PANELS], 2):
+        across = one["x"] < other["x"] + other["w"] and other["x"] < one["x"] + one["w"]
+        down = one["y"] < other["y"] + other["h"] and other["y"] < one["y"] + one["h"]
+        assert not (across and down)
 
 
 @pytest.mark.vllm
@@ -391,24 +407,3 @@ def test_vllm_has_what_is_asked_of_it() -> None:
     names = {name + suffix for kind, name in made for suffix in SUFFIXES[kind]}
     assert len(asked("vllm:")) > 8
     assert asked("vllm:") <= names
-
-
-def test_panels_lie_side_by_side_and_are_told_apart() -> None:
-    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
-    titles = [panel["title"] for panel in PANELS]
-    assert len(set(titles)) == len(titles)
-    for one, other in combinations([panel["gridPos"] for panel in PANELS], 2):
-        across = one["x"] < other["x"] + other["w"] and other["x"] < one["x"] + one["w"]
-        down = one["y"] < other["y"] + other["h"] and other["y"] < one["y"] + one["h"]
-        assert not (across and down)
-    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in PANELS)
-
-
-def test_every_target_asks_the_source_that_the_user_chooses() -> None:
-    source = {"type": "prometheus", "uid": "${datasource}"}
-    chosen = {each["name"] for each in BOARD["templating"]["list"]}
-    for panel in PANELS:
-        for target in panel.get("targets", ()):
-            assert panel["datasource"] == target["datasource"] == source
-            assert set(re.findall(r"\$(?!__)(\w+)", target["expr"])) <= chosen
-            assert set(re.findall(r"\$(__\w+)", target["expr"])) <= {"__rate_interval"}

@@ -51,9 +51,6 @@ def fleet(*roles: Any, decode_alone: int = 0, routing: Routing = AUTO) -> tuple[
     return proxy_fakes.fleet(*roles, registry=Registry(1e9), routing=routing, decode_alone=decode_alone)
 
 
-# What is learned.
-
-
 @given(st.tuples(*[st.floats(0.001, 0.5)] * 3), st.integers(0, 1 << 32))
 def test_least_squares_finds_the_weights_of_a_linear_cost(weights: tuple[float, ...], seed: int) -> None:
     learner, dice = LeastSquares([0.1, 0.1, 0.1]), random.Random(seed)
@@ -75,15 +72,12 @@ def test_no_observation_makes_a_prediction_negative_or_infinite(
         assert 0.0 <= learner.predict(1.0, one, other) < 1e6
 
 
-def test_an_instance_that_becomes_slower_is_learned_anew() -> None:
+def test_an_instance_that_becomes_slower_is_learned_anew_and_one_stall_decides_nothing() -> None:
     learner = LeastSquares([0.1, 0.1])
     for factor in (1.0, 5.0):
         for at in range(150):
             learner.learn(factor * 0.1 * (at % 7), 1.0, at % 7)
         assert learner.predict(1.0, 3.0) == pytest.approx(factor * 0.3, rel=0.1)
-
-
-def test_one_stall_does_not_decide_what_is_predicted() -> None:
     learner = LeastSquares([0.1])
     for seen in [0.1] * 50 + [60.0]:
         learner.learn(seen, 1.0)
@@ -126,9 +120,6 @@ def test_steps_are_learned_without_the_time_that_prompts_took() -> None:
         engine.count_answers(-1, now + 0.5)
     assert engine.step.predict(1.0, 1 / 16, 0.6) == pytest.approx(0.025, rel=0.1)
     assert 0.0 < engine.prefill_share(100.0) < 0.4
-
-
-# What is chosen.
 
 
 def learned(router: Router, instance: Instance, prompt: float, step: float) -> EngineCosts:
@@ -177,22 +168,17 @@ def test_an_answer_is_decoded_where_it_costs_least(dearer: str) -> None:
     assert [(each.prefill, each.decode) for each in choices] == [(p, d)] * 3
 
 
-def test_what_is_cached_costs_nothing() -> None:
-    router, pool = fleet("both", "both", routing=Routing(placement="auto", prefill="prefix_aware"))
+@pytest.mark.parametrize("count", [2, 100])
+def test_what_is_cached_costs_nothing_and_who_has_it_is_always_compared(count: int) -> None:
+    router, pool = fleet(*["both"] * count, routing=Routing(placement="auto", prefill="prefix_aware"))
     for each in pool:
         learned(router, each, 0.2, 0.02)
     one = request(2000)
     first = router.choose(one, 0.0)
-    again = router.choose(one, 0.0)
-    assert again.decode is first.decode
-    assert again.prefill_tokens < first.prefill_tokens == one.prompt.tokens
-
-
-def test_of_a_fleet_who_has_the_prompt_is_always_compared() -> None:
-    router, _ = fleet(*["both"] * 100, routing=Routing(placement="auto", prefill="prefix_aware"))
-    one = request(2000)
-    first = router.choose(one, 0.0)
-    assert {router.choose(one, 0.0).decode for _ in range(50)} == {first.decode}
+    for _ in range(50):
+        again = router.choose(one, 0.0)
+        assert again.decode is first.decode
+        assert again.prefill_tokens < first.prefill_tokens == one.prompt.tokens
 
 
 @pytest.mark.parametrize("alone", [0, 4])
@@ -269,9 +255,6 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
         assert (engine.answers, len(engine._queue), engine.tokens) == (0, 0, 0)
 
 
-# What instances report.
-
-
 def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:
     """A ping of the instance's, with what its scheduler has to do."""
     work = {"age": 0.0} | work
@@ -317,8 +300,7 @@ def test_two_proxies_place_as_one_does_where_instances_report_and_pile_up_where_
 
 @given(
     st.lists(
-        st.tuples(st.booleans(), st.integers(1, 2000), st.floats(0.0, 0.4), st.floats(0.0, 0.05)),
-        max_size=30,
+        st.tuples(st.booleans(), st.integers(1, 2000), st.floats(0.0, 0.4), st.floats(0.0, 0.05)), max_size=30
     ),
     st.floats(0.0, 0.5),
 )
@@ -347,7 +329,7 @@ def test_no_prompt_counts_twice_and_none_is_missing(
     assert there + mine <= counted + 1e-6 and counted <= there + mine + between + 1e-6
 
 
-def test_what_has_been_computed_since_a_report_counts_no_more() -> None:
+def test_what_has_been_computed_since_a_report_counts_no_more_nor_an_old_report() -> None:
     engine = EngineCosts()
     engine.prompt.weights = [0.0, 0.256, 0.0]
     engine.follow(WorkloadReport(Workload(prompts=2, tokens=1000), 0.0))
@@ -358,8 +340,6 @@ def test_what_has_been_computed_since_a_report_counts_no_more() -> None:
     engine.prompt_computed(mine, 0.9, learn=False)  # so those before it are, too
     assert engine.queued_seconds(0.9) == 0.0
 
-
-def test_an_old_report_counts_no_more() -> None:
     engine = EngineCosts()
     engine.prompt.weights = [0.0, 25.6, 0.0]
     engine.follow(WorkloadReport(Workload(prompts=2, tokens=1000), 0.0))
@@ -377,9 +357,6 @@ def test_a_ping_of_the_version_before_changes_nothing() -> None:
     report(registry, one, 2.0, tokens=5, age=0.5)
     registry.observe(one.ping, 3.0)
     assert one.report is not None and (one.report.work.tokens, one.report.at) == (5, 1.5)
-
-
-# The whole proxy.
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,6 @@ def common(one: dict[str, Any], other: dict[str, Any]) -> int:
     )
 
 
-# Lengths.
-
-
 @pytest.mark.parametrize(
     ("fields", "tokens"),
     [
@@ -154,9 +151,6 @@ def test_whatever_a_request_says_it_has_a_length_and_a_chain(fields: dict[str, A
     assert chain(fields) == chain(dict(fields))
 
 
-# Chains.
-
-
 SHARED, TURNS = text(3), [text(1.5, seed) for seed in range(5)]
 ONE, PLAIN = {"prompt": SHARED + text(2, 1)}, chat(text(2), text(1))
 IDS = [*range(PIECE_TOKENS * 3), 1]
@@ -178,9 +172,6 @@ ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
 def test_prompts_that_begin_alike_have_chains_that_begin_alike(kind: str) -> None:
     one, other, length, shared = ALIKE[kind]
     assert (len(chain(one)), common(one, other)) == (length, shared)
-
-
-# The index.
 
 
 def test_the_oldest_is_forgotten_first_and_its_end_before_its_beginning() -> None:

@@ -52,9 +52,6 @@ def test_the_id_of_a_trace(header: str, found: str) -> None:
     assert trace_id_of({"traceparent": header}) == found
 
 
-# Spans.
-
-
 class Collector:
     """Takes OTLP over HTTP, as Jaeger or Tempo does."""
 
@@ -139,7 +136,6 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.Monke
         Spans("http://127.0.0.1:4318/v1/traces")
 
 
-# The log.
 async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> None:
     async with served("--log-format", "json", "--log-requests") as proxy:
         proxy.prefills[0].behaviour = dies

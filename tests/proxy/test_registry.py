@@ -15,16 +15,7 @@ from proxy_fakes import Deployment, Line, deployed, fail, fleet, join, ping
 from p2pkv.control.discovery import PING_INTERVAL, encode_ping, goodbye
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
-from p2pkv_proxy.limits import Limits
-from p2pkv_proxy.membership.instance import (
-    LIFE,
-    Instance,
-    ListedSource,
-    LossReason,
-    Role,
-    differences,
-    least_busy,
-)
+from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Role, differences, least_busy
 from p2pkv_proxy.membership.registry import LEASE, Registry
 from p2pkv_proxy.policies import RoutingRequest
 from p2pkv_proxy.routing import Choice, Full, NoInstance, PrefillMode, Router
@@ -48,35 +39,32 @@ def test_life_is_more_than_three_intervals_and_each_ping_renews_it() -> None:
 
 
 @pytest.mark.parametrize("change", [{"incarnation": "second"}, {"model": "other"}, {"tp_size": 2}])
-def test_a_restart_under_the_same_address_is_a_newcomer(change: dict[str, Any]) -> None:
-    registry = Registry()
-    old = join(registry, ping(incarnation="first"), 0.0)
-    new = registry.observe(ping(**({"incarnation": "first"} | change)), 1.0)
-    assert new is not None
-    assert new is not old
+def test_a_restart_is_a_newcomer_which_a_goodbye_of_the_former_leaves(change: dict[str, Any]) -> None:
+    registry, first = Registry(), ping(incarnation="first")
+    assert registry.observe(goodbye(first), 0.0) is None and registry.known("P") == [], "a stranger's"
+    old = join(registry, first, 0.0)
+    new = registry.observe(msgspec.structs.replace(first, **change), 1.0)
+    assert new is not None and new is not old
     assert registry.routable("P", 1.0) == []
+    registry.observe(goodbye(first), 2.0)
     assert registry.known("P") == [new]
 
 
-def test_a_goodbye_of_the_old_incarnation_leaves_the_new_one_and_a_strangers_registers_nobody() -> None:
-    registry = Registry()
-    assert registry.observe(goodbye(ping()), 0.0) is None and registry.known("P") == []
-    join(registry, ping(incarnation="first"))
-    new = join(registry, ping(incarnation="second"), 1.0)
-    registry.observe(goodbye(ping(incarnation="first")), 2.0)
-    assert registry.known("P") == [new]
-
-
-def test_the_registry_is_bounded_and_says_so_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry(capacity=2)
-    for port in (1, 2):
-        join(registry, ping(port=port))
+def test_the_registry_is_bounded_and_what_it_refuses_is_said_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry, line = Registry(capacity=2), Line()
+    holder, _ = (join(registry, ping(port=port), 0.0, line) for port in (1, 2))
     for second in range(100):
         assert registry.observe(ping(port=3 + second), float(second)) is None
-    assert len(registry.known("P")) == 2
-    assert registry.observe(ping(port=2, incarnation="again"), 100.0) is not None
-    said = [each.getMessage() for each in caplog.records if "are known already" in each.getMessage()]
-    assert len(said) == 2
+        registry.observe(holder.ping, float(second), line)
+        registry.observe(ping(port=1, incarnation="second"), float(second), Line())
+    assert len(registry.known("P")) == 2 and registry.claims_refused == 100
+    assert registry.observe(ping(port=2, incarnation="again"), 100.0, line) is not None
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    full, claims = ([each for each in said if text in each] for text in ("are known already", "belongs to"))
+    assert len(full) == len(claims) == 2
+    assert re.search(r"10\.0\.0\.1:1 refused \(1 such .* 10\.0\.0\.1:10001 belongs to prefill", claims[0])
 
 
 def test_p_and_d_are_chosen_independently() -> None:
@@ -101,18 +89,6 @@ def test_of_very_many_some_are_compared() -> None:
     assert set(chosen) == set(pool[1::2]) and max(chosen.values()) < 8
 
 
-def test_one_that_is_dead_ends_what_it_has_and_gets_no_more() -> None:
-    registry = Registry()
-    instance = join(registry, ping("D"))
-    ended: list[tuple[str, LossReason]] = []
-    with instance.busy(lambda loss: ended.append(("over before", loss))):
-        pass
-    with instance.busy(lambda loss: ended.append(("under way", loss))):
-        instance.lost("silent")
-    assert ended == [("under way", "silent")]
-    assert registry.routable("D", 0.0) == []
-
-
 def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
     registry = Registry()
     idle, busy = join(registry, ping("D", 1)), join(registry, ping("D", 2))
@@ -127,31 +103,27 @@ def serving(*models: str) -> Router:
     return fleet(*((role, {"model": model}) for model in models for role in "PD"))[0]
 
 
-@pytest.mark.parametrize("models", ["abab", [None] * 4])
-def test_the_requests_model_chooses_the_pool_and_without_one_the_two_still_match(models: Any) -> None:
+def test_the_requests_model_chooses_the_pool_and_without_one_the_two_still_match() -> None:
+    """An unknown one is left to the only pool."""
     router = serving("a", "b")
-    for model in models:
+    for model in (*"abab", *[None] * 4):
         choice = router.choose(RoutingRequest(model), 0.0)
         assert choice.prefill is not None
         assert choice.prefill.ping.model == choice.decode.ping.model
         assert model in (None, choice.decode.ping.model)
+    for served, asked in (("a", "an-adapter"), ("", "whatever")):
+        choice = serving(served).choose(RoutingRequest(asked), 0.0)
+        assert choice.prefill is not None and choice.decode.ping.model == served
 
 
-@pytest.mark.parametrize(("served", "asked"), [("a", "an-adapter"), ("", "whatever")])
-def test_an_unknown_model_is_left_to_the_only_pool(served: str, asked: str) -> None:
-    choice = serving(served).choose(RoutingRequest(asked), 0.0)
-    assert choice.prefill is not None and choice.decode.ping.model == served
-
-
-@pytest.mark.parametrize("alone", [0, 1])
-def test_two_models_that_do_not_match_make_no_pair(alone: int) -> None:
-    router, (_, d) = fleet(("P", {"model": "a"}), ("D", {"model": "b"}), decode_alone=alone)
-    if alone:
-        choice = router.choose(RoutingRequest("b"), 0.0)
-        assert (choice.prefill, choice.decode) == (None, d)
-    else:
-        with pytest.raises(NoInstance, match="same model"):
-            router.choose(RoutingRequest(), 0.0)
+def test_two_models_that_do_not_match_make_no_pair() -> None:
+    registry = Registry()
+    both = ("P", {"model": "a"}), ("D", {"model": "b"})
+    router, (_, d) = fleet(*both, registry=registry, decode_alone=1)
+    choice = router.choose(RoutingRequest("b"), 0.0)
+    assert (choice.prefill, choice.decode) == (None, d)
+    with pytest.raises(NoInstance, match="same model"):
+        Router(registry).choose(RoutingRequest(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -228,15 +200,10 @@ def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
         router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old, new}))
 
 
-@pytest.mark.parametrize("alone", [0, 1])
-def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> None:
-    router, *_ = pools([OLD, OLD], [OTHER_LINK], decode_alone=alone)
-    if alone:
-        choice = router.choose(RoutingRequest("m"), 0.0)
-        assert (choice.prefill, choice.prefill_unavailable) == (None, True)
-    else:
-        with pytest.raises(NoInstance, match=r"fits a decode instance for this model: they differ in link\."):
-            router.choose(RoutingRequest("m"), 0.0)
+def test_where_no_p_fits_d_alone_is_chosen() -> None:
+    router, *_ = pools([OLD, OLD], [OTHER_LINK], decode_alone=1)
+    choice = router.choose(RoutingRequest("m"), 0.0)
+    assert (choice.prefill, choice.prefill_unavailable) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -317,11 +284,8 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
     assert router.missing(0.0) == []
 
 
-# Over real pings.
-
-
 async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
-    async with deployed("concurrent", limits=Limits(alone_share=0)) as deployment:
+    async with deployed("concurrent", alone_share=0) as deployment:
         await deployment.add("P", fit=OLD)
         await deployment.add("D", fit=OTHER_LINK)
         await deployment.ready(prefill=1, decode=1)
@@ -365,13 +329,25 @@ def test_a_zmq_address_is_its_holders_too(address: str, spelled: str) -> None:
     assert registry.observe(thief, 1.0, Line()) is None
     assert registry.known("P") == [holder] and registry.claims_refused == 1
     assert registry.observe(msgspec.structs.replace(thief, type="D"), 1.0, Line()) is not None
+    both = join(registry, msgspec.structs.replace(ping("both", 2), zmq_address="b:1"), 0.0, Line())
+    thief = msgspec.structs.replace(ping("D", 3), zmq_address="b:1")
+    assert registry.observe(thief, 1.0, Line()) is None and both in registry.known("D")
 
 
-def test_of_a_frozen_holder_the_successor_is_taken_when_its_pings_are_late() -> None:
-    registry, _, _ = held()
-    assert registry.observe(ping(incarnation="second"), 2 * PING_INTERVAL, Line()) is None
+def test_who_may_take_an_address_over() -> None:
+    """Its successor when its pings are late, and a member; not who replays a ping."""
+    registry, holder, line = held()
+    replayer = Line()
+    registry.observe(holder.ping, 0.0, replayer)
+    for source in (Line(), replayer):
+        assert registry.observe(ping(incarnation="second"), 2 * PING_INTERVAL, source) is None
+    assert holder.source is line
     assert registry.observe(ping(incarnation="second"), 3 * PING_INTERVAL, Line()) is not None
     assert 3 * PING_INTERVAL < LIFE
+    registry, _, _ = held()
+    member = registry.observe(ping(incarnation="second"), 0.1, Line(member=True))
+    assert registry.observe(ping(incarnation="third"), 0.2, Line()) is None
+    assert registry.known("P") == [member]
 
 
 def test_a_goodbye_from_elsewhere_removes_nobody_who_lives() -> None:
@@ -384,37 +360,6 @@ def test_a_goodbye_from_elsewhere_removes_nobody_who_lives() -> None:
     anew.open = False  # again, and the goodbye is the first that it says
     registry.observe(goodbye(holder.ping), 1.0, Line())
     assert registry.known("P") == []
-
-
-def test_a_replayed_ping_does_not_take_the_address_over() -> None:
-    registry, holder, line = held()
-    replayer = Line()
-    registry.observe(holder.ping, 1.0, replayer)
-    assert registry.observe(ping(incarnation="second"), 1.0, replayer) is None
-    assert holder.source is line
-
-
-def test_a_member_is_not_kept_out_by_what_anybody_may_say_and_keeps_anybody_out() -> None:
-    registry, _, _ = held()
-    member = registry.observe(ping(incarnation="second"), 0.1, Line(member=True))
-    assert registry.known("P") == [member]
-    assert registry.observe(ping(incarnation="third"), 0.2, Line()) is None
-    assert registry.known("P") == [member]
-
-
-def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    registry, holder, line = held()
-    for second in range(1, 100):
-        registry.observe(holder.ping, float(second), line)
-        registry.observe(ping(incarnation="second"), float(second), Line())
-    assert registry.claims_refused == 99
-    said = [each.getMessage() for each in caplog.records]
-    assert len(said) == 2
-    assert re.search(r"10\.0\.0\.1:8100 refused \(1 such .* 10\.0\.0\.1:18100 belongs to prefill", said[0])
-
-
-# Silent, and gone.
 
 
 def test_it_is_silent_while_its_connection_stands_and_then_gone(caplog: pytest.LogCaptureFixture) -> None:
@@ -486,9 +431,6 @@ def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role:
     assert chosen() == {both[1]}
     fail(both[1], 20.0)
     assert chosen() == {both[0]}, "rather one that says nothing than one that fails"
-
-
-# The same over real connections.
 
 
 @pytest.fixture(params=[None, MEMBERS], ids=["plain", "members"])

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from proxy_behaviours import DONE, Seen, after, answer_json, answers, completion, never, stream_of
+from proxy_behaviours import DONE, Seen, Step, after, answer_json, answers, completion, never, stream_of
 from proxy_fakes import Deployment, called, deployed, error_of, filter_of, join
 from test_failures import shows_no_address
 
@@ -96,30 +96,25 @@ async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> No
     assert sequential.d.requests[0].body["max_tokens"] == 5
 
 
-async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
+RETURNS = [b'data: {"choices":[{"text":"%s"}]}\r\n\r\n' % each for each in (b"first", b"second")]
+
+
+@pytest.mark.parametrize(("first", "last", "end"), [("first", "second", b"\n\n"), (*RETURNS, b"\r\n\r\n")])
+async def test_a_stream_is_relayed_as_it_comes(
+    either: Deployment, first: Step, last: Step, end: bytes
+) -> None:
+    """Its events may end with carriage returns."""
     release = asyncio.Event()
-    either.d.behaviour = stream_of("first", release, "second", DONE)
+    either.d.behaviour = stream_of(first, release, last, DONE)
     response = await either.post(stream=True)
     assert response.content_type == "text/event-stream"
-    first = await response.content.readuntil(b"\n\n")
-    assert b"first" in first
+    begin = await response.content.readuntil(end)
+    assert b"first" in begin
     release.set()
     rest = await response.content.read()
-    assert b"second" in rest
-    assert rest.endswith(DONE)
-    assert shows_no_address(either, (first + rest).decode())
+    assert b"second" in rest and rest.endswith(DONE)
+    assert shows_no_address(either, (begin + rest).decode())
     assert either.p.requests[0].body["stream"] is False
-
-
-async def test_events_that_end_with_carriage_returns_go_on_at_once(concurrent: Deployment) -> None:
-    relayed = asyncio.Event()
-    first, last = (b'data: {"choices":[{"text":"%d"}]}\r\n\r\n' % each for each in range(2))
-    concurrent.d.behaviour = stream_of(first, relayed, last)
-    response = await concurrent.post(stream=True)
-    async with asyncio.timeout(10):
-        assert await response.content.readuntil(b"\r\n\r\n") == first
-    relayed.set()
-    assert await response.content.read() == last
 
 
 async def test_a_p_that_does_not_end_is_closed_after_a_while(
@@ -155,9 +150,6 @@ async def test_an_answer_without_stream_comes_whole(either: Deployment, encode: 
     either.d.behaviour = answers(big)
     response = await either.post()
     assert (await response.json())["choices"][0]["text"] == "y" * 300_000
-
-
-# What a client gets wrong.
 
 
 @pytest.mark.parametrize("limits", [Limits(max_body=1000), Limits(max_held=1000)], ids=["body", "held"])

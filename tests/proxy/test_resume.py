@@ -107,16 +107,35 @@ def same(got: Answer, wanted: Answer) -> bool:
     return vars(got) | others == vars(wanted) | others
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (CHAT, CHATTED)], ids=["text", "chat"])
-async def test_a_stream_outlives_its_d(dispatch: Dispatch, path: str, body: dict[str, Any]) -> None:
-    async with deployed(dispatch, 1, 2) as deployment:
-        the_first_is_lost(deployment.decodes)
+WITH_USAGE = COMPLETION | {"stream_options": {"include_usage": True}}
+LOST: dict[str, tuple[str, dict[str, Any], int, list[Behaviour]]] = {
+    **{
+        name: (COMPLETIONS, COMPLETION, 1, [generates(lost_after=9, loss=loss)])
+        for name, loss in {"dies": DIES, "fails": FAILS, "gives up": GIVES_UP, "hangs": HANGS}.items()
+    },
+    "a chat": (CHAT, CHATTED, 1, [generates(lost_after=9)]),
+    "two are lost": (COMPLETIONS, COMPLETION, 1, [generates(lost_after=5)] * 2),
+    "without a P": (COMPLETIONS, COMPLETION, 0, [generates(lost_after=5)]),
+    "no usage": (COMPLETIONS, WITH_USAGE, 1, [generates(lost_after=-2)]),
+    "no end": (COMPLETIONS, WITH_USAGE, 1, [generates(lost_after=-1)]),
+    "no end of the second": (COMPLETIONS, WITH_USAGE, 1, [generates(lost_after=each) for each in (9, -1)]),
+}
+"""The request, the number of P's, and what the D's do that are asked before the last one."""
+
+
+@pytest.mark.parametrize("how", LOST)
+async def test_a_stream_outlives_its_d(dispatch: Dispatch, how: str) -> None:
+    """One that has its last token is ended by the proxy."""
+    path, body, prefill, lost = LOST[how]
+    async with deployed(dispatch, prefill, len(lost) + 1, event_seconds=0.5) as deployment:
+        take_turns(deployment.decodes, *lost, generates())
         assert same(await ask(deployment, body, path), whole(body, path))
-        assert asked(deployment.decodes) == [1, 1]
-        first, second = deployment.p.requests
-        assert first.path == path and second.path == COMPLETIONS
-        assert second.body["max_tokens"] == 1 and len(second.body["prompt"]) > 8
-        assert deployment.proxy.counters.resumed == 1
+        assert asked(deployment.decodes) == [0 if how.startswith("no ") else 1, *[1] * len(lost)]
+        if prefill and len(lost) == 1 and not how.startswith("no "):
+            first, second = deployment.p.requests
+            assert first.path == path and second.path == COMPLETIONS
+            assert second.body["max_tokens"] == 1 and len(second.body["prompt"]) > 8
+            assert deployment.proxy.counters.resumed == 1
 
 
 @pytest.mark.parametrize("known", [[True, True], [True, False, False, True], [False, False]])
@@ -134,16 +153,9 @@ async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(
         assert deployment.proxy.counters.not_resumed == (not any(known))
 
 
-@pytest.mark.parametrize("loss", [DIES, FAILS, GIVES_UP, HANGS], ids=["dies", "fails", "gives up", "hangs"])
-async def test_each_way_to_lose_a_d(loss: LossReason) -> None:
-    async with deployed("concurrent", 1, 2, limits=Limits(event_seconds=0.5)) as deployment:
-        the_first_is_lost(deployment.decodes, loss=loss)
-        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
-
-
 async def test_ds_that_died_together_are_no_tries() -> None:
     """Their ports refuse: nothing is asked of them, and neither limit nor budget counts."""
-    async with deployed("concurrent", 1, 5, limits=Limits(resumes=1)) as deployment:
+    async with deployed("concurrent", 1, 5, resumes=1) as deployment:
 
         def loss(request: web.Request, seen: Seen) -> None:
             for each in [each for each in deployment.decodes if not each.requests][:-1]:
@@ -160,34 +172,30 @@ async def test_ds_that_died_together_are_no_tries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decode", "limits", "loss", "said"),
+    ("decode", "limits", "loss", "said", "tries"),
     [
-        (1, Limits(), DIES, "died"),
-        (1, Limits(), FAILS, "EngineCore died"),
-        (2, Limits(resumes=0), DIES, "died"),
-        (2, Limits(resume_bytes=0), DIES, "died"),
+        (1, Limits(), DIES, "died", 0),
+        (1, Limits(), FAILS, "EngineCore died", 0),
+        (2, Limits(resumes=0), DIES, "died", 0),
+        (2, Limits(resume_bytes=0), DIES, "died", 0),
+        (4, Limits(resumes=2), DIES, "died", 2),
     ],
-    ids=["no other D", "its own error", "no tries", "no memory"],
+    ids=["no other D", "its own error", "no tries", "no memory", "tries used up"],
 )
 async def test_where_none_goes_on_it_is_an_error(
-    decode: int, limits: Limits, loss: LossReason, said: str
+    decode: int, limits: Limits, loss: LossReason, said: str, tries: int
 ) -> None:
     async with deployed("concurrent", 1, decode, limits=limits) as deployment:
-        the_first_is_lost(deployment.decodes, loss=loss)
+        all_do(deployment.decodes, generates(lost_after=4, loss=loss))
         got = await ask(deployment, COMPLETION)
         assert got.error["code"] == (500 if loss is FAILS else 502) and said in got.error["message"]
         assert whole(COMPLETION).text.startswith(got.text) and got.text and not got.ids
-        (sent,) = [seen for each in deployment.decodes for seen in each.requests]
-        assert (sent.body == COMPLETION) == (limits.resumes == 0), "D gets the client's own bytes"
-        assert deployment.proxy.counters.not_resumed == (decode == 1)
-
-
-@pytest.mark.parametrize(("prefill", "losses"), [(1, 2), (0, 1)], ids=["two are lost", "without a P"])
-async def test_another_d_goes_on(prefill: int, losses: int) -> None:
-    async with deployed("concurrent", prefill, losses + 1) as deployment:
-        take_turns(deployment.decodes, *[generates(lost_after=5)] * losses, generates())
-        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
-        assert asked(deployment.decodes) == [1] * (losses + 1)
+        sent = [seen.body for each in deployment.decodes for seen in each.requests]
+        assert len(sent) == max(asked(deployment.decodes)) + tries == 1 + tries
+        assert (COMPLETION in sent) == (limits.resumes == 0), "D gets the client's own bytes"
+        counters = deployment.proxy.counters
+        assert (counters.resume_tries, counters.resumed) == (tries, 0)
+        assert counters.not_resumed == (decode == 1 or tries > 0)
 
 
 async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() -> None:
@@ -196,25 +204,6 @@ async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() ->
         take_turns(deployment.prefills, answer_json, answer_error(500), answer_json)
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
         assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [1, 2]
-
-
-async def test_no_more_than_the_limit() -> None:
-    async with deployed("concurrent", 1, 4, limits=Limits(resumes=2)) as deployment:
-        all_do(deployment.decodes, generates(lost_after=3))
-        got = await ask(deployment, COMPLETION)
-        assert got.error["code"] == 502
-        assert asked(deployment.decodes) == [0, 1, 1, 1]
-        counters = deployment.proxy.counters
-        assert (counters.resume_tries, counters.resumed, counters.not_resumed) == (2, 0, 1)
-
-
-@pytest.mark.parametrize("losses", [[-2], [-1], [9, -1]], ids=["no usage", "no end", "no end of the second"])
-async def test_an_answer_that_has_its_last_token_is_ended_by_the_proxy(losses: list[int]) -> None:
-    body = COMPLETION | {"stream_options": {"include_usage": True}}
-    async with deployed("concurrent", 1, len(losses) + 1) as deployment:
-        take_turns(deployment.decodes, *[generates(lost_after=each) for each in losses], generates())
-        assert same(await ask(deployment, body), whole(body))
-        assert asked(deployment.decodes) == [0, *[1] * len(losses)]
 
 
 async def test_a_d_that_dies_within_a_long_first_event_leaves_an_error() -> None:
@@ -275,12 +264,17 @@ async def test_a_d_that_has_sent_all_is_no_loss(drained: bool, monkeypatch: pyte
         assert asked(deployment.decodes) == [0, 1]
 
 
-async def test_a_client_that_leaves_meanwhile_is_not_served_on() -> None:
+@pytest.mark.parametrize("who", ["client", "proxy"])
+async def test_who_leaves_meanwhile_is_not_served_on(who: str) -> None:
     async with deployed("concurrent", 1, 2) as deployment:
         take_turns(deployment.decodes, generates(lost_after=4), never_a_token)
-        response = await deployment.post(COMPLETION)
-        await eventually(lambda: asked(deployment.decodes) == [1, 1])
-        response.close()
+        async with await deployment.post(COMPLETION) as response:
+            await eventually(lambda: asked(deployment.decodes) == [1, 1])
+            if who == "proxy":
+                assert await deployment.proxy.stop(0.0, asyncio.Event()) == 1
+                got = Answer.of(await response.read())
+                assert got.error["code"] == 503 and "stop" in got.error["message"]
+            response.close()
         await eventually(lambda: any(seen.aborted for each in deployment.decodes for seen in each.requests))
 
 
@@ -295,16 +289,6 @@ async def test_a_client_that_leaves_as_its_d_is_lost_is_not_served_on() -> None:
         the_first_is_lost(deployment.decodes, loss=(both_leave,))
         response.set_result(await deployment.post(COMPLETION))
         await eventually(lambda: deployment.proxy.counters.admitted == 1)
-
-
-async def test_a_proxy_that_stops_meanwhile_says_so() -> None:
-    async with deployed("concurrent", 1, 2) as deployment:
-        take_turns(deployment.decodes, generates(lost_after=4), never_a_token)
-        async with await deployment.post(COMPLETION) as response:
-            await eventually(lambda: asked(deployment.decodes) == [1, 1])
-            assert await deployment.proxy.stop(0.0, asyncio.Event()) == 1
-            got = Answer.of(await response.read())
-        assert got.error["code"] == 503 and "stop" in got.error["message"]
 
 
 async def test_all_streams_of_a_lost_d_go_on() -> None:
@@ -323,21 +307,6 @@ async def test_all_streams_of_a_lost_d_go_on() -> None:
         assert deployment.proxy.counters.resumed == len(lost.requests) >= 20
 
 
-async def test_a_client_that_reads_slowly_loses_nothing() -> None:
-    body = COMPLETION | {"max_tokens": 4000}
-    async with deployed("concurrent", 1, 2) as deployment:
-        the_first_is_lost(deployment.decodes, lost_after=2500)
-        async with (
-            aiohttp.ClientSession(read_bufsize=1024) as client,
-            client.post(deployment.url + COMPLETIONS, json=body) as response,
-        ):
-            data = b""
-            async for piece in response.content.iter_chunked(4096):
-                data += piece
-                await asyncio.sleep(0.001)
-        assert same(Answer.of(data), whole(body))
-
-
 ADMIN = {"Authorization": "Bearer admin"}
 
 
@@ -347,7 +316,10 @@ async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -
     async with deployed("concurrent", 1, 2, guard=Access(token="admin")) as deployment:
         leaving, other = deployment.decodes
 
-        leaving.behaviour, other.behaviour = by_kind(endless, after(whole_json, answer_json)), generates()
+        leaving.behaviour, other.behaviour = (
+            by_kind(endless, after(whole_json, answer_json)),
+            generates(),
+        )
         streams = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(16)]
         await eventually(lambda: asked(deployment.decodes) == [8, 8])
         plain = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
@@ -388,7 +360,7 @@ async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take(
 )
 async def test_a_drain_with_a_deadline_moves_as_many_as_others_have_room_for(first: dict[str, Any]) -> None:
     """One here, of two: what cannot move takes no room from what can."""
-    async with deployed("concurrent", 1, 2, limits=Limits(max_requests=2)) as deployment:
+    async with deployed("concurrent", 1, 2, max_requests=2) as deployment:
         release, active = asyncio.Event(), deployment.proxy.active
         all_do(deployment.decodes, pausing(release))
         asking = []
@@ -407,7 +379,7 @@ async def test_a_drain_with_a_deadline_moves_as_many_as_others_have_room_for(fir
 @pytest.mark.parametrize("streams", [True, False], ids=["begun", "not begun"])
 async def test_a_request_moves_as_often_as_its_d_is_drained(streams: bool) -> None:
     """To a D that is resumed, too. No move is a try, and none counts in the budget: the only try is left."""
-    async with deployed("concurrent", 1, 2, limits=Limits(retries=0, resumes=1)) as deployment:
+    async with deployed("concurrent", 1, 2, retries=0, resumes=1) as deployment:
         deployment.proxy.admission.budget.spend = lambda now, *, whatever=False: whatever  # type: ignore
         held = generates(lost_after=5, loss=HANGS) if streams else never_a_token
         release = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The policies, each by itself, and what they weigh."""
+"""The policies, each by itself, what they weigh, and what the router keeps between two requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from proxy_fakes import Deployment, deployed, fail, fleet, prompt_of, quiet
+from msgspec.structs import replace
+from proxy_fakes import Deployment, Line, deployed, fail, fleet, ping, prompt_of, quiet
 from test_admission import ask, slow
 
+from p2pkv.control.discovery import Ping, goodbye
 from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
+from p2pkv_proxy.membership import registry as registry_module
 from p2pkv_proxy.membership.instance import REQUEST_TOKENS, Instance
 from p2pkv_proxy.membership.registry import Registry, random_turn
 from p2pkv_proxy.policies import ConsistentHash, Policy, Routing, RoutingRequest
-from p2pkv_proxy.routing import POLICIES, LeastLoaded, NoInstance, PowerOfTwo, PrefillMode
+from p2pkv_proxy.routing import (
+    POLICIES,
+    Full,
+    LeastLoaded,
+    NoInstance,
+    PowerOfTwo,
+    PrefillMode,
+    Router,
+    UnknownModel,
+)
 from support.waiting import eventually
 
 least_loaded, consistent_hash = LeastLoaded(), ConsistentHash()
@@ -39,9 +51,6 @@ def asked(tokens: int = 10, first: int = 0, session: str = "") -> RoutingRequest
 
 def instances(count: int, role: Any = "P", **more: Any) -> list[Instance]:
     return fleet(*[(role, more)] * count)[1]
-
-
-# What there is to do.
 
 
 def test_ps_work_is_the_tokens_of_its_prompts() -> None:
@@ -83,9 +92,6 @@ def test_ds_work_is_its_requests_and_their_tokens() -> None:
     assert (work(few), few.tokens) == (0, 0)
 
 
-# One policy after the other.
-
-
 def test_p_and_d_each_go_by_their_own_policy() -> None:
     """Of these round_robin looks at no load."""
     routing = Routing(prefill="round_robin", decode="consistent_hash")
@@ -109,37 +115,27 @@ def test_power_of_two_takes_the_one_with_less_to_do_and_looks_at_two_only() -> N
 
 
 def test_a_session_stays_and_only_the_sessions_of_who_goes_move() -> None:
-    everyone = instances(5)
+    """Neither a restart nor a load moves one. An instance of twice the size has twice the sessions."""
+    everyone, again = instances(5, incarnation="old"), instances(5, incarnation="new")
     sessions = [f"session {number}" for number in range(500)]
 
-    def homes(candidates: list[Instance]) -> dict[str, Instance]:
-        return {each: consistent_hash(candidates, asked(session=each)).instance for each in sessions}
+    def homes(candidates: list[Instance]) -> dict[str, Any]:
+        return {each: consistent_hash(candidates, asked(session=each)).instance.name for each in sessions}
 
     before = homes(everyone)
-    assert before == homes(everyone[::-1])
+    everyone[0].expect(1, 10_000)
+    assert before == homes(everyone[::-1]) == homes(again)
+    assert consistent_hash(everyone, asked()).instance is not everyone[0], "without a session: least loaded"
     sizes = Counter(before.values())
-    assert min(sizes[each] for each in everyone) > 60, "about a hundred each"
+    assert min(sizes[each.name] for each in everyone) > 60, "about a hundred each"
     gone, *rest = everyone
     after = homes(rest)
-    assert {each for each in sessions if before[each] is not after[each]} == {
-        each for each in sessions if before[each] is gone
+    assert {each for each in sessions if before[each] != after[each]} == {
+        each for each in sessions if before[each] == gone.name
     }
-
-
-def test_a_restart_and_a_load_move_no_session() -> None:
-    old, new = instances(3, incarnation="old"), instances(3, incarnation="new")
-    old[0].expect(1, 10_000)
-    for number in range(30):
-        wants = asked(session=str(number))
-        homes = [consistent_hash(each, wants).instance.name for each in (old, new)]
-        assert homes[0] == homes[1]
-    assert consistent_hash(old, asked()).instance is not old[0], "without a session it is the least loaded"
-
-
-def test_an_instance_of_twice_the_size_has_twice_the_sessions() -> None:
-    _, everyone = fleet(("P", {"tp_size": 2}), "P")
+    _, unlike = fleet(("P", {"tp_size": 2}), "P")
     chosen = Counter(
-        consistent_hash(everyone, asked(session=str(number))).instance.ping.tp_size for number in range(3000)
+        consistent_hash(unlike, asked(session=str(number))).instance.ping.tp_size for number in range(3000)
     )
     assert 1.7 < chosen[2] / chosen[1] < 2.3
 
@@ -153,19 +149,7 @@ def test_every_policy_can_do_with_one_candidate_and_with_an_empty_prompt(name: A
         assert policy([only], asked(session="s")).instance is only
 
 
-# prefix_aware.
-
-
 LONG = 20 * PIECE_TOKENS
-
-
-def test_the_same_beginning_goes_to_the_same_instance() -> None:
-    policy, everyone = make_policy("prefix_aware", 10_000), instances(3)
-    firsts = [policy(everyone, asked(LONG, 10_000 * number)) for number in range(3)]
-    assert [pick.cached for pick in firsts] == [0, 0, 0]
-    again = [policy(everyone, asked(LONG + 30, 10_000 * number)) for number in range(3)]
-    assert [pick.instance for pick in again] == [pick.instance for pick in firsts]
-    assert [pick.cached for pick in again] == [LONG] * 3
 
 
 def test_the_longest_beginning_decides_although_it_is_not_computed_yet() -> None:
@@ -232,7 +216,6 @@ def test_models_and_restarts_have_caches_of_their_own() -> None:
     assert policy(after, RoutingRequest("a", prompt_of(fields))).cached == 0
 
 
-# The options, from the command line to the choice.
 async def test_a_session_is_named_by_a_header() -> None:
     routing = Routing(prefill="consistent_hash", decode="consistent_hash", session_header="X-Chat")
     async with deployed("concurrent", 3, 3, routing=routing) as deployment:
@@ -257,3 +240,122 @@ async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back(concur
     assert [await task for task in tasks] == [200] * 3
     await quiet(concurrent)
     assert (p.tokens, d.tokens) == (0, 0)
+
+
+# What the router keeps of all instances between two requests is what it would compute anew.
+
+
+LIFE, LEASE = 10.0, 30.0
+
+
+class TwoRouters:
+    """A few instances to which things happen, and two routers: one keeps what it can, one is always new."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.registry = Registry(LIFE, lease=LEASE)
+        self.kept = Router(self.registry, room=3, decode_alone=2)
+        self.now = 0.0
+        self.sources: dict[Ping, Line] = {}
+        pings = [
+            ping(role, 10 + number, model=model, incarnation="first")
+            for role in ("P", "D")
+            for number, model in enumerate(["a", "a", "a", "b"])
+        ]
+        self.pings = {each.http_address + each.type: each for each in pings}
+        for each in pings:
+            self.ping(each)
+
+    def ping(self, message: Ping) -> None:
+        source = self.sources.get(message)
+        if source is None or not source.open:
+            source = self.sources[message] = Line()
+        if (found := self.registry.observe(message, self.now, source)) is not None:
+            found.healthy = True
+
+    def step(self) -> None:
+        """One thing happens."""
+        key = self.dice.choice(sorted(self.pings))
+        message = self.pings[key]
+        instance = self.registry.of(message)
+        match self.dice.randrange(11):
+            case 0 | 1 | 2:
+                self.ping(message)
+            case 3:
+                self.now += self.dice.choice([0.1, 1.0, LIFE + 0.1])
+            case 4:
+                self.pings[key] = replace(message, incarnation=str(self.dice.random()))
+                self.ping(self.pings[key])
+            case 5 if instance is not None:
+                self.ping(replace(message, paused=not instance.paused))
+            case 6 if instance is not None:
+                self.registry.drain(instance, not instance.drained)
+            case 7 if instance is not None:
+                for _ in range(5):
+                    instance.breaker.failed(self.now, "trial")
+            case 8 if instance is not None:
+                instance.breaker.sent("trial", self.now)
+                instance.breaker.succeeded(self.now, "trial")
+            case 9 if instance is not None:
+                instance.healthy = self.dice.random() < 0.8
+            case 10:
+                self.sources[message].open = False
+                if self.dice.random() < 0.5:
+                    self.registry.observe(goodbye(message), self.now, self.sources[message])
+                elif self.dice.random() < 0.5:
+                    self.registry.expire(self.now)
+        if instance is not None and instance.role == "D":
+            places = self.dice.randrange(4) - instance.places
+            for _ in range(abs(places)):
+                instance.count_place(1 if places > 0 else -1, decode_alone=False)
+
+    def able(self, router: Router, model: str | None, mode: PrefillMode) -> Any:
+        try:
+            prefillers, decoders = router.able(RoutingRequest(model), self.now, mode=mode)
+        except (NoInstance, UnknownModel, Full) as error:
+            return type(error), str(error)
+        return {each.name for each in prefillers}, {each.name for each in decoders}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_kept_is_what_is_true(seed: int) -> None:
+    routers = TwoRouters(seed)
+    reused = 0
+    for _ in range(200):
+        before = routers.kept._last
+        for model in ("a", "b", "c", None):
+            for mode in PrefillMode:
+                anew = Router(routers.registry, room=3, decode_alone=2)
+                assert routers.able(routers.kept, model, mode) == routers.able(anew, model, mode)
+        reused += before is routers.kept._last
+        routers.step()
+    assert reused > 30, "something is kept at all"
+
+
+def test_requests_compute_nothing_anew_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (router, _), looked = fleet(*"PD" * 50, registry=Registry(LIFE, lease=LEASE)), 0
+    candidates = Registry.candidates
+
+    def counted(self: Registry) -> Any:
+        nonlocal looked
+        looked += 1
+        return candidates(self)
+
+    monkeypatch.setattr(registry_module.Registry, "candidates", counted)
+    for turn in range(100):
+        choice = router.choose(RoutingRequest("m"), turn / 100)
+        assert choice.prefill is not None
+        choice.decode.count_place(1, decode_alone=False)
+    assert looked <= 3
+
+
+@pytest.mark.parametrize("more", [{}, {"model": "m"}])
+def test_names_that_are_unknown_make_no_entries(more: dict[str, str]) -> None:
+    """One may be that of an adapter that was loaded since."""
+    router, _ = fleet(("P", more), ("D", more))
+    router.able(RoutingRequest(), 0.0, mode=PrefillMode.WANTED)
+    assert router._last is not None
+    known = dict(router._last._fleets)
+    for number in range(100):
+        router.able(RoutingRequest(f"unknown {number}"), 0.0, mode=PrefillMode.WANTED)
+    assert router._last._fleets == known

@@ -20,7 +20,6 @@ from proxy_fakes import Deployment, all_do, connect, deployed, quiet
 
 from p2pkv_proxy.app import BoundedRunner
 from p2pkv_proxy.attempt import Dispatch
-from p2pkv_proxy.limits import Limits
 from support.waiting import eventually
 
 BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
@@ -57,8 +56,7 @@ class Client:
 @pytest.fixture
 async def short() -> AsyncIterator[Deployment]:
     """A proxy that waits half a second for the rest of a body, and a D that takes one request."""
-    limits = Limits(max_body=1 << 20, body_seconds=0.5, max_requests=1)
-    async with deployed("concurrent", 1, 1, limits=limits) as deployment:
+    async with deployed("concurrent", 1, 1, max_body=1 << 20, body_seconds=0.5, max_requests=1) as deployment:
         yield deployment
 
 
@@ -168,7 +166,7 @@ async def test_nothing_of_a_header_comes_into_the_log(
 
 
 async def test_large_heads_count_among_the_bytes_that_are_held() -> None:
-    async with deployed("concurrent", 1, 1, limits=Limits(max_held=1 << 20, max_body=1 << 20)) as deployment:
+    async with deployed("concurrent", 1, 1, max_held=1 << 20, max_body=1 << 20) as deployment:
         large = {"X": "x" * (1 << 20)}
         assert "as many requests as it can" in await deployment.refusal(503, headers=large)
         await deployment.serves(1, headers={"X": "x" * (1 << 19)})
@@ -255,9 +253,6 @@ async def drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
-# More connections than there may be.
-
-
 @pytest.fixture(params=[False, True], ids=["plain", "TLS"])
 def trusted(
     request: pytest.FixtureRequest, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -274,8 +269,7 @@ def trusted(
 @pytest.fixture
 async def crowded(trusted: ssl.SSLContext | None) -> AsyncIterator[Deployment]:
     """A proxy that takes three connections."""
-    limits = Limits(max_connections=3)
-    async with deployed("concurrent", 1, 1, limits=limits) as deployment:
+    async with deployed("concurrent", 1, 1, max_connections=3) as deployment:
         yield deployment
 
 
@@ -388,9 +382,6 @@ async def test_when_all_have_requests_under_way_another_one_is_turned_away(
             assert await client.status() == 200
     lines = [line for line in caplog.records if "takes no more" in line.getMessage()]
     assert len(lines) == 1
-
-
-# A client leaves: both instances hear of it.
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,12 @@ BAD = {
 SUCCESSES = ("no body", "204", "comments without end", "a stream of nothing")
 
 
+WAYS: list[tuple[Role, Dispatch]] = [("D", "concurrent"), ("P", "concurrent"), ("P", "sequential")]
+
+
 @pytest.mark.parametrize(
-    ("role", "kind"),
-    [(role, kind) for role in ("P", "D") for kind in BAD if role == "D" or kind not in SUCCESSES],
+    ("role", "dispatch", "kind"),
+    [(*way, kind) for way in WAYS for kind in BAD if way[0] == "D" or kind not in SUCCESSES],
 )
 async def test_a_wrong_answer_is_an_error_that_says_so(role: Role, kind: str, dispatch: Dispatch) -> None:
     async with rude(role, dispatch, Limits(alone_share=0)) as (deployment, instance):

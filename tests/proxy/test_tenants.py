@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,10 +15,10 @@ from hypothesis import strategies as st
 from proxy_behaviours import streams
 from proxy_fakes import Deployment, called, deployed, error_of, fleet, join, ping, prompt_of, quiet
 from proxy_process import served
-from test_admission import slow
-from test_metrics import OPERATIONS, page
-from test_settings import given as options_given
-from test_settings import refused
+from test_admission import slow, small
+from test_metrics import documented, page, shown_on
+from test_process import given as options_given
+from test_process import refused
 
 from p2pkv_proxy import options
 from p2pkv_proxy.access import OTHER, Access, Tenant, Tenants, TenantSettings, read_tenants
@@ -50,11 +49,6 @@ def request(of: Tenant, tokens: int = 4, asked: int = 0, model: str | None = Non
     return RoutingRequest(model, prompt_of({"prompt": [7] * tokens}), "", of, asked)
 
 
-def narrow(**limits: Any) -> Admission:
-    """One D, which takes one request."""
-    return Admission(fleet("D", room=1)[0], Limits(**limits), RequestCounters(), lambda: 0.0)
-
-
 async def order(admission: Admission, asked: list[RoutingRequest]) -> list[RoutingRequest]:
     """In which they get the one place, having come in the order of `asked` while it was taken."""
     got = list[RoutingRequest]()
@@ -75,10 +69,7 @@ def cost(of: RoutingRequest) -> float:
     return 1 + of.prompt.tokens + of.asked
 
 
-# The queue.
-
-
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     weights=st.lists(st.sampled_from([0.5, 1, 2, 3, 10]), min_size=2, max_size=4),
     sizes=st.lists(st.tuples(st.integers(1, 500), st.integers(1, 60)), min_size=40, max_size=40),
@@ -92,7 +83,7 @@ def test_shares_follow_weights_within_two_requests(
     tenants = some(*weights)
     whose = data.draw(st.lists(st.sampled_from(tenants), min_size=len(sizes), max_size=len(sizes)))
     asked = [request(who, tokens, answer) for who, (tokens, answer) in zip(whose, sizes, strict=True)]
-    got = asyncio.run(order(narrow(), asked))
+    got = asyncio.run(order(small(), asked))
     assert sorted(map(id, got)) == sorted(map(id, asked)), "each is served, once"
     largest = {who: max((cost(each) for each in asked if each.tenant is who), default=0) for who in tenants}
     left, used = Counter(whose), dict.fromkeys(tenants, 0.0)
@@ -112,7 +103,7 @@ def test_shares_follow_weights_within_two_requests(
 
 async def test_who_pauses_saves_nothing_up_and_a_crowd_of_one_s_own_costs_nothing_later() -> None:
     busy, idle = some(1, 1)
-    admission = narrow()
+    admission = small()
     await order(admission, [request(busy) for _ in range(50)])
     got = await order(admission, [request(who) for _ in range(10) for who in (busy, idle)])
     ahead = [sum(1 if each.tenant is idle else -1 for each in got[: at + 1]) for at in range(len(got))]
@@ -195,7 +186,7 @@ async def test_a_streamed_answer_costs_what_came_of_it_although_its_client_left(
 
 async def test_a_full_queue_turns_away_those_who_fill_it() -> None:
     greedy, modest = some(1, 1)
-    admission = narrow(max_waiting=10)
+    admission = small(max_waiting=10)
     ended = list[tuple[Tenant, int]]()
 
     async def enter(who: Tenant) -> None:
@@ -223,7 +214,7 @@ async def test_a_full_queue_turns_away_those_who_fill_it() -> None:
 
 async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
     one, other = some(1, 1)
-    admission = narrow(max_wait=0.05)
+    admission = small(max_wait=0.05)
     async with admission.place(RoutingRequest(), paired=False):
         places = [admission.place(request(who), paired=False) for who in (one, other, one)]
         late = [asyncio.ensure_future(each.__aenter__()) for each in places]
@@ -234,9 +225,7 @@ async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
     assert (one.waiting, other.waiting) == (0, 0)
 
 
-# Limits.
-
-
+@settings(max_examples=50)
 @given(
     rate=st.integers(1, 1000),
     burst=st.sampled_from([0.5, 1.0, 4.0]),
@@ -289,9 +278,6 @@ def test_requests_under_way_are_bounded_and_the_wait_is_that_for_the_next_end() 
     assert one.under_way == 0
 
 
-# The file.
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -318,11 +304,6 @@ def test_a_mistake_in_the_file_is_said_at_the_start(
     assert told.format(file=file) in " ".join(refused(capsys, "--tenants", str(file)).split())
 
 
-def test_the_header_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--tenant-header needs --tenants" in refused(capsys, "--tenant-header", "X-Tenant")
-    assert "cannot be read: No such file" in refused(capsys, "--tenants", "/nowhere/tenants.toml")
-
-
 def test_the_file_s_keys_are_keys_of_the_proxy_and_it_may_be_named_anywhere(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(f"[alice]\nkeys = ['{ALICE}', 'second']\nrequests = 3\n[other]\nweight = 0.5\n")
@@ -334,9 +315,6 @@ def test_the_file_s_keys_are_keys_of_the_proxy_and_it_may_be_named_anywhere(tmp_
     without = options_given()
     assert options.tenants(without) is None and options.keys(without) == ()
     assert list(read_tenants(str(file))) == ["alice", "other"]
-
-
-# Behind a proxy.
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -400,15 +378,8 @@ async def test_metrics_name_tenants_and_never_keys(one_each: Deployment) -> None
     assert names == {"alice", "bob", OTHER}
     assert found.value("tenant_time_to_first_token_seconds_count") == 3
     assert all(found.value("tenant_requests_ended_total", tenant=each) == 1 for each in names)
-    there = {
-        re.sub("_(bucket|count|sum)$", "", each.name.removeprefix("p2pkv_proxy_")): set(each.labels) - {"le"}
-        for each in found.samples
-        if "tenant" in each.labels and not each.name.endswith("_created")
-    }
-    table = OPERATIONS.split("| in `/metrics`, by tenant | labels | meaning |")[1].split("\n\n")[0]
-    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    named = [(re.findall(r"`(\w+)`", names), set(re.findall(r"`(\w+)`", labels))) for names, labels in rows]
-    assert there == {name: labels for names, labels in named for name in names}, "as the page has them"
+    there = {name: labels for name, labels in shown_on(found).items() if "tenant" in labels}
+    assert there == documented("| in `/metrics`, by tenant | labels | meaning |"), "as the page has them"
     assert found.value("tenant_prompt_tokens_total", tenant="bob") == 1
 
 
@@ -455,19 +426,6 @@ async def test_the_body_s_priority_goes_to_both_and_a_tenant_s_where_there_is_no
         for instance in (deployment.p, deployment.d):
             got = [(e.body.get("priority"), e.headers.get("X-Vllm-Priority")) for e in instance.requests]
             assert got == [(7, None), (None, "-3"), (None, None)]
-
-
-async def test_a_crowd_of_one_waits_and_the_other_goes_next_with_every_place_taken() -> None:
-    limits = Limits(max_requests=1, max_waiting=50)
-    async with deployed("concurrent", 1, 1, limits=limits, **house(TenantSettings())) as deployment:
-        with slow(deployment.d):
-            asked = [asyncio.create_task(deployment.post(headers=bearer(ALICE))) for _ in range(20)]
-            await eventually(lambda: deployment.proxy.admission.waiting == 19)
-            asked.append(asyncio.create_task(deployment.post(headers=bearer(BOB))))
-            await eventually(lambda: deployment.proxy.admission.waiting == 20)
-        assert [(await each).status for each in asked] == [200] * 21
-        keys = [each.headers["Authorization"].rpartition(" ")[2] for each in deployment.d.requests]
-        assert keys.index(BOB) in (1, 2)
 
 
 async def test_the_options_of_the_command(tmp_path: Path) -> None:

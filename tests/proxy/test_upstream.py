@@ -19,7 +19,6 @@ from proxy_fakes import Deployment, RawInstance, asked, deployed, join, outcomes
 
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import Content
-from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.upstream import Call, CallFailed, Client, first_content, is_servers_error
@@ -178,7 +177,7 @@ class Forgetful(RawInstance):
 @asynccontextmanager
 async def forgetful(dispatch: Dispatch) -> AsyncIterator[tuple[Deployment, list[Forgetful]]]:
     """A P and a D of that kind, and no try at others: there are none."""
-    async with deployed(dispatch, limits=Limits(retries=0, alone_share=0)) as deployment:
+    async with deployed(dispatch, retries=0, alone_share=0) as deployment:
         instances = [Forgetful("P"), Forgetful("D")]
         for each in instances:
             await deployment.enlist(each)
@@ -216,7 +215,7 @@ async def test_what_had_begun_to_answer_is_not_asked_again() -> None:
 
 async def test_a_connection_that_is_new_is_not_made_again() -> None:
     """Nor a second time the one that was made anew."""
-    async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+    async with deployed("sequential", 1, 1, retries=0, alone_share=0) as deployment:
         (p,) = deployment.registry.known("P")
         deployment.p.behaviour = dies
         await deployment.proxy.session.pooled.connector.close()
@@ -240,7 +239,7 @@ async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
     """One that ends later had the request: it may have been worked on, and its D knows of it."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("p2pkv_proxy.upstream.time", clock)
-    async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+    async with deployed("sequential", 1, 1, retries=0, alone_share=0) as deployment:
         assert (await deployment.post()).status == 200
 
         def closes_later(_: Seen) -> Behaviour:
@@ -255,7 +254,7 @@ async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
 
 async def test_what_is_sent_once_more_is_within_the_budget_of_retries() -> None:
     """Ten, or a fifth of the requests."""
-    async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+    async with deployed("sequential", 1, 1, retries=0, alone_share=0) as deployment:
 
         def first_copy_dies(seen: Seen) -> Behaviour:
             copies = [each for each in deployment.p.requests if each.request_id == seen.request_id]

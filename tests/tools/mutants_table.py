@@ -150,13 +150,13 @@ Prefill.fill: pages are taken back in the middle of a gather
 -             filler
 + if True:
 +             filler
-== proxy/relay.py > tests/proxy/test_data_parallel.py
+== proxy/relay.py > tests/proxy/test_membership.py::test_each_request_goes_to_the_engines_that_its_id_names
 to_instance: the proxy sends no X-data-parallel-rank
 ~ if instance.replica is not None: => if False:
 > tests/proxy/test_hung.py::test_a_client_that_reads_slowly_is_not_ds_silence
 Relay._watch: a client that reads slowly counts as a silent D
 ~ (waited, 0.0) if self._writing => (waited, waited) if self._writing
-> tests/proxy/test_failures.py::test_what_was_held_back_when_d_dies_reaches_the_client
+> tests/proxy/test_failures.py::test_a_d_that_dies_in_its_stream_leaves_an_error_event
 Relay.give_up: bytes that were held back are lost when D dies
 ~             await self._send(self._filter.flush()) =>             pass
 == p2pkv/connector/connector.py
@@ -282,7 +282,7 @@ Router.choose: with placement by cost a D computes what a P has failed
 ~ self._decode_alone if mode is PrefillMode.WANTED else 0 => self._decode_alone
 Router._fleet: with placement by cost a request comes back to what has failed it
 ~ cache.fleet(request.model, avoid) => cache.fleet(request.model, frozenset())
-> tests/proxy/test_fleet_cache.py
+> tests/proxy/test_routing.py::test_what_is_kept_is_what_is_true
 _FleetCache.is_valid: the router goes on with instances that have changed since
 ~ self._version == self.registry.version => True
 _FleetCache.is_valid: one that has fallen silent since counts as well
@@ -363,7 +363,7 @@ _Worker.follow: the process that announces outlives a worker that has not read a
 _Worker.ping: an instance in trouble is announced (K4)
 ~ if silent or last.trouble: => if silent:
 == proxy/membership/prober.py
-> tests/proxy/test_hung.py::test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another
+> tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
 Prober._doubt: requests stay at a D whose engine hangs behind a server that answers (K4)
 ~ instance.lost("hung") => pass
 > tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
@@ -568,7 +568,7 @@ Endpoint._socket: the kernel probes control sockets only after its own two hours
 == proxy/attempt.py > tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
 Attempt._finish_later: the timer for a P that ends late is not cancelled
 ~ deadline.cancel() => None
-> tests/proxy/test_large_bodies.py::test_streams_that_have_begun_take_no_room_for_bodies
+> tests/proxy/test_bodies.py::test_streams_that_have_begun_take_no_room_for_bodies
 Attempt._pass_on: a body is held while its answer is streamed
 ~ self.body.let_go()  # from here on nothing is tried again => pass
 > tests/proxy/test_blame.py::test_a_p_with_another_key_fails_no_request_and_gets_a_pause
@@ -589,7 +589,7 @@ Attempt._count: instances that have said goodbye are judged
 -             return  # it
 +         if False:
 +             return  # it
-== proxy/upstream.py > tests/proxy/test_resume.py
+== proxy/upstream.py > tests/proxy/test_resume.py::test_a_d_that_has_sent_all_is_no_loss
 Call.lose: an answer that has come whole is thrown away when its instance is lost
 ~ if self._response is not None and self._response.content.is_eof(): => if False:
 > tests/proxy/test_hung.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
@@ -605,7 +605,7 @@ first_given_up: an event gives up if the bytes that say so are anywhere in it
 > tests/proxy/test_vllm_answers.py::test_messages
 _Answer.given_up: a message that was given up passes for a whole one
 ~ case "message", _: => case "no message", _:
-> tests/proxy/test_large_bodies.py::test_a_large_body_is_sent_in_pieces_and_can_be_sent_again
+> tests/proxy/test_bodies.py::test_a_large_body_is_sent_in_pieces_and_can_be_sent_again
 : a large body is written in one go
 ~ _SENT_AT_ONCE = 1 << 17 => _SENT_AT_ONCE = 1 << 30
 > tests/proxy/test_hung.py::test_what_has_begun_or_has_nowhere_to_go_stays
@@ -622,21 +622,21 @@ Client.post: requests are sent again beyond the budget of retries
 > tests/proxy/test_blame.py::test_what_the_proxy_lacks_is_no_instance_s_failure
 Call._open: the proxy's own lack of sockets is an instance's failure
 ~             if is_ours(error): =>             if False:
-== proxy/bodies.py > tests/proxy/test_large_bodies.py::test_no_item_of_a_list_becomes_an_object
+== proxy/bodies.py > tests/proxy/test_bodies.py::test_no_item_of_a_list_becomes_an_object
 parse: the values of a body become objects
 - return Body(raw, fields, path, released)
 + read = msgspec.json.decode(raw)
 +         return Body(raw, {k: Raw(msgspec.json.encode(v)) for k, v in read.items()}, path)
-> tests/proxy/test_large_bodies.py::test_what_instances_get_is_made_of_the_clients_own_bytes
+> tests/proxy/test_bodies.py::test_what_instances_get_is_made_of_the_clients_own_bytes
 Body._with_fields: P's body is a copy of the client's
 ~ pieces if self._size > _SMALL_BODY else (b"".join(pieces),) => (b"".join(pieces),)
-> tests/proxy/test_large_bodies.py::test_two_million_empty_messages_end_at_the_proxy
+> tests/proxy/test_bodies.py::test_two_million_empty_messages_end_at_the_proxy
 BodyReader.read: the values of a body are not counted
 ~ await check_values(body, limits.max_values, token_ids=request.path in WITH_TOKEN_IDS) => pass
-> tests/proxy/test_large_bodies.py::test_no_body_stays_in_memory_when_its_request_fails
+> tests/proxy/test_bodies.py::test_no_body_stays_in_memory_when_its_request_fails
 Body.let_go: a body that no instance may be sent any more is held by what failed
 ~             content.pieces = () =>             pass
-> tests/proxy/test_large_bodies.py::test_a_body_is_let_go_when_the_answer_has_begun
+> tests/proxy/test_bodies.py::test_a_body_is_let_go_when_the_answer_has_begun
 Prompt.let_go: a body that is let go still stands in memory
 - empty afterwards."""
 -         self._parts = []
@@ -648,7 +648,7 @@ _is_data: a picture counts by the length of its base64
 > tests/proxy/test_registry.py::test_a_p_is_chosen_among_those_that_fit_a_d_with_room
 Instance.count_place: a D that is full is given more
 ~ self.full.add(self) => pass
-> tests/proxy/test_breaker.py::test_while_there_is_a_trial_what_becomes_of_others_decides_nothing
+> tests/proxy/test_blame.py::test_while_there_is_a_trial_what_becomes_of_others_decides_nothing
 Breaker.succeeded: a success that is not the trial's ends a pause
 ~         if owner is None or owner is not self._trial: =>         if self._trial is None:
 Breaker.failed: a failure that is not the trial's lengthens a pause
@@ -656,7 +656,7 @@ Breaker.failed: a failure that is not the trial's lengthens a pause
 > tests/proxy/test_requests.py::test_an_error_names_no_instance_however_it_spells_the_address
 Instance.__post_init__: an address that a ping spells in full is not taken out of errors
 ~ , str(self.zmq_address)} => }
-== proxy/service.py > tests/proxy/test_large_bodies.py::test_messages_have_a_bound_of_their_own
+== proxy/service.py > tests/proxy/test_bodies.py::test_messages_have_a_bound_of_their_own
 Proxy.generate: messages have no bound of their own
 ~ if body.messages(self.limits.max_messages) > self.limits.max_messages: => if False:
 > tests/proxy/test_hung.py::test_however_many_hang_there_the_budget_of_retries_keeps_none
@@ -669,7 +669,7 @@ Proxy._serve: a request that was sent twice is sent anew without bound
 Proxy._serve: an instance whose port refuses counts as a try
 ~ tries - uncounted => tries
 == proxy/body_checks.py
-> tests/proxy/test_large_bodies.py::test_texts_pictures_and_token_ids_are_no_values_however_long_they_are
+> tests/proxy/test_bodies.py::test_texts_pictures_and_token_ids_are_no_values_however_long_they_are
 check_values: others wait while the values of a body are counted
 -             counted = True
 -         await asyncio.sleep(0)
@@ -687,7 +687,7 @@ ListedWatch._look: the proxy's own lack of sockets makes a listed instance unrea
 > tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_is_asked_again
 ListedWatch._look: a listed instance whose rank was known once is not asked again
 ~   self._source.answers = self._source.pinged = self._learnt =>   self._source.answers = self._source.pinged
-== proxy/models.py > tests/proxy/test_models.py
+== proxy/models.py > tests/proxy/test_endpoints.py::test_one_that_is_frozen_holds_up_nothing_and_its_models_are_known
 ModelLists._replies_of: one frozen D holds up the list of models
 ~                     left = _OTHERS_SECONDS =>                     pass
 ModelLists.merged: the models of a D that does not answer are forgotten
@@ -737,7 +737,7 @@ Attempt._concurrent: a D that goes on behind P's token waits for P's KV once mor
 Attempt._concurrent: a D that is lost after it has drawn another first token takes the client's stream with it
 ~ self.relay, self.doubted = self._handed_on, () => self.doubted = ()
 == proxy/admission.py
-> tests/proxy/test_data_parallel.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
+> tests/proxy/test_membership.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
 Retries._move: a retry may go to the neighbour of the engine that failed
 ~ failed.union(culprit.neighbours()) => failed
 > tests/proxy/test_resume.py::test_all_streams_of_a_lost_d_go_on
