@@ -228,6 +228,7 @@ class Attempt:
         pace = None
         if answered.content_type == EVENT_STREAM:
             pace = self.record.streams(head, by_prefill=True)
+            self.place.streams(pace)
         relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace)
         try:
             response = await relay.run()
@@ -254,6 +255,7 @@ class Attempt:
         if token is None:
             return None
         pace = self.record.streams(head, by_prefill=True)
+        self.place.streams(pace)
         if self.place.progress is not None:
             self.place.progress.first_token(self.services.clock())
         relay = self.relay = self._handed_on = self.former = Relay(

@@ -37,6 +37,7 @@ from test_resume import ask, same
 
 from p2pkv.first_token import FirstToken
 from p2pkv_proxy import first_token
+from p2pkv_proxy.access import OTHER, Tenants
 from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, RepeatedAnswer
@@ -322,6 +323,16 @@ async def test_an_answer_that_ends_with_its_first_token_never_reaches_d(path: st
         assert not deployment.d.requests and deployment.proxy.counters.first_tokens == 1
         (seen,) = deployment.p.requests
         assert seen.body[PARAMS] == {"first_token": "handed_on" if why == "end of text" else "whole"}
+
+
+async def test_an_answer_that_ended_with_its_first_token_costs_its_tenant_no_more() -> None:
+    body = body_of(COMPLETIONS, max_tokens=400)
+    async with pair_of(salt_where(END_OF_TEXT, body), tenants=(tenants := Tenants({}))) as deployment:
+        tenant = tenants.by_name[OTHER]
+        usual = tenant.answer
+        await ask(deployment, body)
+        await eventually(lambda: tenant.under_way == 0)
+        assert tenant.answer < usual and tenant.used < usual / 2
 
 
 async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:
