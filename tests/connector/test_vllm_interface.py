@@ -20,8 +20,6 @@ from p2pkv.connector.vllm_patches import PATCHES, Function
 from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION
 from support.connector.vllm_sources import Sources, signature, table
 
-pytestmark = pytest.mark.vllm
-
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 SPECS = "v1/kv_cache_interface.py"
 
@@ -128,50 +126,6 @@ def test_our_methods_take_what_vllm_gives(sources: Sources) -> None:
 def _names(shown: str) -> list[str]:
     """`block_aligned_local_hit` and the like: what vLLM gives by position may have another name."""
     return [word.rstrip("=") for word in shown.split(", ") if not word.startswith("*")]
-
-
-CALLS = {
-    "v1/core/sched/scheduler.py": (
-        "self.connector",
-        {
-            *("bind_kv_cache_manager", "on_new_request", "get_num_new_matched_tokens"),
-            *("get_loaded_kv_cache_group_ids", "update_state_after_alloc", "build_connector_meta"),
-            *("update_connector_output", "request_finished", "request_finished_all_groups"),
-            *("register_finished_partial_tail", "get_external_cache_hit_sources", "get_kv_connector_stats"),
-            *("has_pending_block_frees", "has_pending_push_work", "reset_cache", "shutdown", "take_events"),
-        },
-    ),
-    "v1/worker/kv_connector_model_runner_mixin.py": (
-        "kv_connector",
-        {
-            *("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results"),
-            *("get_block_ids_with_load_errors", "get_kv_connector_stats", "get_kv_connector_kv_cache_events"),
-            *("build_connector_worker_meta", "clear_connector_metadata"),
-        },
-    ),
-    "v1/worker/gpu/kv_connector.py": (
-        "self.kv_connector",
-        {
-            *("register_kv_caches", "set_host_xfer_buffer_ops", "handle_preemptions"),
-            *("bind_connector_metadata", "start_load_kv", "finish_forward", "reset_capture_state"),
-            *("wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors"),
-            *("get_kv_connector_stats", "get_kv_connector_kv_cache_events", "build_connector_worker_meta"),
-            "clear_connector_metadata",
-        },
-    ),
-    "model_executor/layers/attention/kv_transfer_utils.py": (
-        "connector",
-        {"has_connector_metadata", "wait_for_layer_load", "save_kv_layer"},
-    ),
-}
-"""What vLLM calls, by file: vllm_interface.md has the order."""
-
-
-@pytest.mark.parametrize("file", CALLS)
-def test_vllm_calls_what_it_did(file: str, sources: Sources) -> None:
-    receiver, expected = CALLS[file]
-    called = sources.calls_of(file, receiver, "connector")
-    assert called == expected, f"vLLM calls {sorted(called - expected)}, and not {sorted(expected - called)}"
 
 
 def test_the_second_runner_sweeps_behind_the_drafter(sources: Sources) -> None:
