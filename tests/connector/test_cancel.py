@@ -16,8 +16,6 @@ from p2pkv.engine.context import Context
 from support.connector.instances import inner_id, pair_id, tokens
 from support.connector.real_ranks import Engine, run
 
-pytestmark = pytest.mark.vllm
-
 LEASE = 1.5
 LENGTH = 100
 BUDGET = 48

@@ -25,8 +25,6 @@ from support.connector.instances import (
 )
 from support.connector.multi import MultiInstance
 
-pytestmark = pytest.mark.vllm
-
 
 class Counted:
     """How often vLLM's scheduler has looked up a prompt in the prefix cache of this instance."""

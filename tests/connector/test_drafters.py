@@ -55,8 +55,6 @@ from support.connector.instances import (
 )
 from support.models.eagle import TinyEagle
 
-pytestmark = pytest.mark.vllm
-
 GUESSES = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_max": 3}
 DRAFT = TinyLlama(layers=1, hidden=32, heads=4, kv_heads=1, head_dim=16, mlp=32, vocab=512)
@@ -241,10 +239,12 @@ def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     tables = BlockTables((BLOCK,), tail=3, p_computes_last=False)
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
         p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
-        request = make_request(inner_id(pair_id()), tokens(length))
+        request, shared = make_request(inner_id(pair_id()), tokens(length)), tokens(length)
+        request.prompt_token_ids = shared  # as children of one request have it
         p.new(request)
-        assert request.num_prompt_tokens == left == len(request.prompt_token_ids or ())
-        assert request.num_tokens == left
+        assert request.num_prompt_tokens == left and request.prompt_token_ids == tokens(length)[:left]
+        assert list(request.all_token_ids) == tokens(length)[:left] and len(shared) == length
+        assert request.max_tokens == (1 if left < length else 4)
         d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, tables)
         d.new(make_request(inner_id(pair_id()), tokens(length)))
         ((_, expect),) = d.step(SchedulerOutput.make_empty()).expects

@@ -15,8 +15,6 @@ from p2pkv.engine import commands as do
 from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
 from support.connector.multi import OURS, MultiInstance, StoreMetadata
 
-pytestmark = pytest.mark.vllm
-
 PROMPT = tokens(100)
 WHOLE = 6 * BLOCK
 """Tokens of PROMPT in whole blocks."""
@@ -161,23 +159,6 @@ def test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step(ahe
 
 
 @each_pace
-def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead: int) -> None:
-    p = MultiInstance("P", ahead=ahead, budget=200)
-    p.store.held[BEGINNING] = WHOLE
-    alone = p.ask("cmpl-no-pair-0-12345678", PROMPT, max_tokens=1)
-    shared = p.ask(inner_id(pair_id(1)), [*PROMPT[:WHOLE], 7, 8, 9], max_tokens=1)
-    other = p.ask(inner_id(pair_id(2)), tokens(30, "other"), max_tokens=1)
-    p.step()
-    assert p.computed[shared.request_id] == 3, "its prefix counts as cached"
-    (said,) = p.prefills()
-    assert said.stop == 30, "the other prompt is pushed as it is computed"
-    p.finish(alone, shared, other)
-    p.step()
-    assert [each.stop for each in p.prefills()] == [30, WHOLE + 3]
-    p.assert_at_rest(*(hold.key for hold in p.rank.said(do.HoldPrompt)))
-
-
-@each_pace
 @each_length
 @each_policy
 def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) -> None:
@@ -197,18 +178,6 @@ def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) 
         first, *_, last = p.prefills() * 2
         assert (first.cached, first.start, last.stop) == (BLOCK, BLOCK, len(PROMPT))
         p.assert_at_rest(p.held_key)
-
-
-def test_preempted_before_p_has_pushed_what_a_store_has_filled() -> None:
-    p, request = filling(5, ahead=1)
-    p.step()
-    p.drain()
-    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    p.store.held.clear()
-    p.finish(request)
-    assert {each.cached for each in p.prefills()} == {0}
-    assert [each.stop for each in p.prefills()] == [64, 100]
-    p.assert_at_rest(p.held_key)
 
 
 @each_order
