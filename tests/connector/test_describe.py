@@ -21,10 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     supports_hma,
 )
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector, P2pNcclConnector, describe

@@ -15,21 +15,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import describe
-from p2pkv.connector.describe import (
-    Layers,
-    cache_of,
-    local_groups,
-    prompt_tail,
-    refuse_what_cannot_pair,
-)
+from p2pkv.connector.describe import Layers, cache_of, local_groups, prompt_tail, refuse_what_cannot_pair
 from p2pkv.connector.identity import Pairs, drafter_of
 from p2pkv.connector.metadata import WorkerMetadata
-from p2pkv.connector.scheduler import (
-    BlockTables,
-    ConsumerScheduler,
-    HeldBlocks,
-    ProducerScheduler,
-)
+from p2pkv.connector.scheduler import BlockTables, ConsumerScheduler, HeldBlocks, ProducerScheduler
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
 from p2pkv.protocol.handshake import Refused, fit, negotiate
