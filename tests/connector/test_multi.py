@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.request import Request
 
+from p2pkv.connector import P2pKvConnector
 from p2pkv.engine import commands as do
-from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
+from p2pkv.engine.context import Counters
+from support.connector.instances import (
+    BLOCK,
+    each_pace,
+    each_policy,
+    inner_id,
+    pair_id,
+    tokens,
+    vllm_config,
+)
 from support.connector.multi import OURS, MultiInstance, StoreMetadata
 
 PROMPT = tokens(100)
@@ -278,13 +289,11 @@ def test_d_never_gets_what_a_failed_load_has_left_on_p(data: st.DataObject) -> N
     assert "error" not in p.ended.values()
 
 
-# What both report.
+# What both report, and p2pkv alone.
 
 
 @pytest.mark.parametrize("path", [OURS, None], ids=["ours", "vllms"])
 def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None:
-    from prometheus_client import REGISTRY
-
     p = MultiInstance("P", ranks=2, path=path)
     request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=1)
     for number, rank in enumerate(p.ranks):
@@ -306,3 +315,18 @@ def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None
     assert after == before + 2001
     p.ranks[1].free(p.held_key)
     p.assert_at_rest(p.held_key)
+
+
+def test_prometheus_has_one_counter_for_each_and_engines_have_labels() -> None:
+    kinds: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    # The second as when an engine is made anew in this process.
+    for counts, total in (({"bytes_sent": 10, "unknown": 3}, 10), ({"bytes_sent": 1}, 11)):
+        config = vllm_config("P")
+        made = P2pKvConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], labels)
+        made.observe(counts, engine_idx=1)
+        for engine, expected in (("0", None), ("1", total)):
+            of = {"model_name": "m", "engine": engine}
+            assert REGISTRY.get_sample_value("p2pkv_bytes_sent_total", of) == expected
+    exposed = {family.name for family in REGISTRY.collect() if family.name.startswith("p2pkv_")}
+    assert exposed == {f"p2pkv_{name}" for name in Counters.NAMES}

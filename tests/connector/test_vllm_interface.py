@@ -15,7 +15,6 @@ import pytest
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.recurrent import STATE_KINDS
 from p2pkv.connector.vllm_patches import PATCHES, Function
 from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION
 from support.connector.vllm_sources import Sources, signature, table
@@ -44,12 +43,6 @@ def test_of_every_method_of_a_worker_it_is_known_whether_it_changes_weights(sour
     unknown = methods - KEEPS_WEIGHTS - SESSION - CHANGES_WEIGHTS
     assert not unknown, f"vLLM's workers have {sorted(unknown)} too: does it keep the weights?"
     assert methods >= SESSION | {"reload_weights"}
-
-
-def test_what_changes_weights_goes_through_the_call_that_p2pkv_replaces(sources: Sources) -> None:
-    method = sources.one("EngineCore", "v1/engine/core.py").methods["collective_rpc"]
-    (call,) = [each for each in ast.walk(method) if isinstance(each, ast.Call)]
-    assert ast.unparse(call) == "self.model_executor.collective_rpc(method, timeout, args, kwargs)"
 
 
 # The methods.
@@ -155,11 +148,6 @@ def test_the_functions_that_p2pkv_replaces_are_those_it_knows(function: Function
     assert function.mentions <= used | {each.id for each in ast.walk(method) if isinstance(each, ast.Name)}
 
 
-def test_an_engine_core_can_be_woken(sources: Sources) -> None:
-    kinds = sources.one("EngineCoreRequestType", "v1/engine/__init__.py").node
-    assert "WAKEUP" in {ast.unparse(each.targets[0]) for each in kinds.body if isinstance(each, ast.Assign)}
-
-
 def test_the_second_runner_overwrites_blocks_before_it_calls_the_connector(sources: Sources) -> None:
     """Why p2pkv replaces `update_requests`: if this fails, vLLM no longer needs that."""
     methods = sources.one("GPUModelRunner", "v1/worker/gpu/model_runner.py").methods
@@ -208,23 +196,6 @@ FIELDS_SINCE_33 = {
 def test_a_layers_memory_is_described_as_it_was(kind: str, sources: Sources) -> None:
     more = FIELDS_SINCE_33.get(kind, set()) if sources.since(0, 33) else set()
     assert sources.one(kind, SPECS).fields == FIELDS[kind] | more
-
-
-def test_layouts_are_strides_of_the_same_axes(sources: Sources) -> None:
-    layout = sources.one("KVCacheLayout", "v1/kv_cache_layout.py").node
-    names = {
-        t.id
-        for each in layout.body
-        if isinstance(each, ast.Assign)
-        for t in each.targets
-        if isinstance(t, ast.Name)
-    }
-    assert names == {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
-
-
-def test_recurrent_layers_are_of_the_kinds_that_p2pkv_knows(sources: Sources) -> None:
-    kinds = {kind.state for kind in sources.layer_kinds.values()} - {""}
-    assert kinds == STATE_KINDS.keys()
 
 
 # The names.

@@ -57,11 +57,6 @@ def right(memory: Memory, tables: list[list[int]], out: torch.Tensor) -> bool:
     return torch.equal(out, torch.cat(list(memory.rows(memory.flat, *CUT, tables))))
 
 
-def test_a_copy_from_memory_that_is_not_pinned_would_be_seen(cuda: SimulatedCuda) -> None:
-    torch.tensor([1, 2, 3]).to(CUDA, non_blocking=True)
-    assert cuda.calls[-1] == "wait for the device" and not cuda.driver.busy
-
-
 @pytest.mark.parametrize("groups", [(0, 0, 0, 0), (0, 1, 0, 1), (2, 1, 0, 2)])
 def test_a_block_table_is_uploaded_once_for_all_layers_that_share_it(
     groups: tuple[int, ...], launcher: CpuLauncher, cuda: SimulatedCuda
