@@ -121,6 +121,19 @@ def test_further_children_of_n_go_on_when_the_first_needs_nothing_from_p() -> No
 # The order.
 
 
+def test_those_that_p_begins_late_come_before_younger_ones() -> None:
+    """One is in the queue because there is no room for it; it keeps its place behind older requests."""
+    d = Instance("D", blocks=8, seqs=8)
+    old, middle, young = waiting(d, 3)
+    d.step(2)
+    d.ask("cmpl-alone-0-12345678", tokens(90, "alone"), max_tokens=30)
+    d.step(2)
+    for request in (young, old, middle):
+        d.rank.begin(d.key(request))
+        d.step()
+    assert pop_all(d.scheduler.waiting) == [each.request_id for each in (old, middle, young)]
+
+
 def test_within_a_pass_none_comes_before_the_request_that_vllm_looks_at() -> None:
     """All loads have the blocks that they may have, an older request waits for some, and a younger one, whose
     prompt is in D's prefix cache, leaves its place behind it: that decides the older one."""
