@@ -12,6 +12,12 @@ import pytest
 from support.connector.vllm_sources import Sources
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
 @pytest.fixture
 def engines() -> Iterator[Any]:
     """Starts engines of real ranks: see `real_ranks.starting`."""

@@ -16,8 +16,6 @@ from vllm.v1.request import Request
 from p2pkv.connector.metadata import StepMetadata
 from support.connector.instances import Fact, FakeRank, Instance, inner_id, pair_id, tokens
 
-pytestmark = pytest.mark.vllm
-
 LENGTHS = (1, 2, 15, 17, 33, 50, 70)
 few = settings(deadline=None, max_examples=40)
 
@@ -63,6 +61,12 @@ class Play:
         # vLLM preempts all that runs; then it complains if somebody still holds blocks, as P may.
         with contextlib.suppress(RuntimeError):
             self.at.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def change(self) -> None:
+        """Its weights."""
+        connector = self.at.scheduler.connector
+        connector.generation.call("update_it", (), {}, lambda: None)
+        assert self.at.scheduler.reset_connector_cache()
 
     def begin(self) -> None:
         self._rank("begin", lambda fact: not fact.offered and not fact.over)
@@ -117,9 +121,10 @@ class Play:
     ids=["fail", "recompute", "fine"],
 )
 def test_d(policy: str, fails: bool, data: st.DataObject) -> None:
-    """No request fails but under "fail", and where something has failed."""
+    """No request fails but under "fail", and where something has failed or D's weights have changed."""
     play = Play(data, "D", policy)
-    play.act(["step", "step", "ask", "abort", "reset", "begin", "load", *(["fail"] if fails else [])])
+    faults = ["fail", "change"] if fails else []
+    play.act(["step", "step", "ask", "abort", "reset", "begin", "load", *faults])
     play.finish()
     assert (fails and policy == "fail") or "error" not in play.at.ended.values()
 
@@ -128,7 +133,7 @@ def test_d(policy: str, fails: bool, data: st.DataObject) -> None:
 @given(st.data())
 def test_p(data: st.DataObject) -> None:
     play = Play(data, "P")
-    play.act(["step", "step", "ask", "abort", "reset", "free"])
+    play.act(["step", "step", "ask", "abort", "reset", "change", "free"])
     play.finish()
     assert_contiguous(play.at.metas)
     assert "error" not in play.at.ended.values()

@@ -42,19 +42,6 @@ def test_a_request_that_names_the_instance_twice_is_a_plain_one(engines: Any) ->
     assert not [meta for meta in a.metas if meta.has_commands], "no transfer"
 
 
-def test_what_one_role_has_loaded_is_a_prefix_for_the_other(engines: Any) -> None:
-    """B loads from A, then answers A with what it has of it, and the other way round."""
-    a, b = engines(1, 1, roles=BOTH, budget=48)
-    begin = tokens(64)
-    ask_both(a, b, "there", begin + tokens(10, 1))
-    finish(a, b)
-    ask_both(b, a, "back", begin + tokens(20, 2))
-    finish(a, b)
-    assert b.count("transfers_sent") == 1
-    computed_by_b = [count for name, count in b.computed.items() if "back" not in name]
-    assert sum(computed_by_b) == 5 + 20, "of the prompt that it sends back only what is new"
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_traffic_both_ways_with_prefixes_and_aborts(engines: Any, seed: int) -> None:
     """Every block that any forward reads holds what it should: `Engine.forward` looks."""

@@ -16,8 +16,6 @@ from p2pkv.engine.context import Context
 from support.connector.instances import inner_id, pair_id, tokens
 from support.connector.real_ranks import Engine, run
 
-pytestmark = pytest.mark.vllm
-
 LEASE = 1.5
 LENGTH = 100
 BUDGET = 48
@@ -43,16 +41,10 @@ class Play:
         self.ask_p()
         self.ask_d()
 
-    def both_until(self, condition: Callable[[], object]) -> None:
-        run([self.p, self.d], condition)
-
     # Of D
 
     def pending_loads(self) -> Any:
         return self.d.scheduler.connector.consumer.pending_loads[self.id]
-
-    def ended(self, engine: Engine) -> bool:
-        return self.id in engine.ended
 
     # The stages
 
@@ -73,7 +65,7 @@ class Play:
 
     def p_done_and_d_not_yet_called(self) -> None:
         self.ask_p()
-        while not self.ended(self.p):
+        while self.id not in self.p.ended:
             self.p.step()
 
     def transferring(self) -> None:
@@ -87,7 +79,7 @@ class Play:
         """P has computed it, and D has no room for it."""
         self.d.admits(False)
         self.ask_both()
-        self.both_until(lambda: self.pending_loads().begun and self.ended(self.p))
+        run([self.p, self.d], lambda: self.pending_loads().begun and self.id in self.p.ended)
         assert self.pending_loads().state is LoadState.WAITING
 
     def just_admitted(self) -> None:
@@ -100,11 +92,11 @@ class Play:
 
     def decoding(self) -> None:
         self.ask_both()
-        self.both_until(lambda: self.on_d is not None and self.on_d.num_output_tokens > 2)
+        run([self.p, self.d], lambda: self.on_d is not None and self.on_d.num_output_tokens > 2)
 
     def finished(self) -> None:
         self.ask_both()
-        self.both_until(lambda: self.ended(self.d))
+        run([self.p, self.d], lambda: self.id in self.d.ended)
 
 
 STAGES = [
@@ -157,7 +149,7 @@ def test_a_client_that_leaves(engines: Any, stage: Callable[[Play], None], who: 
         play.ask_d()  # the client is gone on P only: D comes late, and has an outcome too
     all_let_go(p, d)
     for engine, request in ((p, play.on_p), (d, play.on_d)):
-        assert request is None or play.ended(engine), f"{engine.role} has no last word"
+        assert request is None or play.id in engine.ended, f"{engine.role} has no last word"
     if "D" not in left and play.on_d is not None:
         wanted = {"length"} if policy == "recompute" else {"length", "error"}
         assert d.ended[play.id] in wanted

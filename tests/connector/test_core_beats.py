@@ -26,8 +26,6 @@ from p2pkv.engine.liveness import Beat
 from support.connector.instances import Instance, inner_id, pair_id, tokens
 from support.waiting import wait_for
 
-pytestmark = pytest.mark.vllm
-
 FORK = multiprocessing.get_context("fork")
 
 

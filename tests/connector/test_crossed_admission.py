@@ -10,8 +10,6 @@ import pytest
 from support.connector.instances import tokens
 from support.connector.real_ranks import Engine, ask, finish, preempt_all, run
 
-pytestmark = pytest.mark.vllm
-
 LENGTH = 80
 COUNT = 6
 TIGHT = {"blocks": 10, "budget": 48}

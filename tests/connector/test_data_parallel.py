@@ -17,8 +17,6 @@ from p2pkv.protocol.state_machine import RemoteProtocolError
 from support.connector.instances import BLOCK, inner_id, pair_id, tokens
 from support.connector.real_ranks import ask, finish, run
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.mark.parametrize("first", ["P", "D"])
 @pytest.mark.parametrize(

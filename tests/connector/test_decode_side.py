@@ -18,8 +18,6 @@ from support.connector.instances import (
     tokens,
 )
 
-pytestmark = pytest.mark.vllm
-
 PROMPT = tokens(50)
 
 
@@ -73,26 +71,6 @@ def test_only_what_d_has_not_cached_is_asked_for(cached: int, length: int, missi
 
 
 @each_pace
-@pytest.mark.parametrize("moment", ["waiting", "begun", "loading", "failed", "loaded", "decoding"])
-def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
-    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
-    if moment != "waiting":
-        key = d.begin(paired)
-    if moment in ("loading", "loaded", "decoding", "failed"):
-        d.run_until(lambda: d.rank.said(do.Load))
-    if moment == "failed":
-        d.ranks[0].fail(key)
-        d.step()
-    if moment in ("loaded", "decoding"):
-        for rank in d.ranks:
-            rank.load(key)
-        d.run_until(lambda: moment == "loaded" or paired.num_output_tokens)
-    d.abort(paired)
-    d.assert_at_rest()
-    assert d.reported.count(paired.request_id) == (moment in ("loading", "failed", "loaded", "decoding"))
-
-
-@each_pace
 @each_policy
 @pytest.mark.parametrize("moment", ["waiting", "half-begun", "begun", "loading", "loading-on-both"])
 def test_a_transfer_that_fails_is_not_asked_for_again(moment: str, policy: str, ahead: int) -> None:
@@ -122,19 +100,6 @@ def test_a_transfer_that_fails_is_not_asked_for_again(moment: str, policy: str, 
     after = d.ask("cmpl-after-0-12345678", PROMPT)
     d.finish(after)
     assert d.ended[after.request_id] == "length"
-    d.assert_at_rest()
-
-
-def test_a_preempted_request_is_computed_here_and_not_asked_for_again() -> None:
-    d = Instance("D", blocks=8)
-    other = d.ask("cmpl-other-0-12345678", tokens(BLOCK, "other"), max_tokens=60)
-    paired = d.ask(inner_id(pair_id()), PROMPT[: 2 * BLOCK], max_tokens=40)
-    d.load(paired)
-    d.run_until(lambda: paired.num_preemptions, most=80)
-    d.finish(other, paired, most=120)
-    assert set(d.ended.values()) == {"length"}
-    assert len(d.rank.said(do.Load)) == len(d.rank.said(do.Expect)) == 1
-    assert other.num_output_tokens == 60
     d.assert_at_rest()
 
 
@@ -184,32 +149,4 @@ def test_a_request_that_is_not_for_this_pair_is_served_here_alone(
     said = [record.message for record in caplog.records if record.name == "p2pkv"]
     assert len(said) == 1, "said once, not for every request"
     assert "alone" in said[0]
-    d.assert_at_rest()
-
-
-@pytest.mark.parametrize("moment", ["waiting", "loading", "settled"])
-def test_the_same_id_again_is_another_request(moment: str) -> None:
-    """A client that gives up and comes back with the same id hurts neither its request nor the engine."""
-    d = Instance("D")
-    outer = pair_id()
-    first = d.ask(inner_id(outer), PROMPT)
-    if moment == "waiting":
-        d.step()
-    elif moment == "loading":
-        d.start_load(first)
-    else:
-        d.load(first)
-        d.run_until(lambda: first.num_output_tokens)
-    d.abort(first)
-    for again in range(4):  # some within one step
-        request = d.ask(inner_id(outer), PROMPT)
-        if again % 2:
-            d.step()
-        d.abort(request)
-    last = d.ask(inner_id(outer), PROMPT[:30])
-    loads = d.workers[0].loads._known
-    d.run_until(lambda: last.request_id in [load.request_id for load in loads.values()])
-    d.load(last)
-    d.finish(last)
-    assert d.ended[last.request_id] == "length"
     d.assert_at_rest()

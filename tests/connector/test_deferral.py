@@ -25,8 +25,6 @@ from support.connector.instances import (
 )
 from support.connector.multi import MultiInstance
 
-pytestmark = pytest.mark.vllm
-
 
 class Counted:
     """How often vLLM's scheduler has looked up a prompt in the prefix cache of this instance."""
@@ -76,21 +74,6 @@ def test_they_count_as_waiting_and_an_engine_with_nothing_else_goes_on() -> None
     assert len(list(d.scheduler.waiting)) == 3 and not d.scheduler.waiting
 
 
-@each_pace
-@pytest.mark.parametrize("begun", [False, True])
-def test_an_abort_takes_them_out_of_the_queue(ahead: int, begun: bool) -> None:
-    d = Instance("D", ahead=ahead)
-    requests = waiting(d, 3)
-    d.step(3)
-    if begun:
-        d.rank.begin(d.key(requests[1]))
-    d.abort(requests[1])
-    assert d.scheduler.get_request_counts() == (0, 2)
-    d.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert d.scheduler.get_request_counts() == (0, 0)
-    d.assert_at_rest()
-
-
 @pytest.mark.parametrize("ends", ["loads", "fails", "is-aborted", "is-aborted-before-p-begins"])
 def test_further_children_of_n_wait_for_the_first_and_take_its_cache(
     ends: str, monkeypatch: pytest.MonkeyPatch
@@ -132,19 +115,6 @@ def test_further_children_of_n_go_on_when_the_first_needs_nothing_from_p() -> No
     assert [(load.start, load.stop) for load in d.rank.said(do.Load)] == [(0, 0)]
     assert first.request_id not in d.ended
     d.finish(first)
-    d.assert_at_rest()
-
-
-def test_further_children_of_n_wait_for_a_retry_that_comes_before_they_are_looked_up() -> None:
-    d = Instance("D")
-    outer = pair_id()
-    first, second = (d.ask(inner_id(outer, child=child), tokens(50)) for child in (0, 1))
-    d.step(2)
-    d.abort(first)
-    retry = d.ask(inner_id(outer, child=2), tokens(50))
-    d.step(4)
-    d.load(retry)
-    d.finish(second, retry)
     d.assert_at_rest()
 
 

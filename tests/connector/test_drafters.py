@@ -15,21 +15,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import describe
-from p2pkv.connector.describe import (
-    Layers,
-    cache_of,
-    local_groups,
-    prompt_tail,
-    refuse_what_cannot_pair,
-)
+from p2pkv.connector.describe import Layers, cache_of, local_groups, prompt_tail, refuse_what_cannot_pair
 from p2pkv.connector.identity import Pairs, drafter_of
 from p2pkv.connector.metadata import WorkerMetadata
-from p2pkv.connector.scheduler import (
-    BlockTables,
-    ConsumerScheduler,
-    HeldBlocks,
-    ProducerScheduler,
-)
+from p2pkv.connector.scheduler import BlockTables, ConsumerScheduler, HeldBlocks, ProducerScheduler
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
 from p2pkv.protocol.handshake import Refused, fit, negotiate
@@ -54,8 +43,6 @@ from support.connector.instances import (
     write,
 )
 from support.models.eagle import TinyEagle
-
-pytestmark = pytest.mark.vllm
 
 GUESSES = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_max": 3}
@@ -241,10 +228,12 @@ def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     tables = BlockTables((BLOCK,), tail=3, p_computes_last=False)
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
         p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
-        request = make_request(inner_id(pair_id()), tokens(length))
+        request, shared = make_request(inner_id(pair_id()), tokens(length)), tokens(length)
+        request.prompt_token_ids = shared  # as children of one request have it
         p.new(request)
-        assert request.num_prompt_tokens == left == len(request.prompt_token_ids or ())
-        assert request.num_tokens == left
+        assert request.num_prompt_tokens == left and request.prompt_token_ids == tokens(length)[:left]
+        assert list(request.all_token_ids) == tokens(length)[:left] and len(shared) == length
+        assert request.max_tokens == (1 if left < length else 4)
         d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, tables)
         d.new(make_request(inner_id(pair_id()), tokens(length)))
         ((_, expect),) = d.step(SchedulerOutput.make_empty()).expects

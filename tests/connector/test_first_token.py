@@ -16,8 +16,6 @@ from p2pkv.first_token import FIRST_TOKEN, FirstToken, found, params
 from p2pkv.pairing import transfer_key
 from support.connector.instances import Instance, inner_id, make_request, pair_id, tokens
 
-pytestmark = pytest.mark.vllm
-
 PROMPT = tokens(50)
 SAMPLED = 7
 """What the made-up engine samples."""
@@ -90,19 +88,9 @@ def test_a_router_may_release_a_prompt() -> None:
     p.assert_at_rest()
 
 
-def test_a_digest_without_the_last_tokens_is_the_shorter_prompts() -> None:
-    longer, shorter = (make_request("a", prompt) for prompt in (PROMPT, PROMPT[:-2]))
-    assert prompt_digest(longer, without=2) == prompt_digest(shorter) != prompt_digest(longer)
-
-
 @pytest.mark.parametrize("said", [None, {}, {FIRST_TOKEN: "of a later version"}, {FIRST_TOKEN: [1]}, "text"])
 def test_what_is_not_known_says_nothing(said: object) -> None:
     assert found(said) is None
-
-
-@pytest.mark.parametrize("what", FirstToken)
-def test_what_a_router_says_is_found(what: FirstToken) -> None:
-    assert found(params(what)) is what
 
 
 # What D's ranks have said to its engine core beside the results of steps.

@@ -1,7 +1,7 @@
 """Every kind of layer that vLLM registers with KV or a state: how p2pkv moves it, or why it refuses it.
 
-A kind that is not listed here fails a test: somebody has to look at it. The lists are of the classes in
-vLLM's sources; what is refused is asked of p2pkv itself.
+A kind that is listed neither here nor in vllm_interface.md fails a test: somebody has to look at it. The
+lists are of the classes in vLLM's sources; what is refused is asked of p2pkv itself.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +28,6 @@ from p2pkv.connector.describe import refuse_what_cannot_move
 from p2pkv.connector.recurrent import STATE_KINDS, Sizes
 from support.connector.instances import ATTENTION, BLOCK, kv_cache_config, vllm_config
 from support.connector.vllm_sources import LayerKind, Sources
-
-pytestmark = pytest.mark.vllm
-
-PAGE = Path(__file__).with_name("vllm_interface.md").read_text()
-
 
 # What vLLM keeps for a layer.
 
@@ -60,75 +54,27 @@ HOLDS_OTHERS = {"UniformTypeKVCacheSpecs"}
 """Not a layer's: each of its layers has a spec of its own."""
 
 
-class How(StrEnum):
-    HOOK = "hook"  # save_kv_layer is called for it, and its KV is handed over at once
-    SWEEP = "sweep"  # handed over at the end of the step
-    REFUSED = "refused"
-    NOTHING = "nothing"  # keeps no KV, or is a base that no model uses by itself
+PAGE = Path(__file__).with_name("vllm_interface.md").read_text().split("## Kinds of layers")[1]
 
 
-class Kind(NamedTuple):
-    how: How
-    why: str = ""
-    beside: str = ""
-    """Of a layer that could be moved: the layer of the same model for which the model is refused."""
+def listed(since_33: bool) -> dict[str, str]:
+    """How p2pkv treats each layer: the page's first column. `since_33`: also what is marked with (0.33)."""
+    said: dict[str, str] = {}
+    for line in (line for line in PAGE.splitlines() if line.startswith("| ")):
+        how, classes, *_ = line.strip("| ").split(" | ")
+        for name, mark in re.findall(r"`(\w+)`( \(0\.33\))?", classes):
+            assert name not in said, f"the page lists {name} twice"
+            if since_33 or not mark:
+                said[name] = how
+    return said
 
 
-PRIVATE = "has an attention of its own"
-OWN_CACHE = "a cache beside an attention, without a forward of its own"
-RECURRENT = "recurrent layers have no hook"
-SHUFFLED = "ROCm's kernels shuffle an indexer's keys"
-SEVERAL = "keeps several rows for each token"
-RING = "a ring of the last tokens, written in place"
-STEP5 = "vLLM 0.33 takes no other connectors for Step5 than NIXL's and Mooncake's"
-BASE = "a base of others"
-
-KINDS: dict[str, Kind] = {
-    name: kind
-    for kind, names in {
-        Kind(How.HOOK): (
-            "Attention MLAAttention PrefillPrefixLMAttention Dots3NotePaddedMLAAttention "
-            "ChunkedLocalAttention RSWAAttention"
-        ),
-        Kind(How.SWEEP, PRIVATE): (
-            "InklingAttention InklingConvState MultiHeadLatentAttention DeepseekV32Attention "
-            "DeepseekV4Attention DeepseekV4CPUAttention DeepseekV4FlashInferMLAAttention "
-            "DeepseekV4FlashInferSM120Attention DeepseekV4FlashMLAAttention DeepseekV4MegaAttnAttention "
-            "DeepseekV4ROCMAiterMLAAttention DeepseekV4XPUAttention MiniMaxM3SparseAttention "
-            "Qwen4ExpQSAAttention"
-        ),
-        Kind(How.SWEEP, RECURRENT): (
-            "BailingMoELinearAttention BailingMoeV3KimiDeltaAttention Glm5NextLinearAttention "
-            "KimiGatedDeltaNetAttention KimiK3DeltaAttention MambaMixer MambaMixer2 "
-            "MiniMaxText01LinearAttention OlmoHybridGatedDeltaNetAttention QwenGatedDeltaNetAttention "
-            "ShortConv Qwen4ExpPLELayer"
-        ),
-        Kind(How.REFUSED, REFUSED_SPECS["HiddenStateCacheSpec"]): "CacheOnlyAttentionLayer",
-        Kind(How.SWEEP, OWN_CACHE): (
-            "CompressorStateCache DeepseekV32IndexerCache DeepseekV4CPUIndexerCache "
-            "DeepseekV4IndexerCache DeepseekV4SWACache Glm5NextIndexerCache MiniMaxM3IndexerCache "
-            "QSACompressedKeyCache"
-        ),
-        Kind(How.REFUSED, REFUSED_SPECS["CrossAttentionSpec"]): "CrossAttention",
-        Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"): (
-            "DeepseekV32MLAAttention DeepseekV41ROCMAiterMLAAttention"
-        ),
-        Kind(How.REFUSED, SHUFFLED): "DeepseekV32ROCmIndexerCache",
-        Kind(How.SWEEP, RING): "Glm5NextTailCache QSAKeyStateCache",
-        Kind(How.REFUSED, REFUSED_SPECS["SinkFullAttentionSpec"]): "StaticSinkAttention",
-        Kind(How.REFUSED, SEVERAL): "WhisperCausalAttentionWithBlockPooling",
-        Kind(How.NOTHING, REFUSED_SPECS["EncoderOnlyAttentionSpec"]): "EncoderOnlyAttention",
-        Kind(How.NOTHING, BASE): "GatedDeltaNetAttention LinearAttention MambaBase _QSAStateCache",
-    }.items()
-    for name in names.split()
+REFUSED_FOR = {
+    "DeepseekV32MLAAttention": "DeepseekV32ROCmIndexerCache",
+    "DeepseekV41ROCMAiterMLAAttention": "DeepseekV32ROCmIndexerCache",
+    "Step5SparseSummaryCacheLayer": "Step5CSATailRing",
 }
-
-SINCE_33: dict[str, Kind] = {
-    "DeepseekV4RocmMxfp4IndexerCache": Kind(How.REFUSED, SHUFFLED),
-    "Step5CSATailRing": Kind(How.REFUSED, STEP5),
-    "Step5SparseSummaryCacheLayer": Kind(How.REFUSED, OWN_CACHE, beside="Step5CSATailRing"),
-}
-"""What vLLM 0.33 has besides."""
+"""Of layers that could be moved: the layer of the same model for which the model is refused."""
 
 WHERE_IT_DEPENDS = {
     "RSWAAttention",
@@ -144,32 +90,20 @@ HOOKED_FUNCTIONS = {"unified_attention_with_output", "unified_mla_attention_with
 HOOKED_SINCE_33 = {"step5_dsa_attention_with_output", "step5_swa_attention_with_output"}
 
 
-def check_kinds(found: dict[str, LayerKind], listed: dict[str, Kind]) -> None:
-    """The list names every layer kind, and says of each what its sources say."""
-    assert found.keys() == listed.keys(), (
-        f"vLLM registers {sorted(found.keys() - listed.keys())}, which the list of this file lacks, and no "
-        f"longer {sorted(listed.keys() - found.keys())}: look how p2pkv treats each, and say so here and in "
-        "vllm_interface.md"
-    )
-    wrong = {
-        name: sentence for name, kind in listed.items() if (sentence := _wrong(kind, found[name], listed))
-    }
-    assert not wrong, "\n".join(f"{name}: {sentence}" for name, sentence in wrong.items())
-
-
-def _wrong(kind: Kind, found: LayerKind, listed: dict[str, Kind]) -> str:
-    can_move = any(each.partition(",")[0] in MOVED_SPECS for each in found.specs)
-    match kind.how:
-        case How.HOOK | How.SWEEP if not can_move:
+def _wrong(name: str, said: dict[str, str], found: LayerKind) -> str:
+    how, can_move = said[name], any(each.partition(",")[0] in MOVED_SPECS for each in found.specs)
+    refused_for = REFUSED_FOR.get(name, "")
+    match how:
+        case "hook" | "sweep" if not can_move:
             return f"it keeps {sorted(found.specs)}, of which p2pkv moves none"
-        case How.HOOK | How.SWEEP if found.hooked is not (kind.how is How.HOOK):
+        case "hook" | "sweep" if found.hooked is not (how == "hook"):
             return "vLLM calls the hook for it" if found.hooked else "vLLM does not call the hook for it"
-        case How.SWEEP if found.state and (why := _unread(found)):
+        case "sweep" if found.state and (why := _unread(found)):
             return f"p2pkv does not know what it keeps: {why}"
-        case How.REFUSED if can_move and not kind.beside and found.name not in WHERE_IT_DEPENDS:
+        case "refused" if can_move and not refused_for and name not in WHERE_IT_DEPENDS:
             return f"it keeps {sorted(found.specs)}, which p2pkv moves"
-        case How.REFUSED if kind.beside and listed[kind.beside].how is not How.REFUSED:
-            return f"it is refused for {kind.beside}, which is not"
+        case "refused" if refused_for and said[refused_for] != "refused":
+            return f"it is refused for {refused_for}, which is not"
     return ""
 
 
@@ -187,42 +121,21 @@ def _unread(layer: LayerKind) -> str:
     return ""
 
 
-def check_specs(found: set[str]) -> None:
-    listed = MOVED_SPECS | REFUSED_SPECS.keys() | HOLDS_OTHERS
-    assert found == listed, f"vLLM has other kinds of KVCacheSpec: {sorted(found ^ listed)}"
-
-
-def test_the_list_names_every_layer_that_vllm_registers(sources: Sources) -> None:
-    check_kinds(sources.layer_kinds, KINDS | SINCE_33 if sources.since(0, 33) else KINDS)
+def test_the_page_says_of_every_layer_that_vllm_registers_what_its_sources_say(sources: Sources) -> None:
+    found, said = sources.layer_kinds, listed(sources.since(0, 33))
+    assert found.keys() == said.keys(), (
+        f"vLLM registers {sorted(found.keys() - said.keys())}, which vllm_interface.md lacks, and no longer "
+        f"{sorted(said.keys() - found.keys())}: look how p2pkv treats each, and say so there"
+    )
+    wrong = {name: sentence for name in said if (sentence := _wrong(name, said, found[name]))}
+    assert not wrong, "\n".join(f"{name}: {sentence}" for name, sentence in wrong.items())
 
 
 def test_the_list_names_every_description_that_vllm_has(sources: Sources) -> None:
-    check_specs(sources.spec_kinds)
-
-
-def test_a_kind_that_nobody_has_looked_at_fails_the_list(sources: Sources, tmp_path: Path) -> None:
-    """Also one whose class derives from another new one, and one that vLLM treats in another way than we."""
-    package = tmp_path / "vllm"
-    package.mkdir()
-    (package / "new.py").write_text(
-        "class NewBase(AttentionLayerBase):\n    pass\n\n\nclass New(nn.Module, NewBase):\n"
-        "    def forward(self):\n        unified_attention_with_output()\n"
-        "    def get_kv_cache_spec(self, vllm_config):\n        return FullAttentionSpec(block_size=1)\n"
+    listed = MOVED_SPECS | REFUSED_SPECS.keys() | HOLDS_OTHERS
+    assert sources.spec_kinds == listed, (
+        f"vLLM has other kinds of KVCacheSpec: {sorted(sources.spec_kinds ^ listed)}"
     )
-    (package / "specs.py").write_text("class FullAttentionSpec(KVCacheSpec):\n    pass\n")
-    (package / "hooks.py").write_text(
-        "@maybe_transfer_kv_layer\ndef unified_attention_with_output():\n    pass\n"
-    )
-    (package / "base.py").write_text("class AttentionLayerBase(ABC):\n    pass\n")
-    found = Sources(package).layer_kinds
-    assert found["New"] == LayerKind("New", frozenset({"FullAttentionSpec"}), hooked=True)
-    nothing = {"NewBase": Kind(How.NOTHING)}
-    with pytest.raises(AssertionError, match=r"vLLM registers \['New'\], which the list"):
-        check_kinds(found, nothing)
-    for how, sentence in [(How.SWEEP, "vLLM calls the hook for it"), (How.REFUSED, "which p2pkv moves")]:
-        with pytest.raises(AssertionError, match=sentence):
-            check_kinds(found, nothing | {"New": Kind(how)})
-    check_kinds(found, nothing | {"New": Kind(How.HOOK)})
 
 
 def test_the_hook_comes_after_these_functions_only(sources: Sources) -> None:
@@ -249,10 +162,9 @@ def test_p2pkv_moves_what_the_list_says_it_moves(name: str) -> None:
     refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED_SPECS))
+# HiSparse describes another layer's buffer, and vLLM alone can make such a description.
+@pytest.mark.parametrize("name", sorted(name for name in REFUSED_SPECS if not name.startswith("HiSparse")))
 def test_p2pkv_refuses_what_the_list_says_it_refuses(name: str) -> None:
-    if name.startswith("HiSparse"):
-        pytest.skip("vLLM alone can make one: it describes another layer's buffer")
     spec = getattr(interface, name)(**ATTENTION | MORE.get(name, {}))
     with pytest.raises(ConfigError, match=name) as error:
         P2pKvConnector(vllm_config("P"), KVConnectorRole.WORKER, kv_cache_config(spec=spec))
@@ -300,17 +212,3 @@ def test_p2pkv_refuses_keys_that_are_shuffled(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     with pytest.raises(ConfigError, match="keys that ROCm's kernels shuffle"):
         refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
-
-
-# The page.
-
-
-def test_the_page_lists_the_same() -> None:
-    section = PAGE.split("## Kinds of layers")[1].split("\n#")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
-    said: dict[str, str] = {}
-    for how, classes, *_ in rows:
-        for name in re.findall(r"`(\w+)`", classes):
-            assert name not in said, f"the page lists {name} twice"
-            said[name] = how.strip("| *")
-    assert said == {name: str(kind.how) for name, kind in (KINDS | SINCE_33).items()}

@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.request import Request
 
+from p2pkv.connector import P2pKvConnector
 from p2pkv.engine import commands as do
-from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens
+from p2pkv.engine.context import Counters
+from support.connector.instances import (
+    BLOCK,
+    each_pace,
+    each_policy,
+    inner_id,
+    pair_id,
+    tokens,
+    vllm_config,
+)
 from support.connector.multi import OURS, MultiInstance, StoreMetadata
-
-pytestmark = pytest.mark.vllm
 
 PROMPT = tokens(100)
 WHOLE = 6 * BLOCK
@@ -161,23 +170,6 @@ def test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step(ahe
 
 
 @each_pace
-def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead: int) -> None:
-    p = MultiInstance("P", ahead=ahead, budget=200)
-    p.store.held[BEGINNING] = WHOLE
-    alone = p.ask("cmpl-no-pair-0-12345678", PROMPT, max_tokens=1)
-    shared = p.ask(inner_id(pair_id(1)), [*PROMPT[:WHOLE], 7, 8, 9], max_tokens=1)
-    other = p.ask(inner_id(pair_id(2)), tokens(30, "other"), max_tokens=1)
-    p.step()
-    assert p.computed[shared.request_id] == 3, "its prefix counts as cached"
-    (said,) = p.prefills()
-    assert said.stop == 30, "the other prompt is pushed as it is computed"
-    p.finish(alone, shared, other)
-    p.step()
-    assert [each.stop for each in p.prefills()] == [30, WHOLE + 3]
-    p.assert_at_rest(*(hold.key for hold in p.rank.said(do.HoldPrompt)))
-
-
-@each_pace
 @each_length
 @each_policy
 def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) -> None:
@@ -197,18 +189,6 @@ def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) 
         first, *_, last = p.prefills() * 2
         assert (first.cached, first.start, last.stop) == (BLOCK, BLOCK, len(PROMPT))
         p.assert_at_rest(p.held_key)
-
-
-def test_preempted_before_p_has_pushed_what_a_store_has_filled() -> None:
-    p, request = filling(5, ahead=1)
-    p.step()
-    p.drain()
-    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    p.store.held.clear()
-    p.finish(request)
-    assert {each.cached for each in p.prefills()} == {0}
-    assert [each.stop for each in p.prefills()] == [64, 100]
-    p.assert_at_rest(p.held_key)
 
 
 @each_order
@@ -309,13 +289,11 @@ def test_d_never_gets_what_a_failed_load_has_left_on_p(data: st.DataObject) -> N
     assert "error" not in p.ended.values()
 
 
-# What both report.
+# What both report, and p2pkv alone.
 
 
 @pytest.mark.parametrize("path", [OURS, None], ids=["ours", "vllms"])
 def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None:
-    from prometheus_client import REGISTRY
-
     p = MultiInstance("P", ranks=2, path=path)
     request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=1)
     for number, rank in enumerate(p.ranks):
@@ -337,3 +315,18 @@ def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None
     assert after == before + 2001
     p.ranks[1].free(p.held_key)
     p.assert_at_rest(p.held_key)
+
+
+def test_prometheus_has_one_counter_for_each_and_engines_have_labels() -> None:
+    kinds: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    # The second as when an engine is made anew in this process.
+    for counts, total in (({"bytes_sent": 10, "unknown": 3}, 10), ({"bytes_sent": 1}, 11)):
+        config = vllm_config("P")
+        made = P2pKvConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], labels)
+        made.observe(counts, engine_idx=1)
+        for engine, expected in (("0", None), ("1", total)):
+            of = {"model_name": "m", "engine": engine}
+            assert REGISTRY.get_sample_value("p2pkv_bytes_sent_total", of) == expected
+    exposed = {family.name for family in REGISTRY.collect() if family.name.startswith("p2pkv_")}
+    assert exposed == {f"p2pkv_{name}" for name in Counters.NAMES}

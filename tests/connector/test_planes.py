@@ -40,8 +40,6 @@ from p2pkv.protocol.handshake import row_format
 from p2pkv.protocol.messages import KvGroup
 from support.connector.instances import kv_cache_config, vllm_config
 
-pytestmark = pytest.mark.vllm
-
 SIZE = 256
 
 

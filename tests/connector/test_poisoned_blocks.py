@@ -17,8 +17,6 @@ from support.connector.instances import BLOCK, tokens
 from support.connector.kinds import ATTENTION, GEMMA, KINDS, QWEN, Kind
 from support.connector.real_ranks import Engine, ask_both, finish, preempt_all, run
 
-pytestmark = pytest.mark.vllm
-
 Start = Callable[..., list[Engine]]
 
 

@@ -16,7 +16,6 @@ from p2pkv.engine import commands as do
 from support.connector.instances import (
     BLOCK,
     D_ADDRESS,
-    LAYERS,
     P_ADDRESS,
     Instance,
     asked,
@@ -26,8 +25,6 @@ from support.connector.instances import (
     pair_id,
     tokens,
 )
-
-pytestmark = pytest.mark.vllm
 
 
 @each_pace
@@ -51,32 +48,6 @@ def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead:
     assert request.request_id in p.scheduler.requests
     p.assert_at_rest(key)
     assert p.reported == [request.request_id]
-
-
-def test_each_layer_is_said_once_when_its_hook_comes_and_nothing_before() -> None:
-    p, _ = asked("P", tokens(100), max_tokens=1, budget=64)
-    p.step(2)
-    key, layers = p.held_key, len(LAYERS)
-    computed = [(each.prompts, each.layer, each.layer_stop) for each in p.rank.said(do.Computed)]
-    first, second = ((key, 64),), ((key, 100),)
-    assert computed == [
-        *((first, layer, layer + 1) for layer in range(layers)),
-        (first, 0, layers),
-        *((second, layer, layer + 1) for layer in range(layers)),
-        (second, 0, layers),
-    ]
-
-
-def test_a_prefix_that_p_has_cached_is_said_at_once() -> None:
-    p = Instance("P")
-    prompt = tokens(100)
-    first = p.ask("cmpl-first-0-12345678", prompt[:70], max_tokens=1)
-    p.finish(first)
-    p.ask(inner_id(pair_id()), prompt, max_tokens=1)
-    p.step()
-    (said,) = p.prefills(p.held_key)
-    assert (said.cached, said.start, said.stop) == (64, 64, 100)
-    assert len(said.blocks.blocks[0]) == 7
 
 
 def test_a_prefix_that_another_request_computes_in_this_very_step_is_not_said_early() -> None:
@@ -137,43 +108,6 @@ def test_the_pages_are_kept_until_nothing_reads_them_and_no_longer(ahead: int) -
     p.assert_at_rest()
 
 
-@pytest.mark.parametrize("preempted", [False, True])
-def test_pages_that_are_free_before_the_request_ends_are_reported_only_then(preempted: bool) -> None:
-    """vLLM's engine would stop at a report about a request that has not ended."""
-    p, request = asked("P", tokens(30), max_tokens=8)
-    p.step(2)
-    p.rank.free(p.held_key)
-    p.step(1 if preempted else 3)
-    assert not p.reported
-    if preempted:
-        assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    p.finish(request)
-    p.assert_at_rest()
-    assert p.reported == [request.request_id]
-
-
-@pytest.mark.parametrize("moment", ["at once", "queued", "half", "whole"])
-@each_pace
-def test_an_abort_gives_up_the_transfer_and_frees_the_pages(moment: str, ahead: int) -> None:
-    p = Instance("P", budget=64, seqs=1, ahead=ahead)
-    if moment == "queued":
-        running = p.ask("cmpl-running-0-12345678", tokens(10, "running"), max_tokens=20)
-    request = p.ask(inner_id(pair_id()), tokens(100), max_tokens=20)
-    p.step({"at once": 0, "queued": 2, "half": 1, "whole": 3}[moment])
-    p.abort(request)
-    p.step(2)
-    key = p.held_key
-    if moment == "whole":
-        assert not p.rank.said(do.Abort), "what is computed is still sent"
-        p.rank.free(key)
-    else:
-        assert [abort.key for abort in p.rank.said(do.Abort)] == [key]
-    if moment == "queued":
-        p.finish(running)
-    p.assert_at_rest()
-    assert p.reported == [request.request_id]
-
-
 def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more() -> None:
     p, request = asked("P", tokens(30), max_tokens=8)
     p.step(2)
@@ -213,37 +147,6 @@ def test_requests_without_a_pair_are_none_of_our_business(request_id: str) -> No
     p.assert_at_rest()
 
 
-def test_a_transfer_id_names_the_transfer_on_both_sides() -> None:
-    p, d = Instance("P"), Instance("D")
-    for instance in (p, d):
-        instance.ask(inner_id(pair_id()), tokens(40), params={"transfer_id": "tx-1"}, max_tokens=1)
-        instance.step()
-    (hold,), (expect,) = p.rank.said(do.HoldPrompt), d.rank.said(do.Expect)
-    assert hold.key == expect.key == "tx:tx-1/0"
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2])
-@each_pace
-def test_of_a_repeated_request_the_second_pushes_what_the_aborted_first_did_not(
-    steps: int, ahead: int
-) -> None:
-    """As a router's that lost its connection, and asks again before vLLM has noticed."""
-    p = Instance("P", budget=32, ahead=ahead)
-    outer, prompt = pair_id(), tokens(150)
-    first = p.ask(inner_id(outer), prompt, max_tokens=1)
-    p.step(steps)
-    second = p.ask(inner_id(outer), prompt, max_tokens=1)
-    p.step()
-    p.abort(first)
-    p.finish(second)
-    key = p.held_key
-    assert not p.rank.said(do.Abort)
-    assert len(p.rank.said(do.HoldPrompt)) == len(p.rank.said(do.OfferPrompt)) == 1
-    assert p.prefills(key)[-1].stop == 150
-    p.assert_at_rest(key)
-    assert p.reported == [second.request_id]
-
-
 def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
     p = Instance("P", budget=32)
     outer = pair_id()
@@ -255,21 +158,6 @@ def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
     assert [abort.key for abort in p.rank.said(do.Abort)] == [p.held_key]
     p.assert_at_rest()
     assert p.reported == [first.request_id]
-
-
-def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
-    """D computes it, and P's answer is one token that nobody reads; children of one request share a list."""
-    prompt, request_id = tokens(20), inner_id(pair_id(7))
-    shared = make_request(request_id, prompt)
-    shared.prompt_token_ids = prompt
-    tables = BlockTables((BLOCK,), p_computes_last=False)
-    producer = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
-    producer.new(shared)
-    assert (shared.num_prompt_tokens, shared.prompt_token_ids) == (19, prompt[:-1])
-    assert (list(shared.all_token_ids), shared.max_tokens, len(prompt)) == (prompt[:-1], 1, 20)
-    alone = make_request(inner_id(pair_id(8)), tokens(1))
-    producer.new(alone)
-    assert alone.num_prompt_tokens == 1, "there is nothing before the last token"
 
 
 def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_said() -> None:

@@ -15,8 +15,6 @@ from p2pkv.protocol.messages import PROTOCOL_VERSION
 from support.connector.instances import BLOCK, tokens
 from support.connector.real_ranks import ask_both, finish, listening, pings
 
-pytestmark = pytest.mark.vllm
-
 
 def test_members_of_one_secret_transfer_and_ping_as_members(engines: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of the tests")

@@ -10,8 +10,6 @@ import pytest
 
 from p2pkv.demo.processes import free_ports
 
-pytestmark = pytest.mark.vllm
-
 RANK = """
 import sys
 from vllm.config import VllmConfig, set_current_vllm_config

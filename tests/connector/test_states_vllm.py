@@ -23,11 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as ShortConvLayer
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import (
-    KVCacheTensor,
-    compute_layout_strides,
-    create_kv_cache_views,
-)
+from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
@@ -45,8 +41,6 @@ from support.connector.states import (
     conv_layout,
     spec_of,
 )
-
-pytestmark = pytest.mark.vllm
 
 HIDDEN = 64
 MODELS: list[Model] = [
@@ -161,18 +155,6 @@ def test_a_rank_of_vllm_holds_the_channels_that_we_think(
         heads.weight_loader(heads, torch.arange(count, dtype=torch.float32))
         first = int(elements[0]) * count // model.sizes[1]
         assert heads.data.tolist() == [*range(first, first + count // tp)]
-
-
-def test_vllm_copies_one_group_and_refuses_to_copy_more(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `norm.n_groups` is read for: the layer's own number counts the copies."""
-    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=4, rank_in_group=0))
-    with set_current_vllm_config(config):
-        layer: Any = layer_of(Mamba2(16, 4, 1, 6), config, f"model.layers.{next(_names)}.mixer")[0]
-        assert (layer.n_groups, layer.norm.n_groups) == (4, 1)
-        with pytest.raises(AssertionError, match="num_groups must equal 1"):
-            layer_of(Mamba2(16, 4, 2, 6), config, f"model.layers.{next(_names)}.mixer")
 
 
 LAYERS, BLOCKS = 3, 4

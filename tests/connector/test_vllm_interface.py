@@ -15,12 +15,9 @@ import pytest
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.recurrent import STATE_KINDS
 from p2pkv.connector.vllm_patches import PATCHES, Function
 from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION
 from support.connector.vllm_sources import Sources, signature, table
-
-pytestmark = pytest.mark.vllm
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 SPECS = "v1/kv_cache_interface.py"
@@ -46,12 +43,6 @@ def test_of_every_method_of_a_worker_it_is_known_whether_it_changes_weights(sour
     unknown = methods - KEEPS_WEIGHTS - SESSION - CHANGES_WEIGHTS
     assert not unknown, f"vLLM's workers have {sorted(unknown)} too: does it keep the weights?"
     assert methods >= SESSION | {"reload_weights"}
-
-
-def test_what_changes_weights_goes_through_the_call_that_p2pkv_replaces(sources: Sources) -> None:
-    method = sources.one("EngineCore", "v1/engine/core.py").methods["collective_rpc"]
-    (call,) = [each for each in ast.walk(method) if isinstance(each, ast.Call)]
-    assert ast.unparse(call) == "self.model_executor.collective_rpc(method, timeout, args, kwargs)"
 
 
 # The methods.
@@ -130,50 +121,6 @@ def _names(shown: str) -> list[str]:
     return [word.rstrip("=") for word in shown.split(", ") if not word.startswith("*")]
 
 
-CALLS = {
-    "v1/core/sched/scheduler.py": (
-        "self.connector",
-        {
-            *("bind_kv_cache_manager", "on_new_request", "get_num_new_matched_tokens"),
-            *("get_loaded_kv_cache_group_ids", "update_state_after_alloc", "build_connector_meta"),
-            *("update_connector_output", "request_finished", "request_finished_all_groups"),
-            *("register_finished_partial_tail", "get_external_cache_hit_sources", "get_kv_connector_stats"),
-            *("has_pending_block_frees", "has_pending_push_work", "reset_cache", "shutdown", "take_events"),
-        },
-    ),
-    "v1/worker/kv_connector_model_runner_mixin.py": (
-        "kv_connector",
-        {
-            *("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results"),
-            *("get_block_ids_with_load_errors", "get_kv_connector_stats", "get_kv_connector_kv_cache_events"),
-            *("build_connector_worker_meta", "clear_connector_metadata"),
-        },
-    ),
-    "v1/worker/gpu/kv_connector.py": (
-        "self.kv_connector",
-        {
-            *("register_kv_caches", "set_host_xfer_buffer_ops", "handle_preemptions"),
-            *("bind_connector_metadata", "start_load_kv", "finish_forward", "reset_capture_state"),
-            *("wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors"),
-            *("get_kv_connector_stats", "get_kv_connector_kv_cache_events", "build_connector_worker_meta"),
-            "clear_connector_metadata",
-        },
-    ),
-    "model_executor/layers/attention/kv_transfer_utils.py": (
-        "connector",
-        {"has_connector_metadata", "wait_for_layer_load", "save_kv_layer"},
-    ),
-}
-"""What vLLM calls, by file: vllm_interface.md has the order."""
-
-
-@pytest.mark.parametrize("file", CALLS)
-def test_vllm_calls_what_it_did(file: str, sources: Sources) -> None:
-    receiver, expected = CALLS[file]
-    called = sources.calls_of(file, receiver, "connector")
-    assert called == expected, f"vLLM calls {sorted(called - expected)}, and not {sorted(expected - called)}"
-
-
 def test_the_second_runner_sweeps_behind_the_drafter(sources: Sources) -> None:
     """Layers of a drafter are written after the forward; the sweep must come after that."""
     source = ast.unparse(sources.one("GPUModelRunner", "v1/worker/gpu/model_runner.py").node)
@@ -199,11 +146,6 @@ def test_the_functions_that_p2pkv_replaces_are_those_it_knows(function: Function
         assert tuple(_names(signature(method))) == function.parameters
     used = {each.attr for each in ast.walk(method) if isinstance(each, ast.Attribute)}
     assert function.mentions <= used | {each.id for each in ast.walk(method) if isinstance(each, ast.Name)}
-
-
-def test_an_engine_core_can_be_woken(sources: Sources) -> None:
-    kinds = sources.one("EngineCoreRequestType", "v1/engine/__init__.py").node
-    assert "WAKEUP" in {ast.unparse(each.targets[0]) for each in kinds.body if isinstance(each, ast.Assign)}
 
 
 def test_the_second_runner_overwrites_blocks_before_it_calls_the_connector(sources: Sources) -> None:
@@ -254,23 +196,6 @@ FIELDS_SINCE_33 = {
 def test_a_layers_memory_is_described_as_it_was(kind: str, sources: Sources) -> None:
     more = FIELDS_SINCE_33.get(kind, set()) if sources.since(0, 33) else set()
     assert sources.one(kind, SPECS).fields == FIELDS[kind] | more
-
-
-def test_layouts_are_strides_of_the_same_axes(sources: Sources) -> None:
-    layout = sources.one("KVCacheLayout", "v1/kv_cache_layout.py").node
-    names = {
-        t.id
-        for each in layout.body
-        if isinstance(each, ast.Assign)
-        for t in each.targets
-        if isinstance(t, ast.Name)
-    }
-    assert names == {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
-
-
-def test_recurrent_layers_are_of_the_kinds_that_p2pkv_knows(sources: Sources) -> None:
-    kinds = {kind.state for kind in sources.layer_kinds.values()} - {""}
-    assert kinds == STATE_KINDS.keys()
 
 
 # The names.

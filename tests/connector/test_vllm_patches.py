@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import logging
 import re
@@ -22,7 +21,6 @@ from support.connector.instances import vllm_config
 from support.connector.vllm_sources import table
 
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = [(patch, function) for patch in PATCHES for function in patch.replaced if not function.only_if]
 LOOKED_AT = [(patch, each) for patch in PATCHES for each in (*patch.replaced, *patch.required)]
 LOOKED_AT = [(patch, each) for patch, each in LOOKED_AT if not each.only_if]
 
@@ -168,10 +166,3 @@ def test_nothing_else_of_vllm_is_replaced() -> None:
     assert list(changes_of("from vllm.v1 import core\ncore.EngineCore.sleep = None")) == [
         "core.EngineCore.sleep"
     ]
-
-
-@pytest.mark.parametrize(("patch", "function"), FUNCTIONS, ids=name_of)
-def test_each_is_looked_up_where_it_is(patch: Patch, function: Function) -> None:
-    """A name that is imported elsewhere would be replaced there in vain."""
-    owner = getattr(importlib.import_module(function.module), function.name.partition(".")[0])
-    assert owner.__module__ == function.module

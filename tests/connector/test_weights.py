@@ -14,8 +14,6 @@ from vllm.v1.engine.core import EngineCore
 from p2pkv.connector.weights import KEEPS_WEIGHTS, SESSION, Generation
 from support.connector.instances import Instance
 
-pytestmark = pytest.mark.vllm
-
 Deed = Callable[[Generation], None]
 
 

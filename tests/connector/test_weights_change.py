@@ -23,8 +23,6 @@ from support.connector.instances import (
     tokens,
 )
 
-pytestmark = pytest.mark.vllm
-
 PROMPT = tokens(50)
 
 
@@ -190,20 +188,6 @@ def test_what_is_on_its_way_when_d_changes_is_not_used(
     assert len(dropped(d)) == (moment != "reported")
     assert f"is not used: {CHANGED_ON_D}" in caplog.text or dropped(d)
     d.assert_at_rest()
-
-
-@each_pace
-def test_a_request_that_is_aborted_after_the_change_is_reported_once(ahead: int) -> None:
-    for steps in range(4):
-        d, request = asked("D", PROMPT, ahead=ahead)
-        d.load(request)
-        d.step(ahead)
-        change(d)
-        d.step(steps)
-        if request.request_id not in d.ended:
-            d.abort(request)
-        d.assert_at_rest()
-        assert d.reported.count(request.request_id) == 1
 
 
 def test_a_reset_ends_what_is_loading_and_lets_the_others_load() -> None:

@@ -19,31 +19,6 @@ from support.connector.instances import tokens
 from support.connector.real_ranks import Engine, ask, ask_both, finish, preempt_all, run
 from support.waiting import wait_for
 
-pytestmark = pytest.mark.vllm
-
-
-@pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("first", ["P", "D"])
-def test_weights_change_on_one_side_and_then_on_the_other(
-    engines: Any, first: str, tp_p: int, tp_d: int
-) -> None:
-    """The same prompt again and again, which both have cached each time."""
-    p, d = engines(tp_p, tp_d, policy="recompute", chunk_bytes=4096)
-    ask_both(p, d, 0, tokens(70))
-    finish(p, d)
-    assert d.count("transfers_loaded") == 1
-    sides = (p, d) if first == "P" else (d, p)
-    sides[0].change_weights(1)
-    ask_both(p, d, 1, tokens(70))
-    finish(p, d)
-    assert d.count("transfers_loaded") == 1, "D computes it alone"
-    sides[1].change_weights(1)
-    for index in (2, 3):
-        ask_both(p, d, index, [*tokens(70), index])
-        finish(p, d)
-    assert d.count("transfers_loaded") == 3
-    assert set(d.ended.values()) == {"length"}
-
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
 @pytest.mark.parametrize("seed", range(4))

@@ -26,13 +26,11 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import EndedRequest, PrefillStep, StepMetadata
-from p2pkv.connector.vllm_patches import EARLY_REVOCATION, SPIN_WAIT
+from p2pkv.connector.vllm_patches import EARLY_REVOCATION
 from p2pkv.connector.worker import Worker
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from support.connector.instances import BLOCK, LAYERS, FakeRank, kv_cache_config, vllm_config
-
-pytestmark = pytest.mark.vllm
 
 D = Address("127.0.0.1", 21101)
 LAST = list(LAYERS)[-1]
@@ -344,16 +342,6 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     assert rank.log[-1] == do.Forget("k", "D")
 
 
-def test_a_failure_is_both_received_and_failed(make: Make) -> None:
-    runner, rank = make(role="D")
-    begun(runner, rank)
-    runner.step(StepMetadata(loads=[("r", LOAD)]))
-    rank.fail("k")
-    told = runner.step(StepMetadata())
-    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
-    assert not told.kv_connector_worker_meta
-
-
 def test_steps_without_news_are_empty(make: Make) -> None:
     for role in ("P", "D"):
         runner, _ = make(role=role)
@@ -402,25 +390,6 @@ def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Mak
     assert load.fence is (fence if still_runs else None)
 
 
-IDLE = StepMetadata(idle=True, idle_wait=0.005)
-
-
-def test_an_idle_step_waits_for_news_unless_it_has_some(make: Make) -> None:
-    runner, rank = make("D")
-    runner.step(StepMetadata(idle=True, idle_wait=0.005, expects=[("r", expected("k"))]))
-    assert rank.waits == [IDLE.idle_wait] and SPIN_WAIT.idle
-    rank.begin("k")
-    runner.step(IDLE)
-    assert len(rank.waits) == 1
-
-
-def test_a_step_that_computes_does_not_wait(make: Make) -> None:
-    runner, rank = make()
-    runner.step(IDLE)
-    runner.step(prefill_step(16, first=True))
-    assert len(rank.waits) == 1 and not SPIN_WAIT.idle
-
-
 def test_a_load_that_the_step_computes_with_is_waited_for_before_its_forward(make: Make) -> None:
     runner, rank = make("D")
     load = do.Load("now", 0, 32, ([1, 2],), number=1)
@@ -457,13 +426,3 @@ def test_news_ring_the_bell_after_an_idle_step_only(make: Make) -> None:
     runner.step(idle)
     rank.fail("a")  # nobody hears it, and nothing happens
     assert not rank.waits
-
-
-def test_free_blocks_are_news_once_vllm_waits_for_them(make: Make) -> None:
-    runner, rank = make()
-    runner.step(prefill_step(32, first=True))
-    rank.free("k")
-    runner.step(IDLE)
-    assert len(rank.waits) == 1
-    runner.step(StepMetadata(idle=True, idle_wait=0.005, sent=[EndedRequest("r", "k", "")]))
-    assert len(rank.waits) == 1

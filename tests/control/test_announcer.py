@@ -240,16 +240,6 @@ def test_a_proxy_that_refuses_is_not_called_out_of_reach(
     assert "no connection" not in caplog.text
 
 
-def test_with_the_secret_it_pings_as_a_member() -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        Members(SECRET).serve(socket, "proxy")
-        place = f"127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-        with announcing(place, secret=SECRET) as announcer:
-            assert socket.poll(20_000) and decode_ping(socket.recv_multipart()[1]) == PING
-            announcer.stop()  # and again: no harm
-
-
 def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=3)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2pkv.kv import DENSE
+from p2pkv.kv import cache as module
 from p2pkv.kv.cache import seen_as
 from p2pkv.packings import PACKINGS
 from p2pkv.plan import Edge, Plan, make_plan
@@ -31,7 +32,8 @@ CODECS = [DENSE, *PACKINGS]
 
 @dataclass(frozen=True)
 class Case:
-    """D wants [start, stop) of a prompt of `tokens`; P computes it in `steps`: (tokens, layers that far)."""
+    """D wants [start, stop) of a prompt of `tokens`; P computes it in `steps`: (tokens, layers that far).
+    `batch`: bytes of packed pages that are undone together. `shift`: of a message's place in memory."""
 
     prefill: Side
     decode: Side
@@ -40,6 +42,8 @@ class Case:
     stop: int
     steps: tuple[tuple[int, int], ...]
     chunk: int
+    batch: int
+    shift: int
     seed: int
 
 
@@ -63,9 +67,9 @@ def cases(draw: st.DrawFn) -> Case:
     steps = tuple((end, draw(st.integers(1, layers))) for end in ends)
     row = content * dtype.itemsize
     chunk = draw(st.sampled_from([40 * row, 200 * row, 1 << 20]))
-    return Case(
-        prefill, decode, tokens, start, stop, (*steps, (tokens, layers)), chunk, draw(st.integers(0, 99))
-    )
+    steps = (*steps, (tokens, layers))
+    batch, shift = draw(st.sampled_from([1, module.BATCH_BYTES])), draw(st.integers(0, 1))
+    return Case(prefill, decode, tokens, start, stop, steps, chunk, batch, shift, draw(st.integers(0, 99)))
 
 
 @st.composite
@@ -115,7 +119,9 @@ def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[li
             ready = done[debt.edge.layers.start : debt.edge.layers.stop]
             while pieces := cut(cutter, {0: ready}, case.chunk):
                 coverage.filled(coverage.reserve(pieces))
-                out += [Sent(debt, piece, gathered(ranks, debt, piece, cutter.extents)) for piece in pieces]
+                for piece in pieces:
+                    buffer = torch.empty(cutter.extents.size(piece) + case.shift, dtype=torch.uint8)
+                    out.append(Sent(debt, piece, gather(ranks, debt, piece, buffer[case.shift :])))
     assert not any(cutter.left for cutter in cutters) and not any(coverage.left for coverage in coverages)
     return out, {debt.edge: owed.nbytes for debt, owed in zip(debts, extents, strict=True)}
 
@@ -128,9 +134,8 @@ def forward(held: Held, done: list[int], stop: int, layers: int, truth: Elements
             held.compute(slice(layer - mine.start, layer - mine.start + 1), done[layer], stop, cells)
 
 
-def gathered(ranks: list[Held], debt: GroupAssignment, piece: Piece, extents: Extents) -> torch.Tensor:
+def gather(ranks: list[Held], debt: GroupAssignment, piece: Piece, data: torch.Tensor) -> torch.Tensor:
     edge, held = debt.edge, ranks[debt.edge.source]
-    data = torch.empty(extents.size(piece), dtype=torch.uint8)
     seen_as(held.paged, debt.wire.codec).gather(data, *rectangle(edge, piece, True), [held.table])
     return data
 
@@ -153,10 +158,12 @@ def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:
     targets = [Held(d, rank, case.tokens, 100 + rank) for rank in range(d.shape.world)]
     before = [held.dense() for held in targets]
 
-    sent, nbytes = push(case, plan, sources, truth)
-    random.Random(case.seed).shuffle(sent)
-    for one in sent:
-        scatter(targets[one.debt.edge.target], one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BATCH_BYTES", case.batch)
+        sent, nbytes = push(case, plan, sources, truth)
+        random.Random(case.seed).shuffle(sent)
+        for one in sent:
+            scatter(targets[one.debt.edge.target], one)
 
     whole = sent[0].debt.wire.unit if sent else 1
     for held, expected in zip(targets, before, strict=True):

@@ -56,24 +56,6 @@ def test_pack_does_what_vllm_does_and_unpack_undoes_it(
         assert torch.equal(pack(dense[block].contiguous(), cpu_codec(isa), head_dim), pages[block])
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(not HAVE_VLLM, reason="needs vLLM, whose packing of pages is the reference")
-def test_unpack_undoes_pack_kv_cache_of_this_host() -> None:
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    if not current_platform.is_cpu():
-        pytest.skip("this vLLM was not built for a CPU")
-    tokens, head_dim = 32, 64
-    dense = torch.randn(4, 2, tokens, 2 * head_dim).to(torch.bfloat16)
-    packed = dense.clone()
-    current_platform.pack_kv_cache(packed, torch.tensor([1, 3]))
-    codec = cpu_codec(_get_attn_isa(torch.bfloat16, tokens, head_dim))
-    for block in (1, 3):
-        assert not torch.equal(packed[block], dense[block])
-        assert torch.equal(unpack(packed[block], codec, head_dim), dense[block])
-
-
 @pytest.mark.parametrize("codec", list(PACKINGS))
 @pytest.mark.parametrize(("tokens", "head_dim"), [(32, 32), (96, 64), (32, 96)])
 def test_a_page_is_the_same_after_both_ways(codec: str, tokens: int, head_dim: int) -> None:
@@ -82,14 +64,6 @@ def test_a_page_is_the_same_after_both_ways(codec: str, tokens: int, head_dim: i
     assert not torch.equal(packed, page)
     assert torch.equal(unpack(packed, codec, head_dim), page)
     assert torch.equal(pack(unpack(page, codec, head_dim), codec, head_dim), page)
-
-
-def test_vec_by_hand() -> None:
-    """K is [head_dim, tokens], then V is [tokens, head_dim]."""
-    page = torch.tensor([0, 2, 1, 3, 10, 11, 12, 13]).view(1, 2, 4)
-    assert unpack(page, "page:vec", 2).tolist() == [[[0, 1, 10, 11], [2, 3, 12, 13]]]
-    assert unpack(page, "dense", 2).tolist() == page.tolist()
-    assert pack(unpack(page, "page:vec", 2), "page:vec", 2).tolist() == page.tolist()
 
 
 @pytest.mark.parametrize("codec", list(PACKINGS))

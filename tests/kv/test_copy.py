@@ -1,72 +1,15 @@
-"""Copies on a CPU, by numpy; and torch's index kernels, which a CPU also has, mean the same."""
+"""Copies on a CPU: other threads run meanwhile; columns. test_rectangles.py has which bytes are copied."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from p2pkv.kv import PagedCache, host
-from p2pkv.kv.copiers import StorageCopier, columns_on_device
-from p2pkv.kv.host import HostCopier, columns_on_host
-from p2pkv.kv.layouts import Columns, pages_of
+from p2pkv.kv import PagedCache
+from p2pkv.kv.copiers import columns_on_device
+from p2pkv.kv.host import columns_on_host
+from p2pkv.kv.layouts import Columns
 from support.gil import lets_others_run
-
-ROWS, ROW, LAYERS, BLOCKS = 8, 96, 3, 9
-TABLE = [3, 6, 7, 8, 5, 2]  # three of them follow each other
-
-
-def layers_at(flat: torch.Tensor, offsets: list[int]) -> list[torch.Tensor]:
-    """Layers of padded pages side by side in a block, which begin at these offsets."""
-    return [
-        flat.as_strided((BLOCKS, 1, ROWS, ROW), (4 * 900, ROW, ROW, 1), 900 * layer + offset)
-        for layer, offset in enumerate(offsets)
-    ]
-
-
-@pytest.mark.parametrize("offsets", [[0, 0, 0], [0, 5, 0]], ids=["evenly-spaced", "not"])
-@pytest.mark.parametrize("tokens", [(0, 48), (8, 45), (3, 7), (3, 8), (13, 17), (5, 41)])
-@pytest.mark.parametrize(
-    ("worth", "large", "many"),
-    [(1, 1 << 30, 99), (1 << 30, 1 << 30, 99), (1 << 30, 1 << 30, 1), (1, 1, 99)],
-    ids=["each-run", "together", "by-layer", "listed"],
-)
-def test_numpy_and_torch_copy_the_same_rows_and_no_others(
-    offsets: list[int],
-    tokens: tuple[int, int],
-    worth: int,
-    large: int,
-    many: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows listed; or blocks one by one, or several at once, of all layers or, in a scatter, one by one.
-    Layers lie evenly, or do not."""
-    monkeypatch.setattr(host, "WORTH_BYTES", worth)
-    monkeypatch.setattr(host, "WORTH_PUTTING", worth)
-    monkeypatch.setattr(host, "LONG_BYTES", 1)
-    monkeypatch.setattr(host, "MANY_BLOCKS", many)
-    monkeypatch.setattr(host, "LARGE_BYTES", large)
-    monkeypatch.setattr(host, "BATCH_BYTES", 2 * ROWS * ROW * LAYERS)
-    flat = torch.randint(0, 256, (BLOCKS * 4 * 900,), dtype=torch.uint8)
-    cache = PagedCache.from_tensors(layers_at(flat, offsets), block_size=ROWS)
-    assert isinstance(cache.copier, HostCopier)
-    out = torch.zeros(cache.nbytes(LAYERS, *tokens, 1), dtype=torch.uint8)
-    cache.gather(out, (0, LAYERS), tokens, (0, 1), (TABLE,))
-    wanted = [view[TABLE, 0].reshape(-1, ROW)[slice(*tokens)] for view in layers_at(flat, offsets)]
-    assert torch.equal(out.view(LAYERS, -1, ROW), torch.stack(wanted))
-
-    by_torch = flat.clone()
-    other = layers_at(by_torch, offsets)
-    reference = PagedCache.from_tensors(other, block_size=ROWS)
-    pages = [pages_of(view, 0, ROWS, paged=False) for view in other]
-    reference.copier = StorageCopier(pages, other)
-    again = torch.zeros_like(out)
-    reference.gather(again, (0, LAYERS), tokens, (0, 1), (TABLE,))
-    assert torch.equal(again, out)
-    cache.scatter(~out, (0, LAYERS), tokens, (0, 1), (TABLE,))
-    reference.scatter(~out, (0, LAYERS), tokens, (0, 1), (TABLE,))
-    assert torch.equal(flat, by_torch)
-    cache.gather(again, (0, LAYERS), tokens, (0, 1), (TABLE,))
-    assert torch.equal(again, ~out)
 
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])

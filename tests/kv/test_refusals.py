@@ -10,6 +10,7 @@ import torch
 from p2pkv.kv import DENSE, PagedCache, cpu_codec
 from p2pkv.kv import cache as module
 from p2pkv.kv.cache import CachedTables, RankCache, seen_as
+from p2pkv.kv.layouts import plane_of
 
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
@@ -104,6 +105,17 @@ def test_the_cache_says_what_it_is() -> None:
     assert (cache.tables, cache.device) == ((0, 1), torch.device("cpu"))
 
 
+def test_a_plane_is_of_rows_that_lie_together() -> None:
+    pages = torch.zeros(3, 1, 4, 584, dtype=torch.uint8)
+    values, scales = plane_of(pages, 0, 576), plane_of(pages, 576, 8)
+    assert values.shape == (3, 1, 4, 576) and scales.storage_offset() == 4 * 576
+    for wrong in (torch.zeros(3, 2, 4, 584), torch.zeros(3, 1, 4, 600)[..., :584]):
+        with pytest.raises(ValueError, match="expected one head whose rows lie together"):
+            plane_of(wrong, 0, 576)
+    with pytest.raises(ValueError, match=r"elements \[577, 585\)"):
+        plane_of(pages, 577, 8)
+
+
 def test_block_ids_that_one_cache_has_accepted_are_checked_for_a_smaller_one() -> None:
     tables = CachedTables([[3, 1], [0]])
     large, small = (
@@ -130,3 +142,42 @@ def test_the_smallest_layer_says_how_many_fill_a_message() -> None:
         assert RankCache(groups).layer_bytes(100) == 100 * 1 * 2 * 4
     assert RankCache([large]).layer_bytes(100) == 100 * 4 * 8 * 4
     assert RankCache([small]).layer_bytes(0) == 1
+
+
+# Packed pages that are seen token by token: test_any_shape.py has what is read and written.
+
+
+def packed(layer: torch.Tensor, codec: str = "page:vec") -> PagedCache:
+    return PagedCache.from_tensors([layer], block_size=32, codec=codec)
+
+
+def test_a_cache_travels_as_it_is_or_dense() -> None:
+    cache = packed(torch.zeros(BLOCKS, HEADS, 32, 64, dtype=torch.int16))
+    assert seen_as(cache, "page:vec") is cache
+    assert (seen_as(cache, DENSE).unit_tokens, seen_as(cache, DENSE).row_bytes) == (1, 64 * 2)
+    with pytest.raises(ValueError, match="as it is or dense, not as page:amx"):
+        seen_as(cache, "page:amx")
+
+
+@pytest.mark.parametrize(
+    ("codec", "content", "dtype", "sentence"),
+    [
+        ("page:neon", 64, torch.int16, "'page:neon' cannot be undone"),
+        ("page:vec", 3, torch.int16, "rows of 3 elements do not hold a K and a V"),
+        ("page:amx", 48, torch.int16, "multiples of 32"),
+        ("page:amx", 64, torch.int32, "2-byte elements"),
+    ],
+)
+def test_pages_that_cannot_be_seen_token_by_token(
+    codec: str, content: int, dtype: torch.dtype, sentence: str
+) -> None:
+    layer = torch.zeros(BLOCKS, HEADS, 32, content, dtype=dtype)
+    with pytest.raises(ValueError, match=sentence):
+        seen_as(packed(layer, codec), DENSE)
+
+
+def test_pages_are_undone_on_a_cpu_only() -> None:
+    cache = packed(torch.zeros(BLOCKS, HEADS, 32, 64, dtype=torch.int16))
+    cache.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="undone on a CPU only, not on cuda"):
+        seen_as(cache, DENSE)

@@ -27,12 +27,6 @@ class Allowed:
 ALLOWED = (
     # Nothing is missing.
     Allowed(
-        "tests/connector/test_layer_kinds.py",
-        "vLLM alone can make one",
-        "such a layer has no memory of its own",
-        on_ci=True,
-    ),
-    Allowed(
         "tests/vllm/test_shapes.py",
         "no prefixes are cached here",
         "these instances run without prefix caching",

@@ -81,10 +81,10 @@ Decode.invalidate: early buffers survive a change of weights
 == p2pkv/kv/layouts.py > tests/kv/test_rectangles.py tests/kv/test_kernels.py
 Runs.of: a run of tokens may lie in two blocks
 ~ run = gcd(pages.units, self._longest) => run = self._longest
-> tests/kv/test_planes.py
+> tests/connector/test_planes.py
 plane_of: a block's scales are read and written one row further
 ~ storage_offset()) + rows * before => storage_offset()) + (rows * before + width if before else 0)
-> tests/kv/test_copy.py
+> tests/kv/test_rectangles.py
 spans_of: layers that lie unevenly are copied as if they were evenly spaced
 ~ even = apart.pop() if len(apart) == 1 else None => even = apart.pop()
 == p2pkv/connector/describe.py > tests/connector/test_describe.py::test_context_parallel_ranks
@@ -786,7 +786,6 @@ _delta_net: the window of a convolution is divided as one piece
 + segments = (("q", _equal_parts(2 * keys.heads * keys.size + values.heads * values.size)),)
 _mamba2: Mamba-2's copies of a group count as groups
 ~ sizes["norm.n_groups"] => sizes["n_groups"]
-> tests/connector/test_states.py::test_every_rank_of_d_holds_its_slice_of_the_global_state
 _parts: room for speculative tokens travels with the window
 ~ part = _StatePart(kind, name, form, axis, form.steps => part = _StatePart(kind, name, form, axis, form.room
 > tests/connector/test_states.py::test_a_cpu_s_delta_net_meets_only_another_one

@@ -247,7 +247,7 @@ class FakeRank:
                 self._load(key, stop > start)
             case do.Drop(key, reason):
                 self._last_word(do.LoadFailed(key, reason))
-            case do.Abort(key) | do.Release(key):
+            case do.Abort(key) | do.Release(key) if key in self.facts:  # else it has forgotten it already
                 self._last_word(do.BlocksFree(key))
             case do.Forget(key, _):
                 assert self.facts.pop(key).over, f"{key} is forgotten before the engine's last word"

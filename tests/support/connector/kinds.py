@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import (
-    CompilationMode,
-    VllmConfig,
-    get_layers_from_vllm_config,
-    set_current_vllm_config,
-)
+from vllm.config import CompilationMode, VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model

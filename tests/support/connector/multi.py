@@ -38,7 +38,6 @@ class StoreConnector(KVConnectorBase_V1):
 
     Attributes, of the scheduler's half:
         held: how many of a prompt's first tokens it has, by the first three.
-        later: whether it loads while other requests are computed.
         undecided: whether it is still looking.
         saves: whether it saves a request's blocks after the request has ended.
         loaded: requests that it was told to load, with the number of tokens.
@@ -51,7 +50,7 @@ class StoreConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.held: dict[tuple[int, ...], int] = {}
-        self.later = self.undecided = self.saves = False
+        self.undecided = self.saves = False
         self.loaded: list[tuple[str, int]] = []
         self.spoil = False
         self._failed: set[int] = set()
@@ -64,7 +63,7 @@ class StoreConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.undecided:
             return None, False
-        return max(0, self._of(request) - num_computed_tokens), self.later
+        return max(0, self._of(request) - num_computed_tokens), False
 
     def _of(self, request: Any) -> int:
         """Tokens of this prompt that it has, all but the last at most."""

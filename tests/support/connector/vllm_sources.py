@@ -36,9 +36,6 @@ class Class:
                 return each
         raise AssertionError(f"{self.path} has no class {self.name}")
 
-    def method(self, name: str) -> ast.FunctionDef | None:
-        return next((f for f in self.node.body if isinstance(f, ast.FunctionDef) and f.name == name), None)
-
     @property
     def methods(self) -> dict[str, ast.FunctionDef]:
         return {f.name: f for f in self.node.body if isinstance(f, ast.FunctionDef)}
@@ -112,9 +109,6 @@ class Sources:
     def one(self, name: str, file: str) -> Class:
         """The class of that name in this file, whether it has bases or not."""
         return Class(name, self.root / file, ())
-
-    def tree(self, file: str) -> ast.Module:
-        return ast.parse((self.root / file).read_text())
 
     def below(self, top: str) -> list[Class]:
         """All classes that derive from `top`, at any distance."""
@@ -190,7 +184,7 @@ class Sources:
     def _specs(self, family: list[Class]) -> Iterator[str]:
         """What its get_kv_cache_spec may return, and that of its bases where it asks them."""
         for one in family:
-            method = one.method("get_kv_cache_spec")
+            method = one.methods.get("get_kv_cache_spec")
             if method is None:
                 continue
             calls = [call for call in ast.walk(method) if isinstance(call, ast.Call)]
@@ -206,14 +200,14 @@ class Sources:
     def _hooked(self, family: list[Class]) -> bool:
         """Whether the forward that it has, its own or the nearest base's, goes through a hooked function."""
         for one in family:
-            if one.method("forward") is not None:
+            if one.methods.get("forward") is not None:
                 text = ast.unparse(one.node)
                 return any(name in text for name in self.hooked_functions)
         return False
 
     def _state(self, family: list[Class]) -> str:
         for one in family:
-            if method := one.method("mamba_type"):
+            if method := one.methods.get("mamba_type"):
                 found = re.findall(r"MambaAttentionBackendEnum\.(\w+)", ast.unparse(method))
                 return str(found[-1]) if found else ""
         return ""
@@ -226,16 +220,6 @@ class Sources:
         file = self.root.joinpath(*parts)
         file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
         return set(_defined(ast.parse(file.read_text()).body)) if file.is_file() else set()
-
-    def calls_of(self, file: str, *receivers: str) -> set[str]:
-        """The methods that a file calls on these expressions, as `self.connector`."""
-        return {
-            call.func.attr
-            for call in ast.walk(self.tree(file))
-            if isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and ast.unparse(call.func.value) in receivers
-        }
 
 
 def signature(function: ast.FunctionDef) -> str:

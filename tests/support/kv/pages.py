@@ -45,6 +45,8 @@ class Memory:
     padding: int  # elements after each page of the innermost of L and B
     groups: tuple[int, ...]
     seed: int
+    per_row: int = 1  # tokens that a row stands for
+    places: tuple[int, ...] = ()  # of the registered layers among those that lie there; (): all
     flat: torch.Tensor = field(init=False)
     strides: tuple[int, ...] = field(init=False)
 
@@ -63,7 +65,9 @@ class Memory:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.layers, self.blocks * self.ratio, self.heads, self.kernel_tokens, self.content)
+        rows = self.kernel_tokens // self.per_row
+        there = max(self.places, default=self.layers - 1) + 1
+        return (there, self.blocks * self.ratio, self.heads, rows, self.content)
 
     @property
     def kernel_tokens(self) -> int:
@@ -71,15 +75,24 @@ class Memory:
 
     @property
     def unit_tokens(self) -> int:
-        return 1 if self.codec == "dense" else self.kernel_tokens
+        return self.per_row if self.codec == "dense" else self.kernel_tokens
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """[L, B, H, N, C] of a buffer like `flat`."""
         return torch.as_strided(flat.view(self.dtype), self.shape, self.strides, self.offset)
 
+    def registered(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """[B, H, N, C] of each registered layer."""
+        there = self.view(flat).unbind(0)
+        return [there[place] for place in self.places or range(self.layers)]
+
     def cache(self, flat: torch.Tensor) -> PagedCache:
         return PagedCache.from_tensors(
-            self.view(flat).unbind(0), block_size=self.block_size, codec=self.codec, tables=self.groups
+            self.registered(flat),
+            block_size=self.block_size,
+            codec=self.codec,
+            tables=self.groups,
+            tokens_per_row=self.per_row,
         )
 
     def tables(self, tokens: int, seed: int) -> list[list[int]]:
@@ -101,13 +114,14 @@ class Memory:
         """The bytes of each row of a rectangle, in the wire's order, as views of `flat`."""
         numbers = range(*tokens, self.unit_tokens) if isinstance(tokens, tuple) else tokens.tolist()
         for layer in range(*layers):
-            pages = self.view(flat)[layer]
+            pages = self.registered(flat)[layer]
             for token in numbers:
                 block = tables[self.groups[layer]][token // self.block_size]
                 kernel = block * self.ratio + token % self.block_size // self.kernel_tokens
                 for head in range(*heads):
                     page = pages[kernel, head].view(torch.uint8)
-                    yield page if self.codec != "dense" else page[token % self.kernel_tokens]
+                    row = token % self.kernel_tokens // self.per_row
+                    yield page if self.codec != "dense" else page[row]
 
 
 def a_memory(draw: random.Random, like: Memory | None = None) -> Memory:
@@ -118,12 +132,15 @@ def a_memory(draw: random.Random, like: Memory | None = None) -> Memory:
         kernel = like.unit_tokens
     ratio = draw.randint(1, 3)
     layers = draw.randint(1, 4)
+    per_row = draw.choice([1, 1, 4, 7]) if codec == "dense" else 1
+    if like:
+        per_row = like.per_row
     paged = codec != "dense" and kernel > 1
     return Memory(
         layout=draw.choice(TOKENS_TOGETHER if paged else sorted(LAYOUTS)),
         layers=layers,
         blocks=draw.randint(8, 11),
-        block_size=kernel * ratio,
+        block_size=kernel * ratio * per_row,
         ratio=ratio,
         heads=draw.randint(1, 4),
         content=like.content if like else draw.choice([1, 2, 6, 16]),
@@ -133,6 +150,8 @@ def a_memory(draw: random.Random, like: Memory | None = None) -> Memory:
         padding=draw.choice([0, 0, 3, 16]),
         groups=tuple(draw.randint(0, 1) for _ in range(layers)),
         seed=draw.randint(0, 1 << 30),
+        per_row=per_row,
+        places=tuple(sorted(draw.sample(range(layers + 2), layers))),
     )
 
 
