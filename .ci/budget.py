@@ -29,8 +29,8 @@ def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
         ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_950),
-        ("lines of proxy", lines("proxy"), 9_970),
-        ("lines of tests", lines("tests"), 63_760),
+        ("lines of proxy", lines("proxy"), 9_840),
+        ("lines of tests", lines("tests"), 60_060),
         ("lines of benchmarks", lines("benchmarks"), 3_680),
         ("words of README.md and docs/", words(), 21_980),
     ]

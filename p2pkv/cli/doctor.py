@@ -93,20 +93,20 @@ def _ask(args: argparse.Namespace) -> int:
         for name, value in inspect(Address.parse(args.rank), members=members).items():
             print(f"{name:<20} {value}")
         return 0
-    from p2pkv.cli import pair
+    from p2pkv.cli import link_check
 
     if args.pair:
         p, d = map(Address.parse, args.pair)
-        return _show(pair.ask_instances(p, d, members))
+        return _show(link_check.ask_instances(p, d, members))
     address = Address.parse(args.listen or args.connect)
     if args.connect is not None:
-        return _show(pair.connect(address, members, args.link))
+        return _show(link_check.connect(address, members, args.link))
     if secret is None and not args.allow_insecure and not is_loopback(address.host):
         raise CheckFailed(
             f"{address} may be reached by other machines, and there is no secret: set {SECRET_VARIABLE} "
             "or --secret-file, the same on both hosts, or add --allow-insecure"
         )
-    return _show(pair.listen(address, members, args.link))
+    return _show(link_check.listen(address, members, args.link))
 
 
 def examine() -> Iterator[Finding]:

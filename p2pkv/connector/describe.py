@@ -27,7 +27,7 @@ from p2pkv.connector.block_quota import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.planes import plane_views, row_form
 from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, state_groups
-from p2pkv.connector.rings import is_ring, ring_groups
+from p2pkv.connector.ring_buffers import is_ring, ring_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import (
     DRAFTERS,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pkv.cli import main, pair
+from p2pkv.cli import link_check, main
 from p2pkv.cli.doctor import examine, ipc_sentence
 from p2pkv.cli.findings import Finding
 from p2pkv.control.security import members_of
@@ -265,7 +265,7 @@ class Side(threading.Thread):
     def run(self) -> None:
         try:
             self.found.extend(self._findings())
-        except pair.CheckFailed as failure:
+        except link_check.CheckFailed as failure:
             self.failure = str(failure)
 
     def about(self, what: str) -> Finding:
@@ -279,9 +279,9 @@ def sides(monkeypatch: pytest.MonkeyPatch, address: Address) -> Callable[..., tu
 
     def check(on_p: LinkFactory, on_d: LinkFactory) -> tuple[Side, Side]:
         factories = {"P": on_p, "D": on_d}
-        monkeypatch.setattr(pair, "make_factory", lambda kind, **_: factories[kind])
-        p = Side(lambda: pair.listen(address, None, "P"))
-        d = Side(lambda: pair.connect(address, None, "D"))
+        monkeypatch.setattr(link_check, "make_factory", lambda kind, **_: factories[kind])
+        p = Side(lambda: link_check.listen(address, None, "P"))
+        d = Side(lambda: link_check.connect(address, None, "D"))
         for side in (p, d):
             side.join(60.0)
             assert not side.is_alive()
@@ -291,11 +291,11 @@ def sides(monkeypatch: pytest.MonkeyPatch, address: Address) -> Callable[..., tu
 
 
 def tcp() -> HostLinks:
-    return HostLinks("127.0.0.1", pair.STAGING_BYTES, shared_memory=False)
+    return HostLinks("127.0.0.1", link_check.STAGING_BYTES, shared_memory=False)
 
 
 def nccl_end(blocking: bool, version: int = 23203) -> LinkFactory:
-    return nccl_links(blocking=blocking, version=version, staging=pair.STAGING_BYTES)
+    return nccl_links(blocking=blocking, version=version, staging=link_check.STAGING_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_two_versions_of_nccl_are_named_and_no_link_is_built(
 def test_other_bytes_than_were_sent_are_seen(
     sides: Callable[..., tuple[Side, Side]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = pair.contents_of
+    right = link_check.contents_of
 
     def contents(number: int, device: torch.device) -> torch.Tensor:
         """P makes its own with number 0 and writes the number over it; D asks for each number."""
@@ -338,7 +338,7 @@ def test_other_bytes_than_were_sent_are_seen(
         made[-1] += number
         return made
 
-    monkeypatch.setattr(pair, "contents_of", contents)
+    monkeypatch.setattr(link_check, "contents_of", contents)
     p, d = sides(tcp(), tcp())
     assert d.failure == "message 1 came with other bytes than were sent"
     assert p.failure == f"the other side failed: {d.failure}"
@@ -377,7 +377,7 @@ def test_a_link_that_p_cannot_begin_is_a_sentence_on_both_sides(
 def test_nobody_listens(
     address: Address, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pair, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(link_check, "ANSWER_SECONDS", 0.5)
     assert main(["doctor", "--connect", str(address), "--link", "host"]) == 1
     assert (
         f"[!!] nothing answers at {address}: is `p2pkv doctor --listen {address}`" in capsys.readouterr().out
@@ -390,13 +390,13 @@ def test_off_loopback_a_doctor_wants_a_secret_too(capsys: pytest.CaptureFixture[
 
 
 def test_the_interface_of_an_address() -> None:
-    assert pair.interface_of("127.0.0.1") == "lo"
-    assert pair.interface_of("192.0.2.1") is None
-    assert pair.way_to("127.0.0.1") == "lo (127.0.0.1)"
+    assert link_check.interface_of("127.0.0.1") == "lo"
+    assert link_check.interface_of("192.0.2.1") is None
+    assert link_check.way_to("127.0.0.1") == "lo (127.0.0.1)"
     if os.path.exists("/proc/net/if_inet6") and "00000000000000000000000000000001" in Path(
         "/proc/net/if_inet6"
     ).read_text(encoding="ascii"):
-        assert pair.interface_of("::1") == "lo"
+        assert link_check.interface_of("::1") == "lo"
 
 
 # Instances that run.
@@ -423,5 +423,5 @@ def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     one, two = Geometry(), Geometry()
     with engines(one, two, lambda side, rank: network.rank(), secret=SECRET.encode()) as (p, d):
         members = members_of(SECRET.encode())
-        assert all(found.ok for found in pair.ask_instances(p.address, d.address, members))
-        assert not any(found.ok for found in pair.ask_instances(p.address, d.address, None))
+        assert all(found.ok for found in link_check.ask_instances(p.address, d.address, members))
+        assert not any(found.ok for found in link_check.ask_instances(p.address, d.address, None))

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from p2pkv.cli import pair
+from p2pkv.cli import link_check
 from p2pkv.control.security import members_of
 from p2pkv.demo.processes import free_ports
 from p2pkv.links import make_factory
@@ -64,5 +64,5 @@ def test_ranks_on_several_hosts(make: Make, shapes: tuple[Geometry, Geometry]) -
     for salt in range(2):
         push(p, d, f"prompt {salt}", salt)
     members = members_of(p.ranks[0].rank.core.context.options.secret)
-    findings = list(pair.ask_instances(p.address, d.address, members))
+    findings = list(link_check.ask_instances(p.address, d.address, members))
     assert all(found.ok for found in findings), findings

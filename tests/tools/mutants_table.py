@@ -526,10 +526,10 @@ _empty: a stream is given back with copies on it, and their memory freed
 ~ CudaEvent(device, stream).wait() => CudaEvent(device, stream).ready()
 take_stream: each rank and link makes a stream, and none is used again
 ~ return _idle_streams[device, first].popleft() => return _make_stream(first)
-== p2pkv/cli/pair.py > tests/cli/test_doctor.py::test_other_bytes_than_were_sent_are_seen
+== p2pkv/cli/link_check.py > tests/cli/test_doctor.py::test_other_bytes_than_were_sent_are_seen
 _grant: the doctors believe whatever comes over the link
 ~ if compare and not torch.equal => if False and not torch.equal
-== p2pkv/connector/rings.py
+== p2pkv/connector/ring_buffers.py
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _group: only the first head of a ring travels
 ~ torch.split(ring.tensor, 1, 1) => torch.split(ring.tensor, 1, 1)[:1]
