@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import takewhile
+from itertools import islice, takewhile
+from operator import attrgetter
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, log
@@ -260,13 +261,16 @@ class OutboundLink:
     def next_due(self, together: bool) -> list[PendingSend]:
         """The oldest sends that are pending and not due yet, as many as the link may launch together now:
         then they are due. `together`: D can do the same. Raises LinkError."""
-        waiting = [flight for flight in self.pending if not flight.due]
-        ready = [*takewhile(lambda flight: flight.summed, waiting)]
-        if not ready or self._outbound is None:
+        before = groups = 0
+        for flight in self.pending:
+            if not flight.due:
+                break
+            before, groups = before + 1, groups + (flight.closes > 0)
+        waiting = len(self.pending) - before
+        if not waiting or not self.pending[before].summed or self._outbound is None:
             return []
-        groups = sum(1 for flight in self.pending if flight.closes)
-        most = len(ready) if together else 1
-        due = ready[: self._outbound.due(len(self.pending) - len(waiting), groups, most)]
+        count = self._outbound.due(before, groups, waiting if together else 1)
+        due = [*takewhile(attrgetter("summed"), islice(self.pending, before, before + count))]
         for flight in due:
             flight.due = True
         if due:

@@ -90,7 +90,7 @@ class NcclEnd(LinkEnd):
         """How many operations each call of `launch` was for, of those at the front of the queue."""
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._ready = 0
-        """Of these, how many at the front stand behind nothing any more, as of the last poll."""
+        """Of these, how many at the front stand behind nothing any more, as of the last `look`."""
         self._launching: list[Operation] = []  # NCCL has the calls, and has not launched them yet
         self._flying: deque[tuple[CudaEvent, list[Operation]]] = deque()
         """What was launched together, and an event behind NCCL's kernel."""
@@ -181,6 +181,11 @@ class NcclEnd(LinkEnd):
         if not self._announced:
             self.poll()
 
+    def look(self) -> None:
+        """See which operations of the queue stand behind nothing any more."""
+        while self._ready < len(self._queue) and self._reached(self._queue[self._ready].after):
+            self._ready += 1
+
     def announce(self, count: int) -> None:
         """The next operations may be launched, so many together."""
         assert self._announced and sum(self._launchable) + count <= len(self._queue), "nothing to launch"
@@ -218,14 +223,12 @@ class NcclEnd(LinkEnd):
                     self._timer.begin(_nbytes(self._flying[0][1]))
                 for operation in group:
                     self._finish(operation)
-            while self._ready < len(self._queue) and self._reached(self._queue[self._ready].after):
-                self._ready += 1
+            self.look()
             again = state == SUCCESS and self._launch(comm)
 
     def _launch(self, comm: Comm) -> bool:
         """Launch the next operation, or those that go with it, if they may be; whether they were."""
-        count = self._next_group()
-        if not count or self._on_device >= self._most:
+        if not self._queue or self._on_device >= self._most or not (count := self._next_group()):
             return False
         group = self._launching = [self._queue.popleft() for _ in range(count)]
         self._ready = max(0, self._ready - count)
@@ -390,10 +393,11 @@ class NcclOutbound(NcclEnd, Outbound):
         """The next sends that are not announced may be, if they are wanted, and not too much is announced.
         Only an end that is launched already may announce ahead, and none while others wait."""
         self.check()
-        first = sum(self._launchable) + before
+        first, pending = sum(self._launchable) + before, self._on_device + len(self._launchable) + groups
+        if pending == 0:
+            self.look()
         if not self._ordered(first):
             return 0
-        pending = self._on_device + len(self._launchable) + groups
         if pending == 0:
             admitted = self._busy.turn_of(self)
         else:
