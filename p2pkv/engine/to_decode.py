@@ -86,7 +86,7 @@ class SendTaken(Effect, frozen=True, eq=False):
 
 
 class SendsDue(Effect, frozen=True, eq=False):
-    """The link may launch these sends, together: send D their `Sent` messages, after which that is done."""
+    """The link may launch these sends together: send D their `Sent` messages; then it launches them."""
 
     peer: DecodePeer
     flights: list[PendingSend]
@@ -97,8 +97,8 @@ class PendingSend:
     """A committed send that D has not taken yet. `digest`: None: none is wanted.
 
     Its `Sent` message waits for the checksum (`summed`), for those before it, and until the link may launch
-    the send (`due`: it goes out in this turn). `closes`: with it so many are complete that are launched
-    together; 0: another follows.
+    the send (`due`: it goes out in this turn). `closes`: it is the last of so many that are launched
+    together; 0: it is not the last, or not due.
     """
 
     send: Send
