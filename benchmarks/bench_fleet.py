@@ -39,7 +39,7 @@ from p2pkv_proxy.bodies import MAX_PIECES, PIECE_TOKENS, Prompt
 from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.membership.partners import PartnerLists
+from p2pkv_proxy.membership.partner_lists import PartnerLists
 from p2pkv_proxy.membership.registry import Registry, random_turn
 from p2pkv_proxy.policies import Pick, Policy, Routing, RoutingRequest
 from p2pkv_proxy.routing import POLICIES, NoInstance, Router, UnknownModel

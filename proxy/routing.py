@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .membership.instance import ROLE_NAMES, ROLES, Instance, Kind, Role, differences, least_busy
-from .membership.partners import LinkedPairs
+from .membership.partner_lists import LinkedPairs
 from .membership.registry import Registry
 from .placement import OnError, PlacedRequest, PlacementCosts, Prediction
 from .policies import ConsistentHash, Pick, Policy, PrefixAware, Routing, RoutingRequest

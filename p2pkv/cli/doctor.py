@@ -258,17 +258,17 @@ def _mps() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("MPS", f"not looked for ({error})")
-    from p2pkv.links import shared_gpu
+    from p2pkv.links import mps_check
 
     if not torch.cuda.is_available():
         return Finding("MPS", "of no concern: torch finds no CUDA device")
-    directory = shared_gpu.pipe_directory()
+    directory = mps_check.pipe_directory()
     processes = {
-        index: len(shared_gpu.compute_processes(shared_gpu.uuid_of(index)))
+        index: len(mps_check.compute_processes(mps_check.uuid_of(index)))
         for index in range(torch.cuda.device_count())
     }
-    mps = shared_gpu.mps_runs(directory)
-    return Finding("MPS", shared_gpu.doctor_sentence(processes, mps, directory))
+    mps = mps_check.mps_runs(directory)
+    return Finding("MPS", mps_check.doctor_sentence(processes, mps, directory))
 
 
 def _cuda_environment() -> Finding:

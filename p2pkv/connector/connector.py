@@ -26,9 +26,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from p2pkv.config import ConfigError
 from p2pkv.connector import describe
 from p2pkv.connector import vllm_patches as patches
-from p2pkv.connector.block_quota import BlockQuota, HeldBlocks
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import Layers
+from p2pkv.connector.held_blocks import BlockQuota, HeldBlocks
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import FIRST_WAIT, IDLE_SLEEP, IdleBackoff, WakeupMessage, WakeupSender
 from p2pkv.connector.metadata import EarlyLoad, P2pKvMetrics, P2pKvStats, StepMetadata, WorkerMetadata
@@ -37,12 +37,12 @@ from p2pkv.connector.weights import Generation, forget_prefixes
 from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
-from p2pkv.control.warm_up import ANSWER_TOKENS, WarmUp
+from p2pkv.control.warm_up_prompts import ANSWER_TOKENS, WarmUp
 from p2pkv.engine import commands as do
-from p2pkv.engine.liveness import Beat
+from p2pkv.engine.core_liveness import Beat
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
-from p2pkv.links.shared_gpu import warn_of_turns
+from p2pkv.links.mps_check import warn_of_turns
 from p2pkv.protocol.handshake import fit
 
 if TYPE_CHECKING:

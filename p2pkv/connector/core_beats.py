@@ -23,7 +23,7 @@ import msgspec
 from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.control.discovery import Workload
-from p2pkv.engine.liveness import Beat
+from p2pkv.engine.core_liveness import Beat
 from p2pkv.log import RateLimit
 
 log = logging.getLogger("p2pkv")

@@ -23,11 +23,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.version import __version__ as version
 
 from p2pkv.config import ConfigError, Options
-from p2pkv.connector.block_quota import RequestBlocks
+from p2pkv.connector.attention_rows import plane_views, row_form
+from p2pkv.connector.circular_buffers import is_ring, ring_groups
+from p2pkv.connector.held_blocks import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
-from p2pkv.connector.planes import plane_views, row_form
 from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, state_groups
-from p2pkv.connector.ring_buffers import is_ring, ring_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import (
     DRAFTERS,
@@ -39,7 +39,7 @@ from p2pkv.connector.stage_layers import (
     over_stages,
 )
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.packings import DENSE, cpu_codec
+from p2pkv.page_packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import DRAFTER
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from p2pkv.config import ConfigError, InstanceRole, Role
-from p2pkv.control.warm_up import REQUEST_MARK
+from p2pkv.control.warm_up_prompts import REQUEST_MARK
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 

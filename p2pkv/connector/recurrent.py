@@ -33,7 +33,7 @@ from p2pkv.connector.stage_layers import Layer, LocalGroup, local_group
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.copiers import ColumnCopier, copier_of
 from p2pkv.kv.layouts import LayerPages
-from p2pkv.packings import DENSE
+from p2pkv.page_packings import DENSE
 
 KEY_FIRST = "state:kv"
 """The codec of a gated delta net's state in vLLM's CPU kernels, [head, k, v]. In others it is [h, v, k]."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from p2pkv.connector.block_quota import BlockQuota, HeldBlocks
+from p2pkv.connector.held_blocks import BlockQuota, HeldBlocks
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import EndedRequest, PrefillStep, StepMetadata, WorkerMetadata
 from p2pkv.connector.recurrent import state_entry

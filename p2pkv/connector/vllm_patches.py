@@ -27,7 +27,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.config import PatchName
 from p2pkv.connector.core_beats import pass_credentials
-from p2pkv.connector.deferral import DeferringQueue
+from p2pkv.connector.deferring_queue import DeferringQueue
 from p2pkv.connector.idle_steps import (
     MAX_SLEEP_MS,
     NAP_SECONDS,

@@ -24,7 +24,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.engine.context import LOOK_SECONDS, Counters
-from p2pkv.engine.liveness import Liveness
+from p2pkv.engine.core_liveness import Liveness
 from p2pkv.engine.thread import Rank
 
 

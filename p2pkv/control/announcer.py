@@ -36,7 +36,7 @@ from p2pkv.control.discovery import (
     decode_partners,
 )
 from p2pkv.control.pinger import Addresses, OnPartners
-from p2pkv.control.warm_up import WarmUp
+from p2pkv.control.warm_up_prompts import WarmUp
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from p2pkv.control.announcer import BEAT_SECONDS, STOP, Announcement, EngineHeal
 from p2pkv.control.discovery import Ping, encode_partners
 from p2pkv.control.pinger import Addresses, Pinger
 from p2pkv.control.security import members_of
-from p2pkv.control.warm_up import warm_up
+from p2pkv.control.warm_up_prompts import warm_up
 
 log = logging.getLogger("p2pkv.control.announcer")
 

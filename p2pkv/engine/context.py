@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from p2pkv.config import Options, Role
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.device import PASSED, Fence
+from p2pkv.engine.core_liveness import Liveness
 from p2pkv.engine.effects import Effects, Peer, Timers
-from p2pkv.engine.liveness import Liveness
 from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import Throttle

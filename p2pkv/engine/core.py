@@ -18,9 +18,9 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.context import LOOK_SECONDS, Context, Counters, log
+from p2pkv.engine.core_liveness import Liveness
 from p2pkv.engine.effects import Emit, SendMessage, Timer
 from p2pkv.engine.from_prefill import PostRemaining, PrefillPeer, ReceiveDone
-from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role
 from p2pkv.engine.to_decode import FillSend
 from p2pkv.kv.cache import RankCache

@@ -26,8 +26,8 @@ from p2pkv.kv.layouts import Bounds, Tokens
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol import state_machine
+from p2pkv.protocol.extents import Extents
 from p2pkv.protocol.handshake import is_engine_of, unfit
-from p2pkv.protocol.pieces import Extents
 from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.protocol.state_machine import RemoteProtocolError
 

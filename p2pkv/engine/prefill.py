@@ -17,8 +17,8 @@ from p2pkv.engine import commands as do
 from p2pkv.engine import to_decode
 from p2pkv.engine.context import Context, ExpiringDict, log
 from p2pkv.engine.data_parallel import Redirects
+from p2pkv.engine.early_claims import EarlyClaims
 from p2pkv.engine.effects import Emit, SendMessage, Timer
-from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.engine.to_decode import DecodePeer, DecodePeers, PendingSend
 from p2pkv.kv.cache import CachedTables, Rectangles
 from p2pkv.kv.layouts import Bounds, Tokens
@@ -60,7 +60,7 @@ class Prefill:
     def __init__(self, context: Context, ranks: DecodePeers) -> None:
         self._ctx = context
         self._ranks = ranks
-        self._claims = PendingClaims(context.terms.lease)
+        self._claims = EarlyClaims(context.terms.lease)
         self._redirects = Redirects(context)
         self._ended = ExpiringDict(context.terms.lease, MAX_ENDED)
         """The reasons of transfers that have failed, by key."""

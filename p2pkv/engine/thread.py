@@ -15,7 +15,7 @@ from p2pkv.device import own_stream
 from p2pkv.engine.commands import Command, Event, Loaded, PrefetchComplete
 from p2pkv.engine.context import log
 from p2pkv.engine.core import TICK, Core
-from p2pkv.engine.liveness import LATE_BEAT_SECONDS
+from p2pkv.engine.core_liveness import LATE_BEAT_SECONDS
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.watchdog import Watchdog

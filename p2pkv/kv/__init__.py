@@ -7,6 +7,6 @@ here knows vLLM, the protocol or a link.
 from __future__ import annotations
 
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.packings import DENSE, cpu_codec
+from p2pkv.page_packings import DENSE, cpu_codec
 
 __all__ = ["DENSE", "PagedCache", "RankCache", "cpu_codec"]

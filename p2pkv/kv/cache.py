@@ -36,7 +36,7 @@ from p2pkv.kv.layouts import (
     pages_of,
     split_at_pages,
 )
-from p2pkv.packings import DENSE, is_paged, packing_of
+from p2pkv.page_packings import DENSE, is_paged, packing_of
 
 BlockTables = Sequence[Sequence[int]]
 

@@ -25,7 +25,7 @@ from p2pkv.device import current_stream, launch_call
 from p2pkv.kv.checksum import FOLD, Checksum, digest_by_torch
 from p2pkv.kv.host import HostCopier, RowLists, columns_on_host, flat_bytes, grid
 from p2pkv.kv.layouts import Bounds, Columns, Cut, LayerPages, Rows, Span, runs_of, spans_of
-from p2pkv.kv.uploads import Digests, Uploads
+from p2pkv.kv.small_copies import Digests, Uploads
 
 log = logging.getLogger("p2pkv")
 

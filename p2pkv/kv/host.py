@@ -35,7 +35,7 @@ from p2pkv.kv.layouts import (
     spans_of,
     split_at_pages,
 )
-from p2pkv.kv.uploads import Recent
+from p2pkv.kv.small_copies import Recent
 
 LARGE_BYTES = 8192
 """Bytes of a row on a grid from which on listing them is faster."""

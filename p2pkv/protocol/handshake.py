@@ -18,11 +18,11 @@ from math import lcm
 
 from msgspec import Struct, structs
 
-from p2pkv.packings import DENSE, PACKINGS
+from p2pkv.page_packings import DENSE, PACKINGS
 from p2pkv.pairing import Address, PairingError, of_one_instance
 from p2pkv.plan import Edge, Plan, Shapes, make_plan
+from p2pkv.protocol.extents import Extent, Extents
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
-from p2pkv.protocol.pieces import Extent, Extents
 from p2pkv.sharding import Shape, ShardingError
 
 

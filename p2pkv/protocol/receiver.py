@@ -18,8 +18,8 @@ from typing import Literal
 from msgspec import UNSET
 
 from p2pkv.protocol import messages as m
+from p2pkv.protocol.extents import Coverage, Cut, Cutter, Extents
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.pieces import Coverage, Cut, Cutter, Extents
 from p2pkv.protocol.state_machine import (
     Decision,
     Finished,

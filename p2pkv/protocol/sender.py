@@ -17,8 +17,8 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from p2pkv.protocol import messages as m
+from p2pkv.protocol.extents import Computed, Cutter
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.pieces import Computed, Cutter
 from p2pkv.protocol.state_machine import (
     Decision,
     Finished,

@@ -17,7 +17,7 @@ from p2pkv.control.security import Members
 from .instance import PingSource
 from .listed import ListedInstance, ListedWatch
 from .listener import Listener
-from .partners import PartnerLists
+from .partner_lists import PartnerLists
 from .prober import Prober
 from .registry import Registry
 

@@ -22,7 +22,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from p2pkv.connector.core_beats import BEAT_SECONDS, BeatListener, BeatSender, state_of
 from p2pkv.control.discovery import Workload
 from p2pkv.demo.processes import free_ports
-from p2pkv.engine.liveness import Beat
+from p2pkv.engine.core_liveness import Beat
 from support.connector.instances import Instance, inner_id, pair_id, tokens
 from support.waiting import wait_for
 

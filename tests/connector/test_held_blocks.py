@@ -8,7 +8,7 @@ import logging
 import pytest
 from vllm.v1.request import Request
 
-from p2pkv.connector.block_quota import BlockQuota, HeldBlocks, RequestBlocks
+from p2pkv.connector.held_blocks import BlockQuota, HeldBlocks, RequestBlocks
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from support.connector.instances import BLOCK, Instance, inner_id, pair_id, tokens

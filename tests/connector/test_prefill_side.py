@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from p2pkv.connector.block_quota import HeldBlocks
+from p2pkv.connector.held_blocks import HeldBlocks
 from p2pkv.connector.identity import Pairs, prompt_digest
 from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
 from p2pkv.engine import commands as do

@@ -20,8 +20,8 @@ from p2pkv.connector.describe import refuse_what_cannot_move
 from p2pkv.connector.recurrent import conv_dim_first, state_groups
 from p2pkv.connector.stage_layers import Layer
 from p2pkv.plan import make_plan
+from p2pkv.protocol.extents import Coverage, Cutter, Extents
 from p2pkv.protocol.handshake import GroupAssignment, row_formats, shapes
-from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 from support.connector.instances import kv_groups
 from support.connector.states import (
     LAYERS,

@@ -22,7 +22,7 @@ from p2pkv.control import announcer_child, pinger
 from p2pkv.control.announcer import Announcement, Announcer
 from p2pkv.control.discovery import Ping, Workload, decode_ping, encode_partners, goodbye, lasting
 from p2pkv.control.security import Members
-from p2pkv.control.warm_up import REQUEST_MARK, WarmUp
+from p2pkv.control.warm_up_prompts import REQUEST_MARK, WarmUp
 from p2pkv.demo.processes import free_ports
 from support.links.pairs import Peer, starting
 from support.waiting import wait_for

@@ -22,7 +22,7 @@ import torch
 
 from p2pkv.device import make_recorder, own_stream
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.kv.uploads import Ring
+from p2pkv.kv.small_copies import Ring
 from p2pkv.links.base import LinkFactory, Receive, Send
 from p2pkv.links.gpu import CudaDevice
 from p2pkv.links.ipc import IpcLinks

@@ -10,7 +10,7 @@ from virtual.pair import LEASE, TOKEN, VirtualPair, value
 
 from p2pkv.engine import commands as do
 from p2pkv.engine import decode
-from p2pkv.packings import DENSE
+from p2pkv.page_packings import DENSE
 from p2pkv.protocol import messages as m
 from support.engine.engines import Geometry, at_baseline, prefill, step, wrong_cells
 from support.engine.transfers import arrives, begin, expect, load

@@ -16,7 +16,7 @@ from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.engine import thread as engine_thread
-from p2pkv.engine.liveness import Beat
+from p2pkv.engine.core_liveness import Beat
 from p2pkv.pairing import Address
 from support.engine.engines import Geometry, TestRank, make_rank
 from support.links.memory import MemoryNetwork

@@ -33,7 +33,7 @@ from p2pkv.demo import client  # noqa: E402
 from p2pkv.demo.processes import ending_on_signals  # noqa: E402
 from p2pkv.demo.servers import ProxyServer, VllmServer  # noqa: E402
 from p2pkv.demo.tiny_model import TinyLlama, ensure_model  # noqa: E402
-from p2pkv.links.shared_gpu import mps_runs, pipe_directory  # noqa: E402
+from p2pkv.links.mps_check import mps_runs, pipe_directory  # noqa: E402
 from p2pkv.pairing import Address  # noqa: E402
 
 NAME = "model"

@@ -50,9 +50,9 @@ def started(wanted: bool, places: str = PLACES) -> Iterator[str]:
 
 
 def runs() -> bool | None:
-    """See p2pkv.links.shared_gpu.mps_runs, which is asked if it can be imported; None else."""
+    """See p2pkv.links.mps_check.mps_runs, which is asked if it can be imported; None else."""
     try:
-        from p2pkv.links.shared_gpu import mps_runs, pipe_directory
+        from p2pkv.links.mps_check import mps_runs, pipe_directory
     except ImportError:  # torch is missing
         return None
     return mps_runs(pipe_directory())

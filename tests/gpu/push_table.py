@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # this is a script
 
 from p2pkv.bench.nccl import messages  # noqa: E402
-from p2pkv.links.shared_gpu import mps_runs, pipe_directory  # noqa: E402
+from p2pkv.links.mps_check import mps_runs, pipe_directory  # noqa: E402
 
 SIZES_KIB = (64, 1024, 4096, 8192, 16384, 65536)
 TOTAL_MIB = 512

@@ -116,7 +116,7 @@ def test_without_mps_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "perhaps" in mps_phrase(None)
     shown = markdown("a day", blocks([], [], "today", under="under CUDA MPS"))
     assert "today, `make gpu-first-day`, under CUDA MPS: 0 passed" in shown
-    monkeypatch.setitem(sys.modules, "p2pkv.links.shared_gpu", None)
+    monkeypatch.setitem(sys.modules, "p2pkv.links.mps_check", None)
     assert mps.runs() is None
 
 

@@ -15,7 +15,7 @@ from p2pkv.device import give_stream, make_recorder, own_stream, take_stream
 from p2pkv.kv import PagedCache, copiers
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import KernelCopier
-from p2pkv.kv.uploads import Ring
+from p2pkv.kv.small_copies import Ring
 from support.kv.pages import POISON, check_exchange
 
 pytestmark = pytest.mark.gpu

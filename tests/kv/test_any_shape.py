@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from p2pkv.kv import DENSE
 from p2pkv.kv import cache as module
 from p2pkv.kv.cache import seen_as
-from p2pkv.packings import PACKINGS
+from p2pkv.page_packings import PACKINGS
 from p2pkv.plan import Edge, Plan, make_plan
+from p2pkv.protocol.extents import Coverage, Cutter, Extents
 from p2pkv.protocol.handshake import GroupAssignment, row_format
 from p2pkv.protocol.messages import Piece
-from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 from p2pkv.sharding import Shape
 from support.kv.pages import LAYOUTS, TOKENS_TOGETHER
 from support.kv.shapes import BITS, Elements, Held, Side, cut, rectangle

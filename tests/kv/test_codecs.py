@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2pkv.kv import cpu_codec
-from p2pkv.packings import PACKINGS
+from p2pkv.page_packings import PACKINGS
 from support.gil import lets_others_run
 from support.kv.cpu_pages import pack, unpack
 

@@ -31,7 +31,7 @@ def hanging(blocking: bool) -> tuple[SimulatedGpu, NcclLinks, Pair]:
 
 
 def synchronised(gpu: SimulatedGpu) -> None:
-    """What a call that takes memory may do: wait for all that runs on the device (kv/test_uploads.py)."""
+    """What a call that takes memory may do: wait for all that runs on the device (test_small_copies.py)."""
     wait_for(lambda: not gpu.launched, what="somebody who frees the device")
 
 

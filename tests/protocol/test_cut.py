@@ -11,8 +11,8 @@ from protocol.sender_rigs import KEY, TERMS, TOKENS, WHOLE, Rig, grant, offer, s
 from protocol.test_pieces import several_extents
 
 from p2pkv.protocol import messages
+from p2pkv.protocol.extents import Cutter, Extents
 from p2pkv.protocol.messages import MAX_CUT, MAX_PIECES, Chunk, Offer, Piece, Want
-from p2pkv.protocol.pieces import Cutter, Extents
 from p2pkv.protocol.receiver import LoadPhase
 from p2pkv.protocol.sender import PromptPhase, SendPhase
 from p2pkv.protocol.state_machine import Finished, Post, Released, RemoteProtocolError, SendTo, Transmit

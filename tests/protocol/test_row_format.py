@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from p2pkv.packings import DENSE, PACKINGS
+from p2pkv.page_packings import DENSE, PACKINGS
 from p2pkv.plan import make_plan
+from p2pkv.protocol.extents import Extent
 from p2pkv.protocol.handshake import Assignment, RowFormat, row_format
 from p2pkv.protocol.messages import KvGroup
-from p2pkv.protocol.pieces import Extent
 from p2pkv.sharding import Shape
 
 TOKEN = 256

@@ -50,7 +50,7 @@ ALLOWED = (
     Allowed("tests/links/test_host.py", "no IPv6", "an address of each kind is needed"),
     # Programs that are no Python packages.
     Allowed("tests/kv/", "gcc is not installed", "it compiles the kernels for a CPU"),
-    Allowed("tests/links/test_shared_gpu.py", "gcc is not installed", "it compiles a pretend NVML"),
+    Allowed("tests/links/test_mps_check.py", "gcc is not installed", "it compiles a pretend NVML"),
     Allowed("tests/proxy/test_instances.py", "no Chromium", "a browser of the machine's", on_ci=True),
     Allowed(
         "tests/chaos/test_partitions.py",

@@ -31,7 +31,7 @@ _edges: a rank of P is taken to hold all tokens of its heads
 == p2pkv/interleave.py > tests/connector/test_context_parallel.py
 Part.positions: a rank's own tokens are numbered as if single ones took turns
 ~ tokens // self.cycle * self.run + tokens % self.run => tokens // self.ranks
-== p2pkv/protocol/pieces.py > tests/protocol/test_cut.py
+== p2pkv/protocol/extents.py > tests/protocol/test_cut.py
 Cutter.take: P takes a cut of D's into larger chunks than it offered
 ~ if total > max(limit, self.extents.by_group[pieces[0].group].row): => if False:
 Cutter.take: P refuses a row of D's cut that is larger than a chunk
@@ -41,7 +41,7 @@ Cutter.take: P takes a cut of D's that overlaps what was announced
 > tests/engine/test_many_ranks.py::test_context_parallel_ranks
 Extent.sendable: common tokens count as computed when as many tokens of the prompt are
 ~ computed = self.tokens.count(computed) => pass
-> tests/protocol/test_pieces.py
+> tests/protocol/test_extents.py
 Cutter._cut: pieces of narrow rows come first in a chunk
 ~ key=self._alignment, reverse=True => key=self._alignment
 > tests/engine/test_kv_groups.py::test_a_load_of_which_only_the_state_is_missing_fails_with_its_link
@@ -81,7 +81,7 @@ Decode.invalidate: early buffers survive a change of weights
 == p2pkv/kv/layouts.py > tests/kv/test_rectangles.py tests/kv/test_kernels.py
 Runs.of: a run of tokens may lie in two blocks
 ~ run = gcd(pages.units, self._longest) => run = self._longest
-> tests/connector/test_planes.py
+> tests/connector/test_attention_rows.py
 plane_of: a block's scales are read and written one row further
 ~ storage_offset()) + rows * before => storage_offset()) + (rows * before + width if before else 0)
 > tests/kv/test_rectangles.py
@@ -104,7 +104,7 @@ local_groups: rings are left out
 ~ once += ring_groups( => [] and ring_groups(
 local_groups: an indexer's keys are left out
 ~ if not keeps_state(spec): => if not keeps_state(spec) and spec.head_size != 132:
-> tests/connector/test_planes.py
+> tests/connector/test_attention_rows.py
 make_ready: vLLM sets scales that have been loaded to 1
 ~ impl._ensure_scale_caches(layer.kv_cache) => pass
 == p2pkv/protocol/handshake.py
@@ -202,7 +202,7 @@ SendState.drained: P's blocks are free while a chunk of a KV group beside the fi
 -         return self.cutter is not None and not self.cutter.left and not self.announced
 +         under_way = {piece.group for _, pieces in self.announced.values() for piece in pieces}
 +         return self.cutter is not None and not self.cutter.left and 0 not in under_way
-== p2pkv/connector/block_quota.py > tests/connector/test_held_blocks.py
+== p2pkv/connector/held_blocks.py > tests/connector/test_held_blocks.py
 HeldBlocks.full: one D may hold all blocks of P (K3)
 ~ if not mine or mine < self._share * (self._total - others): => if True:
 BlockQuota.admits: of requests that wait for blocks a short one overtakes a long one
@@ -223,7 +223,7 @@ leave_out_last: of a mixed prompt P keeps the marks of the tokens that it leaves
 ~         request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens] =>         pass
 ProducerScheduler.step: P reads the block tables of a step again for each prompt
 ~ cache(partial(self._fresh, output)) => partial(self._fresh, output)
-> tests/connector/test_deferral.py
+> tests/connector/test_deferring_queue.py
 ConsumerScheduler.reported: a request of which one rank of P has begun is looked up again
 ~ if len(pending.begun) >= self._world or self._failure(pending): => if True:
 ConsumerScheduler.reported: further children of n wait on when the first has loaded
@@ -274,7 +274,7 @@ Core._blocked: gathers ignore the forward's fence
 ~ return isinstance(head, Computed) and not head.fence.ready() => return False
 Core.revoke: pages that are taken back are not marked
 ~ self.context.revoked.add(keys) => pass
-== proxy/routing.py > tests/proxy/test_partners.py::test_each_of_a_pool_comes_to_have_either_role
+== proxy/routing.py > tests/proxy/test_partner_lists.py::test_each_of_a_pool_comes_to_have_either_role
 Router.choose: a pool of instances of both roles never pushes under load
 ~ return self._other_prefill(decode, prefillers, request) => return Choice(None, decode, single_instance=True)
 > tests/proxy/test_placement.py
@@ -295,7 +295,7 @@ Router._able: who needs a P is left to a D alone
 -                 raise NoInstance(
 +             if False:
 +                 raise NoInstance(
-> tests/proxy/test_partners.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
+> tests/proxy/test_partner_lists.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
 Router.choose: in a fleet larger than max_links a request goes to a pair without a link
 ~ elif fleet.linked_pairs is not None => elif False
 == proxy/placement.py > tests/proxy/test_placement.py
@@ -338,7 +338,7 @@ EngineCosts.answer_ended: what an answer lasted teaches nothing
 ~ if steps >= _LEAST_STEPS and lasted > 0.0: => if False:
 PlacedRequest.leave: a request that has left still counts as queued
 ~ self._prefill.prompt_left(self._queued, now) => pass
-> tests/proxy/test_partners.py
+> tests/proxy/test_partner_lists.py
 PlacementCosts.cheapest: in a large pool placement by cost passes links over
 ~ self._answers(self._looked(near(prefill), now), tokens, now) if near else answers => answers
 == p2pkv/connector/core_beats.py > tests/connector/test_core_beats.py
@@ -350,7 +350,7 @@ BeatListener.read: a rank takes beats from any process (K4)
 ~ if process not in self._senders: => if False:
 BeatSender._run: an engine core does not notice that its server is gone (X13)
 ~ self._parent not in (None, os.getppid()) => False
-== p2pkv/engine/liveness.py > tests/virtual/test_engine_cores.py
+== p2pkv/engine/core_liveness.py > tests/virtual/test_engine_cores.py
 Liveness.trouble: a stopped engine core is vouched for (K4)
 ~ if now - self._beaten > silence: => if False:
 Liveness.trouble: an engine core that hangs is vouched for (K4)
@@ -476,7 +476,7 @@ EarlyRevocation.instead_of_update_requests: vLLM's V2 runner overwrites blocks b
 > tests/connector/test_decode_side.py
 PausedLoads.instead_of_reset_prefix_cache: a pause that keeps requests does not take back the blocks that KV has come into
 ~ if reset_running_requests: => if False:
-> tests/connector/test_deferral.py
+> tests/connector/test_deferring_queue.py
 Deferral.instead_of_add_request: beside another connector D asks that one only once
 ~ scheduler.connector, => getattr(scheduler.connector, "sub_connectors", [scheduler.connector])[-1],
 > tests/connector/test_idle_steps.py
@@ -489,7 +489,7 @@ SpinWait.instead_of_wait: a nap sleeps through wake-ups
 > tests/connector/test_weights.py
 _watching: weights that are loaded anew go unnoticed
 ~ if generation.changes > before and => if False and
-== p2pkv/kv/uploads.py > tests/kv/test_uploads.py
+== p2pkv/kv/small_copies.py > tests/kv/test_small_copies.py
 Ring.__init__: block tables are uploaded from ordinary memory
 ~ pin_memory=True => pin_memory=False
 Ring._enter: a ring is written again before its copies have been made
@@ -529,11 +529,11 @@ take_stream: each rank and link makes a stream, and none is used again
 == p2pkv/cli/link_check.py > tests/cli/test_doctor.py::test_other_bytes_than_were_sent_are_seen
 _grant: the doctors believe whatever comes over the link
 ~ if compare and not torch.equal => if False and not torch.equal
-== p2pkv/connector/ring_buffers.py
+== p2pkv/connector/circular_buffers.py
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _group: only the first head of a ring travels
 ~ torch.split(ring.tensor, 1, 1) => torch.split(ring.tensor, 1, 1)[:1]
-== p2pkv/connector/planes.py
+== p2pkv/connector/attention_rows.py
 > tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _planes: an indexer's keys and scales are taken to lie together
 ~ return INDEXER[spec.head_size] => return ()
@@ -746,7 +746,7 @@ Retries.resume: the budget of retries refuses the first resume
 == p2pkv/kv/cache.py > tests/kv/test_refusals.py::test_the_smallest_layer_says_how_many_fill_a_message
 RankCache.layer_bytes: the largest layer says how many layers fill a message
 ~ min(tokens => max(tokens
-== p2pkv/connector/deferral.py > tests/connector/test_deferral.py
+== p2pkv/connector/deferring_queue.py > tests/connector/test_deferring_queue.py
 DeferringQueue.prepend_requests: every scheduling pass comes to the requests that wait for P
 ~ if request.request_id in self._undecided: => if False:
 DeferringQueue.resume: requests that P begins late come first, whatever their age
@@ -799,7 +799,7 @@ DriverLauncher.launch: a kernel gets the arguments of the one before behind its 
 ~ packed.size.value = 8 * len(args) => packed.size.value = 8 * MAX_ARGUMENTS
 PackedArguments: threads share the arguments of their launches
 ~ class PackedArguments(threading.local): => class PackedArguments:
-== p2pkv/links/shared_gpu.py > tests/links/test_shared_gpu.py
+== p2pkv/links/mps_check.py > tests/links/test_mps_check.py
 turns: a rank warns although it cannot know whether MPS runs
 ~ or mps is not False => or mps
 mps_runs: another process that has the daemon's old number passes for it

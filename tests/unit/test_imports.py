@@ -17,7 +17,7 @@ import p2pkv
 ROOT = Path(p2pkv.__file__).parents[1]
 
 # Each part, and those that it may import besides itself; docs/design.md says what is in them.
-CORE = {"protocol", "protocol.messages", "plan", "sharding", "interleave", "packings"}
+CORE = {"protocol", "protocol.messages", "plan", "sharding", "interleave", "page_packings"}
 CORE |= {"pairing", "trust", "config", "log", "link_kinds"}
 SEAMS = {"links", "kv", "control", "device"}
 BELOW = {
@@ -31,11 +31,11 @@ BELOW = {
     "interleave": set(),
     "sharding": {"interleave"},
     "plan": {"sharding", "interleave"},
-    "packings": set(),
-    "protocol": {"protocol.messages", "plan", "sharding", "interleave", "pairing", "packings"},
+    "page_packings": set(),
+    "protocol": {"protocol.messages", "plan", "sharding", "interleave", "pairing", "page_packings"},
     "device": set(),
     "links": {"trust", "device", "link_kinds"},
-    "kv": {"device", "packings"},
+    "kv": {"device", "page_packings"},
     "control": {"protocol.messages", "pairing", "trust", "log"},
     "first_token": set(),
     "stamps": set(),
@@ -48,7 +48,16 @@ BELOW = {
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}
-PURE = ("interleave", "sharding", "plan", "packings", "protocol", "protocol.messages", "pairing", "trust")
+PURE = (
+    "interleave",
+    "sharding",
+    "plan",
+    "page_packings",
+    "protocol",
+    "protocol.messages",
+    "pairing",
+    "trust",
+)
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

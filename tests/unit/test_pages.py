@@ -156,7 +156,14 @@ PRODUCT = Path(p2pkv.__file__).parent
 FILES = [
     *(
         f"connector/{name}.py"
-        for name in ("connector", "describe", "planes", "recurrent", "ring_buffers", "stage_layers")
+        for name in (
+            "attention_rows",
+            "circular_buffers",
+            "connector",
+            "describe",
+            "recurrent",
+            "stage_layers",
+        )
     ),
     "protocol/handshake.py",
     "plan.py",

@@ -18,7 +18,7 @@ from virtual.network import Endpoint, Network
 from p2pkv.config import Options
 from p2pkv.engine import commands as do
 from p2pkv.engine.core import Core
-from p2pkv.engine.liveness import Beat
+from p2pkv.engine.core_liveness import Beat
 from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Hello

@@ -31,7 +31,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks, Event, Loaded
 from p2pkv.kv.cache import PagedCache
-from p2pkv.packings import DENSE, packing_of
+from p2pkv.page_packings import DENSE, packing_of
 from p2pkv.protocol.handshake import RowFormat, shapes
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape

@@ -47,7 +47,7 @@ from p2pkv.connector.worker import Worker
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters
-from p2pkv.engine.liveness import Liveness
+from p2pkv.engine.core_liveness import Liveness
 from p2pkv.pairing import Address, mint
 from p2pkv.protocol.messages import Hello
 

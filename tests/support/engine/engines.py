@@ -20,7 +20,7 @@ from p2pkv.engine.thread import Rank
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
-from p2pkv.packings import DENSE
+from p2pkv.page_packings import DENSE
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.sharding import Shape

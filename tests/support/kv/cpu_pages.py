@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from p2pkv.packings import DENSE, packing_of
+from p2pkv.page_packings import DENSE, packing_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

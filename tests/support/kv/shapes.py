@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from p2pkv.kv import DENSE, PagedCache
-from p2pkv.packings import packing_of
+from p2pkv.page_packings import packing_of
 from p2pkv.plan import Edge
+from p2pkv.protocol.extents import Computed, Cutter
 from p2pkv.protocol.messages import KvGroup, Piece
-from p2pkv.protocol.pieces import Computed, Cutter
 from p2pkv.sharding import Shape
 from support.kv.pages import LAYOUTS
 

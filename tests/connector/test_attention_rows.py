@@ -32,9 +32,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.version import __version_tuple__ as version
 
 from p2pkv.config import ConfigError
+from p2pkv.connector.attention_rows import INDEXER, LATENT, MIXED_SCALES, RowForm, plane_views, row_form
 from p2pkv.connector.connector import P2pKvConnector
 from p2pkv.connector.describe import Layers, cache_of, make_ready
-from p2pkv.connector.planes import INDEXER, LATENT, MIXED_SCALES, RowForm, plane_views, row_form
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.protocol.handshake import row_format
 from p2pkv.protocol.messages import KvGroup

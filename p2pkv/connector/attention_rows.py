@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.layouts import plane_of
-from p2pkv.packings import PAGE_PREFIX
+from p2pkv.page_packings import PAGE_PREFIX
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec

@@ -14,7 +14,7 @@ from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import Columns, Copier, StorageCopier, columns_on_device
 from p2pkv.kv.layouts import LayerPages, Rows, pages_of
-from p2pkv.kv.uploads import DIGESTS, MAX_RECENT, SEGMENTS, Digests, Ring, Uploads
+from p2pkv.kv.small_copies import DIGESTS, MAX_RECENT, SEGMENTS, Digests, Ring, Uploads
 from support.cuda.device import CUDA, SimulatedCuda
 from support.cuda.kernels import CpuLauncher
 from support.kv.pages import Memory

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-from p2pkv.connector.deferral import DeferringQueue
+from p2pkv.connector.deferring_queue import DeferringQueue
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from support.connector.instances import (

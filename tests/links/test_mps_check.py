@@ -12,8 +12,8 @@ import torch
 
 from p2pkv.cli import doctor
 from p2pkv.cli.doctor import examine
-from p2pkv.links import shared_gpu
-from p2pkv.links.shared_gpu import (
+from p2pkv.links import mps_check
+from p2pkv.links.mps_check import (
     DAEMON,
     compute_processes,
     doctor_sentence,
@@ -130,8 +130,8 @@ def test_the_doctor_names_the_card(processes: dict[int, int], mps: bool | None, 
 def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nvml: str) -> Path:
     """A card on which two processes compute; where MPS would be."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(shared_gpu, "uuid_of", lambda index: f"GPU-{index}")
-    monkeypatch.setattr(shared_gpu, "compute_processes", lambda uuid: compute_processes(uuid, nvml))
+    monkeypatch.setattr(mps_check, "uuid_of", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(mps_check, "compute_processes", lambda uuid: compute_processes(uuid, nvml))
     return tmp_path
 
 

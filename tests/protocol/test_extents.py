@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pkv.kv.copiers import WIDTHS
+from p2pkv.protocol.extents import WIDEST, Coverage, Cutter, Extent, Extents
 from p2pkv.protocol.messages import MAX_PIECES, Piece
-from p2pkv.protocol.pieces import WIDEST, Coverage, Cutter, Extent, Extents
 from p2pkv.protocol.state_machine import RemoteProtocolError
 from support.kv.shapes import cut
 

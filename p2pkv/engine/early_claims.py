@@ -16,7 +16,7 @@ CLAIM_LEASES = 10
 
 
 @dataclass
-class PendingClaim:
+class EarlyClaim:
     """One rank's claim. `step`: the step that P was in at the first heartbeat; `last`: D's final message."""
 
     incarnation: str
@@ -26,12 +26,12 @@ class PendingClaim:
     last: Want | Cancel | None = None
 
 
-class PendingClaims:
+class EarlyClaims:
     """Claims by key and rank of D, kept for a lease; bounded in number."""
 
     def __init__(self, lease: float) -> None:
         self._lease = lease
-        self._claims: dict[str, dict[DecodeRank, PendingClaim]] = {}
+        self._claims: dict[str, dict[DecodeRank, EarlyClaim]] = {}
         self._next = 0.0
         """No claim expires before this time."""
 
@@ -46,7 +46,7 @@ class PendingClaims:
         claim, incarnation = claims.get(peer.key), peer.hello.incarnation
         # A D that has restarted counts its attempts from the start again.
         if claim is None or (claim.incarnation, claim.attempt) != (incarnation, attempt):
-            claim = claims[peer.key] = PendingClaim(incarnation, attempt, now, step)
+            claim = claims[peer.key] = EarlyClaim(incarnation, attempt, now, step)
         claim.since = now
         return claim.step is not None and claim.step == step
 
@@ -64,7 +64,7 @@ class PendingClaims:
         if not claims:
             self._claims.pop(key, None)
 
-    def take(self, key: str) -> dict[DecodeRank, PendingClaim]:
+    def take(self, key: str) -> dict[DecodeRank, EarlyClaim]:
         """P's scheduler has announced this prompt: its claims, which are removed here."""
         return self._claims.pop(key, {})
 

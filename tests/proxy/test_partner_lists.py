@@ -15,7 +15,7 @@ from proxy_fakes import Deployment, deployed, fleet, join, ping, pinging, prompt
 from p2pkv.control.discovery import Ping, decode_partners, goodbye
 from p2pkv.pairing import find_pair
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, LinkedPairs, PartnerLists
+from p2pkv_proxy.membership.partner_lists import REPEAT_SECONDS, RING_SECONDS, LinkedPairs, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policies import Routing, RoutingRequest
 from p2pkv_proxy.routing import Choice, Router
