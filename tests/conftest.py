@@ -27,10 +27,7 @@ settings.load_profile("steady")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Any process takes the next test, but all of tests/vllm are one's: they share real servers.
-
-    They come last, by their name.
-    """
+    """Any process takes the next test, but all of tests/vllm are one's: they share real servers."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ServersInOne(LoadScopeScheduling):
@@ -38,6 +35,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "servers" if nodeid.startswith("tests/vllm/") else nodeid
 
     return ServersInOne(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """tests/vllm takes one process most of a run: that begins with it, and the others do the rest."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/vllm/"))
 
 
 @pytest.fixture(autouse=True)

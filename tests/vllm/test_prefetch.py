@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 
@@ -39,17 +40,33 @@ def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
     assert failures() == before
 
 
-def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
+def answer(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
     """All of these at once, and the answers are a single server's."""
-    before, nbytes = counter(taker, "bytes_prefetched"), sum(kv_bytes(0, len(prompt)) for prompt in prompts)
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda prompt: ask_pair(fleet.p, taker, prompt, at_once=False), prompts))
     assert_same([complete(fleet.single, prompt) for prompt in prompts], got)
+
+
+def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
+    """They are answered, and all their KV comes before D is asked."""
+    before, nbytes = counter(taker, "bytes_prefetched"), sum(kv_bytes(0, len(prompt)) for prompt in prompts)
+    answer(fleet, taker, *prompts)
     # vLLM shows counters when it steps.
     wait_until(lambda: counter(taker, "bytes_prefetched") - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
 
 
-@pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 2 * CHUNK + 40])
+def test_two_tokens_may_come_ahead(fleet: Fleet, taker: VllmServer) -> None:
+    """P pushes so few when it answers, so the request that follows may overtake them: not each time."""
+    before, numbers = counter(taker, "bytes_prefetched"), count()
+
+    def ahead() -> bool:
+        answer(fleet, taker, tokens(2, f"ahead, two, {next(numbers)}"))
+        return counter(taker, "bytes_prefetched") > before
+
+    wait_until(ahead, "two tokens that come before their request", 60.0)
+
+
+@pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 2 * CHUNK + 40])
 def test_the_answer_is_a_single_servers(fleet: Fleet, taker: VllmServer, length: int) -> None:
     come_ahead(fleet, taker, tokens(length, f"ahead {length}"))
 
