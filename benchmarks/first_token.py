@@ -141,7 +141,7 @@ def main() -> None:
                 rates[way].append(count / seconds)
                 after = cpu_of(running)
                 spent[way].append({name: (after[name] - before[name]) / count for name in after})
-                print(f"{way}: {rates[way][-1]:.1f} requests a second", flush=True)
+                print(f"{way}: {rates[way][-1]:.1f} requests a second {placement(ways[way])}", flush=True)
     made = {"rounds": args.rounds, "milliseconds": times, "requests_a_second": rates, "cpu": spent}
     args.out.write_text(json.dumps(made) + "\n")
     print("\n".join(report(times) if args.rounds else []))
@@ -185,13 +185,25 @@ def closed_loop(url: str, seed: int, seconds: float) -> tuple[int, float]:
         return sum(pool.map(one, range(16))), time.monotonic() - began
 
 
+def page(url: str, path: str) -> dict[str, Any]:
+    """One of the proxy's own."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
+    connection.request("GET", path)
+    found: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
 def ready(url: str) -> bool:
     """Whether the proxy has P and D."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
-    connection.request("GET", "/health")
-    known = json.loads(connection.getresponse().read())
-    connection.close()
+    known = page(url, "/health")
     return bool(known["prefill"] and known["decode"])
+
+
+def placement(url: str) -> dict[str, Any]:
+    """Which ways were taken so far with --pool, and how far off the first tokens were that were predicted."""
+    known = page(url, "/status")["placement"]
+    return {name: known[name] for name in ("ways", "median_error") if name in known}
 
 
 def report(times: dict[str, dict[int, list[list[float]]]]) -> list[str]:

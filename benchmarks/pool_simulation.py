@@ -308,7 +308,7 @@ class Pool:
             if not began:
                 began = True
                 if progress is not None:
-                    progress.first_token(self.loop.time())
+                    progress.decodes(self.loop.time())
             token()
 
         way = "whole" if choice.prefill is None else self._name(choice.prefill) + ">"

@@ -554,7 +554,7 @@ class Attempt:
             self.place.streams(pace)
         progress = self.place.progress
         if progress is not None and streamed:
-            progress.first_token(self.services.clock())
+            progress.decodes(self.services.clock())
         silence = (streamed and self.services.limits.event_seconds) or math.inf
         held, goes_on = self.transcript if streamed else None, self.continuation or self._repeated
         ps = None if self.choice.prefill is None else self._prefilled

@@ -4,7 +4,8 @@ A request goes one of two ways. `whole`: one instance computes the prompt and de
 computes the prompt and pushes its KV to another, which decodes. The cost of a way is the sum of
 
 - the seconds until this request's answer ends: what is queued where its prompt is computed, the prompt and
-  the hand-over, which count twice, and the decode steps, which prompts at the same instance interrupt;
+  the hand-over, which count twice where the first token waits for them, and the decode steps, which prompts
+  at the same instance interrupt;
 - the seconds for which its prompt stops other answers that are decoded where it is computed, and those for
   which prompts will stop its own, times `pause_weight`;
 - the seconds by which one more answer in the batch makes the steps of the others longer.
@@ -120,7 +121,7 @@ class EngineCosts:
         """Seconds between two tokens of an answer: of any, for each 16 answers, and by the share of its time
         that prompts took."""
         self.hand_over = LeastSquares([0.02, 0.005])
-        """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
+        """Seconds from P's answer to D's first event: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
         self._queue: deque[QueuedPrompt] = deque()
         """The prompts that are not computed yet, the oldest first; `tokens` are theirs."""
@@ -294,7 +295,7 @@ class PlacedRequest:
         self._prefill, self._decode = costs.of(prefill), costs.of(decode)
         self._tokens, self._at, self._computed = tokens, now, now
         self._begun: tuple[float, float, float] | None = None
-        self._left = False
+        self._shown = self._left = False
         self._queued = None if prediction is None else self._prefill.prompt_placed(tokens, now)
         self._decode.count_answers(1, now)
 
@@ -305,17 +306,25 @@ class PlacedRequest:
             self._prefill.prompt_computed(queued, now, learn=learn)
 
     def first_token(self, now: float) -> None:
-        """The answer has begun."""
+        """The client has its first token: P's, if D has said nothing yet."""
+        if self._prediction is None or self._shown or self._left:
+            return
+        self._shown = True
+        self.computed(now)  # P's answer may come later
+        if self._prefill is not self._decode:
+            share = self._costs.from_prefill
+            self._costs.from_prefill += 0.05 * ((self._begun is None) - share)
+        self._costs.latest.append((self._prediction, now - self._at))
+        self._costs.on_error(self._prediction, now - self._at)
+
+    def decodes(self, now: float) -> None:
+        """The first event has come from where the answer is decoded."""
         if self._begun is not None or self._left:
             return
         self._begun = self._decode.marks(now)
-        if self._prediction is None:
-            return
-        self.computed(now)  # P's answer may come later
-        if self._prefill is not self._decode:
+        self.first_token(now)
+        if self._prediction is not None and self._prefill is not self._decode:
             self._decode.hand_over.learn(now - self._computed, 1.0, self._tokens / _TOKENS)
-        self._costs.latest.append((self._prediction, now - self._at))
-        self._costs.on_error(self._prediction, now - self._at)
 
     def ended(self, steps: int, now: float) -> None:
         """The answer is complete, with so many tokens after the first one."""
@@ -342,12 +351,14 @@ class PlacementCosts:
         pause_weight: what a second for which answers stop counts, beside one of waiting for one.
         on_error: called with each prediction and the seconds that came, of which `latest` has the last ones.
         answer_steps: tokens of an answer after its first, on average.
+        from_prefill: share of the first tokens that were P's, of pairs; they have not waited for D.
         ways: how often each was taken.
     """
 
     pause_weight: float = 0.1
     on_error: OnError = lambda *_: None
     answer_steps: float = _ANSWER
+    from_prefill: float = 0.0
     latest: deque[tuple[Prediction, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     ways: Counter[Way] = field(default_factory=Counter)
     dice: random.Random = field(default_factory=random.Random)
@@ -394,12 +405,13 @@ class PlacementCosts:
             at_hand = self._answers(self._looked(near(prefill), now), tokens, now) if near else answers
             for more, turn, late, each, *_ in at_hand:
                 if each is not prefill and each.matches(prefill):
-                    pairs.append((cost + more, turn, seconds + late, prefill, each))
+                    shown = seconds + (1.0 - self.from_prefill) * late
+                    pairs.append((cost + more, turn, shown, prefill, each))
                     break
         for more, turn, late, each, engine, queued in answers:
             if each.role == "both" or each.decode_alone < decode_alone:
                 prompt = prompts.get(each) or self._prompt_part(engine, queued, tokens - cached.get(each, 0))
-                whole.append((prompt[0] + more - _FIRST_TOKEN * late, turn, prompt[1], each, each))
+                whole.append((prompt[0] + more - self._hand_over_counts * late, turn, prompt[1], each, each))
         best = sorted((min(ways, key=_ORDER) for ways in (pairs, whole) if ways), key=_ORDER)
         if not best:
             return None
@@ -407,6 +419,11 @@ class PlacementCosts:
         way: Way = "whole" if prefill is decode else "pair"
         self.ways[way] += 1
         return prefill, decode, Prediction(way, first_token, cost, best[1][0] if best[1:] else None)
+
+    @property
+    def _hand_over_counts(self) -> float:
+        """What a second of a hand-over counts: behind P's token it is one between tokens."""
+        return _FIRST_TOKEN - self.from_prefill * (_FIRST_TOKEN - 1.0)
 
     def _prompt_part(self, engine: EngineCosts, queued: float, new: int) -> tuple[float, float]:
         """The part of the cost that depends on where the prompt is computed, and the seconds until it is."""
@@ -419,7 +436,7 @@ class PlacementCosts:
         found = []
         for each, engine, queued in looked:
             cost, late = self._answer_part(engine, tokens, engine.prefill_share(now, queued))
-            found.append((_FIRST_TOKEN * late + cost, each.turn, late, each, engine, queued))
+            found.append((self._hand_over_counts * late + cost, each.turn, late, each, engine, queued))
         return sorted(found, key=_ORDER)
 
     def _answer_part(self, engine: EngineCosts, tokens: int, share: float) -> tuple[float, float]:

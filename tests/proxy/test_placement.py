@@ -205,6 +205,32 @@ def test_after_a_failed_prefill_another_place_is_chosen_by_cost() -> None:
     assert router.choose(request(256), 0.0, **after).prefill is p
 
 
+@pytest.mark.parametrize("by_prefill", [True, False])
+def test_a_hand_over_lasts_until_d_decodes_whoevers_token_comes_first(by_prefill: bool) -> None:
+    """P computes for 0.1 s, D's first event comes 0.3 s later, and nine more with 0.02 s before each."""
+    router, (p, d) = fleet("P", "D")
+    for each in (p, d):
+        learned(router, each, 0.1, 0.02)
+    for number in range(200):
+        began = 10.0 * number
+        choice = router.choose(request(256), began)
+        progress = router.track(choice, began)
+        progress.computed(began + 0.1)
+        if by_prefill:
+            progress.first_token(began + 0.1)
+        progress.decodes(began + 0.4)
+        progress.ended(9, began + 0.4 + 9 * 0.02)
+        progress.leave(began + 1.0)
+    engine = router.costs.of(d)
+    assert engine.hand_over.predict(1.0, 1.0) == pytest.approx(0.3, rel=0.1)
+    assert engine.step.predict(1.0, 1 / 16, 0.0) == pytest.approx(0.02, rel=0.1)
+    prediction, seen = router.costs.latest[-1]
+    assert seen == pytest.approx(0.1 if by_prefill else 0.4)
+    assert prediction.first_token == pytest.approx(seen, rel=0.1)
+    hand_over = 0.3 if by_prefill else 2 * 0.3  # twice where the first token waits for it
+    assert prediction.cost == pytest.approx(2 * 0.1 + hand_over + 9 * 0.02, abs=0.1)
+
+
 def test_two_that_do_not_match_are_no_pair() -> None:
     costs = PlacementCosts()
     one, other = fleet("P", "D")[1]
@@ -221,7 +247,7 @@ def test_of_many_instances_few_are_compared() -> None:
     assert 2 < len(set(router.costs.some(pool))) <= MAX_COMPARED
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2000), st.floats(0.0, 3.0)), max_size=80))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 2000), st.floats(0.0, 3.0)), max_size=80))
 def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int, float]]) -> None:
     """Whatever order the ends of their parts come in, and whichever of these are missing."""
     router, pool = fleet("both", "both", "P", "D", decode_alone=2)
@@ -242,6 +268,8 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
         elif kind == 2:
             progress_of(tokens).first_token(now)
         elif kind == 3:
+            progress_of(tokens).decodes(now)
+        elif kind == 4:
             progress_of(tokens).ended(tokens, now)
         else:
             admission._leave(places.pop(tokens % len(places)))

@@ -314,7 +314,11 @@ EngineCosts._is_new: a prompt counts beside the report that has it
 PlacementCosts.cheapest: what an instance has of a prompt in its cache costs as much as the rest
 ~ tokens - cached.get(p, 0)) for p, at, queued in looked => tokens) for p, at, queued in looked
 PlacementCosts._answers: a hand-over costs nothing
-~ _FIRST_TOKEN * late + cost => cost
+~ self._hand_over_counts * late + cost => cost
+PlacementCosts._hand_over_counts: a hand-over behind P's token counts as one before the first token
+~ self.from_prefill * (_FIRST_TOKEN - 1.0) => 0.0
+PlacedRequest.first_token: D counts as decoding when the client has P's token
+~ self._shown = True => self._shown, self._begun = True, self._begun or self._decode.marks(now)
 PlacementCosts._answer_part: answers beside it do not make an answer slower
 ~ (2 * engine.answers + 1) => 1
 PlacementCosts._answer_part: prompts at the same instance do not make an answer slower
