@@ -23,7 +23,6 @@ import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +31,7 @@ import bench_servers
 import psutil
 
 from p2pkv.demo import client
-from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
+from p2pkv.demo.processes import ServerProcess, free_ports
 from p2pkv.demo.servers import ProxyServer, Role, VllmServer
 from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 from p2pkv.stamps import VARIABLE
@@ -117,10 +116,8 @@ def main() -> None:
         running: list[ServerProcess] = [*proxies, *servers]
         for each in running:
             stack.enter_context(each)
-        for each in servers:
+        for each in [*servers, *proxies]:
             each.wait_ready(180.0)
-        for proxy in proxies:
-            wait_until(partial(ready, proxy.base_url), "P and D", 120.0)
         ways = dict(zip(WAYS, (servers[2].base_url, *(each.base_url for each in proxies)), strict=True))
         draw = random.Random(41)
         times: dict[str, dict[int, list[list[float]]]] = {way: defaultdict(list) for way in ways}
@@ -163,9 +160,7 @@ def cpu_of(servers: list[ServerProcess]) -> dict[str, float]:
             what = next((f" {name}" for name in ("EngineCore", "Worker", "announcer") if name in title), "")
             made[server.name + what] += (times.user + times.system) * 1e3
         if isinstance(server, VllmServer):
-            made[f"{server.name} steps"] = client.metrics(server.base_url)[
-                "vllm:iteration_tokens_total_count"
-            ]
+            made[f"{server.name} steps"] = client.metrics(server.base_url)[STEPS]
     return made
 
 
@@ -185,24 +180,9 @@ def closed_loop(url: str, seed: int, seconds: float) -> tuple[int, float]:
         return sum(pool.map(one, range(16))), time.monotonic() - began
 
 
-def page(url: str, path: str) -> dict[str, Any]:
-    """One of the proxy's own."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
-    connection.request("GET", path)
-    found: dict[str, Any] = json.loads(connection.getresponse().read())
-    connection.close()
-    return found
-
-
-def ready(url: str) -> bool:
-    """Whether the proxy has P and D."""
-    known = page(url, "/health")
-    return bool(known["prefill"] and known["decode"])
-
-
 def placement(url: str) -> dict[str, Any]:
     """Which ways were taken so far with --pool, and how far off the first tokens were that were predicted."""
-    known = page(url, "/status")["placement"]
+    known = json.loads(client.get(f"{url}/status"))["placement"]
     return {name: known[name] for name in ("ways", "median_error") if name in known}
 
 
