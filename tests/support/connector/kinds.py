@@ -323,8 +323,8 @@ class Contents:
     def rows(self, span: range, layer: int, heads: range, view: torch.Tensor) -> torch.Tensor:
         """[token, head, content] of these tokens, in the type of the layer's blocks; where a row is for
         several, `span` has the last ones."""
-        numbers = torch.tensor(heads)[:, None] * view.shape[-1] + torch.arange(view.shape[-1])
-        return self._values(self._hashes[span.start : span.stop : span.step], layer, numbers).to(view.dtype)
+        hashes = self._hashes[span.start : span.stop : span.step, None, None]
+        return _values(hashes, layer, _factors(heads, view.shape[-1])).to(view.dtype)
 
     def put_state(
         self,
@@ -337,14 +337,32 @@ class Contents:
     ) -> None:
         """The state after so many tokens, to the page of a rank; `place`: see `put_state`."""
         channels, elements = recurrent.sizes
-        numbers = torch.arange(recurrent.steps * channels + elements)
-        found = self._values(self._hashes[tokens - 1 : tokens], layer, numbers)[0]
+        factors = _factors(range(1), recurrent.steps * channels + elements)[0]
+        found = _values(self._hashes[tokens - 1], layer, factors)
         windows, states = found.split([recurrent.steps * channels, elements])
         put_state(page, recurrent, spec, place, "SD", windows.view(recurrent.steps, channels), states)
 
-    def _values(self, hashes: torch.Tensor, layer: int, numbers: torch.Tensor) -> torch.Tensor:
-        mixed = hashes.view(-1, *[1] * numbers.dim()) * (2 * numbers + 1) * 2654435761 + layer * 40503
-        return (((mixed ^ (mixed >> 15)) >> 13) & 127) + 1
+
+@cache
+def _factors(heads: range, width: int) -> torch.Tensor:
+    """[head, content]: one for each place of a row."""
+    numbers = torch.tensor(heads)[:, None] * width + torch.arange(width)
+    return (2 * numbers + 1) * 2654435761
+
+
+def _values(hashes: torch.Tensor, layer: int, factors: torch.Tensor) -> torch.Tensor:
+    mixed = hashes * factors + layer * 40503
+    return (((mixed ^ (mixed >> 15)) >> 13) & 127) + 1
+
+
+@cache
+def _places(rows: int, *widths: int) -> torch.Tensor:
+    """[row, byte]: where each lies in a block, whose planes have rows of these widths."""
+    row, first, places = torch.arange(rows)[:, None], 0, []
+    for width in widths:
+        places.append(first * rows + row * width + torch.arange(width))
+        first += width
+    return torch.cat(places, dim=1)
 
 
 class Rows:
@@ -364,12 +382,8 @@ class Rows:
         if view.dtype == torch.uint8 and content in PLANES:
             widths = [content - PLANES[content], PLANES[content]]
         self._planes = len(widths) > 1
-        row, first, places = torch.arange(self.in_block)[:, None], 0, []
-        for width in widths:
-            places.append(first * self.in_block + row * width + torch.arange(width))
-            first += width
-        self._places = torch.cat(places, dim=1)
-        """Of each byte of each row, where it lies in a block."""
+        if self._planes:
+            self._places = _places(self.in_block, *widths)
 
     def complete(self, span: range) -> range:
         """The last token of each row that is complete with one of these tokens."""

@@ -297,10 +297,18 @@ class Engine(Instance):
         """Of the rows that end with these tokens those that a rank keeps: where among its own, and what they
         hold."""
         view, spec = self._layer(rank, layer)
-        run, ranks, turn = self._interleave, self._dcp, rank % self._dcp
-        here = [number for number, token in enumerate(ends) if token // run % ranks == turn]
-        slots = [ends[each] // (run * ranks) * run + ends[each] % run for each in here]
-        return slots, made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)[here]
+        rows = made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)
+        if self._dcp == 1:
+            return [*ends], rows
+        run, here = self._interleave, self._here(rank, ends)
+        return [ends[each] // (run * self._dcp) * run + ends[each] % run for each in here], rows[here]
+
+    def _here(self, rank: int, ends: range) -> Sequence[int]:
+        """Which of these tokens are a rank's."""
+        if self._dcp == 1:
+            return range(len(ends))
+        turn = rank % self._dcp
+        return [number for number, token in enumerate(ends) if token // self._interleave % self._dcp == turn]
 
     def _read(self, rank: int, layer: int, made: Contents, table: list[int], span: range, about: str) -> None:
         """All blocks of the tokens that are attended to, whole: what an attention masks it multiplies by 0,
@@ -318,7 +326,7 @@ class Engine(Instance):
         _, kept = self._kept(rank, layer, made, lie.complete(range(begin, until)))
         expected[: len(kept)] = kept
         right = (rows == expected).flatten(1).all(1)
-        count = len(self._kept(rank, layer, made, lie.complete(range(begin, span.stop)))[0])
+        count = len(self._here(rank, lie.complete(range(begin, span.stop))))
         live = slice((first - begin) // lie.tokens, count)
         assert right[live].all(), f"{about}: reads KV that is not its own"
         if self.scheduler.needs_kv_cache_zeroing and not getattr(spec, "prefix_replay_tokens", 0):
