@@ -37,9 +37,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ServersInOne(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """tests/vllm takes one process most of a run: that begins with it, and the others do the rest."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/vllm/"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of several processes one is busy with tests/vllm for most of the run: it begins with them."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith("tests/vllm/"))
 
 
 @pytest.fixture(autouse=True)
