@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the budget of docs/design.md weighs: lines of code and words of pages, each beside its limit.
+"""What the budget of CONTRIBUTING.md weighs: lines of code and words of pages, each beside its limit.
 
 It fails nothing. A limit is only ever lowered. The aims: p2pkv 20,000 lines, proxy 8,000, tests 48,000,
 benchmarks 4,500; README.md and docs/ 22,000 words.

@@ -122,7 +122,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     prefetch_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """bytes of a rank of D | no | room for KV that P pushes before D has the request, for routers that ask P
-    first"""
+    first and for P's first tokens of sampled streams"""
 
     watch_weights: bool = True
     """true or false | no | notice when vLLM changes the weights while it runs, and use no KV of the former"""
