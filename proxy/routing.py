@@ -466,7 +466,9 @@ def _why_none(registry: Registry, role: Role) -> str:
     known = registry.known(role)
     out = {
         "drained": sum(instance.drained for instance in known),
-        "paused by vLLM's /pause": sum(instance.paused and not instance.drained for instance in known),
+        "paused by vLLM's /pause or stopping": sum(
+            instance.paused and not instance.drained for instance in known
+        ),
     }
     unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
     why = f"of {len(known)} registered, none has answered /health with 200 lately"

@@ -432,7 +432,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether the proxies may send requests; for the announcer's thread."""
         assert self.worker is not None
         rank = self.worker.rank
-        health, beat = EngineHealth(rank.trouble(), rank.steps.paused), rank.steps.beat
+        beat = rank.steps.beat
+        paused = rank.steps.paused or (beat is not None and beat.stopping)
+        health = EngineHealth(rank.trouble(), paused)
         if beat is None or beat.workload is None:
             return health
         return replace(health, workload=beat.workload, at=beat.at)

@@ -56,7 +56,7 @@ class EngineHealth(Struct, frozen=True):
     trouble: str = ""
     """Why it is not to be announced, in words; "" if it is."""
     paused: bool = False
-    """vLLM's /pause has been called, and /resume has not."""
+    """It takes no new requests: vLLM's /pause has been called, and /resume has not, or it is stopping."""
     workload: Workload | None = None
     """Of its scheduler; None if that is not known."""
     at: float = 0.0

@@ -85,7 +85,8 @@ class Ping(Struct, frozen=True, kw_only=True):
         fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if
             unknown. A P and a D with different texts refuse each other.
         partners: the most P's that the proxy is to name; 0: it takes no answer.
-        paused: vLLM's /pause has been called there, and /resume has not; no requests for now, please.
+        paused: vLLM's /pause has been called there, and /resume has not, or it finishes what it has and ends;
+            no new requests, please.
         replica: the number in the header X-data-parallel-rank with which `http_address` sends a request to
             this engine; None: it needs no header. Before version 5 that was `dp_rank` where `dp_size` is
             above 1.

@@ -19,13 +19,15 @@ LATE_BEAT_SECONDS = 4.0
 class Beat(Struct, frozen=True, kw_only=True):
     """What vLLM's engine core sends each of its ranks, from a thread of its own, several times in a second:
     how many steps it has scheduled, and whether there is `work`, so that it must make steps. `paused`: by
-    vLLM's /pause. `orphaned`: the process that started it, which has the HTTP server, is gone. `workload`: of
-    its scheduler, None if that is not known; `at`: the time of it, by this host's monotonic clock.
+    vLLM's /pause. `stopping`: it has been told to stop, finishes what it has, and takes nothing new.
+    `orphaned`: the process that started it, which has the HTTP server, is gone. `workload`: of its scheduler,
+    None if that is not known; `at`: the time of it, by this host's monotonic clock.
     """
 
     steps: int
     work: bool
     paused: bool = False
+    stopping: bool = False
     orphaned: bool = False
     workload: Workload | None = None
     at: float = 0.0

@@ -154,8 +154,8 @@ def test_a_sender_ends_with_what_it_speaks_for() -> None:
 # What vLLM's own objects say.
 
 
-def beat_of(instance: Instance, requests: queue.Queue[Any]) -> Beat:
-    core = SimpleNamespace(scheduler=instance.scheduler, input_queue=requests)
+def beat_of(instance: Instance, requests: queue.Queue[Any], running: bool = True) -> Beat:
+    core = SimpleNamespace(scheduler=instance.scheduler, input_queue=requests, is_running=lambda: running)
     return state_of(
         core, steps=1, transfers=False, orphaned=False, is_loaded=instance.scheduler.connector._is_loaded
     )
@@ -183,6 +183,12 @@ def test_a_pause_of_either_kind_is_one(state: PauseState) -> None:
     p = Instance("P")
     p.scheduler.set_pause_state(state)
     assert beat_of(p, queue.Queue()).paused is (state is not PauseState.UNPAUSED)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_an_engine_core_that_finishes_what_it_has_and_ends_is_no_paused_one(running: bool) -> None:
+    beat = beat_of(Instance("P"), queue.Queue(), running)
+    assert (beat.stopping, beat.paused) == (not running, False)
 
 
 def test_each_step_counts() -> None:

@@ -67,7 +67,8 @@ def test_p_finishes_what_it_has_taken_on(stopping_pair: Deployment) -> None:
     wait_until(lambda: not p.running(), "P's end", SHUTDOWN_SECONDS + 15.0)
     assert time.monotonic() - told < SHUTDOWN_SECONDS + 15.0
     log = proxy.log_path.read_text(errors="replace")
-    assert f"prefill instance 127.0.0.1:{p.http_port} said goodbye" in log
+    name = f"prefill instance 127.0.0.1:{p.http_port}"
+    assert -1 < log.find(f"{name} is paused: it gets no new requests") < log.find(f"{name} said goodbye")
     at_rest(d)
     assert metric(d, "p2pkv_transfers_failed_total") == 0
     assert metric(d, "p2pkv_transfers_loaded_total") == PROMPTS, "D computed prompts that P had taken on"
