@@ -23,6 +23,7 @@ from msgspec import Struct
 import p2pkv
 from p2pkv import plugin
 from p2pkv.cli.findings import CheckFailed, Finding
+from p2pkv.control.discovery import fit_differences
 from p2pkv.control.endpoint import Connection, Endpoint, inspect
 from p2pkv.control.security import Members
 from p2pkv.device import own_stream
@@ -78,12 +79,12 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         yield Finding(role, sentence, ok=first["role"] in (role, "both"))
     if len(firsts) == 2:
         one, two = firsts
-        for name, advice in (
-            ("p2pkv", "install the same version on both"),
-            ("link", SAME_NCCL),
-            ("model", "serve the same model on both, by the same name"),
-        ):
-            yield same(name, str(one.get(name)), str(two.get(name)), ("P", "D"), advice)
+        yield same("link", str(one.get("link")), str(two.get("link")), ("P", "D"), SAME_NCCL)
+        differ = fit_differences(str(one.get("fit", "")), str(two.get("fit", "")))
+        sentence = f"{one.get('model')} on P and {two.get('model')} on D may be a pair"
+        if differ:
+            sentence = f"they are no pair: {' and '.join(differ)} differ (docs/compatibility.md)"
+        yield Finding("fit", sentence, ok=not differ)
 
 
 def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> Finding:

@@ -131,6 +131,14 @@ class Ping(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} of a discovery ping: {error}") from None
 
 
+def fit_differences(one: str, other: str) -> tuple[str, ...]:
+    """In what two texts of `Ping.fit` differ, by name."""
+    if not (one and other):
+        return ("protocol",)
+    here, there = (dict(word.partition("=")[::2] for word in fit.split(", ")) for fit in (one, other))
+    return tuple(name for name in here | there if here.get(name) != there.get(name))
+
+
 class PartnersAnswer(Struct, frozen=True, kw_only=True):
     """The proxy's answer to a D: P's that it may be paired with. Raises ValueError on a malformed address."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, Protocol
 
-from p2pkv.control.discovery import PING_INTERVAL, Ping, Workload
+from p2pkv.control.discovery import PING_INTERVAL, Ping, Workload, fit_differences
 from p2pkv.pairing import Address
 
 # Three lost pings and a little: an instance whose ping is merely late stays.
@@ -426,10 +426,4 @@ _ORDER = attrgetter("order")
 
 def differences(one: Instance, other: Instance) -> Differences:
     """In what the pings of two that do not fit differ, by name."""
-    mine, theirs = one.ping, other.ping
-    if not (mine.fit and theirs.fit):
-        return ("protocol",)
-    here, there = (dict(each.partition("=")[::2] for each in ping.fit.split(", ")) for ping in (mine, theirs))
-    return tuple(name for name in here | there if here.get(name) != there.get(name)) or (
-        "the order of words",
-    )
+    return fit_differences(one.ping.fit, other.ping.fit) or ("the order of words",)

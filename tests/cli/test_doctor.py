@@ -420,6 +420,9 @@ def test_all_ranks_of_a_pair_are_asked(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     network = MemoryNetwork()
+    with engines(Geometry(), Geometry(layers=(6,)), lambda side, rank: network.rank()) as (p, d):
+        *_, fit = link_check.ask_instances(p.address, d.address, None)
+        assert not fit.ok and "they are no pair: layers in all differ" in fit.sentence
     one, two = Geometry(), Geometry()
     with engines(one, two, lambda side, rank: network.rank(), secret=SECRET.encode()) as (p, d):
         members = members_of(SECRET.encode())
