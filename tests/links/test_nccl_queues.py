@@ -72,11 +72,20 @@ class Line:
 
     def turn_of_p(self) -> None:
         self.outbound.poll()
-        while self.announced and self.launched < self.committed and (count := self.outbound.due(most=AHEAD)):
+        while self.announced and self.launched < self.committed and (count := self.announce()):
+            self.launch(count)
+
+    def announce(self) -> int:
+        """P: tell D of the sends that may be launched, so many."""
+        if count := self.outbound.due(most=AHEAD):
             self.groups.append(count)
             self.said += count
-            self.launched += count
-            self.outbound.launch(count)
+        return count
+
+    def launch(self, count: int) -> None:
+        """P: launch those."""
+        self.launched += count
+        self.outbound.launch(count)
 
     def turn_of_d(self) -> None:
         while self.heard < self.said:
@@ -280,6 +289,44 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
     assert first.said == ANNOUNCED, "the other's turn"
     wait_for(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
                first.arrived == second.arrived == AHEAD)  # fmt: skip
+
+
+def test_ranks_that_announce_to_several_before_they_launch_never_wait_in_a_circle(blocking: bool) -> None:
+    """Each rank may have one link on its device. In one turn of P its links announce one after the other, and
+    are launched when all `Sent` messages are out. Both of P's ranks begin with another link, and each of D's
+    with the one of which P launches the other's first."""
+    mesh = Mesh(blocking, processors=32)
+    mesh.grant(1)
+    for line in mesh.lines.values():
+        line.decide()
+    for order in (((0, 0), (0, 1)), ((1, 1), (1, 0))):
+        said = {place: mesh.lines[place].announce() for place in order}
+        assert list(said.values()) == [1, 0], "the other one could not be launched now"
+        for place, count in said.items():
+            if count:
+                mesh.lines[place].launch(count)
+    for place in ((1, 0), (0, 0), (0, 1), (1, 1)):
+        mesh.lines[place].turn_of_d()
+    mesh.deliver(1)
+
+
+def test_an_end_that_has_announced_keeps_its_turn(blocking: bool) -> None:
+    """What it announced ahead is launched before another link, although the first is done by then."""
+    mesh = Mesh(blocking, sides=(1, 2), processors=32)
+    first, second = mesh.lines.values()
+    mesh.grant(2)
+    for line in (first, second):
+        while line.decide():
+            pass
+    first.launch(first.announce())
+    ahead = first.announce()
+    assert ahead == 1 and not second.announce()
+    wait_for(lambda: first.outbound.poll() or first.turn_of_d() or first.arrived == 1)
+    first.outbound.poll()
+    assert not second.announce()
+    first.launch(ahead)
+    wait_for(lambda: first.outbound.poll() or first.turn_of_d() or first.arrived == 2)
+    wait_for(lambda: first.turn_of_p() or second.turn_of_p() or second.turn_of_d() or second.arrived == 2)
 
 
 def test_sends_that_are_ready_together_are_one_launch(blocking: bool) -> None:

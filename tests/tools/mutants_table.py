@@ -508,6 +508,10 @@ NcclEnd._launch: a link launches a second operation behind an unfinished one
 ~ self._on_device >= self._most => self._on_device > self._most
 NcclEnd._next_group: D launches a receive that P has not announced
 ~ self._launchable[0] if self._launchable else 0 => len(self._queue)
+NcclOutbound.due: P announces for several links what it may launch for one
+~ self._busy.enter(self) => pass
+NcclEnd.poll: a link rests before it has launched what it announced
+~ self._due or self._launchable => self._launchable
 NcclOutbound._group_at: more bytes are launched together than nccl_group_bytes has
 ~ if nbytes > self.shared.group_bytes: => if False:
 == p2pkv/engine/from_prefill.py > tests/engine/test_nccl.py
