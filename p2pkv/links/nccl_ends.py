@@ -208,6 +208,16 @@ class NcclEnd(LinkEnd):
         """Operations that this end may have on the device now."""
         return self.shared.in_flight if self.shared.in_flight == 1 or self.shared.alone(self) else 1
 
+    @property
+    def ahead(self) -> bool:
+        """Whether an operation is launched behind an unfinished one."""
+        return self._on_device > 1
+
+    @property
+    def _turn(self) -> bool:
+        """Whether this end may have something on the device now."""
+        return self._busy.turn_of(self, full=self.shared.obstructed(self))
+
     def _advance(self, comm: Comm) -> None:
         """See what is done, and launch what may follow; again while that is launched at once."""
         again = True
@@ -254,7 +264,7 @@ class NcclEnd(LinkEnd):
             return int(self._ordered(0))
         count = self._launchable[0] if self._launchable else 0
         ready = count and self._ordered(count - 1)
-        return count if ready and self._busy.turn_of(self) and self._busy.enter(self) else 0
+        return count if ready and self._turn and self._busy.enter(self) else 0
 
     def _ordered(self, number: int) -> bool:
         """Whether this operation of the queue may be launched as far as this device is concerned: it is
@@ -405,7 +415,7 @@ class NcclOutbound(NcclEnd, Outbound):
         if not self._ordered(first):
             return 0
         if pending == 0:
-            admitted = self._busy.turn_of(self)
+            admitted = self._turn
         else:
             admitted = pending <= self._most and not self._busy.contended
         if not admitted:

@@ -523,6 +523,10 @@ DecodePeer.go_on: P launches sends together although D cannot
 == p2pkv/links/nccl_communicator.py > tests/links/test_nccl_queues.py
 NcclContext.alone: two links launch operations behind unfinished ones
 ~ not (self.busy.others(end) or self.busy_sends.others(end)) => True
+NcclContext.obstructed: a link launches behind another's second operation
+~ self.in_flight > 1 and => False and
+NcclContext.carry_both_ways: ranks of both roles launch ahead
+~ self.in_flight = 1 => pass
 == p2pkv/kv/kernels.cu > tests/kv/test_nvrtc.py
 : what a thread of a kernel loads goes through local memory
 ~ = some[i]; => = some[(i + rows) % P2PKV_TOGETHER];
