@@ -141,8 +141,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     nccl_in_flight: Annotated[int, Meta(ge=1, le=8)] = 1
     """launches | no | launches of an NCCL link that are on the device at a time while no other link of the
-    rank is busy; else one. Behind a second one the model's kernels might wait; with `2` large messages were
-    1.2 times as fast on an H200"""
+    rank is busy; else one, and with kv_both always. Behind a second one the model's kernels might wait; with
+    `2` large messages were 1.2 times as fast on an H200"""
 
     nccl_group_bytes: Annotated[int, Meta(ge=0, le=1 << 32)] = 64 << 20
     """bytes | no | messages of an NCCL link that are ready together are launched together, up to so many

@@ -261,15 +261,11 @@ class OutboundLink:
     def next_due(self, together: bool) -> list[PendingSend]:
         """The oldest sends that are pending and not due yet, as many as the link may launch together now:
         then they are due. `together`: D can do the same. Raises LinkError."""
-        before = groups = 0
-        for flight in self.pending:
-            if not flight.due:
-                break
-            before, groups = before + 1, groups + (flight.closes > 0)
+        before = sum(1 for _ in takewhile(attrgetter("due"), self.pending))
         waiting = len(self.pending) - before
         if not waiting or not self.pending[before].summed or self._outbound is None:
             return []
-        count = self._outbound.due(before, groups, waiting if together else 1)
+        count = self._outbound.due(before, waiting if together else 1)
         due = [*takewhile(attrgetter("summed"), islice(self.pending, before, before + count))]
         for flight in due:
             flight.due = True

@@ -155,10 +155,9 @@ class Outbound(LinkEnd):
     def reserve(self, nbytes: int, remote_slot: int) -> Send | None:
         """A buffer for the next send in order, or None while this end has no room for it."""
 
-    def due(self, before: int = 0, groups: int = 0, most: int = 1) -> int:
-        """How many of the next committed sends may be announced now and launched together, `most` at most.
-        `before`: how many are due already, in how many `groups` that are launched together. Raises
-        LinkError."""
+    def due(self, before: int = 0, most: int = 1) -> int:
+        """How many of the next committed sends may be announced now and launched together, `most` at most;
+        if there are any, `launch` must follow. `before`: how many are due already. Raises LinkError."""
         return 1
 
     def launch(self, count: int = 1) -> None:

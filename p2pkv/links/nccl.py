@@ -115,6 +115,11 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
     def carry_both_ways(self) -> None:
         super().carry_both_ways()
         self.shared.carry_both_ways()
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+            logger.warning(
+                "CUDA_LAUNCH_BLOCKING is set, so with kv_both two instances that send to each other hang "
+                "until a lease is over. Leave the variable unset, or use kv_producer and kv_consumer"
+            )
 
     def pause(self) -> float:
         shared = self.shared

@@ -38,12 +38,12 @@ class BusyEnds:
         """Whether this end is one of them, or may be."""
         return end in self._inside or len(self._inside) < self.most
 
-    def turn_of(self, end: object) -> bool:
+    def turn_of(self, end: object, full: bool = False) -> bool:
         """The same, but ends that have asked before come first. An end that may not enter yet is remembered:
-        it asks until it may, or leaves."""
+        it asks until it may, or leaves. `full`: none may enter now."""
         if end in self._inside:
             return True
-        free = self.most - len(self._inside)
+        free = 0 if full else self.most - len(self._inside)
         if any(end is first for first, _ in zip(self._waiting, range(free), strict=False)):
             return True
         if len(self._waiting) < free:
@@ -112,10 +112,16 @@ class NcclContext:
         """Whether no other end has something on the device, or waits to have."""
         return not (self.busy.others(end) or self.busy_sends.others(end))
 
+    def obstructed(self, end: object) -> bool:
+        """Whether another end has launched an operation that waits in its stream: what this end launched
+        could wait behind it, and so for the other end's peer."""
+        return self.in_flight > 1 and any(each.ahead for each in self.busy if each is not end)
+
     def carry_both_ways(self) -> None:
         """Half of the busy ends send, and half receive. A send that is launched waits for the peer's receive,
         and a receive is launched only when its send is: if sends could take all, two ranks that send to each
-        other might wait for ever."""
+        other might wait for ever. So they might if a receive waited behind sends that are launched ahead."""
+        self.in_flight = 1
         half = self.busy.most // 2
         self.busy_sends, self.busy = BusyEnds(max(1, half)), BusyEnds(max(1, self.busy.most - half))
 

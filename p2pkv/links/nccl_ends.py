@@ -71,7 +71,7 @@ class NcclEnd(LinkEnd):
 
     With `announced` an operation is launched only once `launch` was called for it, and several that it was
     called for at once are launched by one group call of NCCL, on both sides, and end together. Only ends with
-    something launched count as busy then; otherwise all that have an operation.
+    something launched, or announced, count as busy then; otherwise all that have an operation.
     """
 
     rank: ClassVar[int]
@@ -88,6 +88,8 @@ class NcclEnd(LinkEnd):
         self._announced = announced
         self._launchable: deque[int] = deque()
         """How many operations each call of `launch` was for, of those at the front of the queue."""
+        self._due = 0
+        """How often `due` has let sends be announced for which `launch` has yet to be called."""
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._ready = 0
         """Of these, how many at the front stand behind nothing any more, as of the last `look`."""
@@ -113,7 +115,8 @@ class NcclEnd(LinkEnd):
             raise self.guard.fail(str(error)) from None
         except RuntimeError as error:  # of `follow`
             raise self.guard.fail(f"the device has failed: {error}") from None
-        if not (self._on_device or self._launchable or (self._queue and not self._announced)):
+        announced = self._due or self._launchable
+        if not (self._on_device or announced or (self._queue and not self._announced)):
             self._busy.rest(self)
 
     def abort(self) -> None:
@@ -205,6 +208,16 @@ class NcclEnd(LinkEnd):
         """Operations that this end may have on the device now."""
         return self.shared.in_flight if self.shared.in_flight == 1 or self.shared.alone(self) else 1
 
+    @property
+    def ahead(self) -> bool:
+        """Whether an operation is launched behind an unfinished one."""
+        return self._on_device > 1
+
+    @property
+    def _turn(self) -> bool:
+        """Whether this end may have something on the device now."""
+        return self._busy.turn_of(self, full=self.shared.obstructed(self))
+
     def _advance(self, comm: Comm) -> None:
         """See what is done, and launch what may follow; again while that is launched at once."""
         again = True
@@ -251,7 +264,7 @@ class NcclEnd(LinkEnd):
             return int(self._ordered(0))
         count = self._launchable[0] if self._launchable else 0
         ready = count and self._ordered(count - 1)
-        return count if ready and self._busy.turn_of(self) and self._busy.enter(self) else 0
+        return count if ready and self._turn and self._busy.enter(self) else 0
 
     def _ordered(self, number: int) -> bool:
         """Whether this operation of the queue may be launched as far as this device is concerned: it is
@@ -389,20 +402,27 @@ class NcclOutbound(NcclEnd, Outbound):
         self.enqueue(send)
         return send
 
-    def due(self, before: int = 0, groups: int = 0, most: int = 1) -> int:
+    def due(self, before: int = 0, most: int = 1) -> int:
         """The next sends that are not announced may be, if they are wanted, and not too much is announced.
-        Only an end that is launched already may announce ahead, and none while others wait."""
+        Only an end that is launched already may announce ahead, and none while others wait. An end that
+        announces is busy from then on: D launches its receives, so no other peer may have to do something
+        before the sends are launched. Else two ranks of P and two of D could wait for each other in a
+        circle."""
         self.check()
-        first, pending = sum(self._launchable) + before, self._on_device + len(self._launchable) + groups
+        first, pending = sum(self._launchable) + before, self._on_device + len(self._launchable) + self._due
         if pending == 0:
             self.look()
         if not self._ordered(first):
             return 0
         if pending == 0:
-            admitted = self._busy.turn_of(self)
+            admitted = self._turn
         else:
             admitted = pending <= self._most and not self._busy.contended
-        return self._group_at(first, most) if admitted else 0
+        if not admitted:
+            return 0
+        self._busy.enter(self)
+        self._due += 1
+        return self._group_at(first, most)
 
     def _group_at(self, first: int, most: int) -> int:
         """How many sends of the queue, from this one on, are launched together: at least this one."""
@@ -415,6 +435,7 @@ class NcclOutbound(NcclEnd, Outbound):
         return count
 
     def launch(self, count: int = 1) -> None:
+        self._due -= 1
         self.announce(count)
         self.poll()
 

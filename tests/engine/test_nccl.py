@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from p2pkv.engine import commands as do
 from support.engine.engines import Forward, Make, on_engine_thread, prefill
-from support.engine.transfers import BLOCKS, arrives, begin, load, push, value
+from support.engine.transfers import BLOCKS, arrives, begin, failure, load, push, rest, value
 from support.links.pairs import nccl_of
 from support.waiting import wait_for
 
@@ -47,6 +47,22 @@ def test_messages_that_are_ready_together_are_one_launch_if_d_does_the_same(
     arrives(d)
     sizes = [nccl_of(engine).groups for engine in (p, d)]
     assert sizes[0] == sizes[1] and (max(sizes[0]) > 1) == knows
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_an_error_within_a_group_costs_that_link_only(make_nccl: Make, role: str) -> None:
+    p, d = make_nccl("P"), make_nccl("D")
+    push(p, d, "first", salt=1)
+    refusing = nccl_of(p if role == "P" else d)
+    refusing.refuses = 1
+    begin(p, d)
+    load(d)
+    assert f"NCCL's {'send' if role == 'P' else 'recv'} failed with result 3" in failure(d)
+    assert refusing.refuses == 0
+    d.do(do.Forget("k"))
+    push(p, d, "again", salt=2, tokens=96)
+    rest(p, d)
+    assert max(refusing.groups) > 1
 
 
 @pytest.mark.parametrize(

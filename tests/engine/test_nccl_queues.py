@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import pytest
 
 from p2pkv.engine import commands as do
 from support.engine.engines import Engine, Geometry, hold_back, make_engine, vanish
-from support.engine.transfers import arrives, begin, load, push
+from support.engine.transfers import arrives, begin, load, push, value
 from support.links.pairs import NCCL_KINDS, nccl_links, simulated
 from support.nccl import simulated as nccl_simulated
 from support.nccl.gpu import Model, SimulatedGpu
@@ -159,3 +160,28 @@ def test_a_p_that_is_held_up_does_not_keep_another_from_sending(
         assert not d.ranks[0].events(do.LoadFailed)
     finally:
         release()
+
+
+def test_a_p_tells_no_d_of_what_it_may_not_launch_now(cluster: Cluster) -> None:
+    """P's multiprocessors suffice for one link at a time, and it has sends for two Ds, which are held up. If
+    both launched what P sends, two Ps and two Ds could wait for each other in a circle."""
+    cluster.processors = 32
+    p, *ds = (cluster.engine(role, TP1) for role in "PDD")
+    for number, d in enumerate(ds):
+        push(p, d, f"{number}, to build the link", salt=1)
+    go_on = hold_back(p)
+    for d in ds:
+        begin(p, d, f"k {d.address}", salt=2)
+        load(d, f"k {d.address}")
+        wait_for(lambda d=d: value(d, "receives_posted") > 1, what="grants of D")
+    release = [hold_back(d) for d in ds]
+    expected = value(p, "chunks_sent") + sum(value(d, "receives_posted") for d in ds)
+    go_on()
+    wait_for(lambda: cluster.occupied(p) and value(p, "chunks_sent") == expected)
+    time.sleep(0.1)
+    posted = [peer.link.posted for d in ds for peer in d.ranks[0].rank.core.roles[0].peers]
+    assert sorted(bool(receives[0].sent) for receives in posted) == [False, True]
+    for each in release:
+        each()
+    for d in ds:
+        arrives(d, f"k {d.address}", salt=2)

@@ -165,6 +165,18 @@ def test_closing_does_not_wait_for_peers_for_ever(blocking: bool) -> None:
     assert d.shared.openings.busy or not blocking, "it has waited for the end of the call"
 
 
+@pytest.mark.parametrize(("value", "count"), [("1", 1), ("0", 0), (None, 0)])
+def test_ranks_of_both_roles_are_warned_of_launches_that_block(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str | None, count: int
+) -> None:
+    """Each of two would wait in its launch of a send for the other's launch of the receive."""
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    nccl_links().carry_both_ways()
+    assert sum(message.startswith("CUDA_LAUNCH_BLOCKING is set") for message in caplog.messages) == count
+
+
 # Memory and order.
 
 

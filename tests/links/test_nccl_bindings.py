@@ -110,6 +110,22 @@ def test_errors_become_sentences(patch: pytest.MonkeyPatch, binding: str) -> Non
         nccl.send(1, 1, 1, comm, 1)
 
 
+@pytest.mark.parametrize("binding", ["cupy", "nccl4py"])
+def test_a_group_ends_when_a_call_within_it_fails(patch: pytest.MonkeyPatch, binding: str) -> None:
+    """Else what the thread calls next, for any communicator, would be launched never."""
+    asked = give_cupy(patch) if binding == "cupy" else give_nccl4py(patch)[1]
+    nccl: Nccl = load_nccl()
+    comm = nccl.init(2, UNIQUE_ID, 0)
+    start, end = nccl.group_calls
+    asked.fail["send"] = FakeNcclError(5)
+    with pytest.raises(NcclError, match="send failed with result 5"), nccl.group():
+        nccl.send(1, 1, 1, comm, 1)
+    assert [name for name, *_ in asked.calls[-3:]] == [start, "send", end]
+    asked.fail[end] = FakeNcclError(1)
+    with pytest.raises(NcclError, match="group_end failed with result 1"), nccl.group():
+        nccl.send(1, 1, 1, comm, 1)
+
+
 def test_a_result_that_cupy_cannot_name(patch: pytest.MonkeyPatch) -> None:
     asked = give_cupy(patch)
     nccl = nccl_bindings.make_cupy(8)

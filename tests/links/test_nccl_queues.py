@@ -72,11 +72,20 @@ class Line:
 
     def turn_of_p(self) -> None:
         self.outbound.poll()
-        while self.announced and self.launched < self.committed and (count := self.outbound.due(most=AHEAD)):
+        while self.announced and self.launched < self.committed and (count := self.announce()):
+            self.launch(count)
+
+    def announce(self) -> int:
+        """P: tell D of the sends that may be launched, so many."""
+        if count := self.outbound.due(most=AHEAD):
             self.groups.append(count)
             self.said += count
-            self.launched += count
-            self.outbound.launch(count)
+        return count
+
+    def launch(self, count: int) -> None:
+        """P: launch those."""
+        self.launched += count
+        self.outbound.launch(count)
 
     def turn_of_d(self) -> None:
         while self.heard < self.said:
@@ -282,6 +291,44 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
                first.arrived == second.arrived == AHEAD)  # fmt: skip
 
 
+def test_ranks_that_announce_to_several_before_they_launch_never_wait_in_a_circle(blocking: bool) -> None:
+    """Each rank may have one link on its device. In one turn of P its links announce one after the other, and
+    are launched when all `Sent` messages are out. Both of P's ranks begin with another link, and each of D's
+    with the one of which P launches the other's first."""
+    mesh = Mesh(blocking, processors=32)
+    mesh.grant(1)
+    for line in mesh.lines.values():
+        line.decide()
+    for order in (((0, 0), (0, 1)), ((1, 1), (1, 0))):
+        said = {place: mesh.lines[place].announce() for place in order}
+        assert list(said.values()) == [1, 0], "the other one could not be launched now"
+        for place, count in said.items():
+            if count:
+                mesh.lines[place].launch(count)
+    for place in ((1, 0), (0, 0), (0, 1), (1, 1)):
+        mesh.lines[place].turn_of_d()
+    mesh.deliver(1)
+
+
+def test_an_end_that_has_announced_keeps_its_turn(blocking: bool) -> None:
+    """What it announced ahead is launched before another link, although the first is done by then."""
+    mesh = Mesh(blocking, sides=(1, 2), processors=32)
+    first, second = mesh.lines.values()
+    mesh.grant(2)
+    for line in (first, second):
+        while line.decide():
+            pass
+    first.launch(first.announce())
+    ahead = first.announce()
+    assert ahead == 1 and not second.announce()
+    wait_for(lambda: first.outbound.poll() or first.turn_of_d() or first.arrived == 1)
+    first.outbound.poll()
+    assert not second.announce()
+    first.launch(ahead)
+    wait_for(lambda: first.outbound.poll() or first.turn_of_d() or first.arrived == 2)
+    wait_for(lambda: first.turn_of_p() or second.turn_of_p() or second.turn_of_d() or second.arrived == 2)
+
+
 def test_sends_that_are_ready_together_are_one_launch(blocking: bool) -> None:
     """Up to so many bytes, and on both sides alike, as the simulation of NCCL demands."""
     mesh = Mesh(blocking, sides=(1, 1), group_bytes=3 * NBYTES)
@@ -304,8 +351,63 @@ def test_a_link_launches_ahead_only_while_it_is_busy_alone(blocking: bool) -> No
         while line.decide():
             pass
     wait_for(lambda: first.turn_of_p() or gpu.launched == 2)
-    wait_for(lambda: second.turn_of_p() or gpu.launched == 3)
-    for line in (first, second) * 10:
+    for line in (second, first) * 10:
         line.turn_of_p()
-    assert gpu.launched == 3
+    assert gpu.launched == 2 and not second.said, "it might wait behind the first one's second"
+    assert first.said == ANNOUNCED + 1
     mesh.deliver(AHEAD)
+    wait_for(lambda: first.turn_of_p() or second.turn_of_p() or gpu.launched == 0)
+    for _ in range(2):
+        for line in (first, second):
+            line.grant()
+            line.decide()
+        for line in (first, second) * 10:
+            line.turn_of_p()
+        assert gpu.launched == 2, "one of each"
+    mesh.deliver(AHEAD + 2)
+
+
+def test_ranks_that_launch_ahead_never_wait_in_a_circle(blocking: bool) -> None:
+    """On P all streams share one queue, and of two sends of a link that are launched the second holds it up.
+    D has multiprocessors for one link. Both of P's ranks begin with another link, and each of D's with the
+    one that P's ranks launch last."""
+    mesh = Mesh(blocking, queues=1, in_flight=2)
+    for rank in mesh.ranks[1]:
+        rank.shared.busy.most = 1
+    mesh.grant(2)
+    for line in mesh.lines.values():
+        while line.decide():
+            pass
+    for order in (((0, 0), (0, 1)), ((1, 1), (1, 0))):
+        for place in order:
+            for _ in range(10):
+                mesh.lines[place].turn_of_p()
+    for place in ((1, 0), (0, 0), (0, 1), (1, 1)):
+        mesh.lines[place].turn_of_d()
+    mesh.deliver(2)
+
+
+def test_ranks_of_both_roles_launch_nothing_ahead(blocking: bool) -> None:
+    """Else each one's receive could wait behind its second send, and that for the other one's receive."""
+    ranks = [
+        nccl_links(blocking=blocking, gpu=SimulatedGpu(1), announced=True, in_flight=2, group_bytes=0)
+        for _ in range(2)
+    ]
+    for rank in ranks:
+        rank.carry_both_ways()
+    pairs = [connect((p, d), WINDOW) for p, d in (ranks, reversed(ranks))]
+    lines = [Line(pair.outbound, pair.inbound, announced=True) for pair in pairs]
+    for line in lines:
+        line.grant(2)
+        while line.decide():
+            pass
+        for _ in range(10):
+            line.turn_of_p()
+
+    def turn() -> bool:
+        for line in lines:
+            line.turn_of_d()
+            line.turn_of_p()
+        return all(line.arrived == 2 for line in lines)
+
+    wait_for(turn)

@@ -508,6 +508,10 @@ NcclEnd._launch: a link launches a second operation behind an unfinished one
 ~ self._on_device >= self._most => self._on_device > self._most
 NcclEnd._next_group: D launches a receive that P has not announced
 ~ self._launchable[0] if self._launchable else 0 => len(self._queue)
+NcclOutbound.due: P announces for several links what it may launch for one
+~ self._busy.enter(self) => pass
+NcclEnd.poll: a link rests before it has launched what it announced
+~ self._due or self._launchable => self._launchable
 NcclOutbound._group_at: more bytes are launched together than nccl_group_bytes has
 ~ if nbytes > self.shared.group_bytes: => if False:
 == p2pkv/engine/from_prefill.py > tests/engine/test_nccl.py
@@ -519,6 +523,10 @@ DecodePeer.go_on: P launches sends together although D cannot
 == p2pkv/links/nccl_communicator.py > tests/links/test_nccl_queues.py
 NcclContext.alone: two links launch operations behind unfinished ones
 ~ not (self.busy.others(end) or self.busy_sends.others(end)) => True
+NcclContext.obstructed: a link launches behind another's second operation
+~ self.in_flight > 1 and => False and
+NcclContext.carry_both_ways: ranks of both roles launch ahead
+~ self.in_flight = 1 => pass
 == p2pkv/kv/kernels.cu > tests/kv/test_nvrtc.py
 : what a thread of a kernel loads goes through local memory
 ~ = some[i]; => = some[(i + rows) % P2PKV_TOGETHER];

@@ -75,13 +75,12 @@ class Forward:
         raise AssertionError("the engine's thread must not wait for the forward")
 
 
-def hold_back(p: Engine) -> Callable[[], None]:
-    """A P that announces and obeys no grant; the result lets it go on."""
-    role = p.ranks[0].rank.core.prefill
-    assert role is not None
+def hold_back(engine: Engine) -> Callable[[], None]:
+    """A P that announces and obeys no grant, or a D that only hears; the result lets it go on."""
+    (role,) = engine.ranks[0].rank.core.roles
     peers, poll = role.peers, role.peers.poll
-    on_engine_thread(p.ranks[0].rank, lambda: setattr(peers, "poll", lambda now: False))
-    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(peers, "poll", poll))
+    on_engine_thread(engine.ranks[0].rank, lambda: setattr(peers, "poll", lambda now: False))
+    return lambda: on_engine_thread(engine.ranks[0].rank, lambda: setattr(peers, "poll", poll))
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class SimulatedNccl(Nccl):
         launches_wait: whether `send` and `recv` return only when the device has done them, as with
             CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
         joins: `init` waits until this is set.
+        refuses: how many groups it refuses at the second operation.
         gpu: whose queues and multiprocessors the operations take; None: there is room for all of them.
         channels: multiprocessors of an operation.
     """
@@ -131,6 +132,7 @@ class SimulatedNccl(Nccl):
         self.launches_wait = False
         self.joins = threading.Event()
         self.joins.set()
+        self.refuses = 0
         self.aborted = 0
         self.last: dict[int, Op] = {}  # of each stream
         self._version = version
@@ -210,8 +212,10 @@ class SimulatedNccl(Nccl):
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
         grouped = self._grouping.ops = []
-        yield
-        self._grouping.ops = None
+        try:
+            yield  # a call that raises has NCCL launch nothing: ncclGroupEndInternal in group.cc
+        finally:
+            self._grouping.ops = None
         assert len({number for number, _ in grouped}) == 1, "one communicator at a time"
         number, ops = grouped[0][0], [op for _, op in grouped]
         with self._call("group_end", number) as inside:
@@ -317,6 +321,9 @@ class SimulatedNccl(Nccl):
         if peer != 1 - comm.rank:
             raise NcclError("send", 4, f"no peer {peer}")
         grouped = getattr(self._grouping, "ops", None)
+        if grouped and self.refuses > 0:
+            self.refuses -= 1
+            raise NcclError("send" if op.send else "recv", 3, "internal error")
         if grouped is None:
             self.queue(comm, [op], number)
         else:
