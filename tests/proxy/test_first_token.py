@@ -374,6 +374,8 @@ AGAINST: dict[str, tuple[str, dict[str, Any], Limits]] = {
     "no tokens": ("request", {"max_tokens": 0}, Limits()),
     "more than the bound": ("request", {"min_tokens": 40}, Limits()),
     "no number": ("request", {"max_tokens": [3]}, Limits()),
+    "no whole number": ("request", {"max_tokens": 2.5}, Limits()),
+    "no whole number at least": ("request", {"min_tokens": 2.5}, Limits()),
     "too many": ("context", {"max_tokens": CONTEXT}, Limits()),
     "by option": ("", {}, Limits(first_token="decode")),
     "no stream goes on": ("", {}, Limits(resumes=0)),
@@ -392,6 +394,51 @@ async def test_where_it_is_not_exact_or_not_to_be_it_is_not_done(case: str) -> N
         assert reasons(deployment) == ({why: 1} if why else {}) and not deployment.proxy.counters.first_tokens
         page = await deployment.text("/metrics")
         assert not why or f'p2pkv_proxy_first_tokens_from_decode_total{{reason="{why}"}} 1.0' in page
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"max_tokens": 0}, "request"),
+        ({"max_completion_tokens": 0}, "request"),
+        ({"max_tokens": None, "min_tokens": CONTEXT}, "context"),
+        ({"logprobs": True, "return_tokens_as_token_ids": True}, "request"),
+    ],
+    ids=str,
+)
+async def test_what_d_alone_can_judge_of_a_chat(fields: dict[str, Any], why: str, greedy: bool) -> None:
+    """vLLM refuses all but the last, and would answer P's part of them. Of the last a completion, as which
+    D would be asked for the rest, has no bytes of tokens."""
+    body = body_of(CHAT) | fields | ({"temperature": 0} if greedy else {})
+    engine = salt_where(None, body | {"max_tokens": 9}, CHAT)
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = behind_p(deployment, answer_error(400))
+        async with await deployment.post(body, CHAT) as response:
+            assert response.status == 400
+        assert reasons(deployment) == {why: 1} and len(deployment.d.requests) == 1
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+async def test_the_first_event_of_a_long_prompt_comes_in_pieces(greedy: bool) -> None:
+    body = body_of(COMPLETIONS, max_tokens=3) | ({"temperature": 0} if greedy else {})
+    body["prompt"] = [*range(100_000, 120_000)]
+    engine = salt_where(None, body)
+
+    def in_pieces(seen: Seen) -> Behaviour:
+        data = b"".join(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(*(step for each in pieces(data, [30_000]) for step in (each, a_pause)))
+
+    async with pair_of(engine, d={"context": 1 << 16}) as deployment:
+        deployment.p.behaviour = chosen(in_pieces)
+        deployment.d.behaviour = behind_p(deployment, chosen(in_pieces))
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
+
+
+async def a_pause(*_: object) -> None:
+    """So that what was sent before it is read by itself."""
+    await asyncio.sleep(0.01)
 
 
 async def test_a_greedy_seed_is_none() -> None:
