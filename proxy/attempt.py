@@ -304,7 +304,7 @@ class Attempt:
             logger.info(
                 "request %s: the end is missing of what %s says: %s", self.unique, call.instance, error
             )
-            rest = b""
+            call.end, call.why, rest = error.end, str(error), b""
         finally:
             call.close()
         if not self._prefilled.done():
@@ -337,7 +337,7 @@ class Attempt:
                 answer = await decoding
             except CallFailed as error:
                 if error.end is CallEnd.ERROR:
-                    await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
+                    await asyncio.wait((self._rest or prefilling,), timeout=_VERDICT_SECONDS)
                 return self._decode_failed(error)
             if d_first and self._plan is not None:
                 self.services.first_tokens.count_from_decode("late")
@@ -504,7 +504,8 @@ class Attempt:
                 return CallEnd.STOPPED
             if call.instance.silent(self.services.clock()):
                 return CallEnd.SILENT
-        return call.end
+        hangs = self._rest is not None and (not self._rest.done() or self._rest.cancelled())
+        return CallEnd.ACCEPTED if hangs else call.end
 
     def _to_ds_failure(self, error: CallFailed, verdict: Verdict) -> web.Response:
         if error.reply is not None:

@@ -522,11 +522,8 @@ async def test_a_d_that_draws_another_first_token_goes_on_behind_ps() -> None:
         assert len(deployment.p.requests) == deployment.proxy.counters.first_tokens == 1
 
 
-LOST = {
-    "dies": stream_of(die),
-    "refuses": answer_error(500),
-    "an error": stream_of(b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE),
-}
+LOST_KV = b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE
+LOST = {"dies": stream_of(die), "refuses": answer_error(500), "an error": stream_of(*LOST_KV)}
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -720,6 +717,29 @@ async def test_a_p_that_dies_after_its_token_is_not_noticed(dispatch: Dispatch) 
         deployment.p.behaviour = chosen(dies_behind)
         assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
         assert deployment.proxy.counters.first_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "charged"),
+    [(die, stream_of(a_pause, *LOST_KV), []), (forever, never_a_token, [False])],
+    ids=["dies", "hangs"],
+)
+async def test_a_d_that_fails_as_p_is_lost_behind_its_token(
+    p: Any, d: Behaviour, charged: list[bool], dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lacks P's KV: it is not to blame, and computes all by itself."""
+    monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
+    engine = salt_where(None, GREEDY)
+
+    def first_only(seen: Seen) -> Behaviour:
+        return stream_of(next(engine.events(seen.path, seen.body, seen.request_id)), p)
+
+    async with pair_of(engine, dispatch=dispatch, first_token_seconds=0.5) as deployment:
+        deployment.p.behaviour = chosen(first_only)
+        in_turn(deployment, d, engine_of(engine))
+        assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
+        of = {each.role: outcomes(each) for each in deployment.everyone()}
+        assert of == {"P": [True, *charged], "D": [True]} and len(deployment.p.requests) == 1
 
 
 @pytest.mark.parametrize("how", [*LOST, "in the middle"])
