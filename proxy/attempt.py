@@ -246,6 +246,7 @@ class Attempt:
         self.body.let_go()
         goes_on = Continuation(self.transcript, self.choice.decode.context, None)
         self.body, self.continuation = goes_on.body, goes_on
+        self._began = asyncio.get_running_loop().time()
 
     async def _hand_on(self, begun: Begun, plan: FirstTokenPlan) -> Outcome | None:
         """The client gets P's token, if it may: `_handed_on` is set. The outcome if that is the end."""

@@ -536,6 +536,16 @@ async def test_a_d_that_is_lost_behind_a_token_that_it_drew_otherwise(how: str, 
         assert same(got, answer(engine, GREEDY)) if others else got.error is not None
 
 
+async def test_the_rest_has_a_deadline_of_its_own() -> None:
+    """The first token was there in time."""
+    engine, _, other = differing()
+    async with pair_of(engine, first_token_seconds=1.0) as deployment:
+        deployment.p.behaviour = engine_of(engine, lambda *_: asyncio.sleep(0.6))
+        in_turn(deployment, engine_of(other), engine_of(other, lambda *_: asyncio.sleep(0.6)))
+        assert (await ask(deployment, GREEDY)).error is None
+        assert all(all(outcomes(each)) for each in deployment.everyone())
+
+
 async def test_the_proxy_stops_while_d_goes_on_behind_ps_token() -> None:
     engine, _, other = differing()
     async with pair_of(engine) as deployment:
