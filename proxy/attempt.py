@@ -255,8 +255,9 @@ class Attempt:
         token = self.services.first_tokens.of(head, plan, self.body, self.transcript, context)
         if token is None:
             return None
-        pace = self.record.streams(head, by_prefill=True)
-        self.place.streams(pace)
+        pace, ends = self.record.streams(token.events, by_prefill=True), plan.ends_with(token, context)
+        if ends or plan.what is not None:  # else D's answer has it, too
+            self.place.streams(pace)
         if self.place.progress is not None:
             self.place.progress.first_token(self.services.clock())
         relay = self.relay = self._handed_on = self.former = Relay(
@@ -264,7 +265,7 @@ class Attempt:
         )
         kept = plan.keeps(token)
         try:
-            if plan.ends_with(token, context):
+            if ends:
                 # P may hang or die behind its token: what is missing then is made.
                 await asyncio.wait((self._rest,), timeout=_VERDICT_SECONDS)
                 ended = self._rest.done() and not self._rest.cancelled()

@@ -335,6 +335,20 @@ async def test_an_answer_that_ended_with_its_first_token_costs_its_tenant_no_mor
         assert tenant.answer < usual and tenant.used < usual / 2
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("dispatch", "greedy"), [*BEHIND_P, ("concurrent", True)])
+async def test_a_tenant_pays_for_each_token_once(path: str, greedy: bool, dispatch: Dispatch) -> None:
+    body = body_of(path, max_tokens=12, **USAGE) | ({"temperature": 0} if greedy else {})
+    engine = salt_where(None, body, path)
+    async with pair_of(engine, dispatch=dispatch, tenants=(tenants := Tenants({}))) as deployment:
+        tenant = tenants.by_name[OTHER]
+        await ask(deployment, body, path)
+        await eventually(lambda: tenant.under_way == 0)
+        assert deployment.proxy.counters.first_tokens == 1
+        events = [*engine.events(path, body, "one-server")]
+        assert tenant.used == 1 + tenant.prompt_tokens + len(events)
+
+
 async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:
     """Its engine core does not learn that its token has a stop string."""
     body = body_of(COMPLETIONS, max_tokens=9, **USAGE)
