@@ -680,6 +680,7 @@ ONE_TOKEN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "streamed message": (MESSAGES, {"stream": True, "max_tokens": 1}, True),
     "thinking": (MESSAGES, {"stream": False, "max_tokens": 1, "thinking": {"type": "enabled"}}, False),
     "two": (COMPLETIONS, {"stream": False, "max_tokens": 2}, False),
+    "nine": (CHAT, {"stream": False, "max_completion_tokens": "9", "max_tokens": 1}, False),
     "tools": (CHAT, {"stream": False, "max_tokens": 1, "tools": [{"type": "function"}]}, False),
 }
 
