@@ -38,7 +38,7 @@ from test_resume import ask, same
 from p2pkv.first_token import FirstToken
 from p2pkv_proxy import first_token
 from p2pkv_proxy.access import OTHER, Tenants
-from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.attempt import Attempt, Dispatch
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, RepeatedAnswer
 from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
@@ -550,12 +550,22 @@ async def test_a_d_that_is_lost_behind_a_token_that_it_drew_otherwise(how: str, 
         assert same(got, answer(engine, GREEDY)) if others else got.error is not None
 
 
+def attempt_of(deployment: Deployment) -> Attempt:
+    """Of the only request under way."""
+    (active,) = deployment.proxy.active
+    assert active.attempt is not None
+    return active.attempt
+
+
 async def test_the_rest_has_a_deadline_of_its_own() -> None:
     """The first token was there in time."""
     engine, _, other = differing()
-    async with pair_of(engine, first_token_seconds=1.0) as deployment:
-        deployment.p.behaviour = engine_of(engine, lambda *_: asyncio.sleep(0.6))
-        in_turn(deployment, engine_of(other), engine_of(other, lambda *_: asyncio.sleep(0.6)))
+
+    def long_ago(*_: object) -> None:
+        attempt_of(deployment)._began -= 60.0
+
+    async with pair_of(engine, first_token_seconds=60.0) as deployment:
+        in_turn(deployment, engine_of(other, long_ago), engine_of(other, a_pause))
         assert (await ask(deployment, GREEDY)).error is None
         assert all(all(outcomes(each)) for each in deployment.everyone())
 
@@ -744,27 +754,31 @@ async def test_a_p_that_dies_after_its_token_is_not_noticed(dispatch: Dispatch) 
         assert deployment.proxy.counters.first_tokens == 1
 
 
-@pytest.mark.parametrize(
-    ("p", "d", "charged"),
-    [(die, stream_of(a_pause, *LOST_KV), []), (forever, never_a_token, [False])],
-    ids=["dies", "hangs"],
-)
+@pytest.mark.parametrize("how", ["dies", "hangs"])
 async def test_a_d_that_fails_as_p_is_lost_behind_its_token(
-    p: Any, d: Behaviour, charged: list[bool], dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    how: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lacks P's KV: it is not to blame, and computes all by itself."""
     monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
     engine = salt_where(None, GREEDY)
 
     def first_only(seen: Seen) -> Behaviour:
-        return stream_of(next(engine.events(seen.path, seen.body, seen.request_id)), p)
+        first = next(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(first, die if how == "dies" else forever)
 
-    async with pair_of(engine, dispatch=dispatch, first_token_seconds=0.5) as deployment:
+    def late(*_: object) -> None:
+        call = attempt_of(deployment)._decoding
+        assert call is not None
+        call.lose("late")
+
+    async with pair_of(engine, dispatch=dispatch) as deployment:
         deployment.p.behaviour = chosen(first_only)
-        in_turn(deployment, d, engine_of(engine))
+        lacks_kv = stream_of(a_pause, *(LOST_KV if how == "dies" else (b": waiting\n\n", a_pause, late)))
+        in_turn(deployment, lacks_kv, engine_of(engine))
         assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
         of = {each.role: outcomes(each) for each in deployment.everyone()}
-        assert of == {"P": [True, *charged], "D": [True]} and len(deployment.p.requests) == 1
+        assert of == {"P": [True] if how == "dies" else [True, False], "D": [True]}
+        assert len(deployment.p.requests) == 1
 
 
 @pytest.mark.parametrize("how", [*LOST, "in the middle"])
