@@ -246,6 +246,7 @@ class Attempt:
         self.body.let_go()
         goes_on = Continuation(self.transcript, self.choice.decode.context, None)
         self.body, self.continuation = goes_on.body, goes_on
+        self._began = asyncio.get_running_loop().time()
 
     async def _hand_on(self, begun: Begun, plan: FirstTokenPlan) -> Outcome | None:
         """The client gets P's token, if it may: `_handed_on` is set. The outcome if that is the end."""
@@ -254,8 +255,9 @@ class Attempt:
         token = self.services.first_tokens.of(head, plan, self.body, self.transcript, context)
         if token is None:
             return None
-        pace = self.record.streams(head, by_prefill=True)
-        self.place.streams(pace)
+        pace, ends = self.record.streams(token.events, by_prefill=True), plan.ends_with(token, context)
+        if ends or plan.what is not None:  # else D's answer has it, too
+            self.place.streams(pace)
         if self.place.progress is not None:
             self.place.progress.first_token(self.services.clock())
         relay = self.relay = self._handed_on = self.former = Relay(
@@ -263,7 +265,7 @@ class Attempt:
         )
         kept = plan.keeps(token)
         try:
-            if plan.ends_with(token, context):
+            if ends:
                 # P may hang or die behind its token: what is missing then is made.
                 await asyncio.wait((self._rest,), timeout=_VERDICT_SECONDS)
                 ended = self._rest.done() and not self._rest.cancelled()
@@ -304,7 +306,7 @@ class Attempt:
             logger.info(
                 "request %s: the end is missing of what %s says: %s", self.unique, call.instance, error
             )
-            rest = b""
+            call.end, call.why, rest = error.end, str(error), b""
         finally:
             call.close()
         if not self._prefilled.done():
@@ -337,7 +339,7 @@ class Attempt:
                 answer = await decoding
             except CallFailed as error:
                 if error.end is CallEnd.ERROR:
-                    await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
+                    await asyncio.wait((self._rest or prefilling,), timeout=_VERDICT_SECONDS)
                 return self._decode_failed(error)
             if d_first and self._plan is not None:
                 self.services.first_tokens.count_from_decode("late")
@@ -504,7 +506,8 @@ class Attempt:
                 return CallEnd.STOPPED
             if call.instance.silent(self.services.clock()):
                 return CallEnd.SILENT
-        return call.end
+        hangs = self._rest is not None and (not self._rest.done() or self._rest.cancelled())
+        return CallEnd.ACCEPTED if hangs else call.end
 
     def _to_ds_failure(self, error: CallFailed, verdict: Verdict) -> web.Response:
         if error.reply is not None:

@@ -148,10 +148,9 @@ class Body:
     @property
     def asked(self) -> int:
         """Tokens of its answer at most; 0 if it does not say."""
-        for name in _MOST_TOKENS.get(self.path, ("max_tokens",)):
-            if isinstance(most := _small(self.fields, name), int) and most > 0:
-                return most
-        return 0
+        names = _MOST_TOKENS.get(self.path, ("max_tokens",))
+        most = next((said for name in names if (said := _small(self.fields, name)) is not None), 0)
+        return max(0, most) if isinstance(most, int) else 0
 
     def _computes_no_more_than_its_prompt(self) -> bool:
         fields = self.fields

@@ -68,7 +68,7 @@ class Continuation:
         asked = {name: value for name, value in fields.items() if name in SAME}
         left = wanted.most_tokens(context - self._transcript.prompt_tokens) - self.before
         asked |= {"max_tokens": left, "stream": True, "return_token_ids": True}
-        asked["min_tokens"] = max(0, int(fields.get("min_tokens") or 0) - self.before)
+        asked["min_tokens"] = max(0, wanted.least_tokens - self.before)
         if not wanted.chat:
             asked["logprobs"] = fields.get("logprobs")
         elif fields.get("logprobs"):

@@ -194,13 +194,15 @@ class FirstTokens:
             return "request"
         wanted, fields = transcript.wanted, transcript.wanted.fields
         try:
-            most, least = wanted.most_tokens(0), int(fields.get("min_tokens") or 0)
-        except (TypeError, ValueError):
+            most, least = wanted.most_tokens(0), wanted.least_tokens
+        except TypeError:
             return "request"
         unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
         drawn = fields.get("seed") is not None and not wanted.greedy
         spaces = fields.get("spaces_between_special_tokens") is False
-        if drawn or spaces or (unbounded and not wanted.chat) or not (unbounded or most >= max(1, least)):
+        nameless = wanted.chat and fields.get("logprobs") and fields.get("return_tokens_as_token_ids")
+        inexact = drawn or spaces or nameless or (unbounded and not wanted.chat)
+        if inexact or not (unbounded or most >= max(1, least)):
             return "request"
         if wanted.chat and (prefill.ping.parses or decode.ping.parses or body.model in self._parsed):
             return "parser"
@@ -242,8 +244,8 @@ class FirstTokens:
         self, token: PrefillToken, plan: FirstTokenPlan, body: Body, transcript: Transcript, context: int
     ) -> Why | None:
         """The same, as P's answer shows it."""
-        if plan.most and token.prompt_tokens + plan.most > context:
-            return "context"  # D refuses it
+        if token.prompt_tokens + max(plan.most, transcript.wanted.least_tokens) > context:
+            return "context"  # D may refuse it
         if plan.ends_with(token, context):
             return None
         if (text := token.choice.said) is None:

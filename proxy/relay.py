@@ -22,12 +22,10 @@ from .metrics import RECORD, StreamTimer
 from .prompt_usage import COUNTS, with_ps_counts
 from .routing import Choice
 from .transcript import Transcript
-from .upstream import ABORTED, EVENT_END, EVENT_STREAM, SIGNS, STOPPED, Reply, first_given_up
+from .upstream import ABORTED, EVENT_END, EVENT_STREAM, LONGEST_EVENT, SIGNS, STOPPED, Reply, first_given_up
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_EVENT = 2 << 20
-"""Bytes of an event that are held until it is whole, at most: the first one may have a prompt's tokens."""
 _CRLF_END = b"\r\n\r\n"
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
@@ -370,7 +368,7 @@ class AnswerFilter:
             return b""
         text = self._rest + chunk
         end = _end_of_events(text) if self._streamed else 0
-        if not self._streamed or len(text) - end > _LONGEST_EVENT:
+        if not self._streamed or len(text) - end > LONGEST_EVENT:
             whole = max(text.rfind(old) + len(old) if old in text else 0 for old, _ in self._ids)
             end = len(text) - min(len(text) - whole, self._longest - 1)
         if self._sign is not None and self._sign in text:

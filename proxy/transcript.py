@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from typing import Any, NamedTuple
 
 import msgspec
@@ -64,7 +65,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 # Those that are read here, which vLLM takes in several spellings.
 _SWITCHES = ("echo", "include_stop_str_in_output", "return_token_ids", "stream", "use_beam_search")
-_NUMBERS = ("max_completion_tokens", "max_tokens", "min_tokens", "n")
+_BOUNDS = ("max_completion_tokens", "max_tokens")
+_NUMBERS = (*_BOUNDS, "min_tokens", "n")
 _KNOWN = SAME | _TRANSLATED | _OF_THE_PROMPT | _ONLY.keys()
 _MAX_FIELD_BYTES = 16384
 """Of all fields that are kept, besides the prompt."""
@@ -141,11 +143,16 @@ class Wanted:
     @property
     def needs_context(self) -> bool:
         """Whether only the model's context bounds the answer."""
-        return self.chat and self.most_tokens(0) == 0
+        return self.chat and all(self.fields.get(name) is None for name in _BOUNDS)
 
     @property
     def greedy(self) -> bool:
         return self.fields.get("temperature") == 0
+
+    @property
+    def least_tokens(self) -> int:
+        """Raises as `most_tokens`."""
+        return index(self.fields.get("min_tokens") or 0)
 
     def may_begin_stop(self, text: str) -> bool:
         """Whether a stop string may begin in this text that is not complete in it."""
@@ -153,11 +160,11 @@ class Wanted:
         return any(map(text.endswith, begun))
 
     def most_tokens(self, context: int) -> int:
-        """Tokens of the whole answer, at most; `context`: those of the model that the prompt leaves."""
-        names = ("max_completion_tokens", "max_tokens") if self.chat else ("max_tokens",)
-        for name in names:
+        """Tokens of the whole answer, at most; `context`: those of the model that the prompt leaves. Raises
+        TypeError if the request has no whole number, which vLLM refuses."""
+        for name in _BOUNDS if self.chat else _BOUNDS[1:]:
             if self.fields.get(name) is not None:
-                return int(self.fields[name])
+                return index(self.fields[name])
         return context if self.chat else _DEFAULT_MAX_TOKENS
 
 

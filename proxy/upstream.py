@@ -36,9 +36,9 @@ _REACH_SECONDS = 10.0
 _MAX_WHOLE_BYTES = 64 << 20
 # A connection that its server closes as it is used again ends at once. One that ends later had the request.
 _REPEAT_SECONDS = 1.0
-# How much is held back of an event stream until its first event with content; and of an answer that is no
-# stream until all has come, which is at once: so another instance can be asked if it does not come whole.
-_MAX_FIRST_BYTES, _MAX_HELD_BYTES = 64 << 10, 1 << 20
+# How much is held back of an answer that is no stream until all has come, which is at once: so another
+# instance can be asked if it does not come whole.
+_MAX_HELD_BYTES = 1 << 20
 # An answer that has begun, of an instance whose engine seems to hang, ends after so long without a byte.
 _HUNG_SECONDS = 5.0
 # While the proxy waits for an answer it sends nothing, and of an instance that has sent its goodbye it only
@@ -47,6 +47,9 @@ _HUNG_SECONDS = 5.0
 _KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
 
 EVENT_STREAM = "text/event-stream"
+LONGEST_EVENT = 2 << 20
+"""Bytes of a stream that are held until its first event with content is there, which may have a prompt's
+tokens, and of any event until it is whole; at most."""
 
 
 class Client:
@@ -332,12 +335,14 @@ class Call:
         everything up to the first event with content, else all of it, or its first MiB. Raises CallFailed if
         there is none."""
         streamed = response.content_type == EVENT_STREAM
-        most = _MAX_FIRST_BYTES if streamed else _MAX_HELD_BYTES
+        most = LONGEST_EVENT if streamed else _MAX_HELD_BYTES
         head, event = b"", None
         try:
             while chunk := await response.content.readany():
                 head += chunk
-                if (streamed and (event := first_content(head)) is not None) or len(head) > most:
+                if streamed and b"\n" in chunk:
+                    event = first_content(head)
+                if event is not None or len(head) > most:
                     break
         except (aiohttp.ClientError, OSError) as error:
             what = "first token" if streamed else "answer was complete"

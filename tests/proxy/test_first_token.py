@@ -38,7 +38,7 @@ from test_resume import ask, same
 from p2pkv.first_token import FirstToken
 from p2pkv_proxy import first_token
 from p2pkv_proxy.access import OTHER, Tenants
-from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.attempt import Attempt, Dispatch
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, RepeatedAnswer
 from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
@@ -335,6 +335,20 @@ async def test_an_answer_that_ended_with_its_first_token_costs_its_tenant_no_mor
         assert tenant.answer < usual and tenant.used < usual / 2
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("dispatch", "greedy"), [*BEHIND_P, ("concurrent", True)])
+async def test_a_tenant_pays_for_each_token_once(path: str, greedy: bool, dispatch: Dispatch) -> None:
+    body = body_of(path, max_tokens=12, **USAGE) | ({"temperature": 0} if greedy else {})
+    engine = salt_where(None, body, path)
+    async with pair_of(engine, dispatch=dispatch, tenants=(tenants := Tenants({}))) as deployment:
+        tenant = tenants.by_name[OTHER]
+        await ask(deployment, body, path)
+        await eventually(lambda: tenant.under_way == 0)
+        assert deployment.proxy.counters.first_tokens == 1
+        events = [*engine.events(path, body, "one-server")]
+        assert tenant.used == 1 + tenant.prompt_tokens + len(events)
+
+
 async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:
     """Its engine core does not learn that its token has a stop string."""
     body = body_of(COMPLETIONS, max_tokens=9, **USAGE)
@@ -374,6 +388,8 @@ AGAINST: dict[str, tuple[str, dict[str, Any], Limits]] = {
     "no tokens": ("request", {"max_tokens": 0}, Limits()),
     "more than the bound": ("request", {"min_tokens": 40}, Limits()),
     "no number": ("request", {"max_tokens": [3]}, Limits()),
+    "no whole number": ("request", {"max_tokens": 2.5}, Limits()),
+    "no whole number at least": ("request", {"min_tokens": 2.5}, Limits()),
     "too many": ("context", {"max_tokens": CONTEXT}, Limits()),
     "by option": ("", {}, Limits(first_token="decode")),
     "no stream goes on": ("", {}, Limits(resumes=0)),
@@ -392,6 +408,51 @@ async def test_where_it_is_not_exact_or_not_to_be_it_is_not_done(case: str) -> N
         assert reasons(deployment) == ({why: 1} if why else {}) and not deployment.proxy.counters.first_tokens
         page = await deployment.text("/metrics")
         assert not why or f'p2pkv_proxy_first_tokens_from_decode_total{{reason="{why}"}} 1.0' in page
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"max_tokens": 0}, "request"),
+        ({"max_completion_tokens": 0}, "request"),
+        ({"max_tokens": None, "min_tokens": CONTEXT}, "context"),
+        ({"logprobs": True, "return_tokens_as_token_ids": True}, "request"),
+    ],
+    ids=str,
+)
+async def test_what_d_alone_can_judge_of_a_chat(fields: dict[str, Any], why: str, greedy: bool) -> None:
+    """vLLM refuses all but the last, and would answer P's part of them. Of the last a completion, as which
+    D would be asked for the rest, has no bytes of tokens."""
+    body = body_of(CHAT) | fields | ({"temperature": 0} if greedy else {})
+    engine = salt_where(None, body | {"max_tokens": 9}, CHAT)
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = behind_p(deployment, answer_error(400))
+        async with await deployment.post(body, CHAT) as response:
+            assert response.status == 400
+        assert reasons(deployment) == {why: 1} and len(deployment.d.requests) == 1
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+async def test_the_first_event_of_a_long_prompt_comes_in_pieces(greedy: bool) -> None:
+    body = body_of(COMPLETIONS, max_tokens=3) | ({"temperature": 0} if greedy else {})
+    body["prompt"] = [*range(100_000, 120_000)]
+    engine = salt_where(None, body)
+
+    def in_pieces(seen: Seen) -> Behaviour:
+        data = b"".join(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(*(step for each in pieces(data, [30_000]) for step in (each, a_pause)))
+
+    async with pair_of(engine, d={"context": 1 << 16}) as deployment:
+        deployment.p.behaviour = chosen(in_pieces)
+        deployment.d.behaviour = behind_p(deployment, chosen(in_pieces))
+        assert same(await ask(deployment, body), answer(engine, body))
+        assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
+
+
+async def a_pause(*_: object) -> None:
+    """So that what was sent before it is read by itself."""
+    await asyncio.sleep(0.01)
 
 
 async def test_a_greedy_seed_is_none() -> None:
@@ -475,11 +536,8 @@ async def test_a_d_that_draws_another_first_token_goes_on_behind_ps() -> None:
         assert len(deployment.p.requests) == deployment.proxy.counters.first_tokens == 1
 
 
-LOST = {
-    "dies": stream_of(die),
-    "refuses": answer_error(500),
-    "an error": stream_of(b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE),
-}
+LOST_KV = b'data: {"error":{"message":"no KV","type":"x","code":500}}\n\n', DONE
+LOST = {"dies": stream_of(die), "refuses": answer_error(500), "an error": stream_of(*LOST_KV)}
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -490,6 +548,26 @@ async def test_a_d_that_is_lost_behind_a_token_that_it_drew_otherwise(how: str, 
         in_turn(deployment, engine_of(other), LOST[how], engine_of(engine))
         got = await ask(deployment, GREEDY)
         assert same(got, answer(engine, GREEDY)) if others else got.error is not None
+
+
+def attempt_of(deployment: Deployment) -> Attempt:
+    """Of the only request under way."""
+    (active,) = deployment.proxy.active
+    assert active.attempt is not None
+    return active.attempt
+
+
+async def test_the_rest_has_a_deadline_of_its_own() -> None:
+    """The first token was there in time."""
+    engine, _, other = differing()
+
+    def long_ago(*_: object) -> None:
+        attempt_of(deployment)._began -= 60.0
+
+    async with pair_of(engine, first_token_seconds=60.0) as deployment:
+        in_turn(deployment, engine_of(other, long_ago), engine_of(other, a_pause))
+        assert (await ask(deployment, GREEDY)).error is None
+        assert all(all(outcomes(each)) for each in deployment.everyone())
 
 
 async def test_the_proxy_stops_while_d_goes_on_behind_ps_token() -> None:
@@ -612,6 +690,7 @@ ONE_TOKEN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "streamed message": (MESSAGES, {"stream": True, "max_tokens": 1}, True),
     "thinking": (MESSAGES, {"stream": False, "max_tokens": 1, "thinking": {"type": "enabled"}}, False),
     "two": (COMPLETIONS, {"stream": False, "max_tokens": 2}, False),
+    "nine": (CHAT, {"stream": False, "max_completion_tokens": "9", "max_tokens": 1}, False),
     "tools": (CHAT, {"stream": False, "max_tokens": 1, "tools": [{"type": "function"}]}, False),
 }
 
@@ -673,6 +752,33 @@ async def test_a_p_that_dies_after_its_token_is_not_noticed(dispatch: Dispatch) 
         deployment.p.behaviour = chosen(dies_behind)
         assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
         assert deployment.proxy.counters.first_tokens == 1
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+async def test_a_d_that_fails_as_p_is_lost_behind_its_token(
+    how: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lacks P's KV: it is not to blame, and computes all by itself."""
+    monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
+    engine = salt_where(None, GREEDY)
+
+    def first_only(seen: Seen) -> Behaviour:
+        first = next(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(first, die if how == "dies" else forever)
+
+    def late(*_: object) -> None:
+        call = attempt_of(deployment)._decoding
+        assert call is not None
+        call.lose("late")
+
+    async with pair_of(engine, dispatch=dispatch) as deployment:
+        deployment.p.behaviour = chosen(first_only)
+        lacks_kv = stream_of(a_pause, *(LOST_KV if how == "dies" else (b": waiting\n\n", a_pause, late)))
+        in_turn(deployment, lacks_kv, engine_of(engine))
+        assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
+        of = {each.role: outcomes(each) for each in deployment.everyone()}
+        assert of == {"P": [True] if how == "dies" else [True, False], "D": [True]}
+        assert len(deployment.p.requests) == 1
 
 
 @pytest.mark.parametrize("how", [*LOST, "in the middle"])

@@ -32,6 +32,7 @@ from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.relay import Relay
+from p2pkv_proxy.upstream import LONGEST_EVENT
 from support.waiting import eventually
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -206,17 +207,31 @@ async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() ->
         assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [1, 2]
 
 
-async def test_a_d_that_dies_within_a_long_first_event_leaves_an_error() -> None:
+def dies_within_its_first_event(size: int, *before_it_dies: Step) -> Behaviour:
+    """`size`: bytes of this event that come."""
+
+    def streamed(seen: Seen) -> Behaviour:
+        start, _, _ = next(ENGINE.events(seen.path, seen.body, seen.request_id)).partition(b"]")
+        return stream_of(start + b",5" * (size // 2), *before_it_dies, die)
+
+    return chosen(streamed)
+
+
+async def test_a_d_that_dies_within_a_long_first_event_is_no_loss() -> None:
+    """Such as that of a long prompt: nothing has gone to the client."""
+    async with deployed("concurrent", 1, 2) as deployment:
+        take_turns(deployment.decodes, dies_within_its_first_event(200_000, a_moment), generates())
+        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+
+
+async def test_a_d_that_dies_within_an_endless_first_event_leaves_an_error() -> None:
     """The event is not held until it is whole, so the answer has begun; and nothing is known of it."""
     async with deployed("concurrent", 1, 2) as deployment:
-
-        def dies_within(seen: Seen) -> Behaviour:
-            first = next(ENGINE.events(seen.path, seen.body, seen.request_id))
-            return stream_of(first[:90_000], lambda *_: begun(deployment), die)
-
-        all_do(deployment.decodes, chosen(dies_within))
-        got = await ask(deployment, COMPLETION | {"prompt": [5] * 50_000})
-        assert got.error["code"] == 502 and "died" in got.error["message"]
+        dies_within = dies_within_its_first_event(2 * LONGEST_EVENT, lambda *_: begun(deployment))
+        all_do(deployment.decodes, dies_within)
+        async with await deployment.post(COMPLETION) as response:
+            *_, error = (await response.text()).strip().split("\n\n")
+            assert "died" in error and '"code":502' in error
 
 
 def relay_of(deployment: Deployment) -> Relay | None:

@@ -594,7 +594,7 @@ Attempt.needs: the P of several prompts counts as not needed after the first tok
 ~  and not (begun and self.body.one_prompt) =>  and not begun
 > tests/proxy/test_blame.py::test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps
 Attempt._concurrent: D's error does not wait for the news of P's failure
-~                     await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS) =>                     pass
+~                     await asyncio.wait((self._rest or prefilling,), timeout=_VERDICT_SECONDS) =>                     pass
 > tests/proxy/test_blame.py::test_who_has_said_goodbye_is_not_judged
 Attempt._count: instances that have said goodbye are judged
 -         if instance.left is not None:
