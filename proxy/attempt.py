@@ -39,7 +39,7 @@ from .metrics import RECORD
 from .prompt_usage import last_usage
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .transcript import COMPLETIONS, Transcript
-from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, read_whole
+from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -301,12 +301,12 @@ class Attempt:
     async def _rest_of_prefill(self, call: Call, answered: ClientResponse, head: bytes) -> bytes:
         """What P's answer has behind its token, read so that the connection can be used again."""
         try:
-            rest = (await read_whole(answered)).body
+            rest = await call.read_rest(answered)
         except CallFailed as error:
             logger.info(
                 "request %s: the end is missing of what %s says: %s", self.unique, call.instance, error
             )
-            call.end, call.why, rest = error.end, str(error), b""
+            rest = b""
         finally:
             call.close()
         if not self._prefilled.done():

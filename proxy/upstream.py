@@ -269,6 +269,13 @@ class Call:
         self.end, self.why = CallEnd.ANSWERED, ""
         return response, head
 
+    async def read_rest(self, response: aiohttp.ClientResponse) -> bytes:
+        """What its answer has behind the beginning. Raises CallFailed."""
+        try:
+            return (await read_whole(response)).body
+        except CallFailed as error:
+            raise self._failed(error) from error.__cause__
+
     async def _open(self, body: Content) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
