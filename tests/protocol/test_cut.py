@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from protocol import receiver_rigs as d_side
 from protocol.sender_rigs import KEY, TERMS, TOKENS, WHOLE, Rig, grant, offer, sent
-from protocol.test_pieces import several_extents
+from protocol.test_extents import several_extents
 
 from p2pkv.protocol import messages
 from p2pkv.protocol.extents import Cutter, Extents
