@@ -208,7 +208,7 @@ class KernelCopier:
             span.first: torch.from_numpy(span.steps + span.pages.offset).to(self._device)
             for span in self.spans
         }
-        self._forms: dict[tuple[str, int, Bounds, int, int], KernelForm] = {}
+        self._forms: dict[tuple[str, int, LayerPages, Bounds, int, int], KernelForm] = {}
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         self._copy("gather", span, cut, out)
@@ -241,7 +241,7 @@ class KernelCopier:
 
     def _copy(self, way: str, span: Span, cut: Cut, dense: torch.Tensor) -> None:
         address, pages = dense.data_ptr(), span.pages
-        kind = way, span.first, cut.heads, cut.row_bytes, address % WIDTHS[0]
+        kind = way, span.first, pages, cut.heads, cut.row_bytes, address % WIDTHS[0]
         if (form := self._forms.get(kind)) is None:
             form = self._forms[kind] = self._form(way, span, cut, address)
         units = cut.units[1] - cut.units[0]

@@ -177,38 +177,39 @@ def some_tokens(draw: random.Random, most: int) -> Index:
 
 
 def check_exchange(draw: random.Random, device: str) -> None:
-    """One rectangle goes from P's random memory to D's, to another place in another layout."""
+    """Two rectangles of some heads go from P's random memory to D's, to other places in another layout."""
     p = a_memory(draw)
     d = a_memory(draw, like=p)
-    tokens = a_token_interval(draw, p.unit_tokens, 8 * min(p.block_size, d.block_size))
-    layers = draw.randint(1, min(p.layers, d.layers))
-    heads = draw.randint(1, min(p.heads, d.heads))
-    on_p: Tokens = tokens
-    on_d: Tokens = tokens
-    if p.codec == d.codec == "dense" and p.unit_tokens == d.unit_tokens == 1 and draw.choice([True, False]):
-        on_p, on_d = some_tokens(draw, tokens[1]), some_tokens(draw, tokens[1])
-        on_p, on_d = (each[: min(len(on_p), len(on_d))] for each in (on_p, on_d))
-        tokens = 0, len(on_p)
-    p_cut = an_interval(draw, p.layers, layers), on_p, an_interval(draw, p.heads, heads)
-    d_cut = an_interval(draw, d.layers, layers), on_d, an_interval(draw, d.heads, heads)
-    most = 8 * min(p.block_size, d.block_size)
-    p_tables, d_tables = p.tables(most, seed=1), d.tables(most, seed=2)
-
-    sent = torch.cat([row.reshape(-1) for row in p.rows(p.flat, *p_cut, p_tables)])
-    expected = d.flat.clone()
-    targets = list(d.rows(expected, *d_cut, d_tables))
-    for row, target in zip(sent.split(targets[0].numel()), targets, strict=True):
-        target.copy_(row.view_as(target))
-
     p_flat, d_flat = p.flat.clone().to(device), d.flat.clone().to(device)
     p_cache, d_cache = p.cache(p_flat), d.cache(d_flat)
-    nbytes, before = p_cache.nbytes(layers, *tokens, heads), draw.choice([0, 1, 2, 4, 8, 64])
-    around = torch.full((before + nbytes + 32,), POISON, dtype=torch.uint8, device=device)
-    wire = around[before : before + nbytes]
-    assert wire.numel() == sent.numel() == d_cache.nbytes(layers, *tokens, heads)
-    p_cache.gather(wire, *p_cut, p_tables)
-    d_cache.scatter(wire, *d_cut, d_tables)
-    assert torch.equal(wire.cpu(), sent)
-    assert (around[:before] == POISON).all() and (around[before + nbytes :] == POISON).all()
-    assert torch.equal(d_flat.cpu(), expected), "bytes are wrong, or bytes outside of the rectangle changed"
-    assert torch.equal(p_flat.cpu(), p.flat), "gather changed the source"
+    expected, most = d.flat.clone(), 8 * min(p.block_size, d.block_size)
+    heads, before = draw.randint(1, min(p.heads, d.heads)), draw.choice([0, 1, 2, 4, 8, 64])
+    p_heads, d_heads = an_interval(draw, p.heads, heads), an_interval(draw, d.heads, heads)
+    for _ in range(2):
+        tokens = a_token_interval(draw, p.unit_tokens, most)
+        layers = draw.randint(1, min(p.layers, d.layers))
+        on_p: Tokens = tokens
+        on_d: Tokens = tokens
+        if p.codec == "dense" and p.unit_tokens == d.unit_tokens == 1 and draw.choice([True, False]):
+            on_p, on_d = some_tokens(draw, tokens[1]), some_tokens(draw, tokens[1])
+            on_p, on_d = (each[: min(len(on_p), len(on_d))] for each in (on_p, on_d))
+            tokens = 0, len(on_p)
+        p_cut = an_interval(draw, p.layers, layers), on_p, p_heads
+        d_cut = an_interval(draw, d.layers, layers), on_d, d_heads
+        p_tables, d_tables = p.tables(most, seed=1), d.tables(most, seed=2)
+
+        sent = torch.cat([row.reshape(-1) for row in p.rows(p.flat, *p_cut, p_tables)])
+        targets = list(d.rows(expected, *d_cut, d_tables))
+        for row, target in zip(sent.split(targets[0].numel()), targets, strict=True):
+            target.copy_(row.view_as(target))
+
+        nbytes = p_cache.nbytes(layers, *tokens, heads)
+        around = torch.full((before + nbytes + 32,), POISON, dtype=torch.uint8, device=device)
+        wire = around[before : before + nbytes]
+        assert wire.numel() == sent.numel() == d_cache.nbytes(layers, *tokens, heads)
+        p_cache.gather(wire, *p_cut, p_tables)
+        d_cache.scatter(wire, *d_cut, d_tables)
+        assert torch.equal(wire.cpu(), sent)
+        assert (around[:before] == POISON).all() and (around[before + nbytes :] == POISON).all()
+        assert torch.equal(d_flat.cpu(), expected), "bytes are wrong, or changed outside of the rectangle"
+        assert torch.equal(p_flat.cpu(), p.flat), "gather changed the source"
