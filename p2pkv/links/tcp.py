@@ -190,7 +190,7 @@ class TcpOutbound(Outbound):
                 self._speak()
             except OSError as error:
                 self.lost = f"{self} broke: {error}"
-        if self.lost is not None and (self._unfinished or not self.up):
+        if self.lost is not None:
             raise LinkError(self.lost)
         assert self._pool is not None
         self._pool.tidy()

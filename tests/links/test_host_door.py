@@ -72,8 +72,16 @@ def test_a_peer_that_breaks_the_rules_breaks_its_own_link_only(tcp: HostLinks, s
     good.carry(1000)
 
 
-@pytest.mark.parametrize("answer", [bytes(16), None], ids=["wrong nonce", "too many taken"])
-def test_a_d_that_answers_wrongly_breaks_the_link(tcp: HostLinks, answer: bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (bytes(16), "does not know this link"),
+        (None, "took 1 messages of 0 sent"),
+        (b"", "closed the connection"),  # an idle one: else the next transfer would find that out
+    ],
+    ids=["wrong nonce", "too many taken", "nothing more"],
+)
+def test_a_d_that_answers_wrongly_breaks_the_link(tcp: HostLinks, answer: bytes | None, why: str) -> None:
     invitation, _, acceptance = accepted(tcp, WINDOW)
     with socket.create_server(("127.0.0.1", 0)) as server:
         fake = msgspec.structs.replace(acceptance, port=server.getsockname()[1])
@@ -83,8 +91,9 @@ def test_a_d_that_answers_wrongly_breaks_the_link(tcp: HostLinks, answer: bytes 
             outbound.poll()
             assert peer.recv(100) == MAGIC + acceptance.nonce
             nonce = decode_blob(invitation, HostInvitation).nonce
-            peer.sendall(nonce + TAKEN.pack(1) if answer is None else answer)
-            with pytest.raises(LinkError, match=r"does not know this link|took 1 messages of 0 sent"):
+            peer.sendall(nonce + TAKEN.pack(1) if answer is None else answer or nonce)
+            peer.shutdown(socket.SHUT_WR)
+            with pytest.raises(LinkError, match=why):
                 wait_for(lambda: outbound.poll() or False)
 
 
