@@ -51,6 +51,9 @@ LINGER_MS = 500
 A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before it
 closes."""
 
+CONNECT_SECONDS = 30.0
+"""How long the other side's kernel may take to answer, at the most."""
+
 FIRST_PAUSE, LAST_PAUSE = (15, 30), (700, 1000)
 """Milliseconds: the first and the longest pause between two tries of libzmq, which doubles it each time. Each
 connection draws its own, so that peers which lost one P together do not all come back at once."""
@@ -308,8 +311,8 @@ class Endpoint:
         if self._dials == "proxy":
             # "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
             socket.setsockopt(zmq.IPV6, ":" in address.host)
-            # A host that was away and drops packets would be tried again up to two minutes after it is back.
-            socket.setsockopt(zmq.CONNECT_TIMEOUT, 30_000)
+        # Else a host that was away and drops packets is tried again up to a minute after it is back.
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(min(self._patience, CONNECT_SECONDS) * 1000))
         connection._watch = watch = HandshakeMonitor(socket, dials=True)
         self._watch_for(watch.socket, lambda: self._look_after(connection, watch))
         socket.connect(f"tcp://{address}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import time
@@ -138,8 +139,11 @@ def heard(endpoint: Endpoint, count: int) -> list[bytes]:
     return found
 
 
-def test_a_connection_that_breaks_the_protocol_later_can_be_dialed_again(endpoint: Endpoint) -> None:
+def test_a_connection_that_breaks_the_protocol_later_can_be_dialed_again(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """libzmq itself would never come back to it."""
+    monkeypatch.setattr(module, "LASTING", math.inf)
     with Canary(ZMTP_3_NULL + NULL_READY, after=HUGE_FRAME) as canary:
         connection = endpoint.dial(canary.address)
         assert shut(endpoint, connection) == []  # an end like any other, and too soon to dial again at once
@@ -228,6 +232,21 @@ def test_a_host_that_vanishes_is_noticed_by_the_kernel(endpoint: Endpoint) -> No
             with socket.socket(fileno=os.dup(fd)) as seen:
                 assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
                 assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+
+
+def test_a_host_that_drops_packets_is_dialed_anew() -> None:
+    """Linux doubles the pause between two SYNs up to a minute, for which a host that is back would wait."""
+    with opened(patience=0.3) as made, socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        with socket.create_connection(full.getsockname()):  # there is no room for another
+            made.dial(Address(*full.getsockname()))
+            asked, end = set[int](), time.monotonic() + DEADLINE
+            while len(asked) < 2:
+                assert time.monotonic() < end
+                made.wait(0.05)
+                ends = psutil.Process().net_connections("tcp")
+                asked |= {each.laddr.port for each in ends if each.status == psutil.CONN_SYN_SENT}
 
 
 def test_lines_that_are_lost_together_do_not_come_back_together(
