@@ -283,6 +283,9 @@ def _connect(address: tuple[str, int]) -> socket.socket:
         connection = socket.socket(found[0][0], socket.SOCK_STREAM)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A firewall between the hosts may forget an idle connection: in most clouds after minutes.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         connection.connect_ex(found[0][4])  # an error, if any, is met again at the first send
         return connection
     except OSError as error:

@@ -28,6 +28,7 @@ def test_each_way_is_taken(shm: HostLinks, tcp: HostLinks) -> None:
     for p, d in ((tcp, tcp), (shm, tcp), (tcp, shm)):
         pair = connect((p, d), WINDOW)
         assert isinstance(pair.outbound, TcpOutbound)
+        assert pair.outbound._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         pair.carry(1000)
 
 
