@@ -111,7 +111,7 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
 
     def pause(self) -> float:
         return pause_of(
-            (end.pause() for end in self._ends if isinstance(end, IpcInbound | IpcOutbound)),
+            (e.pause() for e in self._ends if isinstance(e, IpcInbound | IpcOutbound) and not e.closed),
             self.poll_seconds,
         )
 

@@ -18,6 +18,7 @@ import torch
 from p2pkv.links import base, cuda_memory, ipc, ipc_ends, ipc_socket
 from p2pkv.links.base import LinkError
 from p2pkv.links.cuda_memory import open_block
+from p2pkv.links.gpu import MAX_PAUSE
 from p2pkv.links.ipc import IpcAcceptance, IpcInvitation, IpcLinks
 from support.cuda.ipc import GRANULARITY, SimulatedGpu, SimulatedMemory
 from support.links.pairs import Pair, connect, ipc_links
@@ -108,6 +109,7 @@ def test_slots_stay_taken_while_p_may_write_there(p: IpcLinks, d: IpcLinks) -> N
     fresh = connect((p, d), WINDOW)
     late = send.buffer
     pair.outbound.abort()
+    assert p.pause() == MAX_PAUSE, "nothing is looked for there any more"
     second = fresh.inbound.post(WINDOW)
     assert second is not None and second.remote_slot >> 24 != receive.remote_slot >> 24
     before = second.buffer.clone()
