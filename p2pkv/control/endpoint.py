@@ -51,6 +51,10 @@ LINGER_MS = 500
 A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before it
 closes."""
 
+NAME_THREADS = 3
+"""libzmq's threads for connections to host names, beside one for all others: it looks a name up in the
+connection's thread, which a slow name server may hold up for most of a minute, and again at the next try."""
+
 CONNECT_SECONDS = 30.0
 """How long the other side's kernel may take to answer, at the most."""
 
@@ -231,7 +235,7 @@ class Endpoint:
         self._dials: Server = dials
         self._most = most
         self._queue = queue
-        self._context = zmq.Context()
+        self._context = zmq.Context(1 + NAME_THREADS)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
@@ -302,6 +306,8 @@ class Endpoint:
         self._dialed[socket] = connection
         connection.since = time.monotonic()
         socket.setsockopt(zmq.IMMEDIATE, 1)
+        if not (":" in address.host or address.host.rpartition(".")[2].isdigit()):
+            socket.setsockopt(zmq.AFFINITY, (1 << NAME_THREADS) - 1 << 1)
         socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*FIRST_PAUSE))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*LAST_PAUSE))
         # A client may have forged the address: a peer that is no member gets no second connection.
@@ -457,6 +463,7 @@ class Endpoint:
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         limit_handshake(socket, self._patience)
+        socket.setsockopt(zmq.AFFINITY, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self._most)

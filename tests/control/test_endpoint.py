@@ -264,3 +264,20 @@ def test_lines_that_are_lost_together_do_not_come_back_together(
     pauses = [(first, last) for first, last in made if last]
     assert len(set(pauses)) > 6
     assert all(0 < first <= 30 and 500 < last <= 1000 for first, last in pauses)
+
+
+def test_a_slow_name_server_holds_up_no_numeric_address(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq looks a name up in the thread that serves the connection."""
+    threads, real = dict[str, int](), zmq.Socket.connect
+
+    def connect(socket: zmq.Socket[bytes], address: str) -> None:
+        threads[address] = socket.getsockopt(zmq.AFFINITY)
+        real(socket, address)
+
+    monkeypatch.setattr(zmq.Socket, "connect", connect)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        endpoint.dial(Address(host, 9))
+    assert threads["tcp://127.0.0.1:9"] == threads["tcp://[::1]:9"] == 1
+    assert threads["tcp://localhost:9"] & 1 == 0 < threads["tcp://localhost:9"]
