@@ -375,7 +375,7 @@ class Attempt:
     @property
     def _deadline(self) -> float | None:
         """When a stream's first token has to be there, by the loop's clock; None: any time."""
-        seconds = self.services.limits.first_token_seconds
+        seconds = self.body.streams and self.services.limits.first_token_seconds
         return self._began + seconds if seconds else None
 
     def _may_repeat(self) -> bool:
@@ -394,7 +394,9 @@ class Attempt:
         reply: Reply | Begun
         try:
             if self._plan is None:
-                reply = await call.read_answer(self.body.for_prefill(self.request_id))
+                # D, where it has been asked, has a deadline of its own.
+                deadline = self._deadline if self._decoding is None else None
+                reply = await call.read_answer(self.body.for_prefill(self.request_id), deadline)
                 self._prefilled.set_result(reply.body)
             else:
                 what = self._plan.what
