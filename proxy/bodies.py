@@ -459,6 +459,10 @@ class Prompt:
         self._salt = b"\0".join(bytes(memoryview(fields.get(name, b""))[:_LONGEST_SALT]) for name in _SALTS)
         self.tokens = sum(part.tokens for part in self._parts)
 
+    def bound(self, context: int) -> None:
+        """No instance takes a prompt of more tokens."""
+        self.tokens = min(self.tokens, context)
+
     @cached_property
     def chain(self) -> Chain:
         """A link for each of its first pieces, MAX_PIECES at most."""

@@ -397,6 +397,16 @@ async def test_prompt_tokens_a_second_are_bounded_without_harm_to_another() -> N
         assert await deployment.refusal(429, None, "/v1/embeddings", headers=bearer(ALICE), input="x")
 
 
+async def test_a_prompt_counts_no_more_than_the_context_has() -> None:
+    """What is much longer is refused, and would shut its tenant out for hours."""
+    tenants = house(TenantSettings(prompt_tokens=10, burst_seconds=1))
+    async with deployed("concurrent", 1, **tenants) as deployment:
+        await deployment.newcomer("D", context=100)
+        await deployment.serves(1, headers=bearer(ALICE), prompt="x" * 100_000)
+        assert "in 9 s" in await deployment.refusal(429, headers=bearer(ALICE), prompt="x")
+        assert 100 < tenants["tenants"].by_name["alice"].used < 200
+
+
 async def test_a_gateway_names_the_tenant_and_a_tenant_s_key_goes_first() -> None:
     known = house(TenantSettings(), "X-Tenant", carol=TenantSettings())
     async with deployed("concurrent", 1, 1, **known) as deployment:
