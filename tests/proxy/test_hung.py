@@ -312,9 +312,9 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
     return behaviour
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("then", ["hangs", "goes on", "pings again and is slow"])
 async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
-    monkeypatch: pytest.MonkeyPatch, hangs: bool
+    monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.upstream._HUNG_SECONDS", 0.5)
     async with deployed("concurrent", prefill=1, **LEASE) as deployment:
@@ -325,13 +325,21 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
         all_do(deployment.decodes, stream(stop, goes_on))
         response = await deployment.post(stream=True)
         await response.content.readany()
-        fall_silent(deployment, the_asked(deployment.decodes))
-        if hangs:
+        d = the_asked(deployment.decodes)
+        fall_silent(deployment, d)
+        if then == "hangs":
             goes_on.clear()
         else:
             await eventually(lambda: len(deployment.registry.known("D")) == 1, "the end of its lease")
+            if then != "goes on":
+                deployment.pingers[d.http_address]._current = lambda: d.ping
+                await eventually(lambda: d.http_address in deployment.routable("D"))
+                goes_on.clear()
+                probed = d.healths
+                await eventually(lambda: d.healths > probed + 3)
+                goes_on.set()
             began = time.monotonic()
             while time.monotonic() - began < 1.0:
                 assert await response.content.readany()
             stop.set()
-        assert ("error" in await response.text()) is hangs
+        assert ("error" in await response.text()) is (then == "hangs")

@@ -372,7 +372,7 @@ Prober._doubt: requests stay at a D whose engine hangs behind a server that answ
 ~ instance.lost("hung") => pass
 > tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
 Prober._doubt: requests wait for ever at a D whose engine hangs behind a living server
-~       if instance.left is None and self._registry.overdue(instance, now := self._clock()) =>       if False
+~       if instance.left is None and self._overdue(instance, now := self._clock()) =>       if False
 > tests/proxy/test_membership.py::test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken
 Prober._doubt: an answer has no second of grace after the goodbye
 ~                 if refused and now - instance.left >= _GOODBYE_SECONDS: =>                 if refused:
