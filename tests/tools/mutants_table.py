@@ -605,8 +605,8 @@ Attempt._count: instances that have said goodbye are judged
 Call.lose: an answer that has come whole is thrown away when its instance is lost
 ~ if self._response is not None and self._response.content.is_eof(): => if False:
 > tests/proxy/test_hung.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
-Call.begin: the deadline for the first token is not kept
-~             if deadline is not None and response.content_type == EVENT_STREAM: =>             if False:
+Call._in_time: the deadline for the first token is not kept
+~ late = None if deadline is None else asyncio => late = None if True else asyncio
 > tests/proxy/test_given_up.py::test_an_answer_that_repeats_its_request_pauses_no_instance
 gave_up: an answer was given up if the bytes that say so are anywhere in it
 - return sign is not None and (sign is not _ABORT or _ABORT in body) and _given_up(body)
