@@ -39,7 +39,7 @@ from .metrics import RECORD
 from .prompt_usage import last_usage
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .transcript import COMPLETIONS, Transcript
-from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply
+from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, shown
 
 logger = logging.getLogger(__name__)
 
@@ -416,7 +416,7 @@ class Attempt:
             return reply
         except CallFailed as error:
             failed = error
-            logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
+            logger.warning("request %s: %s %s (%s)", self.unique, instance, error, shown(error.__cause__))
         finally:
             if self._plan is None or call.end is not CallEnd.ANSWERED:
                 call.close(call.why)
@@ -489,7 +489,8 @@ class Attempt:
 
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
-        logger.warning("request %s: %s %s (%r)", self.unique, self.choice.decode, error, error.__cause__)
+        cause = shown(error.__cause__)
+        logger.warning("request %s: %s %s (%s)", self.unique, self.choice.decode, error, cause)
         twice = self.may_resend and self._sent_twice
         verdict = assign_blame("D", error.end, self._state_of_prefill(), sent_twice=twice)
         outcome = self._outcome(self._to_ds_failure(error, verdict), verdict, error)

@@ -192,6 +192,12 @@ class CallFailed(Exception):
         self.end, self.reply, self.detail = end, reply, detail
 
 
+def shown(error: BaseException | None) -> str:
+    """It for the log. One of aiohttp's has, in full, the headers of its request, and the client's key there."""
+    in_full = not isinstance(error, aiohttp.ClientResponseError)
+    return repr(error) if in_full else f"{type(error).__name__}({str(error)!r})"
+
+
 _LOST: dict[LossReason, tuple[CallEnd, str]] = {
     "gone": (CallEnd.GONE, "is gone"),
     "silent": (CallEnd.SILENT, "has stopped answering"),
