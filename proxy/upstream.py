@@ -193,7 +193,7 @@ class CallFailed(Exception):
 
 
 def shown(error: BaseException | None) -> str:
-    """It for the log. One of aiohttp's has, in full, the headers of its request, and the client's key there."""
+    """It for the log. One of aiohttp's has, in full, its request's headers, and the client's key there."""
     in_full = not isinstance(error, aiohttp.ClientResponseError)
     return repr(error) if in_full else f"{type(error).__name__}({str(error)!r})"
 
