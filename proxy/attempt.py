@@ -36,7 +36,7 @@ from .http import PRIORITY, REQUEST_ID, error_response
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
-from .prompt_usage import last_usage
+from .prompt_usage import answer_tokens, last_usage
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .transcript import COMPLETIONS, Transcript
 from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, shown
@@ -558,6 +558,8 @@ class Attempt:
         pace = self.record.streams(head, again=self.former is not None) if streamed else None
         if pace is not None:
             self.place.streams(pace)
+        elif self.place.request.tenant is not None and answered.content.at_eof():
+            self.place.answered(answer_tokens(head))
         progress = self.place.progress
         if progress is not None and streamed:
             progress.decodes(self.services.clock())
