@@ -166,7 +166,7 @@ class Tenant:
         used: what its places have cost it; who of those that wait has least goes next.
         under_way: its requests, those that wait for a place among them.
         waiting: of these, those that wait.
-        answer: tokens of a streamed answer, on the average of the latest.
+        answer: tokens of an answer, on the average of the latest.
         prompt_tokens: how many have been let in so far.
         refused: with 429, by reason.
     """
@@ -231,7 +231,7 @@ class Tenant:
         return expected
 
     def settle(self, expected: float, came: int) -> None:
-        """A streamed answer had so many tokens, where `expected` ones were paid for."""
+        """An answer had so many tokens, where `expected` ones were paid for."""
         self.used += (came - expected) / self.settings.weight
         self.answer += _RECENT * (came - self.answer)
 

@@ -90,15 +90,21 @@ class RequestPlace:
     expecting: Instance | None = None
     paid: float = 0.0
     _paces: list[StreamTimer] = field(default_factory=list)
+    _whole: int = 0
 
     def streams(self, pace: StreamTimer) -> None:
         """Its answer, or the next part of it, is a stream."""
         self._paces.append(pace)
 
+    def answered(self, tokens: int) -> None:
+        """Its answer is no stream, and has so many; 0 if that is not known."""
+        self._whole = tokens
+
     def settle(self) -> None:
         """Its tenant pays for what came in place of what was expected, if that is known."""
-        if self.request.tenant is not None and self._paces:
-            self.request.tenant.settle(self.paid, sum(each.events for each in self._paces))
+        came = self._whole + sum(each.events for each in self._paces)
+        if self.request.tenant is not None and came:
+            self.request.tenant.settle(self.paid, came)
 
     def sent(self) -> None:
         """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""

@@ -177,11 +177,22 @@ class _Heads:
 class _Connection(RequestHandler):
     """One whose errors are JSON, and of whose requests' heads nothing comes into a log: they hold keys."""
 
-    __slots__ = ("_head", "_heads")
+    __slots__ = ("_drop", "_head", "_heads")
 
     def __init__(self, heads: _Heads, server: web.Server, **options: Any) -> None:
         super().__init__(server, **options)
         self._heads, self._head = heads, 0
+        self._drop: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Serves it, until it is closed in whatever way."""
+        transport = self.transport
+        try:
+            await super().start()
+        finally:
+            # The rest of the last answer still goes out; to a client that does not read it would for ever.
+            if self._manager is not None and transport is not None:
+                self._drop = self._loop.call_later(STALL_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -196,6 +207,8 @@ class _Connection(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._count_head(0)
+        if self._drop is not None:
+            self._drop.cancel()
         super().connection_lost(exc)
 
     def _count_head(self, size: int) -> None:

@@ -36,10 +36,10 @@ from .http import PRIORITY, REQUEST_ID, error_response
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
-from .prompt_usage import last_usage
+from .prompt_usage import answer_tokens, last_usage
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .transcript import COMPLETIONS, Transcript
-from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply
+from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, shown
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +375,7 @@ class Attempt:
     @property
     def _deadline(self) -> float | None:
         """When a stream's first token has to be there, by the loop's clock; None: any time."""
-        seconds = self.services.limits.first_token_seconds
+        seconds = self.body.streams and self.services.limits.first_token_seconds
         return self._began + seconds if seconds else None
 
     def _may_repeat(self) -> bool:
@@ -394,7 +394,9 @@ class Attempt:
         reply: Reply | Begun
         try:
             if self._plan is None:
-                reply = await call.read_answer(self.body.for_prefill(self.request_id))
+                # D, where it has been asked, has a deadline of its own.
+                deadline = self._deadline if self._decoding is None else None
+                reply = await call.read_answer(self.body.for_prefill(self.request_id), deadline)
                 self._prefilled.set_result(reply.body)
             else:
                 what = self._plan.what
@@ -414,7 +416,7 @@ class Attempt:
             return reply
         except CallFailed as error:
             failed = error
-            logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
+            logger.warning("request %s: %s %s (%s)", self.unique, instance, error, shown(error.__cause__))
         finally:
             if self._plan is None or call.end is not CallEnd.ANSWERED:
                 call.close(call.why)
@@ -487,7 +489,8 @@ class Attempt:
 
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
-        logger.warning("request %s: %s %s (%r)", self.unique, self.choice.decode, error, error.__cause__)
+        cause = shown(error.__cause__)
+        logger.warning("request %s: %s %s (%s)", self.unique, self.choice.decode, error, cause)
         twice = self.may_resend and self._sent_twice
         verdict = assign_blame("D", error.end, self._state_of_prefill(), sent_twice=twice)
         outcome = self._outcome(self._to_ds_failure(error, verdict), verdict, error)
@@ -555,6 +558,8 @@ class Attempt:
         pace = self.record.streams(head, again=self.former is not None) if streamed else None
         if pace is not None:
             self.place.streams(pace)
+        elif self.place.request.tenant is not None and answered.content.at_eof():
+            self.place.answered(answer_tokens(head))
         progress = self.place.progress
         if progress is not None and streamed:
             progress.decodes(self.services.clock())

@@ -12,6 +12,7 @@ import asyncio
 import codecs
 import hashlib
 import itertools
+import math
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,6 +62,7 @@ _WITH_TOKEN_IDS = b',"return_token_ids":true}'
 # As vLLM's request classes read a text in place of true or false.
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+_WHOLE = re.compile(r"\s*[+-]?[0-9]+(_[0-9]+)*(\.0+)?\s*")
 _ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
@@ -133,7 +135,7 @@ class Body:
         self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
-        self.streams = _switch(_small(fields, "stream")) is True
+        self.streams = path in PAIRED and _switch(_small(fields, "stream")) is True
         self._released = released
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
@@ -299,11 +301,9 @@ def _small(fields: Views, name: str) -> Any:
 
 
 def _number(value: Any) -> float:
-    """As vLLM reads it, which takes a text for a number; 0 for what is none."""
-    try:
-        return float(value) if isinstance(value, int | float | str) else 0.0
-    except (OverflowError, ValueError):
-        return 0.0
+    """As vLLM reads it, which takes some texts for whole numbers; NaN for what is none."""
+    number = isinstance(value, int | float) or (isinstance(value, str) and _WHOLE.fullmatch(value))
+    return float(value) if number else math.nan
 
 
 def _switch(value: Any) -> bool | None:
@@ -458,6 +458,10 @@ class Prompt:
         self._parts = [_PromptField.of(fields[name]) for name in _LEADING if name in fields]
         self._salt = b"\0".join(bytes(memoryview(fields.get(name, b""))[:_LONGEST_SALT]) for name in _SALTS)
         self.tokens = sum(part.tokens for part in self._parts)
+
+    def bound(self, context: int) -> None:
+        """No instance takes a prompt of more tokens."""
+        self.tokens = min(self.tokens, context)
 
     @cached_property
     def chain(self) -> Chain:

@@ -38,7 +38,7 @@ class Limits:
     resumes: int = option("--resume-limit", 2, at_least(0), "N",
         "how often a streamed answer whose decode instance is lost goes on at another one; 0: never")
     resume_bytes: int = option("--resume-mib", "256", mib, "MIB",
-        "MiB of token ids that the proxy holds for that; answers beyond it do not go on")
+        "MiB of token ids held for that; answers beyond it do not go on")
     resume_bytes_each: int = 2 << 20
     """The same of one answer; no option."""
     alone_share: float = option("--alone-share", 0.25, share, "SHARE",
@@ -47,17 +47,17 @@ class Limits:
     lease: float = option("--lease-seconds", LEASE, seconds, "SECONDS",
         "how long an instance whose connection is open may be silent until it counts as gone")
     first_token_seconds: float = option("--first-token-seconds", 0.0, seconds, "SECONDS",
-        "how long a streamed answer may take until its first token, before it is tried elsewhere or ends "
-        "with a 504: more than a long prompt takes under load; 0: no deadline")
+        "how long a stream may take to its first token, or its decode instance's, before it is tried "
+        "elsewhere or ends with a 504: more than a long prompt takes under load; 0: no deadline")
     event_seconds: float = option("--event-seconds", 0.0, seconds, "SECONDS",
-        "how long a streamed answer may pause before it goes on at another instance, or ends with an error "
-        "event; 0: no deadline")
+        "how long a stream may pause once its decode instance begins, before it goes on at another, or "
+        "ends with an error event; 0: no deadline")
     drain_seconds: float = option("--drain-seconds", 25.0, seconds, "SECONDS",
         "after SIGTERM, how long requests under way may go on")
     first_token: str = option("--first-token", "prefill", str, None,
-        "prefill: the client gets the token that the prefill instance computes as soon as it is there, where "
-        "the answer is the same (docs: operations.md); decode: always the decode instance's. Needs "
-        "--resume-limit of at least 1", choices=("prefill", "decode"))
+        "prefill: the client gets the prefill instance's token as soon as it is there, where the answer is "
+        "the same (docs: operations.md); decode: always the decode instance's. Needs --resume-limit of at "
+        "least 1", choices=("prefill", "decode"))
     # fmt: on
 
     @property

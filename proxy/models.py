@@ -26,7 +26,7 @@ from .membership.instance import Instance
 from .membership.registry import Registry
 from .relay import Scrubber, refusal, to_instance
 from .routing import Choice
-from .upstream import CallFailed, Client, Reply, read_whole
+from .upstream import CallFailed, Client, Reply, read_whole, shown
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ModelLists:
             data = {"object": "list", "data": list(by_name.values())}
             return web.Response(body=msgspec.json.encode(data), content_type="application/json")
         for instance in decoders:
-            if instance in replies and replies[instance].status >= 400:
+            if instance in replies and 400 <= replies[instance].status < 600:
                 return refusal(replies[instance], Scrubber(Choice(None, instance), unique, unique))
         return error_response(502, "No decode instance listed its models.")
 
@@ -125,7 +125,7 @@ class ModelLists:
             ) as answer:
                 return await read_whole(answer)
         except (aiohttp.ClientError, OSError, CallFailed) as error:
-            logger.warning("%s did not list its models: %r", instance, error)
+            logger.warning("%s did not list its models: %s", instance, shown(error))
             return None
 
 

@@ -110,6 +110,10 @@ class Policy:
         """Notes that these are given the prompt, by another choice."""
 
 
+_LONG_SESSION = 256
+"""Characters; a header may have 4 MiB."""
+
+
 class ConsistentHash(Policy):
     """The same one for all requests of a session, by rendezvous hashing: each session has an order of its own
     of all instances, and goes to the first that there is. When one comes or goes, only its own sessions move.
@@ -121,6 +125,8 @@ class ConsistentHash(Policy):
         session = request.session
         if not session:
             return Pick(least_busy(candidates))
+        if len(session) > _LONG_SESSION:  # else it would be read once for each instance
+            session = hashlib.blake2b(session.encode(errors="replace")).hexdigest()
         return Pick(max(candidates, key=lambda instance: (_affinity(session, instance), instance.name)))
 
 

@@ -2,7 +2,7 @@
 
 For D all that P has sent counts as cached, in vLLM all but one token of each prompt. P, which computed the
 prompt, knows what its prefix cache really had. Both say it at /v1/responses, elsewhere with vLLM's option
---enable-prompt-tokens-details.
+--enable-prompt-tokens-details. And how many tokens an answer has that is no stream.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class _Counted(msgspec.Struct):
 
 _answer = msgspec.json.Decoder(_Counted)
 _counts = msgspec.json.Decoder(Counts)
+_number = msgspec.json.Decoder(int)
 
 # An object without strings that hold braces. Within a JSON string quotes are escaped, so none is in a text.
 _OBJECT = rb'(\{[^{}"]*(?:"[a-z_]*"[^{}"]*(?:\{[^{}]*\}[^{}"]*)?)*\})'
@@ -60,6 +61,13 @@ async def with_ps_counts(
     found = re.compile(f'"{_DETAILS.get(path, "usage")}":'.encode() + _OBJECT)
     parts = data.split(EVENT_END) if streamed else [data]
     return EVENT_END.join(_last_replaced(part, found, lambda ds: _counts_of(path, ps, ds)) for part in parts)
+
+
+def answer_tokens(answer: bytes) -> int:
+    """How many tokens a whole answer has, by its usage; 0 if it does not say."""
+    usage = decoded(_answer, answer, _Counted()).usage
+    said = usage.get("completion_tokens") or usage.get("output_tokens")
+    return 0 if said is None else decoded(_number, said, 0)
 
 
 def last_usage(events: bytes) -> bytes | None:

@@ -198,6 +198,8 @@ class _FleetCache:
         self.prefillers = registry.routable("P", now)
         self.decoders = registry.routable("D", now)
         self.names = frozenset().union(*(each.names for each in candidates))
+        contexts = [each.context for each in self.decoders]
+        self.context = max(contexts) if contexts and all(contexts) else None
         sides = self.prefillers, self.decoders
         self._alike = all(len({each.names for each in side}) <= 1 for side in sides)
         self._fleets: dict[str | None, _Fleet] = {}
@@ -429,6 +431,10 @@ class Router:
         """Whether an instance has listed this model, as far as any is known to list models."""
         names = self._fleet_cache(now).names
         return model is None or not names or model in names
+
+    def longest_context(self, now: float) -> int | None:
+        """Tokens of any model's context, at most; None if that is not known."""
+        return self._fleet_cache(now).context
 
     def has_room(self, now: float) -> bool:
         """Whether any D takes one request more."""

@@ -21,7 +21,7 @@ from .blame import Blame, CallEnd, Charge, RetryKind
 from .bodies import Body, BodyBudget, BodyReader, parse, response_id
 from .continuation import Continuation, ending
 from .first_token import REASONS, FirstTokens
-from .http import UNCOMPUTED, ProxyError
+from .http import PAIRED, UNCOMPUTED, ProxyError
 from .limits import Limits, RequestCounters
 from .membership import Membership
 from .membership.instance import Instance
@@ -100,6 +100,9 @@ class Proxy:
             if body.previous:
                 only, name = self.responses.find(body.previous, self.clock())
                 body.go_on_from(name)
+            context = self.router.longest_context(self.clock())
+            if context is not None and body.one_prompt and request.path in PAIRED:
+                body.prompt.bound(context)
             if tenant is not None and request.path not in UNCOMPUTED:
                 tenant.spend(body.prompt.tokens)
                 asked = body.asked

@@ -7,8 +7,8 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -192,6 +192,12 @@ class CallFailed(Exception):
         self.end, self.reply, self.detail = end, reply, detail
 
 
+def shown(error: BaseException | None) -> str:
+    """It for the log. One of aiohttp's has, in full, its request's headers, and the client's key there."""
+    in_full = not isinstance(error, aiohttp.ClientResponseError)
+    return repr(error) if in_full else f"{type(error).__name__}({str(error)!r})"
+
+
 _LOST: dict[LossReason, tuple[CallEnd, str]] = {
     "gone": (CallEnd.GONE, "is gone"),
     "silent": (CallEnd.SILENT, "has stopped answering"),
@@ -238,10 +244,12 @@ class Call:
     _lost: LossReason | None = None
     _cleanup: ExitStack = field(default_factory=ExitStack)
 
-    async def read_answer(self, body: Content) -> Reply:
-        """The whole answer. Raises CallFailed, also if it is no success."""
+    async def read_answer(self, body: Content, deadline: float | None = None) -> Reply:
+        """The whole answer, by the `deadline`, by the loop's clock. Raises CallFailed, also if it is no
+        success."""
         try:
-            reply = await read_whole(await self._open(body))
+            with self._in_time(deadline):
+                reply = await read_whole(await self._open(body))
             if gave_up(self.path, reply.body):
                 raise CallFailed(CallEnd.ABORTED, STOPPED)
         except CallFailed as error:
@@ -250,21 +258,16 @@ class Call:
         return reply
 
     async def begin(self, body: Content, deadline: float | None = None) -> Begun:
-        """The answer from its first token on, which a stream has to have by the `deadline`, by the loop's
-        clock. Raises CallFailed."""
-        late: asyncio.TimerHandle | None = None
+        """The answer from its first token on, which has to be there by the `deadline`. Raises CallFailed."""
         try:
-            response = await self._open(body)
-            self.end = CallEnd.ACCEPTED
-            self.known.set()
-            if deadline is not None and response.content_type == EVENT_STREAM:
-                late = asyncio.get_running_loop().call_at(deadline, self.lose, "late")
-            head = await self._first_event(response)
+            with self._in_time(deadline):
+                response = await self._open(body)
+                self.end = CallEnd.ACCEPTED
+                self.known.set()
+                head = await self._first_event(response)
         except CallFailed as error:
             raise self._failed(error) from error.__cause__
         finally:
-            if late is not None:
-                late.cancel()
             self.known.set()
         self.end, self.why = CallEnd.ANSWERED, ""
         return response, head
@@ -275,6 +278,15 @@ class Call:
             return (await read_whole(response)).body
         except CallFailed as error:
             raise self._failed(error) from error.__cause__
+
+    @contextmanager
+    def _in_time(self, deadline: float | None) -> Iterator[None]:
+        late = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self.lose, "late")
+        try:
+            yield
+        finally:
+            if late is not None:
+                late.cancel()
 
     async def _open(self, body: Content) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import zmq
@@ -28,22 +30,28 @@ from p2pkv.pairing import Address
 logger = logging.getLogger(__name__)
 
 _COMPLAIN_SECONDS = 10.0
+_LATELY_SECONDS = 0.1
 # Messages that are taken in before other work gets its turn. With one at a time a loop that is busy with
 # streams would take in pings more slowly than they come, and a goodbye would wait behind them.
 _BURST = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class PingConnection:
     """A PingSource. libzmq gives each connection an identity of its own."""
 
     router: zmq.asyncio.Socket
     identity: bytes
     member: bool
+    _tried: float = field(default=-math.inf, compare=False)
+    _connected: bool = field(default=True, compare=False)
 
     def is_connected(self) -> bool:
-        """An empty message, which no instance reads, could be sent to it."""
-        return isinstance(self._send(b""), zmq.Again | None)
+        """An empty message, which no instance reads, could be sent to it; lately, as each request may ask
+        this of every silent instance."""
+        if (now := time.monotonic()) - self._tried >= _LATELY_SECONDS:
+            self._tried, self._connected = now, isinstance(self._send(b""), zmq.Again | None)
+        return self._connected
 
     def answer(self, frame: bytes) -> bool:
         return self._send(frame) is None

@@ -94,7 +94,7 @@ class Prober:
         one that has said goodbye, or only pings no more, those whose answer has not begun. See Call.lose."""
         try:
             await self._health(instance)
-            if instance.left is None and self._registry.overdue(instance, now := self._clock()):
+            if instance.left is None and self._overdue(instance, now := self._clock()):
                 if self._complaints.admits(instance.name):
                     logger.warning(
                         "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so "
@@ -111,7 +111,7 @@ class Prober:
                     instance.lost("stopped")
                 elif not refused and self._registry.overdue(instance, now):
                     instance.lost("silent")  # it stands still with its port open
-            elif refused or self._registry.overdue(instance, now):
+            elif refused or self._overdue(instance, now):
                 logger.warning(
                     "%s neither pings nor answers (%r): its %d requests fail",
                     instance,
@@ -121,6 +121,10 @@ class Prober:
                 instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
+
+    def _overdue(self, instance: Instance, now: float) -> bool:
+        """One that was removed may ping again, and is registered anew then."""
+        return self._registry.overdue(self._registry.of(instance.ping) or instance, now)
 
     async def _health(self, instance: Instance) -> bool:
         async with self._session.get(

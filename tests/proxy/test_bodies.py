@@ -76,7 +76,7 @@ KEPT = {
 
 MIN_TOKENS = (
     *((0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")),
-    *(("0", "0"), ("1", "1"), ("100", 1), (" 1_000 ", 1), ("2.0", 1)),
+    *(("0", "0"), ("1", "1"), ("100", 1), (" 1_000 ", 1), ("2.0", 1), ("1e1", "1e1")),
 )
 
 
@@ -132,6 +132,7 @@ WITH_P: tuple[tuple[str, Any], ...] = (
 def test_what_is_made_of_a_field() -> None:
     """With each of vLLM's spellings of true and false."""
     assert [body(stream=each).streams for each in (*STREAMS, *NO_STREAMS)] == [True] * 5 + [False] * 6
+    assert not parse(b'{"stream": true}', "/v1/embeddings").streams
     assert not any(body(**{name: value}).wants_pair for name, value in ALONE), "P cannot help with these"
     assert all(body(**{name: value}).wants_pair for name, value in WITH_P)
     assert all(body(prompt=each).one_prompt for each in ("a", [1, 2], ["a"], []))

@@ -33,6 +33,9 @@ def test_fields_may_have_each_of_vllms_spellings() -> None:
     transcript = transcript_of(COMPLETIONS, {"prompt": "x", "n": 1.0, **spelled})
     assert transcript is not None and transcript.wanted.shows_ids
     assert transcript.wanted.most_tokens(0) == 16 and transcript.wanted.fields["min_tokens"] == 3
+    for refused in ("1e1", "1.", "\u0661", "x"):
+        transcript = transcript_of(COMPLETIONS, {"prompt": "x", "stream": True, "max_tokens": refused})
+        assert transcript is not None and transcript.wanted.fields["max_tokens"] == refused
     chat = {"messages": [{"role": "user", "content": "x"}], "stream": True, "logprobs": "false"}
     transcript = transcript_of(CHAT, chat)
     assert transcript is not None and not transcript.wanted.shows_tokens

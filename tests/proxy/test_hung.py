@@ -159,13 +159,22 @@ async def test_concurrent_a_p_that_hangs_or_freezes_is_ds_affair(
         assert paired(deployment.d) == [True]
 
 
-async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
-    async with deployed("concurrent", prefill=1, decode=2, first_token_seconds=0.3) as deployment:
-        take_turns(deployment.decodes, never_a_token, answer_json)
+@pytest.mark.parametrize("hangs", [never_a_token, never], ids=["", "without a head"])
+async def test_no_token_in_time_is_a_504_or_another_d_s_answer(dispatch: Dispatch, hangs: Behaviour) -> None:
+    async with deployed(dispatch, prefill=1, decode=2, first_token_seconds=0.3) as deployment:
+        take_turns(deployment.decodes, hangs, answer_json)
         assert (await deployment.post(STREAM)).status == 200
         assert asked(deployment.decodes) == [1, 1] and deployment.proxy.counters.retried == 1
-        all_do(deployment.decodes, never_a_token)
+        all_do(deployment.decodes, hangs)
         assert await deployment.refusal(504, STREAM) == "The decode instance has sent no token in time."
+
+
+async def test_sequential_p_has_the_same_deadline_and_d_is_not_charged() -> None:
+    async with deployed("sequential", prefill=2, decode=1, first_token_seconds=0.3) as deployment:
+        asking, hung = await one_hangs(deployment, deployment.prefills, body=STREAM)
+        assert (await asking).status == 200
+        assert outcomes(deployment.known(hung)) == [False]
+        assert outcomes(deployment.known(deployment.d)) == [True]
 
 
 async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> None:
@@ -303,9 +312,9 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
     return behaviour
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("then", ["hangs", "goes on", "pings again and is slow"])
 async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
-    monkeypatch: pytest.MonkeyPatch, hangs: bool
+    monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.upstream._HUNG_SECONDS", 0.5)
     async with deployed("concurrent", prefill=1, **LEASE) as deployment:
@@ -316,13 +325,21 @@ async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
         all_do(deployment.decodes, stream(stop, goes_on))
         response = await deployment.post(stream=True)
         await response.content.readany()
-        fall_silent(deployment, the_asked(deployment.decodes))
-        if hangs:
+        d = the_asked(deployment.decodes)
+        fall_silent(deployment, d)
+        if then == "hangs":
             goes_on.clear()
         else:
             await eventually(lambda: len(deployment.registry.known("D")) == 1, "the end of its lease")
+            if then != "goes on":
+                deployment.pingers[d.http_address]._current = lambda: d.ping
+                await eventually(lambda: d.http_address in deployment.routable("D"))
+                goes_on.clear()
+                probed = d.healths
+                await eventually(lambda: d.healths > probed + 3)
+                goes_on.set()
             began = time.monotonic()
             while time.monotonic() - began < 1.0:
                 assert await response.content.readany()
             stop.set()
-        assert ("error" in await response.text()) is hangs
+        assert ("error" in await response.text()) is (then == "hangs")

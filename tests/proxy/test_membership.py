@@ -16,6 +16,7 @@ from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.membership.instance import Instance, Role
+from p2pkv_proxy.membership.listener import PingConnection
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.policies import Routing
 from support.waiting import eventually
@@ -302,3 +303,14 @@ async def test_a_neighbour_is_better_than_no_other_engine() -> None:
         pingers[int(hung.headers["X-data-parallel-rank"])]._interval = 1000.0
         assert (await asking).status == 200
         assert len(server.requests) == 2
+
+
+async def test_not_each_request_tries_the_connections_of_silent_instances(
+    concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[PingConnection] = []
+    monkeypatch.setattr(PingConnection, "_send", lambda each, _: tried.append(each))
+    source = concurrent.known(concurrent.d).source
+    assert isinstance(source, PingConnection)
+    assert all(source.is_connected() for _ in range(1000))
+    assert len(tried) < 100

@@ -12,6 +12,7 @@ from proxy_fakes import Deployment, Line, deployed, fail, fleet, ping, prompt_of
 from test_admission import ask, slow
 
 from p2pkv.control.discovery import Ping, goodbye
+from p2pkv_proxy import policies
 from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
 from p2pkv_proxy.membership import registry as registry_module
 from p2pkv_proxy.membership.instance import REQUEST_TOKENS, Instance
@@ -138,6 +139,18 @@ def test_a_session_stays_and_only_the_sessions_of_who_goes_move() -> None:
         consistent_hash(unlike, asked(session=str(number))).instance.ping.tp_size for number in range(3000)
     )
     assert 1.7 < chosen[2] / chosen[1] < 2.3
+
+
+def test_a_long_session_is_not_read_for_each_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def affinity(session: str, instance: Instance) -> float:
+        assert len(session) < 1000
+        return drawn(session, instance)
+
+    drawn = policies._affinity
+    monkeypatch.setattr(policies, "_affinity", affinity)
+    everyone = instances(5)
+    homes = {consistent_hash(everyone, asked(session=f"{'x' * 10_000}{n}")).instance for n in range(50)}
+    assert homes == set(everyone)
 
 
 @pytest.mark.parametrize("name", POLICIES)

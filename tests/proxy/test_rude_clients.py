@@ -237,6 +237,24 @@ async def test_a_client_that_stays_and_does_not_read_is_disconnected(
         await eventually(lambda: cut_off(deaf.writer))
 
 
+async def test_what_a_client_does_not_read_of_its_last_answer_keeps_no_connection(
+    short: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv_proxy.app.STALL_SECONDS", 0.3)
+    release = asyncio.Event()
+    short.d.behaviour = after(release, LARGE)
+    async with Client(short) as deaf:
+        deaf.writer.transport.pause_reading()
+        deaf.writer.write(sized(BODY, b"Connection: close"))
+        await eventually(lambda: len(short.d.requests) == 1)
+        (active,) = short.proxy.active
+        assert active.request.transport is not None
+        active.request.transport.set_write_buffer_limits(1 << 30)  # no write waits, as of a smaller answer
+        release.set()
+        await quiet(short)
+        await eventually(lambda: cut_off(deaf.writer))
+
+
 async def test_a_body_that_comes_byte_by_byte_has_one_deadline_and_takes_no_place(short: Deployment) -> None:
     async with Client(short) as client, asyncio.timeout(10):
         client.writer.write(post(b"", b"Content-Length: 100000"))

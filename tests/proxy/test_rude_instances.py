@@ -91,16 +91,22 @@ WAYS: list[tuple[Role, Dispatch]] = [("D", "concurrent"), ("P", "concurrent"), (
     ("role", "dispatch", "kind"),
     [(*way, kind) for way in WAYS for kind in BAD if way[0] == "D" or kind not in SUCCESSES],
 )
-async def test_a_wrong_answer_is_an_error_that_says_so(role: Role, kind: str, dispatch: Dispatch) -> None:
+async def test_a_wrong_answer_is_an_error_that_says_so(
+    role: Role, kind: str, dispatch: Dispatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = {"Authorization": "Bearer sk-secret"}
     async with rude(role, dispatch, Limits(alone_share=0)) as (deployment, instance):
         instance.said = BAD[kind]
         if (role, dispatch) == ("P", "concurrent"):
             deployment.d.behaviour = never
-        response = await deployment.post()
+        response = await deployment.post(headers=key)
         assert response.status == 502 and "Location" not in response.headers
         message = (await error_of(response))["message"]
         assert message.startswith("The decode instance" if role == "D" else "The prefill instance failed")
         assert instance.http_address not in message
+        instance.models_answer = BAD[kind]
+        assert role == "P" or (await deployment.get("/v1/models", headers=key))[0] == 502
+        assert "sk-secret" not in caplog.text
 
 
 @pytest.mark.parametrize(

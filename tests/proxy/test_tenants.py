@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proxy_behaviours import streams
+from proxy_behaviours import answers, streams
 from proxy_fakes import Deployment, called, deployed, error_of, fleet, join, ping, prompt_of, quiet
 from proxy_process import served
 from test_admission import slow, small
@@ -395,6 +396,32 @@ async def test_prompt_tokens_a_second_are_bounded_without_harm_to_another() -> N
         for path in ("/tokenize", "/v1/messages/count_tokens"):
             await deployment.serves(1, None, path, headers=bearer(ALICE))
         assert await deployment.refusal(429, None, "/v1/embeddings", headers=bearer(ALICE), input="x")
+
+
+async def test_a_prompt_counts_no_more_than_the_context_has() -> None:
+    """What is much longer is refused, and would shut its tenant out for hours."""
+    tenants = house(TenantSettings(prompt_tokens=10, burst_seconds=1))
+    async with deployed("concurrent", 1, **tenants) as deployment:
+        await deployment.newcomer("D", context=100)
+        await deployment.serves(1, headers=bearer(ALICE), prompt="x" * 100_000)
+        assert "in 9 s" in await deployment.refusal(429, headers=bearer(ALICE), prompt="x")
+        assert 100 < tenants["tenants"].by_name["alice"].used < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/v1/chat/completions", "completion_tokens"), ("/v1/messages", "output_tokens")]
+)
+async def test_an_answer_that_is_no_stream_costs_its_tokens_too(path: str, name: str) -> None:
+    tenants = house(TenantSettings())
+    async with deployed("concurrent", 1, 1, **tenants) as deployment:
+        alice = tenants["tenants"].by_name["alice"]
+        for each in (3000, 1):
+            before = alice.used
+            deployment.d.behaviour = answers(lambda _: web.json_response({"usage": {name: each}}))  # noqa: B023
+            await deployment.serves(1, {"messages": []}, path, headers=bearer(ALICE))
+            await eventually(lambda: not deployment.proxy.admission.under_way)
+            assert each < alice.used - before < each + 10
+        assert alice.answer > 64
 
 
 async def test_a_gateway_names_the_tenant_and_a_tenant_s_key_goes_first() -> None:
