@@ -334,9 +334,11 @@ class EngineCore(Patch):
         return bool(computed)
 
     def _pass_on_messages(self, core: Any) -> None:
-        on_wakeup = getattr(core.scheduler.get_kv_connector(), "on_wakeup", None) if self._messages else None
-        while self._messages and on_wakeup is not None:
-            if (request_id := on_wakeup(self._messages.popleft())) is not None:
+        while self._messages:
+            message = self._messages.popleft()
+            # A MultiConnector has none: it learns of all by the steps' results.
+            on_wakeup = getattr(core.scheduler.get_kv_connector(), "on_wakeup", None)
+            if on_wakeup is not None and (request_id := on_wakeup(message)) is not None:
                 core.scheduler._update_from_kv_xfer_finished(EarlyLoad(finished_recving={request_id}))
 
     def _listen_for_wakeups(self, requests: queue.Queue[Any]) -> None:

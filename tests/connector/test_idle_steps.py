@@ -321,6 +321,11 @@ class TestRest:
         d.finish(request)
         d.assert_at_rest()
 
+    def test_nothing_is_kept_for_a_connector_that_takes_no_messages(self, rest: EngineCore) -> None:
+        d: Any = SimpleNamespace(scheduler=SimpleNamespace(get_kv_connector=object), ranks=[0])
+        self.hears(rest, d, 1)
+        assert not rest._messages
+
     def test_a_step_that_has_computed_nothing_is_followed_by_vllms_rest_unless_it_brought_news(
         self, rest: EngineCore
     ) -> None:
