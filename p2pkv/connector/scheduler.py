@@ -693,6 +693,7 @@ class ConsumerScheduler(ConnectorScheduler):
         self._quota.leave(request.request_id)
         self._decide([*self._quota.next_waiting, *self._children.get(pending.paired.key, ())])
         self._owners.pop(pending.paired.key, None)
+        self._kept.pop(pending.paired.key, None)  # the ranks have let go of it
         if pending.state is not LoadState.SETTLED:
             loading, key = pending.state is LoadState.LOADING, pending.paired.key
             self._next.drops.append(

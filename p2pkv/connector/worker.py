@@ -72,8 +72,7 @@ class Loads:
             self._load(request_id, replace(load, fence=fence), meta.now.get(load.key))
         for ended in meta.drops:
             self._drop(ended)
-        self._results.finished_recving.update(meta.withheld)
-        self._results.failed_recving.update(meta.withheld)
+        self._fail(meta.withheld)
 
     def _expect(self, load: _Load) -> None:
         key = load.expect.key
@@ -85,15 +84,14 @@ class Loads:
 
     def _load(self, request_id: str, order: do.Load, now: list[int] | None = None) -> None:
         """`now`: the blocks of a load that the step computes with."""
+        if now is not None:
+            self.now.add(order.key)
         if (later := self._later.get(order.key)) and later.request_id == request_id:
-            later.order = order
+            later.order, later.now = order, now
             return
         load = self._known[order.key]
         assert load.request_id == request_id
-        load.waited = now is None and order.stop > order.start
-        if now is not None:
-            load.now = now
-            self.now.add(order.key)
+        load.waited, load.now = now is None and order.stop > order.start, now
         if load.complete is None:
             self.rank.do(order)
         self._settle(order.key)
@@ -103,6 +101,7 @@ class Loads:
         key = ended.key
         if (later := self._later.get(key)) and later.request_id == ended.request_id:
             del self._later[key]
+            self._fail([ended.request_id] * ended.report)
         load = self._known.get(key)
         if load is None or load.request_id != ended.request_id:
             return
@@ -145,7 +144,12 @@ class Loads:
         if later := self._later.pop(key, None):
             self._expect(later)
             if later.order is not None:
-                self._load(later.request_id, later.order)
+                self._load(later.request_id, later.order, later.now)
+
+    def _fail(self, request_ids: Iterable[str]) -> None:
+        """Report these loads to vLLM, as failed."""
+        self._results.finished_recving.update(request_ids)
+        self._results.failed_recving.update(request_ids)
 
     # When the instance wakes up.
 

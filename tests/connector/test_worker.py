@@ -342,6 +342,17 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     assert rank.log[-1] == do.Forget("k", "D")
 
 
+def test_a_load_that_ends_before_the_engine_knows_of_it_is_reported(make: Make) -> None:
+    """The engine still knows an earlier request with the same key. vLLM waits for both."""
+    runner, rank = make(role="D")
+    begun(runner, rank)
+    meta = StepMetadata(expects=[("again", expected("k"))], loads=[("r", LOAD), ("again", LOAD)])
+    meta.drops = [EndedRequest(name, "k", "D's request has ended") for name in ("again", "r")]
+    told = [runner.step(meta), runner.step(StepMetadata())]
+    assert [set(each.finished_recving or ()) for each in told] == [{"again", "r"}, set()]
+    assert told[0].failed_recving == {"again", "r"}
+
+
 def test_steps_without_news_are_empty(make: Make) -> None:
     for role in ("P", "D"):
         runner, _ = make(role=role)
@@ -390,19 +401,26 @@ def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Mak
     assert load.fence is (fence if still_runs else None)
 
 
-def test_a_load_that_the_step_computes_with_is_waited_for_before_its_forward(make: Make) -> None:
+@pytest.mark.parametrize("former", [False, True])
+def test_a_load_that_the_step_computes_with_is_waited_for_before_its_forward(
+    make: Make, former: bool
+) -> None:
+    """`former`: the engine still knows an earlier request with the same key, which has just ended."""
     runner, rank = make("D")
+    if former:
+        runner.step(StepMetadata(expects=[("r", expected("now"))]))
     load = do.Load("now", 0, 32, ([1, 2],), number=1)
     meta = StepMetadata(work=True, expects=[(name, expected(name)) for name in ("now", "other")])
     meta.loads, meta.now = [("now", load)], {"now": [1, 2]}
+    meta.drops = [EndedRequest("r", "now", "D's request has ended", report=False)] * former
     rank.handed_on.add("now")
-    rank.meanwhile = lambda: rank.load("now")
+    rank.meanwhile = lambda: rank.facts["now"].asked and rank.load("now")
     runner.forward = lambda: seen.append("now" in rank.facts)  # type: ignore[method-assign]
     seen: list[bool] = []
     runner.sync = True
     told = runner.step(meta)
     assert seen == [False], "the engine has loaded and forgotten it"
-    assert rank.said(do.Load) == [load] and len(rank.said(do.Expect)) == 2
+    assert rank.said(do.Load) == [load] and len(rank.said(do.Expect)) == 2 + former
     assert not told.finished_recving and not told.invalid_block_ids
 
 
