@@ -233,9 +233,9 @@ class Worker:
         self.record = make_recorder(device)
         self._computed = ComputedLayers(self._layers, self.record)
         self._deltas = CounterDeltas(rank.counters)
-        # P, by key: prompts that the engine knows, requests that vLLM has ended and waits for, and prompts
-        # whose blocks are free.
-        self._held: set[str] = set()
+        # P, by key: prompts that the engine knows (None: they are offered), requests that vLLM has ended and
+        # waits for, and prompts whose blocks are free.
+        self._held: dict[str, do.HoldPrompt | None] = {}
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
@@ -283,14 +283,14 @@ class Worker:
         self._quiet = bool(meta.prefills) and meta.quiet and stride >= self._layers
         order = self._postponed.append if self._quiet else self.rank.do
         for hold in meta.holds:
-            self._held.add(hold.key)
+            self._held[hold.key] = hold
             order(hold)
         for key, reason in meta.stale:
             order(do.Abort(key, reason))
         if meta.invalidate is not None:
             self.rank.do(meta.invalidate)
         for offer in meta.offers:
-            self._free.discard(offer.key)  # after a sleep, before which P had not begun it
+            self._held[offer.key] = None
             order(offer)
         for prefill in meta.prefills:
             order(prefill.blocks)
@@ -351,7 +351,7 @@ class Worker:
         results = self.loads.results()
         for key in self._free & self._ended.keys():
             self._free.discard(key)
-            self._held.discard(key)
+            del self._held[key]
             results.finished_sending.add(self._ended.pop(key))
             self.rank.do(do.Forget(key, "P"))
         return results
@@ -374,13 +374,18 @@ class Worker:
         """Give the rank up, with its links and its memory: nothing reads or writes blocks any more."""
         self._take_events()
         self.rank.stop()  # which ends all transfers: `wake` decides what follows
+        self._postponed.clear()
         self.rank = self.loads.rank = SleepingRank()
         self._deltas = CounterDeltas(self.rank.counters)
         _collect()
 
     def wake(self, rank: Rank) -> None:
-        self._free |= self._held
         self.rank = rank
+        for key, hold in self._held.items():
+            if hold is None or key in self._ended:
+                self._free.add(key)
+            elif key not in self._free:  # P has not begun it
+                rank.do(hold)
         self._deltas = CounterDeltas(rank.counters)
         rank.call_on_event(self._wakeup.send)
         self.loads.wake(rank)

@@ -300,9 +300,16 @@ def test_a_v2_runner_that_looks_otherwise_is_refused_where_it_overwrites_blocks(
         P2pKvConnector(p, KVConnectorRole.WORKER, kv_cache_config(spec=state))
 
 
-def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make, early: bool) -> None:
+    """`early`: while the prompt was queued on P, its D has not been heard of for a lease."""
     runner, rank = make()
-    told = [runner.step(prefill_step(16, first=True))]
+    meta = prefill_step(16, first=True)
+    if early:
+        runner.step(StepMetadata(holds=meta.holds))
+        rank.free("k")
+        meta.holds = []
+    told = [runner.step(meta)]
     rank.free("k")
     told += [runner.step(StepMetadata()) for _ in range(2)]
     assert not any(each.finished_sending for each in told)
