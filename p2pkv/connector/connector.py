@@ -269,7 +269,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        sent, received = connector_output.finished_sending or set(), connector_output.finished_recving or set()
+        sent = connector_output.finished_sending or set()
+        received = connector_output.finished_recving or set()
         metadata = connector_output.kv_connector_worker_meta
         assert metadata is None or isinstance(metadata, WorkerMetadata)
         if sent or received or metadata:

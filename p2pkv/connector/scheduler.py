@@ -117,7 +117,8 @@ class _Prompt:
     digest: bytes
     handed_on: bool = False
     """Its token goes to the client."""
-    has_blocks: bool = False
+    filling: bool = False
+    """It has blocks, and no step yet: another connector loads into them, and vLLM waits for that alone."""
     offered: bool = False
     announced: int = 0
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
@@ -219,7 +220,7 @@ class ProducerScheduler(ConnectorScheduler):
 
     def allocated(self, request: Request) -> None:
         if prompt := self._prompts.get(request.request_id):
-            prompt.has_blocks = True
+            prompt.filling = True
             self._quota.enter(request.request_id, request.num_prompt_tokens)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
@@ -234,10 +235,10 @@ class ProducerScheduler(ConnectorScheduler):
                     meta.revoked.append(prompt.paired.key)
         fresh = cache(partial(self._fresh, output))  # once, and only if it is needed
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            prompt = self._prompts.get(request_id)
-            if prompt is None or prompt.stale:
+            if (prompt := self._prompts.get(request_id)) is None:
                 continue
-            if prompt.announced < prompt.request.num_prompt_tokens:
+            prompt.filling = False
+            if not prompt.stale and prompt.announced < prompt.request.num_prompt_tokens:
                 self._prefill(meta, prompt, scheduled, output, fresh)
         return meta
 
@@ -351,14 +352,13 @@ class ProducerScheduler(ConnectorScheduler):
         whole = prompt.announced >= request.num_prompt_tokens
         reason = prompt.stale or ("" if whole else "P's request was aborted before its prefill ended")
         self._ended[request.request_id] = key
-        if filling := prompt.has_blocks and not prompt.offered:
-            # Another connector loads into them before the first step, and vLLM waits for one report at most.
+        if prompt.filling:
             self._unawaited.add(request.request_id)
-        self._held.hold(request.request_id, prompt.paired.decode, () if filling else blocks)
+        self._held.hold(request.request_id, prompt.paired.decode, () if prompt.filling else blocks)
         self._next.sent.append(EndedRequest(request.request_id, key, reason))
         if prompt.handed_on and request.status in STOPPED:
             self._next.released.append((key, ENDED_WITH_ITS_FIRST))
-        return not filling
+        return not prompt.filling
 
     def _next_duplicate(self, prompt: _Prompt) -> _Prompt | None:
         """The duplicate that pushes in place of this prompt, whose request was aborted, or None."""

@@ -66,12 +66,17 @@ class Loads:
 
     def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:
         """`fence`: nothing may be written to the blocks of these loads before it is passed; None: it may."""
+        new = {request_id for request_id, _ in meta.expects}
+        for ended in meta.drops:
+            if ended.request_id not in new:  # its key may be a new one's
+                self._drop(ended)
         for request_id, expect in meta.expects:
             self._expect(_Load(request_id, expect))
         for request_id, load in meta.loads:
             self._load(request_id, replace(load, fence=fence), meta.now.get(load.key))
         for ended in meta.drops:
-            self._drop(ended)
+            if ended.request_id in new:
+                self._drop(ended)
         self._fail(meta.withheld)
 
     def _expect(self, load: _Load) -> None:

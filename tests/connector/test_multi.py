@@ -224,9 +224,14 @@ def test_blocks_are_kept_until_both_have_done_with_them(store_first: bool, saved
 
 @each_order
 @each_pace
-def test_a_prompt_may_end_on_p_while_a_store_loads_it(store_first: bool, ahead: int) -> None:
-    """vLLM waits for one report then, which is the store's."""
-    p, request = filling(store_first=store_first, ahead=ahead)
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_prompt_may_end_on_p_while_a_store_loads_it(store_first: bool, ahead: int, begun: bool) -> None:
+    """vLLM waits for one report then, which is the store's. `begun`: it was preempted before."""
+    p, request = filling(5, store_first=store_first, ahead=ahead)
+    if begun:
+        p.step()
+        p.drain()
+        p.scheduler.reset_prefix_cache(reset_running_requests=True)
     p.store.later = True
     p.step(2)
     p.abort(request)

@@ -350,14 +350,17 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
 
 
 def test_a_load_that_ends_before_the_engine_knows_of_it_is_reported(make: Make) -> None:
-    """The engine still knows an earlier request with the same key. vLLM waits for both."""
+    """The engine still knows an earlier request with the same key, and vLLM waits for both."""
     runner, rank = make(role="D")
     begun(runner, rank)
-    meta = StepMetadata(expects=[("again", expected("k"))], loads=[("r", LOAD), ("again", LOAD)])
-    meta.drops = [EndedRequest(name, "k", "D's request has ended") for name in ("again", "r")]
+    runner.step(StepMetadata(expects=[("again", expected("k"))], loads=[("r", LOAD), ("again", LOAD)]))
+    meta = StepMetadata(expects=[("third", expected("k"))])
+    meta.drops = [EndedRequest(name, "k", "D's request has ended") for name in ("r", "again")]
     told = [runner.step(meta), runner.step(StepMetadata())]
     assert [set(each.finished_recving or ()) for each in told] == [{"again", "r"}, set()]
     assert told[0].failed_recving == {"again", "r"}
+    rank.begin("k")
+    assert runner.step(StepMetadata()).kv_connector_worker_meta.begun == {"third": [""]}
 
 
 def test_steps_without_news_are_empty(make: Make) -> None:
