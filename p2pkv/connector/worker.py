@@ -389,7 +389,8 @@ class Worker:
         for key, hold in self._held.items():
             if hold is None or key in self._ended:
                 self._free.add(key)
-            elif key not in self._free:  # P has not begun it
+            else:  # P has not begun it
+                self._free.discard(key)
                 rank.do(hold)
         self._deltas = CounterDeltas(rank.counters)
         rank.call_on_event(self._wakeup.send)

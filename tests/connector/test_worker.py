@@ -319,6 +319,22 @@ def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make, early: bo
     assert rank.log[-1] == do.Forget("k", "P")
 
 
+def test_what_p_has_not_begun_is_held_anew_when_it_wakes_up(make: Make) -> None:
+    runner, rank = make()
+    meta, worker, other = prefill_step(16, first=True), runner.connector.worker, FakeRank()
+    assert worker is not None
+    runner.step(StepMetadata(holds=meta.holds))
+    rank.free("k")
+    runner.step(StepMetadata())
+    worker.sleep()
+    worker.wake(other)
+    meta.holds = []
+    told = [runner.step(meta), runner.step(StepMetadata(sent=[EndedRequest("r", "k", "")]))]
+    assert not any(each.finished_sending for each in told), "D may still take it"
+    other.free("k")
+    assert runner.step(StepMetadata()).finished_sending == {"r"}
+
+
 LOAD = do.Load("k", 0, 31, ([1, 2],))
 
 
