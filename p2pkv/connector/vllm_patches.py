@@ -325,6 +325,8 @@ class EngineCore(Patch):
         if not self.sleeps_when_idle or not core.is_running():
             return bool(original(core))
         self.changed = False
+        if watch_dog := getattr(original, "__globals__", {}).get("get_watch_dog"):  # since vLLM 0.33
+            watch_dog().feed()
         outputs, computed = core.step_fn()
         for output in outputs.items() if outputs else ():
             core.output_queue.put_nowait(output)

@@ -327,9 +327,11 @@ class TestRest:
         assert not rest._messages
 
     def test_a_step_that_has_computed_nothing_is_followed_by_vllms_rest_unless_it_brought_news(
-        self, rest: EngineCore
+        self, rest: EngineCore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        core = Core()
+        core, fed = Core(), list[str]()
+        dog = SimpleNamespace(feed=lambda: fed.append("fed"))
+        monkeypatch.setattr(engine_core, "get_watch_dog", lambda: dog, raising=False)
         core.scheduler = SimpleNamespace(has_requests=lambda: True)
         core.post_step, core.output_queue = lambda computed: None, queue.Queue()
         for news, computed in ((False, False), (True, False), (False, True)):
@@ -343,6 +345,7 @@ class TestRest:
             assert engine_core.EngineCoreProc._process_engine_step(core) is computed
             assert rest.seconds == (0.0 if news or computed else VLLM_IDLE_SLEEP)
             assert core.output_queue.get_nowait() == (0, "an output")
+        assert len(fed) == 3
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:
         core = Core()
