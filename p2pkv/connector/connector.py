@@ -269,13 +269,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        sent, received = connector_output.finished_sending or (), connector_output.finished_recving or set()
+        sent = connector_output.finished_sending or set()
+        received = connector_output.finished_recving or set()
         metadata = connector_output.kv_connector_worker_meta
         assert metadata is None or isinstance(metadata, WorkerMetadata)
         if sent or received or metadata:
             self._skip_next_wait()
         if self.producer is not None:
-            self.producer.reported(sent)
+            connector_output.finished_sending = self.producer.reported(sent) or None
         if self.consumer is not None:
             early = isinstance(connector_output, EarlyLoad)
             withheld = self.consumer.reported(metadata, received, connector_output.failed_recving, early)

@@ -117,6 +117,8 @@ class _Prompt:
     digest: bytes
     handed_on: bool = False
     """Its token goes to the client."""
+    filling: bool = False
+    """It has blocks, and no step yet: another connector loads into them, and vLLM waits for that alone."""
     offered: bool = False
     announced: int = 0
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
@@ -151,6 +153,8 @@ class ProducerScheduler(ConnectorScheduler):
         self._duplicates: dict[str, _Prompt] = {}
         """Requests of the prompt of another one that pushes it; they do so only if that is aborted."""
         self._ended: dict[str, str] = {}
+        self._unawaited: set[str] = set()
+        """Those of the ended ones whose blocks vLLM frees without a report."""
 
     def invalidate(self, generation: str) -> None:
         """The weights have changed, or the caches were reset: send nothing of what was computed before."""
@@ -215,7 +219,8 @@ class ProducerScheduler(ConnectorScheduler):
         return self._quota.admits(request.request_id, request.num_prompt_tokens, other_blocks=self._held.all)
 
     def allocated(self, request: Request) -> None:
-        if request.request_id in self._prompts:
+        if prompt := self._prompts.get(request.request_id):
+            prompt.filling = True
             self._quota.enter(request.request_id, request.num_prompt_tokens)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
@@ -230,10 +235,10 @@ class ProducerScheduler(ConnectorScheduler):
                     meta.revoked.append(prompt.paired.key)
         fresh = cache(partial(self._fresh, output))  # once, and only if it is needed
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            prompt = self._prompts.get(request_id)
-            if prompt is None or prompt.stale:
+            if (prompt := self._prompts.get(request_id)) is None:
                 continue
-            if prompt.announced < prompt.request.num_prompt_tokens:
+            prompt.filling = False
+            if not prompt.stale and prompt.announced < prompt.request.num_prompt_tokens:
                 self._prefill(meta, prompt, scheduled, output, fresh)
         return meta
 
@@ -347,11 +352,13 @@ class ProducerScheduler(ConnectorScheduler):
         whole = prompt.announced >= request.num_prompt_tokens
         reason = prompt.stale or ("" if whole else "P's request was aborted before its prefill ended")
         self._ended[request.request_id] = key
-        self._held.hold(request.request_id, prompt.paired.decode, blocks)
+        if prompt.filling:
+            self._unawaited.add(request.request_id)
+        self._held.hold(request.request_id, prompt.paired.decode, () if prompt.filling else blocks)
         self._next.sent.append(EndedRequest(request.request_id, key, reason))
         if prompt.handed_on and request.status in STOPPED:
             self._next.released.append((key, ENDED_WITH_ITS_FIRST))
-        return True
+        return not prompt.filling
 
     def _next_duplicate(self, prompt: _Prompt) -> _Prompt | None:
         """The duplicate that pushes in place of this prompt, whose request was aborted, or None."""
@@ -361,12 +368,16 @@ class ProducerScheduler(ConnectorScheduler):
                 return self._duplicates.pop(request_id)
         return None
 
-    def reported(self, sent: Iterable[str]) -> None:
-        """The workers have reported these requests: their keys may be used again."""
+    def reported(self, sent: set[str]) -> set[str]:
+        """The workers have reported these requests: their keys may be used again. Returns those of them for
+        which vLLM waits."""
         for request_id in sent:
             if key := self._ended.pop(request_id, None):
                 self._taken.discard(key)
                 self._held.free(request_id)
+        awaited = sent - self._unawaited
+        self._unawaited -= sent
+        return awaited
 
 
 def leave_out_last(request: Request, tokens: int) -> None:
@@ -682,6 +693,7 @@ class ConsumerScheduler(ConnectorScheduler):
         self._quota.leave(request.request_id)
         self._decide([*self._quota.next_waiting, *self._children.get(pending.paired.key, ())])
         self._owners.pop(pending.paired.key, None)
+        self._kept.pop(pending.paired.key, None)  # the ranks have let go of it
         if pending.state is not LoadState.SETTLED:
             loading, key = pending.state is LoadState.LOADING, pending.paired.key
             self._next.drops.append(

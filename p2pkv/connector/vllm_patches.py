@@ -325,6 +325,8 @@ class EngineCore(Patch):
         if not self.sleeps_when_idle or not core.is_running():
             return bool(original(core))
         self.changed = False
+        if watch_dog := getattr(original, "__globals__", {}).get("get_watch_dog"):  # since vLLM 0.33
+            watch_dog().feed()
         outputs, computed = core.step_fn()
         for output in outputs.items() if outputs else ():
             core.output_queue.put_nowait(output)
@@ -334,9 +336,11 @@ class EngineCore(Patch):
         return bool(computed)
 
     def _pass_on_messages(self, core: Any) -> None:
-        on_wakeup = getattr(core.scheduler.get_kv_connector(), "on_wakeup", None) if self._messages else None
-        while self._messages and on_wakeup is not None:
-            if (request_id := on_wakeup(self._messages.popleft())) is not None:
+        while self._messages:
+            message = self._messages.popleft()
+            # A MultiConnector has none: it learns of all by the steps' results.
+            on_wakeup = getattr(core.scheduler.get_kv_connector(), "on_wakeup", None)
+            if on_wakeup is not None and (request_id := on_wakeup(message)) is not None:
                 core.scheduler._update_from_kv_xfer_finished(EarlyLoad(finished_recving={request_id}))
 
     def _listen_for_wakeups(self, requests: queue.Queue[Any]) -> None:

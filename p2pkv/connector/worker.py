@@ -66,14 +66,18 @@ class Loads:
 
     def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:
         """`fence`: nothing may be written to the blocks of these loads before it is passed; None: it may."""
+        new = {request_id for request_id, _ in meta.expects}
+        for ended in meta.drops:
+            if ended.request_id not in new:  # its key may be a new one's
+                self._drop(ended)
         for request_id, expect in meta.expects:
             self._expect(_Load(request_id, expect))
         for request_id, load in meta.loads:
             self._load(request_id, replace(load, fence=fence), meta.now.get(load.key))
         for ended in meta.drops:
-            self._drop(ended)
-        self._results.finished_recving.update(meta.withheld)
-        self._results.failed_recving.update(meta.withheld)
+            if ended.request_id in new:
+                self._drop(ended)
+        self._fail(meta.withheld)
 
     def _expect(self, load: _Load) -> None:
         key = load.expect.key
@@ -85,15 +89,14 @@ class Loads:
 
     def _load(self, request_id: str, order: do.Load, now: list[int] | None = None) -> None:
         """`now`: the blocks of a load that the step computes with."""
+        if now is not None:
+            self.now.add(order.key)
         if (later := self._later.get(order.key)) and later.request_id == request_id:
-            later.order = order
+            later.order, later.now = order, now
             return
         load = self._known[order.key]
         assert load.request_id == request_id
-        load.waited = now is None and order.stop > order.start
-        if now is not None:
-            load.now = now
-            self.now.add(order.key)
+        load.waited, load.now = now is None and order.stop > order.start, now
         if load.complete is None:
             self.rank.do(order)
         self._settle(order.key)
@@ -103,6 +106,7 @@ class Loads:
         key = ended.key
         if (later := self._later.get(key)) and later.request_id == ended.request_id:
             del self._later[key]
+            self._fail([ended.request_id] * ended.report)
         load = self._known.get(key)
         if load is None or load.request_id != ended.request_id:
             return
@@ -145,7 +149,12 @@ class Loads:
         if later := self._later.pop(key, None):
             self._expect(later)
             if later.order is not None:
-                self._load(later.request_id, later.order)
+                self._load(later.request_id, later.order, later.now)
+
+    def _fail(self, request_ids: Iterable[str]) -> None:
+        """Report these loads to vLLM, as failed."""
+        self._results.finished_recving.update(request_ids)
+        self._results.failed_recving.update(request_ids)
 
     # When the instance wakes up.
 
@@ -229,9 +238,9 @@ class Worker:
         self.record = make_recorder(device)
         self._computed = ComputedLayers(self._layers, self.record)
         self._deltas = CounterDeltas(rank.counters)
-        # P, by key: prompts that the engine knows, requests that vLLM has ended and waits for, and prompts
-        # whose blocks are free.
-        self._held: set[str] = set()
+        # P, by key: prompts that the engine knows (None: they are offered), requests that vLLM has ended and
+        # waits for, and prompts whose blocks are free.
+        self._held: dict[str, do.HoldPrompt | None] = {}
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
@@ -279,14 +288,14 @@ class Worker:
         self._quiet = bool(meta.prefills) and meta.quiet and stride >= self._layers
         order = self._postponed.append if self._quiet else self.rank.do
         for hold in meta.holds:
-            self._held.add(hold.key)
+            self._held[hold.key] = hold
             order(hold)
         for key, reason in meta.stale:
             order(do.Abort(key, reason))
         if meta.invalidate is not None:
             self.rank.do(meta.invalidate)
         for offer in meta.offers:
-            self._free.discard(offer.key)  # after a sleep, before which P had not begun it
+            self._held[offer.key] = None
             order(offer)
         for prefill in meta.prefills:
             order(prefill.blocks)
@@ -347,7 +356,7 @@ class Worker:
         results = self.loads.results()
         for key in self._free & self._ended.keys():
             self._free.discard(key)
-            self._held.discard(key)
+            del self._held[key]
             results.finished_sending.add(self._ended.pop(key))
             self.rank.do(do.Forget(key, "P"))
         return results
@@ -370,13 +379,19 @@ class Worker:
         """Give the rank up, with its links and its memory: nothing reads or writes blocks any more."""
         self._take_events()
         self.rank.stop()  # which ends all transfers: `wake` decides what follows
+        self._postponed.clear()
         self.rank = self.loads.rank = SleepingRank()
         self._deltas = CounterDeltas(self.rank.counters)
         _collect()
 
     def wake(self, rank: Rank) -> None:
-        self._free |= self._held
         self.rank = rank
+        for key, hold in self._held.items():
+            if hold is None or key in self._ended:
+                self._free.add(key)
+            else:  # P has not begun it
+                self._free.discard(key)
+                rank.do(hold)
         self._deltas = CounterDeltas(rank.counters)
         rank.call_on_event(self._wakeup.send)
         self.loads.wake(rank)

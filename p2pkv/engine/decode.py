@@ -166,6 +166,11 @@ class Decode:
     def _want(self, entry: RequestEntry, now: float) -> None:
         """P has begun this request, which has its blocks: ask for what it wants."""
         entry.want_pending = False
+        # D's scheduler may have ordered it before it knew of P's offer.
+        if any(entry.wanted) and entry.receiver.generation not in (None, self._generation):
+            reason = "P has computed it with other weights than D has"
+            self._apply_decisions(entry, entry.receiver.cancel(reason), now)
+            return
         try:
             self._apply_decisions(entry, entry.receiver.want(*entry.wanted, now), now)
         except RemoteProtocolError as error:
@@ -621,11 +626,8 @@ class Decode:
                         self._ranks.announced(peer, from_prefill.WaitingChunk(key, chunk, reserve))
                 case state_machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
-                    if entry.want_pending and generation in (None, self._generation):
+                    if entry.want_pending:
                         self._want(entry, now)
-                    elif entry.want_pending:
-                        reason = "P has computed it with other weights than D has"
-                        self._apply_decisions(entry, entry.receiver.cancel(reason), now)
                 case state_machine.Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 

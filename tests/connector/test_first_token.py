@@ -140,7 +140,9 @@ def test_a_load_that_fails_in_its_step_ends_or_is_computed_as_the_policy_says(po
     d.assert_at_rest()
 
 
-@pytest.mark.parametrize("why", ["another prompt", "long ago", "caches were reset", "its second time"])
+@pytest.mark.parametrize(
+    "why", ["another prompt", "long ago", "caches were reset", "its second time", "given up"]
+)
 def test_what_may_not_be_on_d_any_more_is_loaded_before_its_step(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +157,8 @@ def test_what_may_not_be_on_d_any_more_is_loaded_before_its_step(
         d.finish(ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED]))
         d.assert_at_rest()
         d.rank.meanwhile = lambda: None
+    elif why == "given up":
+        d.abort(ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED]))
     request = ask(d, FirstToken.IN_PROMPT, [*PROMPT, SAMPLED])
     d.step()
     assert request.request_id not in d.scheduled.num_scheduled_tokens

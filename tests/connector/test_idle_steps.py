@@ -321,10 +321,17 @@ class TestRest:
         d.finish(request)
         d.assert_at_rest()
 
+    def test_nothing_is_kept_for_a_connector_that_takes_no_messages(self, rest: EngineCore) -> None:
+        d: Any = SimpleNamespace(scheduler=SimpleNamespace(get_kv_connector=object), ranks=[0])
+        self.hears(rest, d, 1)
+        assert not rest._messages
+
     def test_a_step_that_has_computed_nothing_is_followed_by_vllms_rest_unless_it_brought_news(
-        self, rest: EngineCore
+        self, rest: EngineCore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        core = Core()
+        core, fed = Core(), list[str]()
+        dog = SimpleNamespace(feed=lambda: fed.append("fed"))
+        monkeypatch.setattr(engine_core, "get_watch_dog", lambda: dog, raising=False)
         core.scheduler = SimpleNamespace(has_requests=lambda: True)
         core.post_step, core.output_queue = lambda computed: None, queue.Queue()
         for news, computed in ((False, False), (True, False), (False, True)):
@@ -338,6 +345,7 @@ class TestRest:
             assert engine_core.EngineCoreProc._process_engine_step(core) is computed
             assert rest.seconds == (0.0 if news or computed else VLLM_IDLE_SLEEP)
             assert core.output_queue.get_nowait() == (0, "an output")
+        assert len(fed) == 3
 
     def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:
         core = Core()

@@ -222,6 +222,26 @@ def test_blocks_are_kept_until_both_have_done_with_them(store_first: bool, saved
     p.assert_at_rest()
 
 
+@each_order
+@each_pace
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_prompt_may_end_on_p_while_a_store_loads_it(store_first: bool, ahead: int, begun: bool) -> None:
+    """vLLM waits for one report then, which is the store's. `begun`: it was preempted before."""
+    p, request = filling(5, store_first=store_first, ahead=ahead)
+    if begun:
+        p.step()
+        p.drain()
+        p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.store.later = True
+    p.step(2)
+    p.abort(request)
+    p.step(2)
+    assert p.free < p.all_free, "the store still writes there"
+    p.stores[0].came = {request.request_id}
+    p.step(2)
+    p.assert_at_rest()
+
+
 class Watched(MultiInstance):
     """Knows which blocks hold what a failed load has left in them, or what was computed on it."""
 

@@ -300,9 +300,16 @@ def test_a_v2_runner_that_looks_otherwise_is_refused_where_it_overwrites_blocks(
         P2pKvConnector(p, KVConnectorRole.WORKER, kv_cache_config(spec=state))
 
 
-def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make, early: bool) -> None:
+    """`early`: while the prompt was queued on P, its D has not been heard of for a lease."""
     runner, rank = make()
-    told = [runner.step(prefill_step(16, first=True))]
+    meta = prefill_step(16, first=True)
+    if early:
+        runner.step(StepMetadata(holds=meta.holds))
+        rank.free("k")
+        meta.holds = []
+    told = [runner.step(meta)]
     rank.free("k")
     told += [runner.step(StepMetadata()) for _ in range(2)]
     assert not any(each.finished_sending for each in told)
@@ -310,6 +317,22 @@ def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
     told += [runner.step(StepMetadata()) for _ in range(3)]
     assert [set(each.finished_sending or ()) for each in told] == [{"r"}, set(), set(), set()]
     assert rank.log[-1] == do.Forget("k", "P")
+
+
+def test_what_p_has_not_begun_is_held_anew_when_it_wakes_up(make: Make) -> None:
+    runner, rank = make()
+    meta, worker, other = prefill_step(16, first=True), runner.connector.worker, FakeRank()
+    assert worker is not None
+    runner.step(StepMetadata(holds=meta.holds))
+    rank.free("k")
+    runner.step(StepMetadata())
+    worker.sleep()
+    worker.wake(other)
+    meta.holds = []
+    told = [runner.step(meta), runner.step(StepMetadata(sent=[EndedRequest("r", "k", "")]))]
+    assert not any(each.finished_sending for each in told), "D may still take it"
+    other.free("k")
+    assert runner.step(StepMetadata()).finished_sending == {"r"}
 
 
 LOAD = do.Load("k", 0, 31, ([1, 2],))
@@ -340,6 +363,20 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     assert [set(each.finished_recving or ()) for each in told_last] == [{"r"}, set(), set()]
     assert not any(each.failed_recving for each in told_last)
     assert rank.log[-1] == do.Forget("k", "D")
+
+
+def test_a_load_that_ends_before_the_engine_knows_of_it_is_reported(make: Make) -> None:
+    """The engine still knows an earlier request with the same key, and vLLM waits for both."""
+    runner, rank = make(role="D")
+    begun(runner, rank)
+    runner.step(StepMetadata(expects=[("again", expected("k"))], loads=[("r", LOAD), ("again", LOAD)]))
+    meta = StepMetadata(expects=[("third", expected("k"))])
+    meta.drops = [EndedRequest(name, "k", "D's request has ended") for name in ("r", "again")]
+    told = [runner.step(meta), runner.step(StepMetadata())]
+    assert [set(each.finished_recving or ()) for each in told] == [{"again", "r"}, set()]
+    assert told[0].failed_recving == {"again", "r"}
+    rank.begin("k")
+    assert runner.step(StepMetadata()).kv_connector_worker_meta.begun == {"third": [""]}
 
 
 def test_steps_without_news_are_empty(make: Make) -> None:
@@ -390,19 +427,26 @@ def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Mak
     assert load.fence is (fence if still_runs else None)
 
 
-def test_a_load_that_the_step_computes_with_is_waited_for_before_its_forward(make: Make) -> None:
+@pytest.mark.parametrize("former", [False, True])
+def test_a_load_that_the_step_computes_with_is_waited_for_before_its_forward(
+    make: Make, former: bool
+) -> None:
+    """`former`: the engine still knows an earlier request with the same key, which has just ended."""
     runner, rank = make("D")
+    if former:
+        runner.step(StepMetadata(expects=[("r", expected("now"))]))
     load = do.Load("now", 0, 32, ([1, 2],), number=1)
     meta = StepMetadata(work=True, expects=[(name, expected(name)) for name in ("now", "other")])
     meta.loads, meta.now = [("now", load)], {"now": [1, 2]}
+    meta.drops = [EndedRequest("r", "now", "D's request has ended", report=False)] * former
     rank.handed_on.add("now")
-    rank.meanwhile = lambda: rank.load("now")
+    rank.meanwhile = lambda: rank.facts["now"].asked and rank.load("now")
     runner.forward = lambda: seen.append("now" in rank.facts)  # type: ignore[method-assign]
     seen: list[bool] = []
     runner.sync = True
     told = runner.step(meta)
     assert seen == [False], "the engine has loaded and forgotten it"
-    assert rank.said(do.Load) == [load] and len(rank.said(do.Expect)) == 2
+    assert rank.said(do.Load) == [load] and len(rank.said(do.Expect)) == 2 + former
     assert not told.finished_recving and not told.invalid_block_ids
 
 

@@ -301,20 +301,29 @@ def test_a_prompt_of_other_weights_is_not_taken_ahead(pair: Pair) -> None:
         expect(pair.p, pair.d, key, tokens=16)
         pair.d.wait(do.Begun(key, generation))
         pair.d.do(do.Load(key, 0, 15, (BLOCKS,)))
-        arrives(pair.d, key, 16, BLOCKS)
+        if generation:
+            arrives(pair.d, key, 16, BLOCKS)
+        else:
+            pair.d.wait(do.LoadFailed(key, "P has computed it with other weights than D has"))
         pair.d.do(do.Forget(key))
     pair.arrived(16)
     pair.end("old", "new")
 
 
 @pytest.mark.parametrize("generation", ["", "another"])
-def test_a_load_may_be_ordered_before_ps_offer_has_come(generation: str) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_load_may_be_ordered_before_ps_offer_is_known(generation: str, late: bool) -> None:
     """D's router says that P has begun. With other weights than D's P's KV is of no use."""
     pair = Pair(prefetch_bytes=0)
     expect(pair.p, pair.d, tokens=40)
-    pair.d.do(do.Load("k", 0, 40, (BLOCKS,)))
+    load = do.Load("k", 0, 40, (BLOCKS,))
+    if not late:
+        pair.d.do(load)
     pair.p.do(do.OfferPrompt("k", pair.d.address, 40, b"digest", generation))
     step(pair.p, "k", BLOCKS, 0, 40)
+    if late:  # D's scheduler does not know it yet
+        pair.d.wait(do.Begun("k", generation))
+        pair.d.do(load)
     if generation:
         pair.fails("other weights")
     else:

@@ -390,7 +390,7 @@ Worker.begin: a rank whose thread has ended takes part in steps (K9)
 ~ if self.rank.failure: => if False:
 > tests/connector/test_weights_real_ranks.py
 Worker.wake: blocks of prompts that P had before its sleep are never free
-~ self._free |= self._held => pass
+~ self._free.add(key) => pass
 == p2pkv/engine/thread.py > tests/engine/test_thread.py
 Rank.trouble: a rank whose thread has ended is announced (K9)
 ~ if self.failure or not self.alive: => if False:

@@ -39,22 +39,25 @@ class StoreConnector(KVConnectorBase_V1):
     Attributes, of the scheduler's half:
         held: how many of a prompt's first tokens it has, by the first three.
         undecided: whether it is still looking.
+        later: whether it loads between steps, and not within one.
         saves: whether it saves a request's blocks after the request has ended.
         loaded: requests that it was told to load, with the number of tokens.
     Of each worker's half:
         spoil: whether the next load fails, from its second block on.
         saved: requests of which it has saved all.
+        came: requests of which it has loaded all, between steps.
         began: requests whose loads have begun.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.held: dict[tuple[int, ...], int] = {}
-        self.undecided = self.saves = False
+        self.undecided = self.saves = self.later = False
         self.loaded: list[tuple[str, int]] = []
         self.spoil = False
         self._failed: set[int] = set()
         self.saved: set[str] = set()
+        self.came: set[str] = set()
         self.began: list[str] = []
         self._next = StoreMetadata()
 
@@ -63,7 +66,8 @@ class StoreConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.undecided:
             return None, False
-        return max(0, self._of(request) - num_computed_tokens), False
+        found = max(0, self._of(request) - num_computed_tokens)
+        return found, self.later and found > 0
 
     def _of(self, request: Any) -> int:
         """Tokens of this prompt that it has, all but the last at most."""
@@ -101,8 +105,8 @@ class StoreConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        saved, self.saved = self.saved, set()
-        return KVConnectorTransferResults(finished_sending=saved)
+        saved, came, self.saved, self.came = self.saved, self.came, set(), set()
+        return KVConnectorTransferResults(finished_sending=saved, finished_recving=came)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
