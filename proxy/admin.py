@@ -1,4 +1,4 @@
-"""What operators and machines see of the proxy: health, instances and their drains, /status, /metrics and the
+"""What operators and machines see of the proxy: health, instances and their drains, /status, and the
 dashboard, a file that loads nothing from elsewhere. No answer holds a ZMQ address or a secret.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 from aiohttp import web
 from msgspec import to_builtins
-from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
 from p2pkv.pairing import Address
@@ -149,14 +148,6 @@ async def keep_history(proxy: Proxy) -> None:
     while True:
         proxy.metrics.sample(proxy.admission.under_way, proxy.admission.waiting)
         await asyncio.sleep(SAMPLE_SECONDS)
-
-
-async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
-    """GET /metrics, for Prometheus."""
-    proxy.guard.look(request)
-    proxy.metrics.forget()
-    encode, kind = choose_encoder(request.headers.get("Accept", ""))
-    return web.Response(body=encode(proxy.metrics.registry), headers={"Content-Type": kind})
 
 
 async def status_page(proxy: Proxy, request: web.Request) -> web.Response:

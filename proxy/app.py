@@ -20,11 +20,10 @@ from aiohttp.web_protocol import RequestHandler
 from p2pkv.control.security import Members
 from p2pkv.log import RateLimit
 
-from . import admin
+from . import admin, exposition
 from .access import Access, Tenants
 from .attempt import Dispatch
 from .cors import Cors
-from .exposition import Exposition
 from .http import PAIRED, REQUEST_ID, SINGLE, ProxyError, _sentence, error_response
 from .limits import Limits
 from .membership import Membership
@@ -438,7 +437,6 @@ def make_app(
                 guard=guard or Access(),
                 tenants=tenants,
             )
-            metrics.registry.register(Exposition(proxy))
             membership.watch(listed, members)
             membership.listen(discovery, members)
             if plain_discovery is not None:
@@ -472,7 +470,7 @@ _ROUTES = [
     web.post("/instances/{address}/drain", by_proxy(partial(admin.drain, drained=True))),
     web.post("/instances/{address}/resume", by_proxy(partial(admin.drain, drained=False))),
     web.get("/status", by_proxy(admin.status_page)),
-    web.get("/metrics", by_proxy(admin.metrics_page)),
+    web.get("/metrics", by_proxy(exposition.metrics_page)),
     web.get("/", admin.dashboard),
 ]
 

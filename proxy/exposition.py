@@ -1,12 +1,14 @@
-"""What Prometheus reads of a proxy beside what metrics.py measures."""
+"""GET /metrics, for Prometheus: what a proxy counts and holds, beside what metrics.py measures."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import product
+from itertools import chain, product
 
+from aiohttp import web
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -14,6 +16,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
 
@@ -23,6 +26,27 @@ from .membership.instance import STATES, Instance
 from .service import Proxy
 
 
+async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
+    """GET /metrics. A thread writes it, one page at a time: of 1,000 instances it takes most of a second."""
+    proxy.guard.look(request)
+    proxy.metrics.forget()
+    encode, kind = choose_encoder(request.headers.get("Accept", ""))
+    async with proxy.metrics.writing:
+        read = tuple(Exposition(proxy).collect())  # in the loop, where all of it changes
+        body = await asyncio.to_thread(encode, _PageMetrics((proxy.metrics.registry.collect(), read)))
+    return web.Response(body=body, headers={"Content-Type": kind})
+
+
+@dataclass(eq=False)
+class _PageMetrics:
+    """To the library a registry."""
+
+    _parts: Iterable[Iterable[Metric]]
+
+    def collect(self) -> Iterable[Metric]:
+        return chain.from_iterable(self._parts)
+
+
 @dataclass(eq=False)
 class Exposition:
     """What a proxy counts or holds beside what is measured; to Prometheus's library one of its collectors."""
@@ -30,6 +54,8 @@ class Exposition:
     _proxy: Proxy
 
     def collect(self) -> Iterator[Metric]:
+        if self._proxy.tenants is not None:
+            yield from self._proxy.tenants.collect()
         yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
         counted, gauges = self._proxy.counted(), self._proxy.gauges()
         for name, key, reasons, what in _BY_REASON:

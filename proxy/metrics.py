@@ -9,6 +9,7 @@ series end some time after it has left. Their label is `address`: Prometheus's `
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from bisect import bisect_left
@@ -116,6 +117,8 @@ class Metrics:
         self.began = clock()
         self.registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self.registry)
+        self.writing = asyncio.Lock()
+        """Held while a page of it is written."""
         counter = partial(prometheus.Counter, namespace="p2pkv_proxy", registry=self.registry)
         histogram = partial(prometheus.Histogram, namespace="p2pkv_proxy", registry=self.registry)
         # fmt: off

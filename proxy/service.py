@@ -78,8 +78,6 @@ class Proxy:
         handed_on = self.limits.first_token == "prefill" and self.limits.resumes > 0
         self.first_tokens = FirstTokens(handed_on, self.counters, self.dispatch == "concurrent")
         self.metrics.follow(self.instances)
-        if self.tenants is not None:
-            self.metrics.registry.register(self.tenants)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A POST that one D answers, with a P's help or without."""

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import combinations
@@ -181,6 +182,26 @@ async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequen
         assert (await response.text()).endswith("# EOF\n")
 
 
+async def test_other_requests_go_on_while_a_page_is_written(
+    concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def encode(registry: Any) -> bytes:
+        loop.call_soon_threadsafe(begun.set)
+        return b"# in time" if released.wait(10) else b"# too late"
+
+    monkeypatch.setattr(exposition, "choose_encoder", lambda accept: (encode, "text/plain"))
+    writing = asyncio.create_task(concurrent.client.get(f"{concurrent.url}/metrics"))
+    async with asyncio.timeout(10):
+        await begun.wait()
+        assert (await concurrent.post()).status == 200
+    released.set()
+    async with await writing as response:
+        assert await response.text() == "# in time"
+
+
 def exposed(metrics: Metrics, here: list[Instance]) -> Callable[[], str]:
     """The page of instances that come and go as a test wants, each time that it is called."""
     reasons = [
@@ -196,6 +217,7 @@ def exposed(metrics: Metrics, here: list[Instance]) -> Callable[[], str]:
         instances=lambda: here,
         state_of=lambda _: "ready",
         prefill_work=lambda _: (None, None),
+        tenants=None,
     )
     metrics.registry.register(Exposition(proxy))
 

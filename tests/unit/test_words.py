@@ -76,7 +76,7 @@ def log_lines(source: str) -> Iterator[str]:
 def metric_names() -> list[str]:
     metrics, counts = Metrics(), defaultdict[str, int](int)
     proxy: Any = SimpleNamespace(
-        metrics=metrics, counted=lambda: counts, gauges=lambda: counts, instances=list
+        metrics=metrics, counted=lambda: counts, gauges=lambda: counts, instances=list, tenants=None
     )
     metrics.registry.register(Exposition(proxy))
     return [family.name for family in metrics.registry.collect()] + list(Counters.NAMES)
