@@ -28,10 +28,6 @@ SIZES = [1, 4096, 100_001, 1 << 21, (1 << 22) + 7]
 WINDOW = 1 << 23
 
 
-def only(*modes: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("mode", modes, indirect=True)
-
-
 @pytest.fixture(params=["ipc", "nccl-polled"])
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -113,21 +109,18 @@ def test_p_dies_while_it_writes(start: Callable[[str], Peer], links: LinkFactory
         assert links.staging.used == WINDOW, "kernels of a process that was killed may run on for a moment"
 
 
-@only(*NCCL_KINDS)
-def test_p_dies_before_it_joins(start: Callable[[str], Peer], mode: str) -> None:
-    links = nccl_links(blocking=mode == "nccl-blocking", init_seconds=0.1)
-    peer = start("P")
-    invitation = bytes.fromhex(peer.hear()["invitation"])
-    peer.kill()
-    inbound, _ = links.accept(invitation, WINDOW)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_p_dies_before_it_joins(blocking: bool) -> None:
+    dead, links = (nccl_links(blocking=blocking, init_seconds=0.1) for _ in "PD")
+    inbound, _ = links.accept(dead.invite(), WINDOW)
     with pytest.raises(LinkError, match=r"did not come up in 0\.1 s"):
         wait_for(inbound.ready)
     inbound.abort()
     links.close()
-    wait_for(lambda: links.stuck == (1 if mode == "nccl-blocking" else 0))
+    wait_for(lambda: links.stuck == blocking)
 
 
-@only("ipc")
+@pytest.mark.parametrize("mode", ["ipc"], indirect=True)
 def test_a_frozen_p_that_wakes_up_writes_where_no_rank_reads(
     start: Callable[[str], Peer], links: LinkFactory
 ) -> None:
