@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -41,6 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of several processes one is busy with tests/vllm for most of the run: it begins with them."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith("tests/vllm/"))
+
+
+def pytest_collection_finish() -> None:
+    """Python's collector need not look at all of torch and vLLM each time that it runs."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -53,11 +53,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     simulated = SimulatedCuda(monkeypatch)
-    gc.collect()
-    gc.freeze()  # the tests collect often
     yield simulated
     gc.collect()
-    gc.unfreeze()
     simulated.let_go()
     ipc_simulated.let_go()
     nccl_simulated.let_go()
