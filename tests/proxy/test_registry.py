@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -182,22 +183,17 @@ def pair(choice: Choice) -> tuple[str, str]:
 
 
 def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
-    router, _, (old, new) = pools([OLD, NEW], [OLD, NEW], room=1)
+    """A second try goes to a pair that fits, too."""
+    router, (old_p, new_p), (old, new) = pools([OLD, NEW], [OLD, NEW], room=1)
+    need = partial(router.choose, RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED)
+    assert pair(need(avoid=frozenset({old_p}))) == (NEW, NEW)
+    with pytest.raises(NoInstance):
+        need(avoid=frozenset({old_p, new_p}))
     old.count_place(1, decode_alone=False)
     assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
     new.count_place(1, decode_alone=False)
     with pytest.raises(Full):
         router.choose(RoutingRequest("m"), 0.0)
-
-
-def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
-    router, (old, new), _ = pools([OLD, NEW], [OLD, NEW])
-    assert pair(router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old}))) == (
-        NEW,
-        NEW,
-    )
-    with pytest.raises(NoInstance):
-        router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old, new}))
 
 
 def test_where_no_p_fits_d_alone_is_chosen() -> None:
