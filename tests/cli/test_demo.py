@@ -233,7 +233,6 @@ with ending_on_signals():
         time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
         group = int(demo.stdout.readline())
         demo.send_signal(number)
         assert demo.wait(30.0) == 128 + number
@@ -262,7 +261,6 @@ input()
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline()
 
 

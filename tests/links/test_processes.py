@@ -63,7 +63,6 @@ def posted(links: LinkFactory, peer: Peer) -> tuple[Inbound, Receive]:
     """A P has sent all sizes, and a receive of a whole window is posted."""
     inbound = receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
-    assert last is not None
     wait_for(lambda: inbound.poll() or peer.hear() == {"sent": True})
     return inbound, last
 
@@ -77,7 +76,6 @@ def test_d_dies_in_mid_message_and_another_takes_its_place(
     assert outbound.used == 0
     peer.process.send_signal(signal.SIGSTOP)  # so that no message can be taken as a whole
     send = outbound.reserve(WINDOW, remote_slot)
-    assert send is not None
     if mode in NCCL_KINDS:
         send.commit()
     peer.kill()
@@ -131,7 +129,6 @@ def test_a_frozen_p_that_wakes_up_writes_where_no_rank_reads(
     inbound.abort()
     other, _ = links.accept(links.invite(), WINDOW)
     fresh = other.post(WINDOW)
-    assert fresh is not None
     before, slot = fresh.buffer.clone(), last.buffer
     slot.fill_(0)
     peer.process.send_signal(signal.SIGCONT)

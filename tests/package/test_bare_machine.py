@@ -53,7 +53,6 @@ def test_each_file_runs_or_says_what_it_lacks(python: Path) -> None:
 def test_carried_wheels_are_found_by_their_path(python: Path, tmp_path: Path) -> None:
     for module in ("msgspec", "zmq", "xxhash"):
         spec = importlib.util.find_spec(module)
-        assert spec is not None and spec.origin is not None
         (tmp_path / module).symlink_to(Path(spec.origin).parent)
     libraries = Path(str(importlib.metadata.distribution("pyzmq").locate_file("pyzmq.libs")))
     (tmp_path / "pyzmq.libs").symlink_to(libraries)

@@ -78,7 +78,6 @@ def handed_on(
 ) -> tuple[bytes | None, int]:
     """What the client gets, None if P's token is not handed on; and how many tokens D was asked for."""
     transcript = transcript_of(path, body)
-    assert transcript is not None
     tokens = tokens or FirstTokens(True, RequestCounters())
     plan = plan or FirstTokenPlan(FirstToken.HANDED_ON, transcript.wanted.most_tokens(0), None)
     request = parse(json.dumps(body).encode(), path)
@@ -145,7 +144,6 @@ def test_ps_token_and_ds_rest_are_one_servers_answer(
 
 def test_another_token_with_the_same_text_is_not_ps() -> None:
     transcript, engine = transcript_of(COMPLETIONS, GREEDY), salt_where(None, GREEDY)
-    assert transcript is not None
     first, *_ = engine.events(COMPLETIONS, GREEDY | {"return_token_ids": True}, "id-0")
     transcript.feed(first)
     had = text_of(first)
@@ -553,7 +551,6 @@ async def test_a_d_that_is_lost_behind_a_token_that_it_drew_otherwise(how: str, 
 def attempt_of(deployment: Deployment) -> Attempt:
     """Of the only request under way."""
     (active,) = deployment.proxy.active
-    assert active.attempt is not None
     return active.attempt
 
 
@@ -768,7 +765,6 @@ async def test_a_d_that_fails_as_p_is_lost_behind_its_token(
 
     def late(*_: object) -> None:
         call = attempt_of(deployment)._decoding
-        assert call is not None
         call.lose("late")
 
     async with pair_of(engine, dispatch=dispatch) as deployment:

@@ -142,7 +142,6 @@ async def test_a_stream_outlives_its_d(dispatch: Dispatch, how: str) -> None:
 @pytest.mark.parametrize("known", [[True, True], [True, False, False, True], [False, False]])
 async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(known: list[bool]) -> None:
     wanted = whole(UNBOUNDED, CHAT)
-    assert wanted.usage is not None
     context = wanted.usage["prompt_tokens"] + DEFAULT_TOKENS
     async with deployed("concurrent", 1) as deployment:
         for each in known:

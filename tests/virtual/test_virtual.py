@@ -72,7 +72,6 @@ def test_a_referral_for_a_request_that_has_ended_waits_until_d_has_forgotten_it(
     """Its failure is reported once, and the engine of P that has it is released at once, not by a lease."""
     world = World(3, decodes=1, model=ONE_GROUP, tps=(1,), groups="P")
     p, named, d = world.machines.values()
-    assert d.life is not None and p.life is not None
     (worker,) = d.life.workers
     d.life.step_in = lambda seconds: None  # type: ignore[method-assign]  # the forward thread is this test
 
@@ -119,7 +118,6 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArrivedChunk, "differs", lambda _: False)
     world = World(4)
     for machine in world.machines.values():
-        assert machine.life is not None
         # Not on P as well: that would flip the same bit back.
         for worker in machine.life.workers if machine.name.startswith("D") else ():
             worker.links.faults = dataclasses.replace(worker.links.faults, flip_at=5)
