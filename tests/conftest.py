@@ -44,9 +44,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: not item.nodeid.startswith("tests/vllm/"))
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True)
+def the_collector() -> None:
     """Python's collector need not look at all of torch and vLLM each time that it runs."""
-    gc.freeze()
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # at the end of the process all goes
 
 
 @pytest.fixture(autouse=True)
