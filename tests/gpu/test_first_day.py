@@ -186,9 +186,3 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         first_day.main(["--only", "no such step", "--out", str(tmp_path)])
     assert "no step no such step; there are environment, driver" in capsys.readouterr().err
-
-
-def test_programs_that_tell_of_limits_are_asked() -> None:
-    assert first_day._asked(sys.executable, "-c", "print('Link 0: 25 GB/s')") == "Link 0: 25 GB/s\n"
-    assert first_day._asked(sys.executable, "-c", "raise SystemExit(9)") == ""
-    assert first_day._asked("a program that is not installed") == ""

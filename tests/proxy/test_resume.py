@@ -329,11 +329,7 @@ async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -
     whole_json = asyncio.Event()
     async with deployed("concurrent", 1, 2, guard=Access(token="admin")) as deployment:
         leaving, other = deployment.decodes
-
-        leaving.behaviour, other.behaviour = (
-            by_kind(endless, after(whole_json, answer_json)),
-            generates(),
-        )
+        leaving.behaviour, other.behaviour = by_kind(endless, after(whole_json, answer_json)), generates()
         streams = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(16)]
         await eventually(lambda: asked(deployment.decodes) == [8, 8])
         plain = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
