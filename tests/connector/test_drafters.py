@@ -122,7 +122,6 @@ def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_
     seen = []
     for settings in ({}, {"max_position_embeddings": 99, "num_lookahead_tokens": 5}, {"rms_norm_eps": 1.0}):
         config = vllm_config("D", drafter=draft_model())
-        assert config.speculative_config is not None
         config.speculative_config.draft_model_config.hf_config.update(settings)
         seen.append(drafter_of(config))
     assert seen[0] == seen[1] != seen[2]
@@ -130,7 +129,6 @@ def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_
 
 def test_a_drafter_without_files_needs_a_name() -> None:
     config = vllm_config("D", drafter=draft_model())
-    assert config.speculative_config is not None
     config.speculative_config.draft_load_config = LoadConfig(load_format="tensorizer")
     with pytest.raises(ConfigError, match=r"load format tensorizer.*weights_name"):
         drafter_of(config)

@@ -68,7 +68,6 @@ def test_a_prompt_that_has_begun_is_finished_although_its_d_is_full_meanwhile() 
     assert begun(p, STUCK) == 1
     p.scheduler._preempt_request(last, 0.0)
     p.scheduler.running.remove(last)
-    assert p.scheduler.connector is not None
     p.scheduler.connector.producer._held.hold("another", STUCK, [list(range(1, BLOCKS))])
     p.run_until(last.is_finished)
 

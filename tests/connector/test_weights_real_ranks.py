@@ -119,7 +119,7 @@ def test_a_rank_that_sleeps_gives_its_memory_back(engines: Any) -> None:
     try:
         for engine in (p, d):
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-            engine.sleep()
+            engine.sleep(collect=True)
         assert [rank() for rank in ranks] == [None, None]
         assert gc.get_freeze_count()
     finally:

@@ -85,7 +85,6 @@ class First(Runner):
             self.forward()
         if self.drafter:
             self.finalize()
-        assert told is not None
         return told
 
     def finalize(self) -> None:
@@ -124,7 +123,6 @@ class Second(Runner):
 
     def end(self) -> KVConnectorOutput:
         told = self.active.post_forward(set())
-        assert told is not None
         return told
 
 
@@ -136,7 +134,6 @@ class SecondWithDrafter(Second):
             return super().end()
         told = self.active.post_forward(set(), defer_finalize=True)
         self.active.finalize_step()
-        assert told is not None
         return told
 
 
@@ -418,7 +415,6 @@ class _NotYet:
 def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Make, still_runs: bool) -> None:
     runner, rank = make("D")
     worker = runner.connector.worker
-    assert worker is not None
     fence = _NotYet() if still_runs else worker.record()
     worker.record = lambda: fence
     begun(runner, rank)

@@ -380,7 +380,6 @@ def c_type(text: str) -> object:
 @pytest.mark.parametrize("name", cuda_memory.CALLS)
 def test_calls_are_declared_as_in_cuda_h(header: str, name: str) -> None:
     declared = re.search(rf"CUresult CUDAAPI {name}\(([^)]*)\);", header)
-    assert declared is not None
     types = [re.match(r"(.*?)\w+$", each.strip()).group(1) for each in declared[1].split(",")]  # type: ignore[union-attr]
     unknown = [each for each in types if c_type(each) is ctypes.c_int and not re.match(r"int|CU\w+ $", each)]
     assert not unknown
@@ -397,7 +396,6 @@ def test_calls_are_declared_as_in_cuda_h(header: str, name: str) -> None:
 )
 def test_structs_are_laid_out_as_in_cuda_h(header: str, struct: type[ctypes.Structure], name: str) -> None:
     body = re.search(rf"typedef struct {name}_st \{{(.*?)\}} {name}_v1;", header, flags=re.S)
-    assert body is not None
     inner = re.search(r"struct \{(.*?)\} (\w+);", body[1], flags=re.S)
     outer = body[1] if inner is None else body[1].replace(inner[0], "")
     fields = [(found[2], c_type(found[1])) for found in re.finditer(r"([\w ]+[ *])(\w+);", outer)]

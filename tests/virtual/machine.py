@@ -218,7 +218,6 @@ class Machine:
 
     def some_links(self) -> list[FaultyLinks]:
         """Those of one rank, or of all."""
-        assert self.life is not None
         links = [worker.links for worker in self.life.workers]
         return self.draw.choice([links, [self.draw.choice(links)]])  # type: ignore[no-any-return]
 
@@ -266,7 +265,6 @@ class Machine:
 
     def held(self) -> dict[str, int]:
         """What it holds that it should not when nothing is under way."""
-        assert self.life is not None
         busy: dict[str, int] = {}
         for rank, worker in enumerate(self.life.workers):
             counts = worker.core.counters.snapshot()

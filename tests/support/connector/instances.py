@@ -122,7 +122,6 @@ def be_data_parallel(config: VllmConfig, index: int, start: int = 0, size: int =
     parallel = config.parallel_config
     parallel.data_parallel_index, parallel.data_parallel_rank_local = index, index - start
     parallel.data_parallel_size, parallel.data_parallel_rank = size, index if size > 1 else 0
-    assert config.kv_transfer_config is not None
     config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_dp{index}"
 
 
@@ -463,7 +462,6 @@ class Instance:
         self.metas.append(self._ours(meta))
         outputs = [self._rank_output(worker, copy.deepcopy(meta), scheduled) for worker in self.workers]
         output = self.aggregator.aggregate(outputs)
-        assert output is not None
         return output
 
     def _ours(self, meta: Any) -> StepMetadata:
@@ -510,7 +508,6 @@ class Instance:
     def _take_note(self) -> None:
         scheduled, output = self._running.popleft()
         told = output.kv_connector_output
-        assert told is not None
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
