@@ -10,7 +10,7 @@
 # make pictures  draw docs/pair.svg, and make docs/dashboard.png with a Chromium of this machine's
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
 # make gpu-first-day  all that one or two GPUs can show, what says most first, into one page, under CUDA MPS with ARGS=--mps
-# make gpu-dry-run  what of tests/gpu needs no GPU, with vLLM on the CPU: a few minutes
+# make gpu-dry-run  those lines of tests/gpu that need no GPU, with vLLM on the CPU: a few minutes
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make dist    the sdist and the wheel, checked: in dist/, the same bytes each time (the date is SOURCE_DATE_EPOCH)
 # make site    the pages as a site, in site/ (MkDocs); dead links fail it
@@ -142,9 +142,10 @@ gpu-test:
 	  PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu \
 	    -m "$$cards and not long" $(ARGS) || { [ $$? = 5 ] || status=1; }; done; exit $$status
 
-# All of the suite that needs no device, so that its own faults are found where no GPU is.
+# All of the suite that needs no device, so that its own faults are found where no GPU is. It fails on a line that
+# it did not go through and that is not marked as needing a GPU.
 gpu-dry-run: $(STAMP)
-	@PYTHONPATH=.:tests $(PY) -m pytest -c tests/gpu/bare.ini tests/gpu -k "cpu or first_day or needs" $(ARGS)
+	@PYTHONPATH=.:tests $(PY) -m pytest -c tests/gpu/bare.ini -p gpu.lines tests/gpu -k "cpu or first_day or needs" $(ARGS)
 
 gpu-first-day:
 	@$(GPU_PYTHON) tests/gpu/needs.py

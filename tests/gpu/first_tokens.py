@@ -92,8 +92,8 @@ def make_model(folder: Path, gpu: bool) -> tuple[Path, int]:
     if not gpu:
         tiny = TinyLlama()
         return ensure_model(tiny, folder), tiny.vocab
-    shape = TinyLlama(dtype="bfloat16", head_dim=64)
-    return enlarged(ensure_model(shape, folder), folder / "large"), shape.vocab
+    shape = TinyLlama(dtype="bfloat16", head_dim=64)  # needs a GPU
+    return enlarged(ensure_model(shape, folder), folder / "large"), shape.vocab  # needs a GPU
 
 
 def enlarged(tiny: Path, large: Path) -> Path:

@@ -46,7 +46,7 @@ def push_rows(
             turns = range(1 + turns_of(size, repeat))  # the first one only warms up
             row = {"bytes": size, **found[size], "raw": [], "push": [both.push(size) for _ in turns][1:]}
             if link == "nccl":
-                row["raw"] = [both.raw(size) for _ in turns][1:]
+                row["raw"] = [both.raw(size) for _ in turns][1:]  # needs a GPU
             rows.append(row)
         return rows
 

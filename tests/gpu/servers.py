@@ -71,10 +71,10 @@ class Setting:
         if self.gpu:
             # Not a share of the card: vLLM would take what another server has there for its own. It checks at
             # its start that the share is free all the same, so a small one.
-            given += ["--kv-cache-memory-bytes", str(512 << 20)]
-            given += ["--gpu-memory-utilization", "0.05"]
+            given += ["--kv-cache-memory-bytes", str(512 << 20)]  # needs a GPU
+            given += ["--gpu-memory-utilization", "0.05"]  # needs a GPU
         if self.graphs:
-            given += ["--compilation-config", f'{{"cudagraph_mode": "{self.graphs}"}}']
+            given += ["--compilation-config", f'{{"cudagraph_mode": "{self.graphs}"}}']  # needs a GPU
         return (*given, *self.more)
 
 
@@ -128,9 +128,9 @@ def started(chosen: Setting, folder: Path) -> Iterator[Servers]:
     def server(name: str, cards: str, larger: int = 1, **options: Any) -> VllmServer:
         environment = {"CUDA_VISIBLE_DEVICES": cards} if cards else {}
         if chosen.runner:
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = chosen.runner
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = chosen.runner  # needs a GPU
         if chosen.tp > 1:  # vLLM's communicator is NCCL's first one, and so decides for p2pkv's
-            environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+            environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # needs a GPU
         return VllmServer(
             model,
             extra_args=chosen.arguments(larger),

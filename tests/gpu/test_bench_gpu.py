@@ -26,6 +26,6 @@ def test_ranks_that_share_the_heads_get_what_p_computed(devices: list[str]) -> N
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_communicators_take_device_memory(devices: list[str]) -> None:
+def test_communicators_take_device_memory(devices: list[str]) -> None:  # needs a GPU
     costs = fanout.measure_communicators("nccl", (devices[0], devices[-1]))
     assert len(costs["links"]) == fanout.LINKS and sum(costs["links"]) > 0

@@ -115,7 +115,7 @@ def test_wrong_bytes_would_be_noticed(both: Messages) -> None:
     """What the other tests rest on: D compares what it got with what P should have had."""
     both.memory.cells.fill_(1)
     if both.device != "cpu":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # needs a GPU
     with pytest.raises(BenchError, match="D does not hold P's KV"):
         both.push(SIZES[0])
 
