@@ -2,8 +2,8 @@
 
 For a machine with torch, CuPy and pytest, without network and with nothing prepared. Each step is a process
 with a deadline; steps that need no quiet run side by side, then those that measure, one by one. What a
-machine lacks, or what there is no time for, is a line that says so. Writes first_day.md and first_day.json,
-to be attached to an issue. Exit code 1 if a step failed.
+machine lacks, or what there is no time for, is a line that says so. Writes first_day.html, first_day.md and
+first_day.json, to be attached to an issue. Exit code 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.append(str(ROOT / "tests"))  # this is a script
 from gpu import mps  # noqa: E402
 from gpu.figures import VARIABLE, figures  # noqa: E402
 from gpu.needs import VLLM, lacking  # noqa: E402
-from gpu.page import Block, Boxes, Heading, Output, Table, Text, markdown  # noqa: E402
+from gpu.page import Block, Boxes, Heading, Output, Table, Text, markdown, page  # noqa: E402
 from gpu.tables import mps_phrase, push_blocks, token_blocks  # noqa: E402
 
 TITLE = "p2pkv on a GPU: the first day"
@@ -565,10 +565,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         more += token_blocks(_written(args.out / name))
     parts = blocks(wanted, results, when, table, limit, under, more)
     (args.out / "first_day.md").write_text(markdown(TITLE, parts), encoding="utf-8")
+    (args.out / "first_day.html").write_text(page(TITLE, parts), encoding="utf-8")
     steps_done = [asdict(each) for each in results]
     data = {"when": when, "mps": under, "steps": steps_done, "figures": kept, "limits": limit}
     (args.out / "first_day.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(f"the report: first_day.md and first_day.json in {args.out}")
+    print(f"the report: first_day.html, first_day.md and first_day.json in {args.out}")
     return 1 if any(each.outcome == "failed" for each in results) else 0
 
 

@@ -12,7 +12,7 @@ from _pytest.mark.expression import Expression
 from gpu import first_day
 from gpu.figures import VARIABLE, figure, figures
 from gpu.first_day import Step, blocks, figures_table, limits, run_all, verdict
-from gpu.page import Boxes, Output, Table, Text, markdown
+from gpu.page import Boxes, Output, Table, Text, markdown, page
 
 
 def step(name: str, code: str, **more: object) -> Step:
@@ -160,11 +160,13 @@ def test_figures_are_kept_for_the_report(tmp_path: Path, monkeypatch: pytest.Mon
     assert figures(path) == [{"name": "longest pause", "value": 0.5, "unit": "s", "where": "here"}]
 
 
-def test_nothing_of_a_page_is_taken_for_markdown() -> None:
+def test_a_page_says_the_same_in_both_forms() -> None:
     boxes, output = Boxes([(True, "one"), (False, "two")]), Output(["```", "<i>"])
     parts = [Text("a < b"), Table(["x"], [["a|b"]]), boxes, output]
-    said = markdown("A & B", parts)
+    said, html = markdown("A & B", parts), page("A & B", parts)
     assert "| a\\|b |" in said and "- [x] one\n- [ ] two" in said and "````\n```\n<i>\n````" in said
+    assert "<h1>A &amp; B</h1>" in html and "<td>a|b</td>" in html and "&lt;i&gt;" in html
+    assert "☑ one" in html and "☐ two" in html
 
 
 @pytest.mark.timeout(300)

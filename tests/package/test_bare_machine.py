@@ -82,3 +82,4 @@ def test_the_first_day_does_what_it_can(python: Path, tmp_path: Path) -> None:
     assert "NCCL link: not usable (No module named 'msgspec')" in lines
     assert any(line.startswith("torch ") for line in said[0]["output"])
     assert "| environment |" in (tmp_path / "first_day.md").read_text()
+    assert "<td>environment</td>" in (tmp_path / "first_day.html").read_text()
