@@ -298,9 +298,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def is_of_instance(self, engine: Address) -> bool:
         """Whether `engine` may be where this engine begins, or another of its instance on this host."""
         first = self.instance
-        return engine == self.address or (
-            first is not None and of_one_instance(engine, first, self.engine_ranks)
-        )
+        return engine == self.address if first is None else of_one_instance(engine, first, self.engine_ranks)
 
     @property
     def ports(self) -> str:
@@ -351,9 +349,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
-        former_given = {
-            name: _read(name, given.pop(name), _FORMER[name]) for name in _FORMER if name in given
-        }
+        former_names = [name for name in _FORMER if name in given]
+        former_given = {name: _read(name, given.pop(name), _FORMER[name]) for name in former_names}
         try:
             secret = read_secret(_read("secret_file", given.get("secret_file"), str | None), environ)
         except TrustError as error:

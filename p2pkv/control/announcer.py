@@ -171,12 +171,10 @@ class Announcer:
         while not self._stopping.wait(BEAT_SECONDS):
             assert self._child is not None
             self._take_partners()
-            if self._child.poll() is None:
+            if (status := self._child.poll()) is None:
                 self._send(self._next_beat())
                 continue
-            log.warning(
-                "the announcing process ended with status %d; it is started again", self._child.returncode
-            )
+            log.warning("the announcing process ended with status %d; it is started again", status)
             with contextlib.suppress(OSError):
                 # The instance is warm by now, or the child has waited for as long as it may.
                 self._spawn(msgspec.structs.replace(self._announcement, warm_up=None))

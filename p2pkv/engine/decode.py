@@ -29,7 +29,7 @@ from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Extents
 from p2pkv.protocol.handshake import is_engine_of, unfit
 from p2pkv.protocol.receiver import LoadPhase, Receiver
-from p2pkv.protocol.state_machine import RemoteProtocolError
+from p2pkv.protocol.state_machine import Decision, RemoteProtocolError
 
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
@@ -290,18 +290,14 @@ class Decode:
         assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
         self._apply_decisions(entry, entry.receiver.attach(assignments, now), now)
 
-    def _mismatched(
-        self, entry: RequestEntry, mismatched: PrefillPeer, first: PrefillPeer, now: float
-    ) -> None:
+    def _mismatched(self, entry: RequestEntry, other: PrefillPeer, first: PrefillPeer, now: float) -> None:
         """Two ranks of P contradict each other. One may not know of a restart of its engine: ask it anew."""
-        reason = unfit(
-            first.address, mismatched.address, "their Hellos describe their common engine differently"
-        )
+        reason = unfit(first.address, other.address, "their Hellos describe their common engine differently")
         entry.tries += 1
         if entry.tries > MAX_TRIES:
             advice = "start all ranks of that P anew, with the same options"
             self._apply_decisions(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
-        self._ranks.lose(mismatched, reason, now)
+        self._ranks.lose(other, reason, now)
 
     def prefetch(self, peer: PrefillPeer, message: m.PrefetchOffer, now: float) -> None:
         """P has begun a prompt for which no request has come: take it if all its ranks are connected."""
@@ -606,9 +602,7 @@ class Decode:
     def finished(self) -> bool:
         return all(entry.receiver.load.ended for entry in self.entries.values())
 
-    def _apply_decisions(
-        self, entry: RequestEntry, decided: list[state_machine.Decision], now: float
-    ) -> None:
+    def _apply_decisions(self, entry: RequestEntry, decided: list[Decision], now: float) -> None:
         effects, key = self._ctx.effects, entry.expect.key
         for each in decided:
             match each:

@@ -443,7 +443,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         edges = plan.from_source(mine.rank)
         owed = [edge for edge in edges if edge.target == hello.rank]
         # D may have come ahead of any request: no other link has to go for that.
-        link = OutboundLink(self._ctx, number=old.link.number if old is not None else 0, parked=self._full)
+        full = sum(1 for peer in self if peer.link.invited) >= self._ctx.options.max_links
+        link = OutboundLink(self._ctx, number=old.link.number if old is not None else 0, parked=full)
         served = frozenset(edge.target for edge in edges)
         assignment = Assignment.of(owed, formats) if owed else None
         verify = verified(mine, hello)
@@ -529,11 +530,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         peer.link.park(now)
         peer.unconfirmed.clear()
         self.activate(peer)
-
-    @property
-    def _full(self) -> bool:
-        """Whether one link more would be one too many."""
-        return sum(1 for peer in self if peer.link.invited) >= self._ctx.options.max_links
 
     def order(self, peer: DecodePeer, key: str, order: Transmit, now: float, known: bool = True) -> None:
         """D has granted this send. `known`: P has this prompt."""

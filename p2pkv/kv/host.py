@@ -214,10 +214,7 @@ def columns_on_host(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """The elements in a storage and in `dense`, [column, element], as bits; numpy does not mind where they
     begin."""
-    bits, shape, strides = (
-        f"u{columns.element}",
-        (columns.count, columns.elements),
-        (columns.element, columns.step),
-    )
+    bits, shape = f"u{columns.element}", (columns.count, columns.elements)
+    strides = columns.element, columns.step
     memory = np.ndarray(shape, bits, flat.numpy(), columns.offset, strides)
     return memory, dense.numpy().view(bits).reshape(shape)
