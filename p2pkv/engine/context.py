@@ -167,8 +167,7 @@ class CopyQueue:
 
 class Revocations:
     """Prompts whose blocks were taken back, and how often, until the engine thread has carried that out.
-    `reading` guards `keys`, and is held while gathers are launched.
-    """
+    `reading` guards `keys`, and is held while gathers are launched."""
 
     def __init__(self) -> None:
         self.reading = threading.Lock()

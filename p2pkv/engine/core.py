@@ -52,8 +52,7 @@ QUIET_SECONDS = 60.0
 class StallFreeClock:
     """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
     process, its machine): a silence counts against a peer only while its messages could have been read.
-    `turned`: when the last turn began, by the owner's clock. `held`: seconds for which this one has stood.
-    """
+    `turned`: when the last turn began, by the owner's clock. `held`: seconds that this one has stood."""
 
     def __init__(self) -> None:
         self.turned: float | None = None
@@ -79,8 +78,7 @@ class StallFreeClock:
 class Tables(NamedTuple):
     """What takes each command, message and effect, and a peer that a message could not be sent to. Messages
     go by the class of the peer that they come from, and their own; `unowned`, by their own, may come on any
-    connection.
-    """
+    connection."""
 
     commands: dict[type, list[Handle]]
     messages: dict[tuple[type, type], Receive]

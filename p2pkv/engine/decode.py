@@ -474,8 +474,7 @@ class Decode:
             self._ctx.effects.append(Emit(do.PrefetchComplete(expect.key, expect.tokens, expect.digest)))
 
     def write_prefetched(self, now: float) -> bool:
-        """Write what came before its request to the blocks that it has now, some of it each turn; whether
-        there is more."""
+        """Write some of what came before its request to the blocks that it has now; whether there is more."""
         waiting = self._prefetched
         for _ in range(BURST):
             while waiting and not (waiting[0].buffer and waiting[0].buffer.chunks):
@@ -512,8 +511,7 @@ class Decode:
     def _rectangle(
         entry: RequestEntry, rank: int, rows: tuple[Rectangles, ...], piece: m.Piece
     ) -> tuple[Rectangles, Bounds, Tokens, Bounds]:
-        """Where a piece of this rank of P lies in our cache, of which `rows` is its form: layers, tokens and
-        heads."""
+        """Where a piece of this rank of P lies in our cache, seen as `rows`: layers, tokens and heads."""
         edge = entry.receiver.sources[rank].assignment.edges[piece.group]
         shift = edge.target_layer - edge.layers.start
         heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)

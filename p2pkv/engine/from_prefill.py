@@ -1,5 +1,4 @@
-"""D's view of the ranks of P: the connection to each, the link from it, and what is announced and posted on
-it.
+"""D's view of the ranks of P: the connection to each, the link from it, and what is to come on that link.
 
 What happens to them is appended to the rank's effects.
 """
@@ -117,8 +116,7 @@ class PostedReceive:
 class InboundLink:
     """The link from one rank of P, if there is one (`number` is -1 if not), and what is on it: announced
     chunks that wait for a receive, and receives that are posted, the oldest first. `burst`: how many more of
-    these may land in this turn.
-    """
+    these may land in this turn."""
 
     ctx: Context
     number: int = -1

@@ -327,8 +327,7 @@ class Prefill:
 
     def fill(self, effect: to_decode.FillSend, now: float) -> None:
         """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile. On a
-        device the gather is only queued: the send is ordered behind it, and taking blocks back waits for it.
-        """
+        device the gather is only queued; the send is ordered behind it, and taking blocks back waits."""
         peer, key, order, send = effect.peer, effect.key, effect.order, effect.send
         if not peer.link.linked:
             return

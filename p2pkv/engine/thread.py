@@ -33,8 +33,7 @@ STOP_SECONDS = FINISH_SECONDS + 3.0
 
 class Rank:
     """A Core with a thread of its own. Listens from the start on; `stop` it. `failure`: a sentence: what
-    ended the thread before `stop`. Raises PortTaken, NoCurve or RuntimeError with a sentence.
-    """
+    ended the thread before `stop`. Raises PortTaken, NoCurve or RuntimeError with a sentence."""
 
     def __init__(
         self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory, serving: bool = True
@@ -100,8 +99,7 @@ class Rank:
 
     def stop(self) -> None:
         """End the thread, the sockets and the links, by a deadline. Idempotent. P first pushes what it has
-        computed and D waits for, for FINISH_SECONDS at most; all else ends at once, with a reason for peers.
-        """
+        computed and D waits for, in FINISH_SECONDS at most; all else ends at once, with a reason to peers."""
         self._stopping = True
         self._endpoint.wake()
         self._thread.join(STOP_SECONDS)

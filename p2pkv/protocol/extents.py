@@ -87,8 +87,7 @@ class Extent(Struct, frozen=True, dict=True):
         return (piece.layer_stop - piece.layer) * ((piece.stop - piece.start) // self.unit) * self.row
 
     def within(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
-        """What of `piece` lies in this extent, cut so that each part's bytes lie together in the piece's, and
-        where they begin."""
+        """What of `piece` lies in this extent, in parts that lie together in its bytes, and where they begin."""
         start, stop = max(piece.start, self.start), min(piece.stop, self.ceiling)
         if (start, stop) == (piece.start, piece.stop):
             yield 0, piece
@@ -199,8 +198,7 @@ class Cutter:
 
     def _cut(self, ready: deque[Piece], limit: int) -> Cut:
         """A chunk of up to `limit` bytes (one row at the least) from the front of these pieces. Those whose
-        rows are aligned best come first, so that a GPU may read and write each as widely as its rows
-        allow."""
+        rows are aligned best come first, so that a GPU may read and write each as widely as it can."""
         taken: list[Piece] = []
         room = limit
         while ready and len(taken) < MAX_PIECES:

@@ -28,8 +28,7 @@ from p2pkv.sharding import Shape, ShardingError
 
 class RowFormat(Struct, frozen=True):
     """How rows of a KV group, of `unit` tokens, are arranged between two ranks: by the codec of both, or
-    dense. The other fields are those of `KvGroup`.
-    """
+    dense. The other fields are those of `KvGroup`."""
 
     codec: str
     unit: int
@@ -84,8 +83,7 @@ def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
 
 
 def token_bytes(group: KvGroup) -> int:
-    """Bytes of the K and V of one (layer, head, token); of a row where it stands for several tokens, or for a
-    whole request."""
+    """Bytes of K and V of one (layer, head, token); of a row that stands for several, or for a request."""
     return group.row_bytes if group.codec == DENSE else group.row_bytes // group.unit_tokens
 
 

@@ -65,8 +65,6 @@ class _Shortened:
 
 
 class TransferMessage(Message, frozen=True):
-    """A message about one transfer."""
-
     key: Key
     attempt: Serial
 

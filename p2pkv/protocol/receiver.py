@@ -112,8 +112,7 @@ class Source:
             self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, m.MAX_CUT))
 
     def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[m.Chunk]:
-        """The first chunks of what it has just been asked for, as it would announce them; [] if it has to.
-        `tokens`: of the prompt."""
+        """The first chunks of what it is asked for now, as it would announce them; [] if it has to."""
         if not self.ready or self._coverage is None:
             return []
         extents, cuts, chunks, count = self._coverage.extents, None, list[m.Chunk](), 0
@@ -427,8 +426,7 @@ class Receiver:
         return None if self.prefetch or self._idle else self.waits_since + self.terms.wait
 
     def tick(self, now: float, reached: bool = False) -> list[Decision]:
-        """End what has outlived its lease or its bound. `reached`: there is a connection to P's rank 0, which
-        may not have answered yet."""
+        """End what has outlived its lease or its bound. `reached`: P's rank 0 accepts our connection."""
         answered_by, bound = self._answered_by, self._bound
         if self.load.ended:
             return []

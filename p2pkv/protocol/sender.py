@@ -188,8 +188,7 @@ class Sender:
         self.prompt = Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
         self.sends: dict[int, SendState] = {}
         self._withdrawn: dict[int, SendState] = {}
-        """States for ranks of D that took the prompt ahead and let it go or lost it: that attempt does not
-        come back."""
+        """Of ranks of D that took the prompt ahead and let it go: that attempt does not come back."""
         self.expects: frozenset[int] | None = None
         self.tokens = 0
         self.digest = b""
@@ -267,8 +266,7 @@ class Sender:
         self, rank: int, assignment: Assignment, attempt: int, limit: int, now: float
     ) -> list[Decision]:
         """A rank of D waits for this prompt. Each of its heartbeats claims it again, which renews the lease.
-        A transfer that has ended is answered with Failed each time. A later attempt replaces the one before.
-        """
+        A transfer that has ended is answered with Failed each time. A later attempt replaces the last."""
         send = self.sends.get(rank)
         known = send is not None and send.attempt == attempt and not send.gone
         if send is not None and known and send.machine.state is not SendPhase.ENDED:
@@ -398,8 +396,7 @@ class Sender:
     def sent(
         self, order: Transmit, filler: bool, digest: bytes = b"", together: int | UnsetType = UNSET
     ) -> list[Decision]:
-        """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link;
-        `together`: as in Sent."""
+        """This chunk has been gathered (unless `filler`) and handed to the link; the rest is as in Sent."""
         grant = order.grant
         sent = m.Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest, together)
         out: list[Decision] = [SendTo(order.rank, sent)]
