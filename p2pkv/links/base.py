@@ -50,8 +50,7 @@ class LinkError(Exception):
 
 class Receive(Protocol):
     """One posted receive. `buffer`: uint8 [nbytes], readable from the moment `done()` is True until
-    `release()`. `remote_slot`: for the sender; opaque, 0 <= remote_slot <= 2**62.
-    """
+    `release()`. `remote_slot`: for the sender; opaque, 0 <= remote_slot <= 2**62."""
 
     @property
     def buffer(self) -> torch.Tensor: ...
@@ -99,8 +98,7 @@ class LinkEnd(ABC):
 
     @property
     def used(self) -> int:
-        """Bytes that its unfinished operations hold now. What an abort has not given back yet is the
-        rank's."""
+        """Bytes that its unfinished operations hold. What an abort has yet to give back is the rank's."""
         return 0 if self.closed else self.share.held
 
     @abstractmethod
@@ -161,8 +159,7 @@ class Outbound(LinkEnd):
         return 1
 
     def launch(self, count: int = 1) -> None:
-        """D has `Sent` for so many sends that are `due`: launch them together, once those before them are
-        done. Raises LinkError."""
+        """D has `Sent` for so many sends that are `due`: launch them together, after those before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,8 +287,7 @@ _decoders: dict[type[SetupBlob], msgspec.msgpack.Decoder[Any]] = {}
 
 def _decoder(kind: type[_AnyBlob]) -> msgspec.msgpack.Decoder[_AnyBlob]:
     """msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for
-    the first time together. So one of them does, and the others wait.
-    """
+    the first time together. So one of them does, and the others wait."""
     with _looking:
         if kind not in _decoders:
             _decoders[kind] = msgspec.msgpack.Decoder(kind)

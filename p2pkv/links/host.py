@@ -46,8 +46,7 @@ class HostInvitation(Invitation, frozen=True, tag="host", rename=_ON_THE_WIRE):
 
 class HostAcceptance(Acceptance, frozen=True, tag="host", rename=_ON_THE_WIRE):
     """D's answer. `nonce`, `namespace`: D's own; None where the system has no namespaces. `shared`: how P
-    finds the arena; None if D does not share it. `host`, `port`: where D listens for TCP; `host` is numeric.
-    """
+    finds the arena; None if D does not share it. `host`, `port`: of D's TCP listener; `host` is numeric."""
 
     nonce: Nonce
     window: Annotated[int, Meta(ge=1, le=1 << 44)]
@@ -63,8 +62,6 @@ def make_links(settings: LinkSettings) -> HostLinks:
 
 
 class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
-    """Makes host links for one rank."""
-
     kind = "host"
     blobs = HostInvitation, HostAcceptance
 
@@ -186,8 +183,7 @@ class HostReceive:
 
 class HostInbound(Inbound):
     """D's end. The first thing that P does shows whether P shares the arena or connects by TCP. A slot that P
-    may still write is never posted again: `abort` gives up the whole arena.
-    """
+    may still write is never posted again: `abort` gives up the whole arena."""
 
     def __init__(
         self, window: int, nonces: tuple[bytes, bytes], host: str, share: StagingShare, *, shared: bool

@@ -16,15 +16,7 @@ import torch
 from msgspec import Meta
 
 from p2pkv.device import cuda_index
-from p2pkv.links.base import (
-    NONCE_BYTES,
-    Acceptance,
-    GuardedLinks,
-    Invitation,
-    LinkError,
-    LinkSettings,
-    Nonce,
-)
+from p2pkv.links.base import NONCE_BYTES, Acceptance, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
 from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, allocate
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
@@ -69,8 +61,6 @@ def this_host() -> tuple[str, int]:
 
 
 class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
-    """Makes CUDA IPC links for one rank."""
-
     kind = "ipc"
     blobs = IpcInvitation, IpcAcceptance
     too_many_stuck = (

@@ -52,9 +52,7 @@ killed, its sockets may be closed a moment before the driver stops its kernels."
 class IpcContext:
     """What all CUDA IPC links of one rank share. `pool`, `block`: this rank's memory, into which its peers
     write; None if it does not receive. `mapped`: all memory of each peer while a link uses it, by its random
-    name. `openings`, `aborts`: threads that map a peer's memory, and that wait for the end of a link's
-    writes.
-    """
+    name. `openings`, `aborts`: threads that map a peer's memory, and that wait for a link's writes."""
 
     device: CudaDevice
     driver: CudaMemory
@@ -168,7 +166,6 @@ class IpcInbound(Inbound):
         self._announced += count
 
     def pause(self) -> float:
-        """Seconds until a poll may find something."""
         return self._timer.pause() if self.up else 0.0
 
     def release(self, receive: IpcReceive) -> None:
@@ -304,7 +301,6 @@ class IpcOutbound(Outbound):
         self.poll()
 
     def pause(self) -> float:
-        """Seconds until a poll may find something."""
         return self._timer.pause() if self.up else 0.0
 
     @property

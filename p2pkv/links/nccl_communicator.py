@@ -26,8 +26,7 @@ _PAUSE = 0.001
 
 class BusyEnds:
     """Ends whose kernels may hold multiprocessors, at most so many at once, in the order in which they asked.
-    They spin there until the peer has done its part.
-    """
+    They spin there until the peer has done its part."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -159,8 +158,7 @@ class Opening:
         return None
 
     def give_up(self) -> Comm | None:
-        """Stop waiting. The caller aborts the communicator, if it is up; else the helper thread does, as soon
-        as NCCL lets it."""
+        """Stop waiting. The caller aborts the communicator, if it is up; else the helper thread does."""
         with self._lock:
             self._given_up.set()
             return self._comm

@@ -162,8 +162,7 @@ class NcclEnd(LinkEnd):
         self.guard.check()
 
     def admitted(self) -> bool:
-        """Whether this end may have another operation; how many may be launched is seen to elsewhere if they
-        are announced."""
+        """Whether this end may have another operation; `due` bounds those that are announced."""
         return self._announced or self._busy.admits(self)
 
     def enqueue(self, operation: Operation) -> None:
@@ -367,8 +366,6 @@ class NcclInbound(NcclEnd, Inbound):
 
 
 class NcclSend(Operation):
-    """One send."""
-
     __slots__ = ()
 
     def commit(self) -> None:

@@ -104,8 +104,7 @@ class Arena:
 
 
 def create_arena(window: int, nonce: bytes, *, shared: bool) -> Arena:
-    """D's new arena; a memfd if `shared`: it has no name to squat, and vanishes with its last process. Raises
-    LinkError."""
+    """D's new arena; if `shared` a memfd: no name to squat, gone with its last process. Raises LinkError."""
     size = arena_bytes(window)
     try:
         if shared:
