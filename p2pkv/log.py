@@ -39,8 +39,7 @@ class RateLimit:
 
 
 class Throttle(logging.Filter):
-    """Lets `burst` lines of each line of code through in `seconds`; the next one has how many were left
-    out."""
+    """Lets `burst` lines of each line of code through in `seconds`; the next one counts those left out."""
 
     def __init__(
         self, burst: int = 20, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic

@@ -63,8 +63,7 @@ class Packing:
             raise ValueError(f"{self.codec} {reason}")
 
     def views(self, dense: Elements, packed: Elements) -> Pairs:
-        """Of K and of V. `dense`: [..., N, C], any strides but along C; `packed`: [..., N * C],
-        contiguous."""
+        """Of K and V. `dense`: [..., N, C], any strides but along C; `packed`: [..., N * C], contiguous."""
         tokens, content = dense.shape[-2:]
         size, half = content // 2, tokens * content // 2
         return (

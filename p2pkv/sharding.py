@@ -48,8 +48,7 @@ class Ownership(Struct, frozen=True, dict=True):
     """The interval of one global axis that each rank of a group holds.
 
     Intervals of two ranks are equal or disjoint, and together they cover the axis from 0 without a
-    gap; ranks may hold nothing. `ranks[r]` is rank r's.
-    """
+    gap; ranks may hold nothing. `ranks[r]` is rank r's."""
 
     ranks: tuple[Interval, ...]
 
@@ -107,10 +106,9 @@ def overlaps(source: Ownership, target: Ownership) -> Iterator[Overlap]:
         if not wanted:
             continue
         for index in range(bisect_right(starts, wanted.start) - 1, bisect_left(starts, wanted.stop)):
-            cells = source.parts[index].intersect(wanted)
-            yield Overlap(
-                index, rank, cells, cells.start - source.parts[index].start, cells.start - wanted.start
-            )
+            part = source.parts[index]
+            cells = part.intersect(wanted)
+            yield Overlap(index, rank, cells, cells.start - part.start, cells.start - wanted.start)
 
 
 class Shape(Struct, frozen=True, array_like=True, dict=True):

@@ -226,8 +226,7 @@ class PagedCache:
                 self._table(span, units, blocks)
 
     def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
-        """A gather or a scatter of this rectangle will come: do now what needs no buffer. Raises
-        ValueError as they do."""
+        """A gather or scatter of this rectangle will come: do what needs no buffer. Raises as they do."""
         if isinstance(tokens, tuple):
             cuts = self._cuts(layers, tokens, heads, blocks)
             for span, cut, _ in cuts:
@@ -518,8 +517,7 @@ class RankCache:
         return max(1, min(tokens * nbytes // unit for nbytes, unit in rows)) if rows else 1
 
     def warm_up(self) -> None:
-        """Returns when it is done: the engine's stream, which uses the memory next, has no order with the
-        calling thread's."""
+        """Returns when it is done, since the engine's stream has no order with the calling thread's."""
         for group in self.groups:
             group.warm_up()
         self.fence().wait()

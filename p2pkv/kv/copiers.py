@@ -169,7 +169,6 @@ def kernel_source() -> str:
 
 
 def kernel_names() -> list[str]:
-    """The kernels' names."""
     return [*(f"p2pkv_{what}_{width}" for what in ("gather", "scatter") for width in WIDTHS), "p2pkv_digest"]
 
 
@@ -261,7 +260,6 @@ class KernelCopier:
         self._launcher.launch(form.kernel, blocks, form.threads, args)
 
     def _form(self, way: str, span: Span, cut: Cut, address: int) -> KernelForm:
-        """What the launches of cuts like this one have in common."""
         pages, (beside, run) = span.pages, runs_of(span, cut)
         width = width_of(span, cut, address)
         lanes = lanes_for(run // width)
@@ -298,8 +296,7 @@ def lanes_for(elements: int) -> int:
 
 
 Copier = HostCopier | StorageCopier | ColumnCopier | KernelCopier
-"""Moves rows of its `spans` of layers, as `HostCopier` describes. It decides itself which layers share a
-span."""
+"""Moves rows of its `spans` of layers, which it makes itself, as `HostCopier` describes."""
 
 
 # CuPy compiles the kernels, and the driver launches them. CuPy is imported only where a CUDA cache is made.

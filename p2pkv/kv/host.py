@@ -212,8 +212,7 @@ def _listed(span: Span, cut: Cut) -> bool:
 def columns_on_host(
     flat: torch.Tensor, columns: Columns, dense: torch.Tensor
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The elements in a storage and in `dense`, [column, element], as bits; numpy does not mind where they
-    begin."""
+    """The elements in a storage and in `dense`, [column, element], as bits, which numpy takes anywhere."""
     bits, shape = f"u{columns.element}", (columns.count, columns.elements)
     strides = columns.element, columns.step
     memory = np.ndarray(shape, bits, flat.numpy(), columns.offset, strides)

@@ -87,7 +87,7 @@ class Extent(Struct, frozen=True, dict=True):
         return (piece.layer_stop - piece.layer) * ((piece.stop - piece.start) // self.unit) * self.row
 
     def within(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
-        """What of `piece` lies in this extent: parts whose bytes lie together in its, and where they begin."""
+        """What of `piece` lies in this extent, in parts whose bytes lie together, and where they begin."""
         start, stop = max(piece.start, self.start), min(piece.stop, self.ceiling)
         if (start, stop) == (piece.start, piece.stop):
             yield 0, piece
