@@ -86,8 +86,7 @@ def pass_credentials(receiver: socket.socket) -> None:
 
 
 def receive_from(receiver: socket.socket, most: int) -> tuple[bytes, int, int]:
-    """A datagram of at most so many bytes, and the process and the user that have sent it; -1: it does not
-    say. Raises OSError."""
+    """A datagram of so many bytes at most, its sender's process and user (-1: unknown). Raises OSError."""
     data, ancillary, _, _ = receiver.recvmsg(most, socket.CMSG_SPACE(_CREDENTIALS.size))
     shown = [each for _, kind, each in ancillary if kind == socket.SCM_CREDENTIALS]
     process, user, _ = _CREDENTIALS.unpack_from(shown[0]) if shown else _NOBODY

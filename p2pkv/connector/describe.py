@@ -109,8 +109,7 @@ def data_parallel(config: VllmConfig) -> bool:
 
 
 def replica(config: VllmConfig) -> int | None:
-    """The number in X-data-parallel-rank with which this engine's HTTP server sends it a request; None: the
-    server has no other engine."""
+    """With which X-data-parallel-rank its HTTP server sends this engine a request; None: it has no other."""
     parallel = config.parallel_config
     if not data_parallel(config):
         return None
@@ -235,7 +234,6 @@ def keeps_state(spec: KVCacheSpec) -> bool:
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
-    """vLLM's description of one layer."""
     inner: dict[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return inner.get(name, group.kv_cache_spec)
 

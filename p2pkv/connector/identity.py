@@ -175,8 +175,7 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
 
 @lru_cache(maxsize=256)
 def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
-    """`number`, `changed`: what distinguishes two adapters that lie in one folder one after the other. Raises
-    OSError, which is not kept."""
+    """`number`, `changed`: tell apart adapters that lay in one folder. Raises OSError, which is not kept."""
     return weights_in_files(_adapter_files(path))
 
 
@@ -234,8 +233,7 @@ def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _without(value: Any, apart: frozenset[str]) -> Any:
-    """Settings without those in `apart` and those that are None, of which each version of transformers adds
-    some."""
+    """Settings without those in `apart`, and without None: each version of transformers adds some."""
     if isinstance(value, dict):
         kept = {key: each for key, each in value.items() if key not in apart and each is not None}
         return {str(key): _without(each, apart) for key, each in kept.items()}
@@ -379,8 +377,7 @@ def _tensor_digest(tensor: torch.Tensor) -> bytes:
 
 def _contents(feature: MultiModalFeatureSpec) -> bytes:
     """A digest of what the model is given of an image, an audio or a video. vLLM's identifier where that is
-    not in this process's memory: on a device, or in memory that the workers share (--mm-processor-cache-type
-    shm)."""
+    not in this process's memory: on a device, or shared by workers (--mm-processor-cache-type shm)."""
     item: Any = feature.data
     if (known := getattr(item, "p2pkv_digest", None)) is None:
         fields = sorted((item or {}).items())

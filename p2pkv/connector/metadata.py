@@ -85,7 +85,6 @@ class StepMetadata(KVConnectorMetadata):
 
     @property
     def has_commands(self) -> bool:
-        """Whether there is anything new for the workers."""
         return self != StepMetadata(self.work, self.idle, self.idle_wait, self.wakeup_address)
 
 

@@ -74,8 +74,7 @@ class ConnectorScheduler:
     """The scheduler side of the connector, as P or as D."""
 
     def __init__(self, pairs: Pairs, tables: BlockTables, quota: BlockQuota | None) -> None:
-        """`quota`: for the blocks of all requests of this role that wait for another instance; None: there is
-        no bound."""
+        """`quota`: for the blocks of this role's requests that wait for another instance; None: no bound."""
         self._pairs = pairs
         self._tables = tables
         self._quota = quota or BlockQuota()
@@ -663,8 +662,7 @@ class ConsumerScheduler(ConnectorScheduler):
             self._decide([request_id])
 
     def _decide(self, request_ids: Iterable[str]) -> None:
-        """The answer to `matched` has changed for these. Without this call vLLM does not ask again for those
-        that are undecided."""
+        """The answer to `matched` has changed for these: have vLLM ask again for those that are undecided."""
         if decided := self.undecided.intersection(request_ids):
             self.undecided -= decided
             self.decided(decided)

@@ -97,8 +97,7 @@ def exchange_with_stages(mine: Sequence[Described]) -> list[list[Described]]:
 
 
 def layer_order(names: list[str]) -> list[str]:
-    """Layer names in the order in which they are computed: by the numbers in them, layer 10 after layer 9,
-    and drafters' last."""
+    """Layer names in the order in which they are computed: by the numbers in them, and drafters' last."""
 
     def place(name: str) -> tuple[bool, list[int | str]]:
         parts = re.split(r"(\d+)", name)

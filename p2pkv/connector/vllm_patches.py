@@ -134,8 +134,7 @@ class Patch:
     installed = False
 
     def install(self, skipped: Container[str] = ()) -> str:
-        """Install it, once in a process, unless `skipped` has its name. Returns "", or why it cannot be, and
-        logs that."""
+        """Install it, once in a process, unless `skipped` has its name. Returns (and logs) why not, or ""."""
         if self.installed:
             return ""
         if reason := self._reason_against(skipped):
@@ -531,5 +530,4 @@ class PausedLoads(Patch):
 WEIGHTS, ENGINE_CORE, SPIN_WAIT = WeightWatch(), EngineCore(), SpinWait()
 EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS = EarlyRevocation(), Deferral(), PausedLoads()
 PATCHES: tuple[Patch, ...] = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS)
-"""All patches, one of each in a process: engine cores, queues between processes and runners share their
-class."""
+"""All patches, one of each in a process, whose engine cores, queues and runners share their class."""

@@ -39,8 +39,7 @@ class _Load:
     order: do.Load | None = None
     """What vLLM has ordered before the engine knows of it."""
     waited: bool | None = None
-    """Whether vLLM keeps its blocks until the load is reported; False: it will not ask for it any more; None:
-    it has not decided."""
+    """Whether vLLM keeps its blocks until the load is reported; False: it asks no more; None: undecided."""
     dropped: bool = False
     """Whatever has come of it is not wanted."""
     complete: bool | None = None

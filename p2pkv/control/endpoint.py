@@ -126,8 +126,7 @@ class Connection:
         return not self._held or self._hand_over([])
 
     def send(self, data: bytes) -> bool:
-        """Hand over one message, behind those that are held; False if the peer is gone or its queue is
-        full."""
+        """Hand over one message, behind those that are held; False as for `flush`."""
         return self._hand_over([data])
 
     def _hand_over(self, more: list[bytes]) -> bool:
@@ -149,8 +148,6 @@ class Connection:
 
 
 class ConnectionFailure(NamedTuple):
-    """A connection that failed, and why, in a sentence."""
-
     connection: Connection | None
     """The dialed connection, which is shut now; None for one that a peer opened to us."""
     reason: str

@@ -143,7 +143,6 @@ class Pinger:
                     )
 
     def _take_in(self) -> None:
-        """What has come from proxies, and what went wrong with them."""
         for connection, frame in self._endpoint.receive():
             # Empty messages only show whether the connection stands.
             if frame and self._asks:

@@ -172,8 +172,7 @@ class HandshakeFailure(NamedTuple):
 
 
 class HandshakeMonitor:
-    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection. Close it
-    before the socket."""
+    """Reports a socket's failed handshakes, with `dials` its one connection's end, too. Close it first."""
 
     def __init__(self, monitored: zmq.Socket[Any], *, dials: bool = False) -> None:
         address = f"inproc://p2pkv-watch-{next(_numbers)}"
