@@ -195,8 +195,7 @@ class HandshakeMonitor:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            report = parse_monitor_message(frames)
-            event, value = int(report["event"]), int(report["value"])
+            event, value = event_of(frames)
             if event == zmq.EVENT_CONNECTED:
                 self.connected = time.monotonic()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -211,6 +210,12 @@ class HandshakeMonitor:
         if not self._monitored.closed:
             self._monitored.disable_monitor()
         self.socket.close(0)
+
+
+def event_of(frames: list[bytes]) -> tuple[int, int]:
+    """What libzmq reports of a monitored socket: an event and its value."""
+    event = parse_monitor_message(frames)
+    return int(event["event"]), int(event["value"])
 
 
 def failure_of(event: int, value: int) -> HandshakeFailure:
