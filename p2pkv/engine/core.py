@@ -176,10 +176,6 @@ class Core:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     @property
-    def has_commands(self) -> bool:
-        return bool(self.commands)
-
-    @property
     def pending_events(self) -> int:
         """How many events the next `events` returns."""
         return len(self._events)
@@ -217,11 +213,11 @@ class Core:
 
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
-        if self.has_commands and self._blocked():
+        if self.commands and self._blocked():
             # Each look at a fence is a call to the driver: look as often as at links only while one is busy.
             seconds = self._poll_pause() if self._poll_soon else FENCE_SECONDS
             pause = max(seconds, self.context.links.poll_seconds)
-        elif self.has_commands or self.context.idle_work:
+        elif self.commands or self.context.idle_work:
             pause = 0.0
         elif self._poll_soon:
             pause = self._poll_pause()

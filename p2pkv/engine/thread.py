@@ -157,7 +157,7 @@ class Rank:
         end, left = time.monotonic() + FINISH_SECONDS, False
         while time.monotonic() < end and not (left and self.core.finished):
             self._guarded(hurried)
-            if not left and not self.core.has_commands:
+            if not left and not self.core.commands:
                 left = True
                 self._guarded(lambda: self.core.leave(time.monotonic()))
         self._guarded(lambda: self.core.leave(time.monotonic(), finish=False))

@@ -116,7 +116,7 @@ class Life:
         if seconds is None:
             self._working = None
         for worker in self.workers:
-            if worker.core.has_commands:
+            if worker.core.commands:
                 worker.ring()
         if seconds is not None:
             self.step_in(seconds + self.machine.jitter())
