@@ -420,7 +420,6 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             log_level=log.getEffectiveLevel(),
         )
         self._announcer = Announcer(announcement, self._set_partners, self._engine_health)
-        self._announcer.start()
 
     def _set_partners(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""

@@ -102,14 +102,8 @@ class Announcer:
         self._trouble = ""
         self._partners: Addresses | None = None
         self._stopping = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
-        """To the child."""
+        self._child, self._line = _spawn(announcement)
         self._thread = threading.Thread(target=self._beat, name="p2pkv-announcer", daemon=True)
-
-    def start(self) -> None:
-        """Start the child. Raises OSError if there can be no process."""
-        self._spawn(self._announcement)
         self._thread.start()
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
@@ -117,11 +111,8 @@ class Announcer:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._child is None:
-            return
         self._thread.join(timeout)
-        assert self._line is not None
-        self._send(STOP)
+        _send(self._line, STOP)
         self._line.shutdown(socket.SHUT_WR)
         try:
             self._child.wait(timeout)
@@ -131,31 +122,8 @@ class Announcer:
             self._child.wait()
         self._line.close()
 
-    def _spawn(self, announcement: Announcement) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                # -P: a file of the working directory must not stand in for a module. Its stdout is not the
-                # worker's: what a worker writes there may be read by a program.
-                command = [sys.executable, "-P", "-m", "p2pkv.control.announcer_child"]
-                self._child = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
-            except OSError:
-                ours.close()
-                raise
-        if self._line is not None:
-            self._line.close()
-        self._line = ours
-        self._send(msgspec.json.encode(msgspec.structs.replace(announcement, parent=os.getpid())))
-
-    def _send(self, message: bytes) -> None:
-        """Does not wait. The child may have ended, which the next beat finds out; or it is frozen."""
-        assert self._line is not None
-        with contextlib.suppress(OSError):
-            self._line.send(message, socket.MSG_DONTWAIT)
-
     def _take_partners(self) -> None:
         """Take the partners that proxies have named to the child since the last beat."""
-        assert self._line is not None
         try:
             while data := self._line.recv(MAX_PARTNERS_BYTES, socket.MSG_DONTWAIT):
                 partners = decode_partners(data)
@@ -169,15 +137,16 @@ class Announcer:
 
     def _beat(self) -> None:
         while not self._stopping.wait(BEAT_SECONDS):
-            assert self._child is not None
             self._take_partners()
             if (status := self._child.poll()) is None:
-                self._send(self._next_beat())
+                _send(self._line, self._next_beat())
                 continue
             log.warning("the announcing process ended with status %d; it is started again", status)
             with contextlib.suppress(OSError):
                 # The instance is warm by now, or the child has waited for as long as it may.
-                self._spawn(msgspec.structs.replace(self._announcement, warm_up=None))
+                child, line = _spawn(msgspec.structs.replace(self._announcement, warm_up=None))
+                self._line.close()
+                self._child, self._line = child, line
 
     def _next_beat(self) -> bytes:
         now = self._engine_health()
@@ -187,3 +156,25 @@ class Announcer:
             log.warning("this instance is announced again")
         self._trouble = now.trouble
         return msgspec.json.encode(now)
+
+
+def _spawn(announcement: Announcement) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a child; the socket to it. Raises OSError if there can be no process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            # -P: a file of the working directory must not stand in for a module. Its stdout is not the
+            # worker's: what a worker writes there may be read by a program.
+            command = [sys.executable, "-P", "-m", "p2pkv.control.announcer_child"]
+            child = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+        except OSError:
+            ours.close()
+            raise
+    _send(ours, msgspec.json.encode(msgspec.structs.replace(announcement, parent=os.getpid())))
+    return child, ours
+
+
+def _send(line: socket.socket, message: bytes) -> None:
+    """Does not wait. The child may have ended, which the next beat finds out; or it is frozen."""
+    with contextlib.suppress(OSError):
+        line.send(message, socket.MSG_DONTWAIT)
