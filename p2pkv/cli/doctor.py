@@ -130,10 +130,9 @@ def _torch() -> Finding:
         return Finding("torch", f"cannot be imported ({error}); it comes with vLLM", ok=False)
     if not torch.cuda.is_available():
         return Finding("torch", f"{torch.__version__}, no CUDA device")
-    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
-    return Finding(
-        "torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s): {', '.join(names)}"
-    )
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    return Finding("torch", f"{torch.__version__}, {count} CUDA device(s): {', '.join(names)}")
 
 
 def _vllm() -> Finding:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm.version import __version__ as version
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.attention_rows import plane_views, row_form
 from p2pkv.connector.circular_buffers import is_ring, ring_groups
-from p2pkv.connector.held_blocks import RequestBlocks
+from p2pkv.connector.held_blocks import most_blocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, state_groups
 from p2pkv.connector.scheduler import BlockTables
@@ -220,12 +221,12 @@ def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
     return BlockTables(tuple(sizes), states, prompt_tail(config), computes_last_token(kv_config), replayed)
 
 
-def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlocks:
+def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> Callable[[int], int]:
     tables = []
     for spec in _table_specs(kv_config):
         most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
         tables.append((spec.block_size * token_parts(config, spec), max(1, most)))
-    return RequestBlocks(tables, config.num_speculative_tokens)
+    return partial(most_blocks, tables, config.num_speculative_tokens)
 
 
 def keeps_state(spec: KVCacheSpec) -> bool:

@@ -681,7 +681,6 @@ class ConsumerScheduler(ConnectorScheduler):
         self._decide([*self._quota.next_waiting, *self._children.get(pending.paired.key, ())])
         self._owners.pop(pending.paired.key, None)
         if pending.state is not LoadState.SETTLED:
-            loading, key = pending.state is LoadState.LOADING, pending.paired.key
-            self._next.drops.append(
-                EndedRequest(request.request_id, key, "D's request has ended", report=loading)
-            )
+            loading, reason = pending.state is LoadState.LOADING, "D's request has ended"
+            ended = EndedRequest(request.request_id, pending.paired.key, reason, report=loading)
+            self._next.drops.append(ended)

@@ -115,9 +115,8 @@ class Core:
         links.announce_sends()
         if options.prefills and options.decodes:
             links.carry_both_ways()
-        self.context = Context(
-            hello, options, cache, links, endpoint, Liveness(options.stall_seconds, serving)
-        )
+        steps = Liveness(options.stall_seconds, serving)
+        self.context = Context(hello, options, cache, links, endpoint, steps)
         self.prefill = PrefillRole(self.context) if options.prefills else None
         self.decode = DecodeRole(self.context) if options.decodes else None
         self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]

@@ -61,9 +61,8 @@ class Rank:
         self._begun = threading.Event()
         self._started = time.monotonic()
         self._watchdog = Watchdog(links, options.lease_seconds)
-        self._thread = threading.Thread(
-            target=self._main, name=f"p2pkv-{options.role}{hello.rank}", daemon=True
-        )
+        name = f"p2pkv-{options.role}{hello.rank}"
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self._begun.wait()
         if self.failure:

@@ -77,9 +77,8 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
         self.staging = StagingBudget(staging_bytes)
 
     def _invitation(self, nonce: bytes) -> HostInvitation:
-        return HostInvitation(
-            version=1, nonce=nonce, namespace=this_namespace() if self.shared_memory else None
-        )
+        namespace = this_namespace() if self.shared_memory else None
+        return HostInvitation(version=1, nonce=nonce, namespace=namespace)
 
     def _accept(self, invited: HostInvitation, window: int) -> tuple[HostInbound, HostAcceptance]:
         nonce = secrets.token_bytes(NONCE_BYTES)

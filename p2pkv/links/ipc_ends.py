@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -190,9 +191,8 @@ class IpcInbound(Inbound):
             if awaited is None:
                 self._line.close()
         if awaited is not None or offsets:
-            self._shared.aborts.run(
-                "p2pkv-ipc-abort-D", ABORT_SECONDS, lambda: self._give_back(read, offsets, awaited)
-            )
+            give_back = partial(self._give_back, read, offsets, awaited)
+            self._shared.aborts.run("p2pkv-ipc-abort-D", ABORT_SECONDS, give_back)
 
     def _read(self, record: Record) -> None:
         if record.what == MAPPED:
