@@ -13,32 +13,18 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    RSWASpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
+from vllm.v1 import kv_cache_interface as vllms
 from vllm.version import __version__ as version
 
 from p2pkv.config import ConfigError, Options
+from p2pkv.connector import stage_layers
 from p2pkv.connector.attention_rows import plane_views, row_form
 from p2pkv.connector.circular_buffers import is_ring, ring_groups
 from p2pkv.connector.held_blocks import most_blocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, state_groups
 from p2pkv.connector.scheduler import BlockTables
-from p2pkv.connector.stage_layers import (
-    DRAFTERS,
-    Layer,
-    LocalGroup,
-    exchange_with_stages,
-    layer_order,
-    local_group,
-    over_stages,
-)
+from p2pkv.connector.stage_layers import Layer, LocalGroup
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.page_packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
@@ -130,12 +116,12 @@ def http_address(config: VllmConfig, options: Options) -> Address | None:
 
 
 ATTENTION = (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    SlidingWindowMLASpec,
-    ChunkedLocalAttentionSpec,
-    RSWASpec,  # of the tokens behind a prompt only, vLLM gives blocks back
+    vllms.FullAttentionSpec,
+    vllms.MLAAttentionSpec,
+    vllms.SlidingWindowSpec,
+    vllms.SlidingWindowMLASpec,
+    vllms.ChunkedLocalAttentionSpec,
+    vllms.RSWASpec,  # of the tokens behind a prompt only, vLLM gives blocks back
 )
 """What vLLM keeps of the attention layers that this version moves."""
 
@@ -248,12 +234,13 @@ def _window(spec: KVCacheSpec) -> int:
     """Tokens whose KV vLLM keeps for this layer; 0: all, as for windows without its hybrid allocator."""
     if _chunked(spec):
         return int(spec.attention_chunk_size)
-    return spec.sliding_window + spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else 0
+    slides = isinstance(spec, vllms.SlidingWindowSpec)
+    return spec.sliding_window + spec.extra_retained_tokens if slides else 0
 
 
 def _chunked(spec: KVCacheSpec) -> bool:
     """Whether vLLM keeps the KV of the chunk that is computed, and not of a window that slides."""
-    return isinstance(spec, ChunkedLocalAttentionSpec)
+    return isinstance(spec, vllms.ChunkedLocalAttentionSpec)
 
 
 def notifies_of_sleep() -> bool:
@@ -296,7 +283,7 @@ class Layers:
         tables = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         self.all: list[Layer] = []
         seen: set[tuple[int, int]] = set()
-        for name in layer_order(list(tensors)):
+        for name in stage_layers.layer_order(list(tensors)):
             tensor, table = tensors[name], tables.get(name, 0)
             # Groups of layers lie in the same memory: each block is one group's at a time.
             if (address := (tensor.data_ptr(), table)) not in seen:
@@ -338,8 +325,8 @@ def cache_of(config: VllmConfig, layers: Layers) -> tuple[RankCache, Cache]:
     parallel = config.parallel_config
     groups = local_groups(config, layers)
     mine = [group.described for group in groups]
-    stages = exchange_with_stages(mine) if parallel.pipeline_parallel_size > 1 else [mine]
-    cache, shapes = over_stages(groups, stages, layers.device)
+    stages = stage_layers.exchange_with_stages(mine) if parallel.pipeline_parallel_size > 1 else [mine]
+    cache, shapes = stage_layers.over_stages(groups, stages, layers.device)
     return cache, Cache(parallel.tensor_parallel_size, shapes, parallel.prefill_context_parallel_size)
 
 
@@ -379,7 +366,7 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
             tables=[layer.table for layer in layers],
             tokens_per_row=rows.tokens,
         )
-        yield local_group(
+        yield stage_layers.local_group(
             group,
             (layer.number for layer in layers),
             names,
@@ -429,7 +416,7 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
 
     Raises ConfigError where the numbers do not add up.
     """
-    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+    if isinstance(spec, vllms.MLAAttentionSpec | vllms.SlidingWindowMLASpec):
         return 1
     tp, model = config.parallel_config.tensor_parallel_size, config.model_config
     if _is_drafters(config, layer, spec):
@@ -460,7 +447,7 @@ def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
         return False
     numbers = [int(part) for part in layer.split(".") if part.isdigit()]
     behind = bool(numbers) and numbers[0] >= config.model_config.get_total_num_hidden_layers()
-    return bool(getattr(spec, "is_draft", False)) or layer.startswith(DRAFTERS) or behind
+    return bool(getattr(spec, "is_draft", False)) or layer.startswith(stage_layers.DRAFTERS) or behind
 
 
 def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:

@@ -27,14 +27,8 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from p2pkv.control.discovery import (
-    MAX_PARTNERS_BYTES,
-    PING_INTERVAL,
-    BadPartners,
-    Ping,
-    Workload,
-    decode_partners,
-)
+from p2pkv.control import discovery
+from p2pkv.control.discovery import Ping, Workload
 from p2pkv.control.pinger import Addresses, OnPartners
 from p2pkv.control.warm_up_prompts import WarmUp
 
@@ -69,7 +63,7 @@ class Announcement(Struct, frozen=True, kw_only=True):
     proxies: tuple[str, ...]
     """host:port of the discovery socket of each proxy that is pinged."""
     ping: Ping
-    interval: float = PING_INTERVAL
+    interval: float = discovery.PING_INTERVAL
     """Seconds between two pings."""
     stall_seconds: float = 120.0
     """How long the child pings for a worker that is silent."""
@@ -125,14 +119,14 @@ class Announcer:
     def _take_partners(self) -> None:
         """Take the partners that proxies have named to the child since the last beat."""
         try:
-            while data := self._line.recv(MAX_PARTNERS_BYTES, socket.MSG_DONTWAIT):
-                partners = decode_partners(data)
+            while data := self._line.recv(discovery.MAX_PARTNERS_BYTES, socket.MSG_DONTWAIT):
+                partners = discovery.decode_partners(data)
                 if partners != self._partners:
                     self._partners = partners
                     self._on_partners(partners)
         except BlockingIOError:
             return  # no more of them
-        except (OSError, BadPartners) as error:
+        except (OSError, discovery.BadPartners) as error:
             log.debug("what the announcing process passed on could not be read: %s", error)
 
     def _beat(self) -> None:

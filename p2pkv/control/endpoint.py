@@ -20,15 +20,8 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from p2pkv.control.security import (
-    HANDSHAKE_SECONDS,
-    HandshakeMonitor,
-    Members,
-    Server,
-    ZapHandler,
-    limit_handshake,
-    no_answer,
-)
+from p2pkv.control import security
+from p2pkv.control.security import HandshakeMonitor, Members, Server
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
@@ -213,7 +206,7 @@ class Endpoint:
         address: Address | None,
         members: Members | None = None,
         allowed: Networks | None = None,
-        patience: float = HANDSHAKE_SECONDS,
+        patience: float = security.HANDSHAKE_SECONDS,
         dials: Server = "rank",
         most: int = MAX_MESSAGE_BYTES,
         queue: int = 10_000,
@@ -239,7 +232,7 @@ class Endpoint:
         self._dialed: dict[zmq.Socket[bytes], Connection] = {}
         self._ready: list[Any] | None = None
         """What the last `wait` has found, until `receive` has read it."""
-        self._zap = ZapHandler(members, allowed)
+        self._zap = security.ZapHandler(members, allowed)
         self._asked = self._zap.open(self._context)
         self._watch_for(self._asked, self._admit)
         self._router = self._socket(zmq.ROUTER)
@@ -422,7 +415,7 @@ class Endpoint:
                 self.redial(connection)
         elif failure.late or not restarting:
             name = f"the proxy at {connection.address}" if self._dials == "proxy" else connection.address
-            reason = no_answer(name, failure, self._members is not None)
+            reason = security.no_answer(name, failure, self._members is not None)
             self._failures.append(ConnectionFailure(connection, reason, late=failure.late))
 
     def _give_up(self, connection: Connection, reason: str) -> None:
@@ -450,7 +443,7 @@ class Endpoint:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        limit_handshake(socket, self._patience)
+        security.limit_handshake(socket, self._patience)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self._most)

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from p2pkv.device import Fence
 from p2pkv.engine import commands as do
-from p2pkv.engine.commands import Command
 
 Prompts = tuple[tuple[str, int], ...]
 """Of each prompt of a step its key, and the end of its tokens that the step computes."""
@@ -16,7 +15,7 @@ Prompts = tuple[tuple[str, int], ...]
 class Commands(Protocol):
     """The rank, as far as this needs it."""
 
-    def do(self, command: Command) -> None: ...
+    def do(self, command: do.Command) -> None: ...
 
 
 class ComputedLayers:

@@ -22,20 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from p2pkv.device import Fence, make_recorder
+from p2pkv.kv import layouts
 from p2pkv.kv.checksum import Checksum
 from p2pkv.kv.copiers import Copier, copier_of
-from p2pkv.kv.layouts import (
-    Bounds,
-    Cut,
-    Index,
-    LayerPages,
-    Runs,
-    Span,
-    Tokens,
-    check_layer,
-    pages_of,
-    split_at_pages,
-)
+from p2pkv.kv.layouts import Bounds, Cut, Index, LayerPages, Span, Tokens
 from p2pkv.page_packings import DENSE, is_paged, packing_of
 
 BlockTables = Sequence[Sequence[int]]
@@ -138,8 +128,9 @@ class PagedCache:
             )
         block_rows = block_size // tokens_per_row
         for number, tensor in enumerate(tensors):
-            check_layer(number, tensor, tensors[0], block_rows, paged)
-        pages = [pages_of(t, table, block_rows, paged) for t, table in zip(tensors, tables, strict=True)]
+            layouts.check_layer(number, tensor, tensors[0], block_rows, paged)
+        layers = zip(tensors, tables, strict=True)
+        pages = [layouts.pages_of(tensor, table, block_rows, paged) for tensor, table in layers]
         _, heads, rows, content = tensors[0].shape
         unit_tokens = rows if paged else tokens_per_row
         return cls(
@@ -264,7 +255,7 @@ class PagedCache:
             return []
         if not isinstance(blocks, CachedTables):
             blocks = CachedTables(blocks)  # layers of separate storages mostly share one
-        runs = Runs(positions) if positions is not None else None
+        runs = layouts.Runs(positions) if positions is not None else None
         found: list[PlacedCut] = []
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
@@ -453,7 +444,7 @@ class DenseView:
             return
         # Rows lie one after the other, but not always at a multiple of an element's size: numpy minds not.
         wire = buffer.numpy().view(self._bits).reshape(count, -1, beside, self._content)
-        for start, stop in split_at_pages(tokens, self._tokens):
+        for start, stop in layouts.split_at_pages(tokens, self._tokens):
             pages = start // self._tokens * self._tokens, -(-stop // self._tokens) * self._tokens
             units = (pages[1] - pages[0]) // self._tokens
             step = max(1, BATCH_BYTES // (units * beside * self._cache.row_bytes))

@@ -16,17 +16,10 @@ import torch
 from msgspec import Meta
 
 from p2pkv.device import cuda_index
+from p2pkv.links import nccl_bindings
 from p2pkv.links.base import Acceptance, Guard, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
-from p2pkv.links.nccl_bindings import (
-    UNIQUE_ID_BYTES,
-    Nccl,
-    NcclError,
-    NcclMissing,
-    allow_shared_gpus,
-    load_nccl,
-    version_name,
-)
+from p2pkv.links.nccl_bindings import UNIQUE_ID_BYTES, Nccl, NcclError, NcclMissing, version_name
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
 from p2pkv.links.nccl_ends import NcclEnd, NcclInbound, NcclOutbound
 from p2pkv.links.nccl_memory import buffer_settings
@@ -166,8 +159,8 @@ def make_links(settings: LinkSettings) -> NcclLinks:
     """On a CUDA device, the current one by default. Raises ValueError with a sentence."""
     try:
         on = CudaDevice(torch.device("cuda", cuda_index(settings.device)))
-        nccl = load_nccl(settings.nccl_channels)
-        allow_shared_gpus(nccl)
+        nccl = nccl_bindings.load_nccl(settings.nccl_channels)
+        nccl_bindings.allow_shared_gpus(nccl)
         if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
             logger.warning(
                 "NCCL_CUMEM_ENABLE is 0, so NCCL shares memory over NVLink by CUDA's older calls: if a peer "

@@ -18,19 +18,10 @@ from typing import Literal
 from msgspec import UNSET
 
 from p2pkv.protocol import messages as m
+from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Coverage, Cut, Cutter, Extents
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.state_machine import (
-    Decision,
-    Finished,
-    Machine,
-    Offered,
-    Post,
-    RemoteProtocolError,
-    SendTo,
-    Table,
-    Terms,
-)
+from p2pkv.protocol.state_machine import Decision, RemoteProtocolError, SendTo
 
 
 class LoadPhase(Enum):
@@ -45,7 +36,7 @@ class LoadPhase(Enum):
 LoadEvent = Literal["OFFERED", "PREFETCHING", "WANT", "NOTHING", "COMPLETE", "END"]
 
 _S = LoadPhase
-LOAD: Table[LoadPhase, LoadEvent] = {
+LOAD: state_machine.Table[LoadPhase, LoadEvent] = {
     _S.WAITING: {"OFFERED": _S.OFFERED, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.OFFERED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.PREFETCHING: {"WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
@@ -190,7 +181,7 @@ class Receiver:
         attempt: int,
         tokens: int,
         digest: bytes,
-        terms: Terms,
+        terms: state_machine.Terms,
         now: float,
         prefetch: bool = False,
     ) -> None:
@@ -200,7 +191,7 @@ class Receiver:
         self.tokens = tokens
         self.digest = digest
         self.terms = terms
-        self.load = Machine(f"load {key}", LOAD, LoadPhase.WAITING)
+        self.load = state_machine.Machine(f"load {key}", LOAD, LoadPhase.WAITING)
         self.sources: dict[int, Source] = {}
         self._began = now
         self._moved = now
@@ -225,13 +216,13 @@ class Receiver:
             return []
         self.load.local("OFFERED")
         self.waits_since = now
-        return [Offered(None)]
+        return [state_machine.Offered(None)]
 
     def adopt(self, now: float) -> list[Decision]:
         """The request for what P has begun ahead has come to D."""
         self.prefetch = False
         self.waits_since = now
-        return [Offered(self.generation)] if self.load.state is LoadPhase.PREFETCHING else []
+        return [state_machine.Offered(self.generation)] if self.load.state is LoadPhase.PREFETCHING else []
 
     def want(self, start: int, stop: int, now: float) -> list[Decision]:
         """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P. Raises
@@ -269,7 +260,7 @@ class Receiver:
             chunks = [] if none else source.cut(self.key, self.attempt, self.tokens, now)
             cut = tuple(chunk.pieces for chunk in chunks) or UNSET
             out.append(SendTo(rank, m.Want(self.key, self.attempt, *wanted, self.prefetch, cut)))
-            out += [Post(rank, chunk) for chunk in chunks]
+            out += [state_machine.Post(rank, chunk) for chunk in chunks]
         return out
 
     def _completed(self) -> list[Decision]:
@@ -277,7 +268,7 @@ class Receiver:
         if not all(each.complete for each in self.sources.values()):
             return []
         self.load.local("COMPLETE")
-        return [Finished(True)]
+        return [state_machine.Finished(True)]
 
     def cancel(self, reason: str) -> list[Decision]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
@@ -320,7 +311,7 @@ class Receiver:
             self.load.remote("OFFERED")
             self.waits_since = now
             if not self.prefetch:
-                return [Offered(self.generation)]
+                return [state_machine.Offered(self.generation)]
             self.load.local("PREFETCHING")
             return self._ask(0, self.tokens, now)
         return []
@@ -339,7 +330,7 @@ class Receiver:
         source = self._source(rank, message.attempt)
         if source is None or not source.announced(message, now):
             return []
-        return [Post(rank, message)]
+        return [state_machine.Post(rank, message)]
 
     def sent(self, rank: int, message: m.Sent, now: float) -> list[Decision]:
         """P has sent this chunk. If it was filler, it may be announced again under another number."""
@@ -472,7 +463,7 @@ class Receiver:
         """Nothing is wanted: say so, which releases P."""
         self.load.local("NOTHING")
         wants = [SendTo(rank, m.Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
-        return [*wants, Finished(True)]
+        return [*wants, state_machine.Finished(True)]
 
     def _source(self, rank: int, attempt: int) -> Source | None:
         """The source that a message comes from; None if the message is stale."""
@@ -490,4 +481,4 @@ class Receiver:
         last = m.Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
         self.load.local("END")
         ends = [SendTo(rank, last) for rank in self.sources if rank != but]
-        return [*ends, Finished(False, reason)]
+        return [*ends, state_machine.Finished(False, reason)]

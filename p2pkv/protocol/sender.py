@@ -17,20 +17,10 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from p2pkv.protocol import messages as m
+from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Computed, Cutter
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.state_machine import (
-    Decision,
-    Finished,
-    LocalProtocolError,
-    Machine,
-    Released,
-    RemoteProtocolError,
-    SendTo,
-    Table,
-    Terms,
-    Transmit,
-)
+from p2pkv.protocol.state_machine import Decision, LocalProtocolError, RemoteProtocolError, SendTo, Transmit
 
 
 class PromptPhase(Enum):
@@ -44,7 +34,7 @@ class PromptPhase(Enum):
 PromptEvent = Literal["OFFER", "COMPLETE", "REVOKE", "RELEASE", "END"]
 
 _P = PromptPhase
-PROMPT: Table[PromptPhase, PromptEvent] = {
+PROMPT: state_machine.Table[PromptPhase, PromptEvent] = {
     _P.HELD: {"OFFER": _P.OFFERED, "REVOKE": _P.HELD, "END": _P.ENDED},
     _P.OFFERED: {
         "OFFER": _P.OFFERED,
@@ -71,7 +61,7 @@ class SendPhase(Enum):
 SendEvent = Literal["PREFETCHING", "WANT", "NOTHING", "DRAIN", "DONE", "END"]
 
 _S = SendPhase
-SEND: Table[SendPhase, SendEvent] = {
+SEND: state_machine.Table[SendPhase, SendEvent] = {
     _S.CLAIMED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.PREFETCHING: {"WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.SENDING: {"DRAIN": _S.DRAINED, "END": _S.ENDED},
@@ -106,7 +96,7 @@ class SendState:
     attempt: int
     limit: int
     last_heard: float
-    machine: Machine[SendPhase, SendEvent]
+    machine: state_machine.Machine[SendPhase, SendEvent]
     ready: int = 0
     gone: bool = False
     cutter: Cutter | None = None
@@ -180,12 +170,12 @@ class SendState:
 class Sender:
     """One prompt on one P rank."""
 
-    def __init__(self, key: str, layers: Sequence[Sequence[int]], terms: Terms) -> None:
+    def __init__(self, key: str, layers: Sequence[Sequence[int]], terms: state_machine.Terms) -> None:
         """`layers`: of each KV group, the numbers of its layers on this rank."""
         self._layers = layers
         self.key = key
         self.terms = terms
-        self.prompt = Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
+        self.prompt = state_machine.Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
         self.sends: dict[int, SendState] = {}
         self._withdrawn: dict[int, SendState] = {}
         """Of ranks of D that took the prompt ahead and let it go: that attempt does not come back."""
@@ -242,23 +232,23 @@ class Sender:
 
     def abort(self, reason: str) -> list[Decision]:
         """End the transfer towards every D rank; the blocks are free."""
-        return [] if self.prompt.ended else self._end("END", reason, Finished(False, reason))
+        return [] if self.prompt.ended else self._end("END", reason, state_machine.Finished(False, reason))
 
     def release(self, reason: str) -> list[Decision]:
         """No D will ask for it: the blocks are free, and nothing has failed. What a D has taken ahead it
         discards by itself. A prompt that is not computed is aborted."""
         if self.prompt.state is not PromptPhase.COMPUTED:
             return self.abort(reason)
-        return self._end("RELEASE", reason, Finished(True))
+        return self._end("RELEASE", reason, state_machine.Finished(True))
 
-    def _end(self, event: PromptEvent, reason: str, outcome: Finished) -> list[Decision]:
+    def _end(self, event: PromptEvent, reason: str, outcome: state_machine.Finished) -> list[Decision]:
         self.prompt.local(event)
         self.reason = reason
         out: list[Decision] = []
         for rank, send in self._open():
             send.machine.local("END")
             out.append(SendTo(rank, m.Failed(self.key, send.attempt, reason)))
-        return [*out, Released(), outcome]
+        return [*out, state_machine.Released(), outcome]
 
     # What a D rank says.
 
@@ -277,7 +267,7 @@ class Sender:
             return [SendTo(rank, m.Failed(self.key, attempt, reason))]
         if send is not None and not send.machine.ended:
             send.machine.remote("END")
-        machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
+        machine = state_machine.Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
         layers = {
             group: self._layers[group][edge.source_layer : edge.source_layer + len(edge.layers)]
             for group, edge in assignment.edges.items()
@@ -504,7 +494,7 @@ class Sender:
             return []
         self.prompt.local("RELEASE")
         failed = any(send.machine.state is SendPhase.ENDED for send in self.sends.values())
-        return [Released(), Finished(not failed, self.reason if failed else "")]
+        return [state_machine.Released(), state_machine.Finished(not failed, self.reason if failed else "")]
 
     def _all_claimed(self) -> bool:
         return self.expects is not None and self.expects <= self.sends.keys()

@@ -167,13 +167,13 @@ def test_stages_of_a_model_with_a_drafter(monkeypatch: pytest.MonkeyPatch) -> No
     stages = [Layers({name: caches[name] for name in some}, kv) for some in (names[:1], names[1:])]
     described = [[group.described for group in local_groups(config, layers)] for layers in stages]
     config.parallel_config.pipeline_parallel_size = 2
-    monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described)
+    monkeypatch.setattr(describe.stage_layers, "exchange_with_stages", lambda mine: described)
     for layers in stages:
         cache, said = cache_of(config, layers)
         assert said.groups[0].layers == (1, 2) and cache.groups[0].layers == len(layers.all)
         assert structs.replace(said.groups[0], layers=(3,)) == whole.groups[0]
     assert [*Layers(caches, kv).indices] == names
-    monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described[::-1])
+    monkeypatch.setattr(describe.stage_layers, "exchange_with_stages", lambda mine: described[::-1])
     with pytest.raises(ConfigError, match=r"out of the order .* serve it without --pipeline-parallel-size"):
         cache_of(config, stages[0])
 
