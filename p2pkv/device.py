@@ -116,8 +116,7 @@ def cuda_index(device: torch.device | None) -> int:
 
 
 def make_recorder(device: torch.device) -> Callable[[], Fence]:
-    """A function that records a fence at this point of the calling thread's current stream. Raises ValueError
-    for a device that is neither a CPU nor CUDA."""
+    """A function that records a fence in the calling thread's stream. Raises ValueError for other devices."""
     if device.type == "cpu":
         return lambda: PASSED
     if device.type == "cuda":
@@ -193,8 +192,7 @@ _own = _Stream()
 
 
 def current_stream(device: int) -> int:
-    """The handle of the calling thread's current stream. Inside `own_stream` torch is not asked, which makes
-    a Python object for each answer."""
+    """The calling thread's current stream. Inside `own_stream` torch, which makes an object, is not asked."""
     return _own.handle if _own.device == device else int(torch.cuda.current_stream(device).cuda_stream)
 
 

@@ -114,8 +114,7 @@ class Address:
 
 
 def of_one_instance(engine: Address, first: Address, ranks: int) -> bool:
-    """Whether an engine may begin at `engine`, of an instance whose first one on that host begins at `first`
-    and whose engines have so many `ranks`."""
+    """Whether an engine of so many `ranks` may begin at `engine`, of an instance that begins at `first`."""
     return engine.host == first.host and engine.port >= first.port and not (engine.port - first.port) % ranks
 
 

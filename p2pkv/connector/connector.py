@@ -60,8 +60,7 @@ WARM_UP_BLOCKS = 3
 
 
 class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
-    """P pushes its KV layer by layer to D; with kv_both an instance is either, as each request's id says. One
-    instance in the scheduler, one in each worker."""
+    """P pushes its KV layer by layer to D; with kv_both an instance is either, as each request's id says."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -217,8 +216,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         return 0, False
 
     def waits_for_load(self, request: Request) -> bool:
-        """Whether `get_num_new_matched_tokens` answers "ask again" for want of KV, and not of room for a
-        prompt that is computed for a D."""
+        """Whether `get_num_new_matched_tokens` answers "ask again" for want of KV, and not of room on P."""
         return self.consumer is not None and request.request_id in self.consumer.undecided
 
     def update_state_after_alloc(

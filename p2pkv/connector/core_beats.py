@@ -167,8 +167,7 @@ def state_of(
 
 
 def workload_of(core: Any, is_loaded: Callable[[str], bool]) -> Workload:
-    """What is left to do for the requests in the core's scheduler, and for those in its input queue, which it
-    takes from there between two steps."""
+    """What is left to do for the requests in the core's scheduler, and for those in its input queue."""
     # Copies that no other thread can disturb. A request may go from one to the other in between.
     items = list(core.input_queue.queue)
     queued = {item[0].request_id: item[0] for kind, item in items if kind is EngineCoreRequestType.ADD}

@@ -178,8 +178,7 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
 def sampler(config: VllmConfig) -> str:
     """What draws tokens here: with one seed vLLM's two model runners draw different tokens, and so may its
     versions. "" on a CPU, where no request may have a seed: vLLM's engine core ends when one that has a seed
-    and whose prompt is computed in part is in a step with others, as torch's CPU generator has no offset to
-    set back."""
+    and a prompt computed in part is in a step with others, as torch's CPU generator has no offset."""
     return "" if current_platform.is_cpu() else f"vLLM {version}, V{1 + config.use_v2_model_runner} runner"
 
 
@@ -385,8 +384,7 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
 def hello_of(
     config: VllmConfig, options: Options, cache: RankCache, shape: Cache, rank: int, link: str
 ) -> Hello:
-    """This rank's Hello, without `to`; `shape`: its entry about the cache. That of an instance of both roles
-    is D's; `Context.hello_for` has P's."""
+    """This rank's Hello, without `to`; with both roles D's, of which `Context.hello_for` makes P's."""
     model, name = config.model_config, options.weights_name
     drafter = drafter_of(config, name)
     return Hello(
@@ -440,8 +438,7 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
 
 
 def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
-    """Whether a drafter has this layer. vLLM 0.33 has a flag; in 0.32 a drafter's layers have a prefix of
-    their own, or numbers behind the model's."""
+    """Whether a drafter has this layer: by a flag since vLLM 0.33, before by a prefix or a high number."""
     drafting = config.speculative_config
     if drafting is None or not drafting.uses_draft_kv_cache():
         return False

@@ -57,8 +57,7 @@ FILE_FORMATS = frozenset(
 MACHINES_SETTINGS = frozenset(
     {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "max_model_len"}
 )
-"""Settings of a model that may differ between P and D: where it came from, and the longest request, which
-vLLM's MiniMax M2 writes there."""
+"""Settings that may differ between P and D: where a model came from, and (MiniMax M2) the longest request."""
 
 DRAFTERS_SETTINGS = frozenset({"max_position_embeddings", "num_lookahead_tokens"})
 """Settings of a drafter that vLLM derives from --max-model-len and from the number of guesses."""
@@ -241,8 +240,7 @@ def _without(value: Any, apart: frozenset[str]) -> Any:
 
 
 def _by_length(model: ModelConfig) -> str:
-    """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature. The
-    length itself may differ between P and D."""
+    """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature."""
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     starts = [

@@ -30,8 +30,8 @@ class MultiConnector(vllms.MultiConnector):
     def _get_connector_classes_and_configs(
         cls, vllm_config: VllmConfig
     ) -> list[tuple[type[KVConnectorBaseType], VllmConfig]]:
-        """The connectors and their configurations: a failed load is treated as the outer one's policy is,
-        since vLLM's scheduler reads no other."""
+        """The connectors and their configurations, with the outer one's policy for failed loads, which vLLM
+        reads for all."""
         found: list[tuple[type[KVConnectorBaseType], VllmConfig]]
         found = super()._get_connector_classes_and_configs(vllm_config)
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy

@@ -305,8 +305,7 @@ class Worker:
         self.loads.begin(meta, None if fence is None or fence.ready() else fence)
 
     def load_now(self) -> None:
-        """Wait until the loads have ended that this step computes with: their KV is on this rank. Raises
-        RuntimeError if the engine thread has ended."""
+        """Wait for the loads that this step computes with. Raises RuntimeError if the engine thread ends."""
         while self.loads.now:
             self.rank.wait_for_event(LOOK_SECONDS)
             self._take_events()

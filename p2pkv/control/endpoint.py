@@ -39,10 +39,8 @@ MAX_SOCKETS = 16_384
 """A dialed connection takes three: itself and its watch, which has two ends."""
 
 LINGER_MS = 500
-"""How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once.
-
-A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before it
-closes."""
+"""How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once. A
+peer that has dialed us loses what it has not read when the connection ends, so the rank waits before."""
 
 FIRST_PAUSE, LAST_PAUSE = (15, 30), (700, 1000)
 """Milliseconds: the first and the longest pause between two tries of libzmq, which doubles it each time. Each

@@ -25,8 +25,7 @@ from p2pkv.protocol.state_machine import Terms
 
 
 class Counters:
-    """Named numbers of one rank; written by the engine thread, read by any thread. So a gauge that reads a
-    dict copies its values first."""
+    """Named numbers of a rank. The engine thread writes, any may read: so a gauge copies a dict's values."""
 
     NAMES = (
         "bytes_sent",  # KV bytes gathered and handed to a link

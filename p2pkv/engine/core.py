@@ -76,9 +76,8 @@ class StallFreeClock:
 
 
 class Tables(NamedTuple):
-    """What takes each command, message and effect, and a peer that a message could not be sent to. Messages
-    go by the class of the peer that they come from, and their own; `unowned`, by their own, may come on any
-    connection."""
+    """What takes each command, message and effect, and a peer that no message can be sent to. Messages go by
+    the classes of the peer that they come from and their own; `unowned`, by their own, on any connection."""
 
     commands: dict[type, list[Handle]]
     messages: dict[tuple[type, type], Receive]

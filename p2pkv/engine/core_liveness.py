@@ -104,8 +104,7 @@ class Liveness:
         return self.paused_since is not None
 
     def trouble(self, now: float, silence: float | None = None) -> str:
-        """Why this engine's requests do not get on, a sentence; "" if they do. `silence`: seconds without a
-        beat that count; by default `stall`."""
+        """Why its requests do not get on, or "". `silence`: so many seconds without a beat; None: `stall`."""
         since, stall = self._since, self.stall
         if since is not None and now + self.held - since > stall:
             return f"its engine has been in one step for more than {stall:g} s"

@@ -115,11 +115,9 @@ class Decode:
         self._count = context.counters.values
         self.entries: dict[str, RequestEntry] = {}
         self._by_rank: dict[str, dict[str, RequestEntry]] = {}
-        """The entries of each rank of P, by its address and by key: those connected to it, and those whose
-        P has it as rank 0."""
+        """The entries connected to each rank of P, or whose P has it as rank 0, by its address and by key."""
         self._unconnected: dict[str, dict[str, RequestEntry]] = {}
-        """Entries that are not connected yet, by the address of P's rank 0 and by key. One that has ended
-        may stay until the next `connect`."""
+        """Entries not connected yet, by the address of P's rank 0 and by key; ended ones until `connect`."""
         self._prefetched: deque[RequestEntry] = deque()
         """Loads of which a part is in a prefetch buffer."""
         self._leases = Timer(context.timers, self._expire)

@@ -73,8 +73,7 @@ def log_connected(hello: Hello, formats: Sequence[RowFormat], verify: bool) -> N
 
 
 class StallTimer:
-    """Whether a link stands still: whether one message has been its next one for too long. On a slow link the
-    messages behind it wait longer."""
+    """Whether one message has been a link's next one for too long; those behind it may wait longer."""
 
     def __init__(self) -> None:
         self._next: object = None

@@ -58,8 +58,7 @@ def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copie
 
 
 class StorageCopier(RowLists):
-    """Lists the rows of a cut on the host, and lets torch copy them. The copies are queued on the current
-    stream when the calls return."""
+    """Lists the rows of a cut on the host, and lets torch copy them, queued on the current stream."""
 
     digest_name = FOLD
     digest = staticmethod(digest_by_torch)

@@ -45,8 +45,7 @@ Selection = int | slice | Index
 
 Part = tuple[NDArray[np.uint8], NDArray[np.uint8], Sequence[tuple[Selection, Selection]]]
 """The layers, [kernel block, layer, ..., byte], a part of the buffer in the same order, and which blocks are
-copied together: their places in the buffer, and where they lie. Between are units, and heads, where they do
-not lie together."""
+copied together: their places in the buffer, and where they lie. Between are units and heads, if apart."""
 
 
 @dataclass(frozen=True, eq=False)

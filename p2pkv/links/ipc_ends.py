@@ -32,8 +32,7 @@ OPEN_SECONDS = 10.0
 """Mapping a peer's memory takes milliseconds; a call that takes longer counts as stuck."""
 
 ABORT_SECONDS = 10.0
-"""After an abort the slots into which P may still write stay taken until P has answered, or has ended. If
-that takes longer, the abort counts as stuck."""
+"""Slots into which P may write stay taken until it answers or ends; an abort that takes longer is stuck."""
 
 ORPHAN_SECONDS = 5.0
 """How long the slots stay taken into which a P was writing that has ended without GOODBYE: when a process is

@@ -28,8 +28,7 @@ from p2pkv.links.staging import StagingBudget, aligned
 logger = logging.getLogger(__name__)
 
 INIT_SECONDS = 120.0
-"""How long NCCL may take to bring a communicator up, whatever the lease: the first one loads modules, and
-looks for the ways between two hosts."""
+"""How long NCCL may take to bring a communicator up, whatever the lease: the first one loads modules."""
 
 CLOSE_SECONDS = 2.0
 POLL_SECONDS = 0.00002
@@ -85,8 +84,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         in_flight: int = 1,
         group_bytes: int = 0,
     ) -> None:
-        """`in_flight`, `group_bytes`: see NcclContext. Raises ValueError if there is no staging, MemoryError
-        if the device has no room for it."""
+        """`in_flight`, `group_bytes`: see NcclContext. Raises ValueError, MemoryError for want of staging."""
         super().__init__()
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS

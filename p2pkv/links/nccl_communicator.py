@@ -91,10 +91,8 @@ class NcclContext:
     busy: BusyEnds
     """Of the ends that receive, and of those that send unless `busy_sends` is another."""
     in_flight: int = 1
-    """Operations of a link that are launched and unfinished, at most; one more is announced. A second one
-    waits in its stream for the first, at the head of a hardware queue that other streams of the process may
-    share, the model's too (docs/design.md, "The NCCL link"): so it is launched only by an end that `alone`
-    is busy."""
+    """Operations of a link that are launched and unfinished, at most; one more is announced. A second one is
+    launched only by an end that is busy `alone`: docs/design.md, "The NCCL link", has why."""
     group_bytes: int = 0
     """Bytes of the sends of a link that are launched together, at most; one alone may be larger."""
     times: list[tuple[float, ...]] | None = None

@@ -403,8 +403,7 @@ class NcclOutbound(NcclEnd, Outbound):
         """The next sends that are not announced may be, if they are wanted, and not too much is announced.
         Only an end that is launched already may announce ahead, and none while others wait. An end that
         announces is busy from then on: D launches its receives, so no other peer may have to do something
-        before the sends are launched. Else two ranks of P and two of D could wait for each other in a
-        circle."""
+        before the sends are launched. Else two ranks of P and two of D could wait for each other."""
         self.check()
         first, pending = sum(self._launchable) + before, self._on_device + len(self._launchable) + self._due
         if pending == 0:

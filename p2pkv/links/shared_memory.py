@@ -181,8 +181,7 @@ def to_remote_slot(offset: int, sequence: int) -> int:
 
 
 def from_remote_slot(remote_slot: int, sequence: int, guard: Guard) -> int:
-    """The offset in a remote slot. Breaks the link, and raises LinkError, if that is not the slot of message
-    number `sequence`."""
+    """The offset in a remote slot. Breaks the link, and raises LinkError, if it is another message's."""
     mask = (1 << _SEQUENCE_BITS) - 1
     if remote_slot < 0 or remote_slot & mask != sequence & mask:
         raise guard.fail(

@@ -120,8 +120,7 @@ class Extents:
         return self.by_group[piece.group].size(piece)
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
-        """What of these pieces of one chunk lies in the extents, each part with the bytes [start, stop) of
-        the chunk that hold it."""
+        """What of these pieces of one chunk lies in the extents: the parts, and their bytes [start, stop)."""
         offset = 0
         for piece in pieces:
             extent = self.by_group[piece.group]

@@ -47,8 +47,7 @@ LOAD: state_machine.Table[LoadPhase, LoadEvent] = {
 
 
 MAX_CHUNKS = 256
-"""Chunks that one rank of P may announce before it sends them; a peer that announces more is broken. D's own
-staging bounds those that P has sent."""
+"""Chunks that one rank of P may announce before it sends them; a peer that announces more is broken."""
 
 
 @dataclass

@@ -468,8 +468,7 @@ class Sender:
         return SendTo(rank, m.Offer(self.key, send.attempt, self.tokens, self.digest, self.generation, ready))
 
     def foresee(self, send: SendState, limit: int) -> Iterator[tuple[m.Piece, ...]]:
-        """The pieces of the first chunks that this rank of D is likely to want, cut as it would cut them: all
-        of the prompt but its last token."""
+        """The pieces of the first chunks that this rank of D may cut of all the prompt but its last token."""
         extents = send.assignment.extents(0, self.tokens - 1)
         yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, m.MAX_CUT))
 
