@@ -318,7 +318,7 @@ class Worker:
         """The hook of one layer: its KV of this step is written, or queued on the current stream."""
         hooked = self._computed.prompts and self._hooks and not self._quiet
         if hooked and (index := self._indices.get(name)) is not None:
-            self._computed.computed(index, self.rank)
+            self._computed.computed(index, self.rank.do)
 
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered, unless it is a quiet step."""
@@ -326,7 +326,7 @@ class Worker:
             for command in self._postponed:
                 self.rank.do(command)
             self._postponed.clear()
-            self._computed.end(self.rank)
+            self._computed.end(self.rank.do)
         self.rank.steps.end()
 
     # What vLLM asks afterwards.
