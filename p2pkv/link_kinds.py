@@ -18,8 +18,7 @@ class LinkKind:
     """One kind, named as the option `link` has it; `between`: what it connects, for docs/options.md.
 
     `memory`: where the KV lies that it moves. `p2pkv.links.<name>` has `make_links(LinkSettings) ->
-    LinkFactory`, which raises ValueError where this machine cannot have such links. It is imported only when
-    it is used.
+    LinkFactory`, which raises ValueError where this machine cannot have such links. It is imported when used.
     """
 
     name: str

@@ -5,8 +5,7 @@ of a (block, head) together: first all K, then all V, in an order of the ISA's o
 so that rows travel dense. A new one is an entry in `PACKINGS`: the handshake and `p2pkv/kv` read it
 there. Pages of a codec that is not there travel whole, between equal caches.
 
-Packing only moves elements, so here they are bits of some width, and both directions are one assignment
-between views.
+Packing only moves elements, so here they are bits of some width, and each direction is one assignment.
 
 Shape legend: N tokens in a page, D elements of K (and of V), C = 2 * D.
 """

@@ -188,8 +188,7 @@ def transfer_key(request_id: str, transfer_id: str | None = None) -> str:
 
     It is made of the prompt index in the id (0 where it has none) and of `transfer_id`, from
     kv_transfer_params, if the router sent one, else of the pair in the id. The children of `n` share a key,
-    because they share their prompt's KV. Raises PairingError for an id without a whole pair, and for an
-    empty transfer id.
+    because they share their prompt's KV. Raises PairingError without a whole pair or with an empty id.
     """
     found = _locate(request_id)
     if found is None:

@@ -45,11 +45,9 @@ class _Need(NamedTuple):
 
 
 class Edge(Struct, frozen=True, array_like=True):
-    """What one P rank sends to one D rank of one KV group: a rectangle of layers and heads, of the
-    tokens that both keep.
+    """What one P rank sends to one D rank of one KV group: layers and heads, of the tokens that both keep.
 
-    A plan has at most one edge for each (source, target, group). Which of these tokens D wants is not an
-    edge's business.
+    A plan has at most one edge for each (source, target, group). It does not say which tokens D wants.
 
     Attributes:
         source, target: world rank on P and on D.

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class DeferringQueue(RequestQueue):
     """A queue of vLLM's scheduler around the one that it had, which holds the requests not deferred.
 
-    What a pass asks (whether there is a request, which is next) concerns these only; the length, iteration
-    and removal concern all.
+    What a pass asks (whether there is a request, which is next) concerns these; all else concerns all.
     """
 
     def __init__(self, queue: RequestQueue, undecided: Set[str]) -> None:

@@ -308,8 +308,7 @@ def make_ready(device: torch.device, layers: Iterable[Any]) -> None:
 
     A process may use AMX only once it has asked the system; in vLLM the first large matrix product happens
     to. A D whose first step is a decode would end with an illegal instruction. And Triton's attention sets
-    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too. `layers`: as in
-    vLLM's static_forward_context.
+    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too. `layers`: vLLM's.
     """
     for layer in layers:
         impl: Any = getattr(layer, "impl", None)

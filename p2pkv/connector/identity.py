@@ -75,8 +75,7 @@ def fingerprint(config: VllmConfig, name: str = "") -> str:
 
     Other training changes all of a tensor, so it is seen whichever tensors it has changed. A few bytes that
     differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
-    network's disk would take minutes at each start. Raises ConfigError for weights that have neither files
-    here nor a name.
+    network's disk would take minutes at each start. Raises ConfigError for want of both files and a name.
     """
     return _fingerprint(config.model_config, config.load_config, name)
 
@@ -269,8 +268,7 @@ def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
 @dataclass(frozen=True)
 class Paired:
     """A request that names a P and a D. `side`: which of them this instance is. A router that knows no
-    data-parallel ranks may name another engine of this instance than this one, to which the HTTP server has
-    given the request."""
+    data-parallel ranks may name another engine of this instance than the one that has the request."""
 
     key: str
     prefill: Address

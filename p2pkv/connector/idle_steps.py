@@ -1,5 +1,4 @@
-"""Steps in which vLLM computes nothing: how long they wait for events of transfers, and how vLLM's
-processes wait meanwhile.
+"""Steps in which vLLM computes nothing: how long they, and vLLM's processes, wait for transfers.
 
 docs/design.md, "Idle steps", has the whole.
 """

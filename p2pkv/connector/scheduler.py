@@ -1,5 +1,4 @@
-"""The connector in vLLM's scheduler: the orders of each step to the workers, and the answers about requests
-to vLLM.
+"""The connector in vLLM's scheduler: the orders of each step to the workers, and the answers to vLLM.
 
 On P: which prompts are computed for whom, and when their blocks may go. On D: which requests wait for a P,
 and how many of their tokens come from it.

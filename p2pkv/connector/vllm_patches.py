@@ -429,8 +429,7 @@ class EarlyRevocation(Patch):
 
     V2 zeroes blocks that a request is given, and copies those that it shares, in `update_requests`. It calls
     `handle_preemptions` only after that, V1 before. Among these blocks may be some that the scheduler took
-    from a prompt in this very step, while they are still read for D. A P whose blocks V2 may overwrite does
-    not start without this patch.
+    from a prompt in this very step, while they are still read for D. Such a P does not start without this.
     """
 
     name = "early_revocation"

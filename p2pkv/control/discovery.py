@@ -11,11 +11,9 @@ version 4 a ping also means that the engine gets on: none comes while it does no
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
 
 Goodbye is a ping with `leaving` set, not a message of another type: the original proxy's discovery
-thread dies of an unknown type. An old router takes it for one more ping and forgets the instance a
-few seconds later than ours does.
+thread dies of an unknown type. An old router takes it for one more ping and forgets the instance later.
 
-There is one answer, and only a ping that asks for it gets it: the partners of a D. An older proxy, and every
-other one, answers nothing.
+There is one answer, to a ping that asks for it: the partners of a D. Other proxies answer nothing.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ class Pinger:
 
     Before each ping the thread calls `current` for the ping as it is to be sent now, by default `ping`; None:
     none is sent. `on_partners` takes the partners that any of the proxies names. `members`: of the secret
-    with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a malformed
-    address of a discovery socket.
+    with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for bad addresses.
     """
 
     def __init__(

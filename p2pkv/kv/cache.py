@@ -105,8 +105,7 @@ class PagedCache:
         """The cache whose layer i is `tensors[i]`, of logical shape [B, H, N, C] and any strides.
 
         B counts kernel blocks of N rows, H the KV heads of this rank; C is one row of one head, mostly the K
-        and V of a token, and lies together in memory. Raises ValueError for tensors that this class cannot
-        address.
+        and V of a token, and lies together in memory. Raises ValueError for others.
 
         Args:
             block_size: tokens in a logical block, a multiple of those of N rows.
@@ -375,8 +374,7 @@ class _Part:
 
 
 class DenseView:
-    """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head). PagedCache
-    describes the methods.
+    """A cache with packed pages, token by token: a row is one (layer, token, head). See PagedCache.
 
     Scatter fills a part of a page by reading, changing and writing it, so nothing else may write to the
     pages that its tokens lie in meanwhile. Raises ValueError for pages that cannot be undone.

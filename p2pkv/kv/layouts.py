@@ -1,5 +1,4 @@
-"""How KV lies in memory: where the rows of a rectangle are. How the elements of a row are arranged is in
-`p2pkv.page_packings`.
+"""How KV lies in memory: where a rectangle's rows are. `page_packings` has how a row's elements lie.
 
 A rectangle on the wire is [layer, unit, head, row_bytes]. Its memory is described as rows of one size,
 `atom`, on a regular grid. So a gather is one "take these rows" and a scatter one "put these rows", whatever

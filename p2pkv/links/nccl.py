@@ -2,8 +2,7 @@
 
 P names the communicator in its invitation; each side joins it on a helper thread, and a first small
 message makes NCCL connect the two, so that a request finds a warm link. A communicator that does not
-come up, or whose abort does not return, is abandoned with its thread; the pair then builds another one
-under a new name.
+come up, or whose abort does not return, is abandoned with its thread; the pair then builds another.
 """
 
 from __future__ import annotations

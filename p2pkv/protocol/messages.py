@@ -13,8 +13,7 @@ leaves it out:
 
     note: Name | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?note")
 
-Versions that do not know it drop it. A rank that must know whether its peer does looks for it in the
-peer's messages.
+Versions that do not know it drop it. A rank that must know looks for it in its peer's messages.
 """
 
 from __future__ import annotations

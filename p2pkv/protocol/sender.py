@@ -79,8 +79,7 @@ MAX_ANNOUNCED = 64
 class SendState:
     """What this rank owes a rank of D, under one attempt.
 
-    `computed`, an argument of its methods: for each layer of this rank, how many of the prompt's first tokens
-    have their KV in the blocks.
+    `computed`, an argument of its methods: for each layer here, how many first tokens are in the blocks.
 
     Attributes:
         layers: by KV group, the numbers on this rank of the layers that it owes.
