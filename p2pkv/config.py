@@ -27,7 +27,6 @@ MIB = 1 << 20
 DEFAULT_KV_PORT = 14579
 """vLLM's own, which it passes on where none is set."""
 
-
 _ROLES: dict[str, InstanceRole] = {"kv_producer": "P", "kv_consumer": "D", "kv_both": "both"}
 
 GPU_SHARE = 128

@@ -62,7 +62,6 @@ INDEXER = {132: (128, 4), 68: (64, 4)}
 """Keys of the indexers of DeepSeek V3.2 and V4, by bytes of a row: 128 numbers of fp8 and a float32, or 128
 of MXFP4 and a scale for each 32 of them."""
 
-
 NVFP4_BY_HEAD = {"FLASHINFER": False, "MINIMAX_M3_SPARSE": True}
 """See `RowForm`, by the attention backend: `_nvfp4_kv_views` in flashinfer.py has [K | scales | V | scales],
 and `nvfp4_kv_cache_views` of MiniMax-M3 has that for each head."""

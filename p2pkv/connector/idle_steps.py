@@ -31,7 +31,6 @@ STEPLESS_MS = 8
 """A worker that has waited so long for a step has nothing to compute. Between two steps of a busy engine it
 waits for less; should it be longer all the same, a sleep is at most an eighth of it."""
 
-
 NAP_SECONDS = 0.00002
 """Between two looks for a message where vLLM's processes shall not spin (`spin`). Linux adds up to 50 us."""
 

@@ -241,7 +241,6 @@ STATE_KINDS: dict[str, Callable[[Sizes], Form]] = {
     "SHORT_CONV": _short_conv,
 }
 
-
 _BESIDE = (
     "it does not move what vLLM keeps beside a state to decode faster; leave --use-replayssm and its like out"
 )

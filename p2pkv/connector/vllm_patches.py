@@ -51,7 +51,6 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
-
 MAX_PARTIAL = 1024
 """Messages kept that some ranks have sent and others have not yet."""
 

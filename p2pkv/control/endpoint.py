@@ -56,7 +56,6 @@ RESTARTING = 60.0
 """Seconds that a peer has to come back after a connection whose handshake had succeeded. While it restarts,
 the dying process or a forwarder in front of it accepts connections and closes them."""
 
-
 _SET_TIMER_SLACK = 29
 
 
@@ -342,12 +341,10 @@ class Endpoint:
                     frames = _frames(socket)
                 except zmq.Again:
                     break
-                if socket is self._router:
-                    connection = self._answer(frames.pop(0))
-                elif (dialed := self._dialed.get(socket)) is None:
+                answered = socket is self._router
+                connection = self._answer(frames.pop(0)) if answered else self._dialed.get(socket)
+                if connection is None:
                     continue
-                else:
-                    connection = dialed
                 for frame in frames or [b""]:
                     yield connection, frame
 

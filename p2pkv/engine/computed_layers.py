@@ -10,7 +10,6 @@ from p2pkv.engine import commands as do
 Prompts = tuple[tuple[str, int], ...]
 """Of each prompt of a step its key, and the end of its tokens that the step computes."""
 
-
 Order = Callable[[do.Command], None]
 """Hands a command to the rank."""
 

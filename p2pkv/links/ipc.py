@@ -100,10 +100,8 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
         self.shared = IpcContext(device, driver, self.staging, pool, blocks[0] if blocks else None)
 
     def pause(self) -> float:
-        return pause_of(
-            (end.pause() for end in self._ends if isinstance(end, IpcInbound | IpcOutbound)),
-            self.poll_seconds,
-        )
+        ends = (end for end in self._ends if isinstance(end, IpcInbound | IpcOutbound))
+        return pause_of((end.pause() for end in ends), self.poll_seconds)
 
     @property
     def stuck(self) -> int:

@@ -410,11 +410,7 @@ class NcclOutbound(NcclEnd, Outbound):
             self.look()
         if not self._ordered(first):
             return 0
-        if pending == 0:
-            admitted = self._turn
-        else:
-            admitted = pending <= self._most and not self._busy.contended
-        if not admitted:
+        if not (self._turn if pending == 0 else pending <= self._most and not self._busy.contended):
             return 0
         self._busy.enter(self)
         self._due += 1

@@ -161,7 +161,6 @@ LAST_RETRY = 1.0
 REFUSED_FOR = 5.0
 """Seconds after which a refused peer may be asked again, since a restart may have mended it."""
 
-
 DRAFTER = " with drafter "
 """In a Hello's weights, before what identifies a drafter that keeps KV."""
 

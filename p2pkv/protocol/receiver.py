@@ -45,7 +45,6 @@ LOAD: state_machine.Table[LoadPhase, LoadEvent] = {
     _S.ENDED: {},
 }
 
-
 MAX_CHUNKS = 256
 """Chunks that one rank of P may announce before it sends them; a peer that announces more is broken."""
 

@@ -70,7 +70,6 @@ SEND: state_machine.Table[SendPhase, SendEvent] = {
     _S.ENDED: {},
 }
 
-
 MAX_ANNOUNCED = 64
 """Chunks for one rank of D that may be announced and not yet sent; bounds what D has to remember."""
 
@@ -475,8 +474,6 @@ class Sender:
         return [each for rank, send in self._open() for each in self._announce(rank, send, flush)]
 
     def _announce(self, rank: int, send: SendState, flush: bool) -> list[Decision]:
-        if send.cutter is None:
-            return []
         chunks = send.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
         return [SendTo(rank, chunk) for chunk in chunks]
 
