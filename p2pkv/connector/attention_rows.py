@@ -14,18 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.layouts import plane_of
 from p2pkv.page_packings import PAGE_PREFIX
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class RowForm(NamedTuple):

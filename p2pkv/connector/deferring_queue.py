@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import RequestStatus
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 class DeferringQueue(RequestQueue):

@@ -17,7 +17,7 @@ from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from p2pkv.connector.held_blocks import BlockQuota, HeldBlocks
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
@@ -31,7 +31,6 @@ from p2pkv.log import RateLimit
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 log = logging.getLogger("p2pkv")
 
