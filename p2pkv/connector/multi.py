@@ -11,16 +11,12 @@ It is used by its path, so that vLLM treats it as what it is:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBaseType
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as vllms
+from vllm.v1.request import Request
 
 from p2pkv.connector.connector import P2pKvConnector
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBaseType
-    from vllm.v1.request import Request
 
 
 class MultiConnector(vllms.MultiConnector):

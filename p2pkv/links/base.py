@@ -33,8 +33,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import MutableSet
 from dataclasses import dataclass
+from functools import cache
 from threading import get_ident
-from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -282,16 +283,10 @@ class Acceptance(SetupBlob, frozen=True):
 _AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
 
 _looking = threading.Lock()
-_decoders: dict[type[SetupBlob], msgspec.msgpack.Decoder[Any]] = {}
+"""msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for the
+first time together. So one of them does, and the others wait."""
 
-
-def _decoder(kind: type[_AnyBlob]) -> msgspec.msgpack.Decoder[_AnyBlob]:
-    """msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for
-    the first time together. So one of them does, and the others wait."""
-    with _looking:
-        if kind not in _decoders:
-            _decoders[kind] = msgspec.msgpack.Decoder(kind)
-        return _decoders[kind]
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 def encode_blob(blob: SetupBlob) -> bytes:
@@ -302,8 +297,10 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
     """The `kind` of blob in `blob`. Raises LinkError, and nothing else, for whatever is not one."""
     if len(blob) > MAX_BLOB_BYTES:
         raise LinkError(f"the link {kind.name} has {len(blob)} bytes; at most {MAX_BLOB_BYTES} are expected")
+    with _looking:
+        decoder: msgspec.msgpack.Decoder[_AnyBlob] = _decoder(kind)
     try:
-        return _decoder(kind).decode(blob)
+        return decoder.decode(blob)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         link = kind.__struct_config__.tag
         raise LinkError(
