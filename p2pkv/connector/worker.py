@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -198,8 +198,6 @@ class SleepingRank:
 
     def layers_per_message(self, tokens: int) -> int:
         return 1
-
-    def call_on_event(self, call: Callable[[Event], None]) -> None: ...
 
     def trouble(self) -> str:
         return ""

@@ -392,8 +392,8 @@ class Core:
 
     def _inspect(self, connection: Connection) -> None:
         hello = self.context.hello
-        values: dict[str, int | float | str] = {**self.counters.snapshot()}
-        values |= {
+        values: dict[str, int | float | str] = {
+            **self.counters.snapshot(),
             "role": self.context.options.role,
             "rank": hello.rank,
             "incarnation": hello.incarnation,

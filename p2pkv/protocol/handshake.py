@@ -279,16 +279,13 @@ def _check_windows(prefill: Hello, decode: Hello) -> None:
 
 def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, object, str]]:
     """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
+    row = "token" if _row_tokens(mine) == 1 else "row"
+    same_type = "serve the same model with the same cache type"
     return [
         ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
         ("attention windows", _seen(mine), _seen(theirs), SAME_RINGS if mine.once else SAME_ALLOCATOR),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
-        (
-            "bytes per token and head" if _row_tokens(mine) == 1 else "bytes per row and head",
-            token_bytes(mine),
-            token_bytes(theirs),
-            "serve the same model with the same cache type",
-        ),
+        (f"bytes per {row} and head", token_bytes(mine), token_bytes(theirs), same_type),
         ("KV layers", mine.layer_names, theirs.layer_names, "serve the same model"),
     ]
 

@@ -11,7 +11,7 @@ have one form only (see `decode`), so a new field is a new PROTOCOL_VERSION, unl
 a field is optional: its name on the wire begins with OPTIONAL, no other field ever had that name, and UNSET
 leaves it out:
 
-    note: Name | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?note")
+    note: Name | UnsetType = field(default=UNSET, name="?note")
 
 Versions that do not know it drop it. A rank that must know looks for it in its peer's messages.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Set
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 PROTOCOL_VERSION = 5
 OPTIONAL = "?"
@@ -149,10 +149,10 @@ class Hello(Message, frozen=True, tag="Hello"):
     link: Name
     digest: Name
     verify: bool
-    prefetch: bool = msgspec.field(default=False, name="ahead")
+    prefetch: bool = field(default=False, name="ahead")
     instance: Annotated[str, Meta(max_length=300)] = ""
-    several: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?several")
-    together: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?together")
+    several: bool | UnsetType = field(default=UNSET, name="?several")
+    together: bool | UnsetType = field(default=UNSET, name="?together")
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -262,6 +262,7 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
 
 Pieces = Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+Cuts = Annotated[tuple[Pieces, ...], Meta(max_length=MAX_CUT)]
 
 
 class Offer(TransferMessage, frozen=True, tag="Offer"):
@@ -274,7 +275,7 @@ class Offer(TransferMessage, frozen=True, tag="Offer"):
     tokens: Count
     digest: Digest
     generation: Name
-    ready: ChunkBytes | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?ready")
+    ready: ChunkBytes | UnsetType = field(default=UNSET, name="?ready")
 
 
 class Want(TransferMessage, frozen=True, tag="Want"):
@@ -287,10 +288,8 @@ class Want(TransferMessage, frozen=True, tag="Want"):
 
     start: Count
     stop: Count
-    prefetch: bool = msgspec.field(default=False, name="ahead")
-    cut: Annotated[tuple[Pieces, ...], Meta(max_length=MAX_CUT)] | msgspec.UnsetType = msgspec.field(
-        default=msgspec.UNSET, name="?cut"
-    )
+    prefetch: bool = field(default=False, name="ahead")
+    cut: Cuts | UnsetType = field(default=UNSET, name="?cut")
 
     @property
     def empty(self) -> bool:
@@ -324,9 +323,7 @@ class Sent(TransferMessage, frozen=True, tag="Sent"):
     link: Small
     filler: bool
     digest: Checksum = b""
-    together: Annotated[int, Meta(ge=2, le=64)] | msgspec.UnsetType = msgspec.field(
-        default=msgspec.UNSET, name="?together"
-    )
+    together: Annotated[int, Meta(ge=2, le=64)] | UnsetType = field(default=UNSET, name="?together")
 
 
 class Done(TransferMessage, frozen=True, tag="Done"):
@@ -361,7 +358,7 @@ encode: Callable[[AnyMessage], bytes] = msgspec.msgpack.Encoder().encode
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _STRUCTS: tuple[type[Struct], ...] = (*get_args(AnyMessage), KvGroup, Cache)
-_KNOWN = frozenset(field.encode_name for kind in _STRUCTS for field in msgspec.structs.fields(kind))
+_KNOWN = frozenset(each.encode_name for kind in _STRUCTS for each in msgspec.structs.fields(kind))
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
