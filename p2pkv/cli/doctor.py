@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import p2pkv
@@ -241,12 +242,8 @@ def ipc_sentence(drivers: Sequence[CudaMemory]) -> str:
     if mute := [str(number) for number, each in enumerate(drivers) if not each.exportable()]:
         return f"not usable on device {', '.join(mute)}, whose memory cannot be exported as a file descriptor"
     uuids = [each.uuid() for each in drivers]
-    pairs = [
-        f"{number} and {other}"
-        for number, each in enumerate(drivers)
-        for other in range(number + 1, len(uuids))
-        if each.reaches(uuids[other])
-    ]
+    several = combinations(range(len(drivers)), 2)
+    pairs = [f"{one} and {other}" for one, other in several if drivers[one].reaches(uuids[other])]
     between = f", and between devices {'; '.join(pairs)}" if pairs else ""
     return f"usable between processes of one user on one GPU{between}, within one network namespace"
 

@@ -96,15 +96,11 @@ CHANGED_ON_P = "P's weights have changed, or its caches were reset, since it beg
 ENDED_WITH_ITS_FIRST = "the answer has ended with its first token, which P has computed"
 UNASKED = "the router says that no D will ask for it"
 
-COMPLETED = (
-    RequestStatus.FINISHED_STOPPED,
-    RequestStatus.FINISHED_LENGTH_CAPPED,
-    RequestStatus.FINISHED_REPETITION,
-)
-"""How a request ends of which vLLM has taken the results."""
-
 STOPPED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION)
-"""How one ends whose answer has come to its end, and not to the bound that a router has set."""
+"""How a request ends whose answer has come to its end, and not to the bound that a router has set."""
+
+COMPLETED = (*STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""How one ends of which vLLM has taken the results."""
 
 
 @dataclass

@@ -144,11 +144,9 @@ class InboundLink:
     @property
     def busy(self) -> bool:
         """Whether the next turn may find something to do here."""
-        return bool(
-            self.waiting
-            or self.posted
-            or (self._inbound is not None and (not self._up or self._inbound.used))
-        )
+        if self.waiting or self.posted:
+            return True
+        return self._inbound is not None and (not self._up or self._inbound.used > 0)
 
     def accept(self, message: m.LinkInvite, window: int) -> bytes:
         """Make our end of a new link; its blob. Raises LinkError."""

@@ -117,12 +117,8 @@ class Prefill:
         message = m.PrefetchOffer(sender.key, sender.tokens, sender.digest)
         for peer in self._ranks:
             decode, rank = peer.key
-            if (
-                decode == entry.decode
-                and peer.hello.prefetch
-                and peer.assignment
-                and rank not in sender.sends
-            ):
+            takes_it = decode == entry.decode and peer.hello.prefetch and peer.assignment is not None
+            if takes_it and rank not in sender.sends:
                 self._ctx.effects.append(SendMessage(peer, message))
 
     def blocks(self, command: do.PromptBlocks, now: float) -> None:

@@ -160,9 +160,8 @@ class PagedCache:
         )
 
     def __str__(self) -> str:
-        return (
-            f"{self.layers} layers, {self.heads} KV heads, rows of {self.row_bytes} bytes, codec {self.codec}"
-        )
+        rows = f"rows of {self.row_bytes} bytes, codec {self.codec}"
+        return f"{self.layers} layers, {self.heads} KV heads, {rows}"
 
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
         """Bytes on the wire of tokens [start, stop). Raises ValueError if `start` is inside a unit."""

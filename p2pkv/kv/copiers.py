@@ -151,9 +151,8 @@ class ColumnCopier:
         first += cut.heads[0] * span.pages.head_stride
         ends = [*(np.flatnonzero(np.diff(steps) != self._element) + 1).tolist(), len(steps)]
         for start, stop in pairwise([0, *ends]):
-            columns = Columns(
-                first + int(steps[start]), stop - start, length // self._element, self._element, self._step
-            )
+            offset, elements = first + int(steps[start]), length // self._element
+            columns = Columns(offset, stop - start, elements, self._element, self._step)
             yield self._views(self._flat[span.pages.storage], columns, buffer[start * length : stop * length])
 
 

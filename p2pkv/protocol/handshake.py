@@ -93,9 +93,8 @@ def _row_tokens(group: KvGroup) -> int:
 
 
 def _as_it_lies(group: KvGroup) -> RowFormat:
-    return RowFormat(
-        group.codec, group.unit_tokens, group.row_bytes, group.once, group.window, chunked=group.chunked
-    )
+    row = group.codec, group.unit_tokens, group.row_bytes, group.once
+    return RowFormat(*row, group.window, chunked=group.chunked)
 
 
 def _seen(group: KvGroup) -> int | str:

@@ -137,11 +137,8 @@ class SendState:
 
     def awaits_grant(self, chunk: m.Chunk) -> bool:
         """Whether this chunk has been announced, and no receive for it is known to be posted."""
-        return (
-            self.attempt == chunk.attempt
-            and chunk.chunk in self.announced
-            and chunk.chunk not in self._granted
-        )
+        known = self.attempt == chunk.attempt and chunk.chunk in self.announced
+        return known and chunk.chunk not in self._granted
 
     def readable(self, computed: Sequence[int], pieces: Sequence[m.Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
