@@ -259,10 +259,8 @@ def _mps() -> Finding:
     if not torch.cuda.is_available():
         return Finding("MPS", "of no concern: torch finds no CUDA device")
     directory = mps_check.pipe_directory()
-    processes = {
-        index: len(mps_check.compute_processes(mps_check.uuid_of(index)))
-        for index in range(torch.cuda.device_count())
-    }
+    devices = range(torch.cuda.device_count())
+    processes = {index: len(mps_check.compute_processes(mps_check.uuid_of(index))) for index in devices}
     mps = mps_check.mps_runs(directory)
     return Finding("MPS", mps_check.doctor_sentence(processes, mps, directory))
 

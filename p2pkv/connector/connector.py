@@ -134,9 +134,8 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self.producer = ProducerScheduler(pairs, tables, held, config.max_concurrent_batches, for_prompts)
         if options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            self.consumer = ConsumerScheduler(
-                pairs, options.engine_ranks, recompute, tables, for_loads, options.lease_seconds / 2
-            )
+            keep, ranks = options.lease_seconds / 2, options.engine_ranks
+            self.consumer = ConsumerScheduler(pairs, ranks, recompute, tables, for_loads, keep)
             patches.DEFERRAL.install(options.skip_patches)
             patches.PAUSED_LOADS.install(options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):

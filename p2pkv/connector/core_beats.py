@@ -180,6 +180,5 @@ def workload_of(core: Any, is_loaded: Callable[[str], bool]) -> Workload:
         left = request.num_prompt_tokens - request.num_computed_tokens
         if left > 0 and not is_loaded(request.request_id):
             prompts, tokens = prompts + 1, tokens + left
-    return Workload(
-        running=running, waiting=waiting + len(queued), prompts=prompts, tokens=tokens, answers=answers
-    )
+    waiting += len(queued)
+    return Workload(running=running, waiting=waiting, prompts=prompts, tokens=tokens, answers=answers)

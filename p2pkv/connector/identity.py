@@ -242,9 +242,8 @@ def _by_length(model: ModelConfig) -> str:
     """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature."""
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    starts = [
-        each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"
-    ]
+    longropes = [each for each in ropes if each.get("rope_type") == "longrope"]
+    starts = [each["original_max_position_embeddings"] for each in longropes]
     temperature: object = None
     if getattr(model.hf_text_config, "model_type", "") == "llama4_text":
         # By the rule of vLLM's `Llama4ForCausalLM`.

@@ -150,8 +150,6 @@ def _whole(parts: Sequence[Described | None]) -> KvGroup:
         )
     patterns = sorted({re.sub(r"\d+", "#", name) for name in names})
     words = [*patterns, there[0].word] if there[0].word else patterns
-    return replace(
-        there[0].shape,
-        layers=tuple(0 if part is None else part.shape.layers[0] for part in parts),
-        layer_names=hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest(),
-    )
+    layers = tuple(0 if part is None else part.shape.layers[0] for part in parts)
+    digest = hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
+    return replace(there[0].shape, layers=layers, layer_names=digest)

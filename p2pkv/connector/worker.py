@@ -249,11 +249,9 @@ class Worker:
         self.end()
         if meta.now and meta.invalidate is None:
             # They are loaded while vLLM prepares the step.
-            early = StepMetadata(
-                now=meta.now,
-                expects=[each for each in meta.expects if each[1].key in meta.now],
-                loads=[each for each in meta.loads if each[1].key in meta.now],
-            )
+            expects = [each for each in meta.expects if each[1].key in meta.now]
+            loads = [each for each in meta.loads if each[1].key in meta.now]
+            early = StepMetadata(now=meta.now, expects=expects, loads=loads)
             meta.expects = [each for each in meta.expects if each not in early.expects]
             meta.loads = [each for each in meta.loads if each not in early.loads]
             self.loads.begin(early)

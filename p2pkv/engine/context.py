@@ -230,9 +230,8 @@ class Context:
 
     def __post_init__(self) -> None:
         limits = self.options
-        self.terms = Terms(
-            limits.lease_seconds, limits.wait_seconds, limits.stall_seconds, limits.chunk_bytes
-        )
+        seconds = limits.lease_seconds, limits.wait_seconds, limits.stall_seconds
+        self.terms = Terms(*seconds, limits.chunk_bytes)
         self.copies_synchronously = self.cache.fence() is PASSED
         self.copies = CopyQueue(None if self.copies_synchronously else self.cache.fence)
         self.counters.add_gauges(copies=lambda: len(self.copies), links_stuck=lambda: self.links.stuck)

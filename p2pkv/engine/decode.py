@@ -397,9 +397,8 @@ class Decode:
         peer, reason = effect.peer, effect.reason
         for entry in self.entries_of(peer):
             receiver = entry.receiver
-            waiting = receiver.load.state is LoadPhase.WAITING and not (
-                receiver.wants_nothing or receiver.prefetch
-            )
+            ends = receiver.wants_nothing or receiver.prefetch
+            waiting = receiver.load.state is LoadPhase.WAITING and not ends
             entry.lost = now if entry.lost is None else entry.lost
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.

@@ -193,9 +193,8 @@ class KernelCopier:
         self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: DriverLauncher
     ) -> None:
         # An address is an offset into a storage that begins at 0 and that all layers share.
-        self.spans: Sequence[Span] = spans_of(
-            [replace(page, storage=0, offset=page.storage + page.offset) for page in pages]
-        )
+        addressed = [replace(page, storage=0, offset=page.storage + page.offset) for page in pages]
+        self.spans: Sequence[Span] = spans_of(addressed)
         self._keep = [tensor.untyped_storage() for tensor in keep]
         self._launcher = launcher
         self._device = keep[0].device

@@ -62,6 +62,10 @@ class Extent(Struct, frozen=True, dict=True):
                 f"but rows of this cache begin at multiples of {self.unit}"
             )
 
+    @property
+    def layers(self) -> int:
+        return self.layer_stop - self.layer
+
     @cached_property
     def ceiling(self) -> int:
         """`stop`, rounded up to a whole unit."""
@@ -71,7 +75,7 @@ class Extent(Struct, frozen=True, dict=True):
     def nbytes(self) -> int:
         if self.stop <= self.start:
             return 0
-        return (self.layer_stop - self.layer) * ((self.ceiling - self.start) // self.unit) * self.row
+        return self.layers * ((self.ceiling - self.start) // self.unit) * self.row
 
     def sendable(self, computed: int) -> int:
         """How far whole units reach when tokens [0, computed) are computed."""
@@ -157,10 +161,7 @@ class Cutter:
     def __init__(self, extents: Extents) -> None:
         self.extents = extents
         self.left = extents.nbytes
-        self._announced = {
-            group: [extent.start] * (extent.layer_stop - extent.layer)
-            for group, extent in extents.by_group.items()
-        }
+        self._announced = {group: [each.start] * each.layers for group, each in extents.by_group.items()}
         self._again: list[Piece] = []
 
     def chunks(self, computed: Computed, limit: int, flush: bool, most: int) -> Iterator[Cut]:
@@ -176,8 +177,7 @@ class Cutter:
 
     def whole(self, tokens: int, limit: int, most: int) -> Iterator[Cut]:
         """`chunks` of a prompt of which all tokens, so many, are computed."""
-        groups = self.extents.by_group.items()
-        computed = {group: (tokens,) * (extent.layer_stop - extent.layer) for group, extent in groups}
+        computed = {group: (tokens,) * each.layers for group, each in self.extents.by_group.items()}
         return self.chunks(computed, limit, flush=True, most=most)
 
     def take(self, pieces: tuple[Piece, ...], limit: int) -> int:
@@ -280,9 +280,7 @@ class Coverage:
     def __init__(self, extents: Extents) -> None:
         self.extents = extents
         self.left = extents.nbytes
-        self._taken = {
-            group: [0] * (extent.layer_stop - extent.layer) for group, extent in extents.by_group.items()
-        }
+        self._taken = {group: [0] * each.layers for group, each in extents.by_group.items()}
         """By group, for each layer, a bit for each unit: so a peer cannot make it grow."""
 
     def reserve(self, pieces: tuple[Piece, ...]) -> int:

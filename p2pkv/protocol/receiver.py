@@ -341,9 +341,8 @@ class Receiver:
         source = self._source(rank, message.attempt)
         if source is None or source.satisfied:
             return []
-        return self._end(
-            message.reason, m.Cancel(self.key, self.attempt, "another rank of P failed"), but=rank
-        )
+        farewell = m.Cancel(self.key, self.attempt, "another rank of P failed")
+        return self._end(message.reason, farewell, but=rank)
 
     def lost(self, reason: str, rank: int | None = None) -> list[Decision]:
         """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks, which
