@@ -45,7 +45,7 @@ def _group(form: tuple[object, ...], rings: Sequence[Layer]) -> LocalGroup:
     tensors, tables = [head.flatten(2)[:, :, None] for _, head in rows], [ring.table for ring, _ in rows]
     cache = PagedCache.from_tensors(tensors, block_size=1, tables=tables)
     numbers, names = (ring.number for ring, _ in rows), (ring.name for ring in rings)
-    window, dtype = rings[0].spec.block_size, str(rings[0].tensor.dtype)
+    window, dtype = rings[0].spec.block_size, str(rings[0].tensor.dtype).removeprefix("torch.")
     return local_group(
         cache, numbers, names, f"ring {form}", "ring", heads=1, dtype=dtype, once=True, window=window
     )

@@ -613,11 +613,7 @@ class ConsumerScheduler(ConnectorScheduler):
         return None
 
     def reported(
-        self,
-        metadata: WorkerMetadata | None,
-        received: set[str],
-        failed: Container[str] = (),
-        early: bool = False,
+        self, metadata: WorkerMetadata | None, received: set[str], failed: Container[str], early: bool
     ) -> set[str]:
         """What the workers report; `received`: loads that have ended, of which some `failed`; `early`: they
         will report these once more.

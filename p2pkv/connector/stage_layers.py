@@ -61,23 +61,13 @@ class LocalGroup(NamedTuple):
 
 
 def local_group(
-    cache: PagedCache,
-    numbers: Iterable[int],
-    names: Iterable[str],
-    kind: str,
-    word: str,
-    *,
-    heads: int,
-    dtype: str,
-    **form: Any,
+    cache: PagedCache, numbers: Iterable[int], names: Iterable[str], kind: str, word: str, **form: Any
 ) -> LocalGroup:
-    """`heads`: of the model; `form`: what else is in the group's entry in a Hello."""
+    """`form`: what else is in the group's entry in a Hello, as the heads of the model and the dtype."""
     shape = KvGroup(
         layers=(cache.layers,),
-        heads=heads,
         row_bytes=cache.row_bytes,
         unit_tokens=cache.unit_tokens,
-        dtype=dtype.removeprefix("torch."),
         codec=cache.codec,
         layer_names="",
         **form,

@@ -85,10 +85,7 @@ class Announcer:
     """
 
     def __init__(
-        self,
-        announcement: Announcement,
-        on_partners: OnPartners = lambda addresses: None,
-        health: Callable[[], EngineHealth] = EngineHealth,
+        self, announcement: Announcement, on_partners: OnPartners, health: Callable[[], EngineHealth]
     ) -> None:
         self._announcement = announcement
         self._on_partners = on_partners

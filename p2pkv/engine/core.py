@@ -173,11 +173,6 @@ class Core:
         """What has happened since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    @property
-    def pending_events(self) -> int:
-        """How many events the next `events` returns."""
-        return len(self._events)
-
     # The owner.
 
     def turn(self, now: float) -> None:

@@ -10,7 +10,7 @@ WAITING -> OFFERED -> LOADING -> DONE         (any) -> ENDED
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from math import lcm
 from typing import Literal
@@ -170,26 +170,21 @@ class Source:
         self.last_heard = now
 
 
+@dataclass(eq=False)
 class Receiver:
-    """One prompt on one D rank."""
+    """One prompt on one D rank. `prefetch`: P has begun it, and no request for it has come to D yet; the
+    caller bounds how long."""
 
-    def __init__(
-        self,
-        key: str,
-        attempt: int,
-        tokens: int,
-        digest: bytes,
-        terms: state_machine.Terms,
-        now: float,
-        prefetch: bool = False,
-    ) -> None:
-        """`prefetch`: P has begun it, and no request for it has come to D yet; the caller bounds how long."""
-        self.key = key
-        self.attempt = attempt
-        self.tokens = tokens
-        self.digest = digest
-        self.terms = terms
-        self.load = state_machine.Machine(f"load {key}", LOAD, LoadPhase.WAITING)
+    key: str
+    attempt: int
+    tokens: int
+    digest: bytes
+    terms: state_machine.Terms
+    now: InitVar[float]
+    prefetch: bool = False
+
+    def __post_init__(self, now: float) -> None:
+        self.load = state_machine.Machine(f"load {self.key}", LOAD, LoadPhase.WAITING)
         self.sources: dict[int, Source] = {}
         self._began = now
         self._moved = now
@@ -199,7 +194,6 @@ class Receiver:
         """Of the weights with which P computes the prompt; None before its first offer."""
         self.wants_nothing = False
         """D has said that it wants none of it."""
-        self.prefetch = prefetch
 
     # What D's own engine does.
 

@@ -247,7 +247,7 @@ def test_of_a_state_d_takes_all_or_nothing() -> None:
         d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,), p_computes_last=whole))
         request = make_request(inner_id(pair_id()), tokens(30))
         d.new(request)
-        d.reported(WorkerMetadata(begun={request.request_id: [""]}), set())
+        d.reported(WorkerMetadata(begun={request.request_id: [""]}), set(), failed=(), early=False)
         assert d.matched(request, 0) == (29, True)
         d.allocated(request, blocks, external)  # type: ignore[arg-type]
         meta = d.step(SchedulerOutput.make_empty())

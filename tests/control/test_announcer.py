@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from p2pkv.control import announcer_child, pinger
-from p2pkv.control.announcer import Announcement, Announcer
+from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
 from p2pkv.control.discovery import Ping, Workload, decode_ping, encode_partners, goodbye, lasting
 from p2pkv.control.security import Members
 from p2pkv.control.warm_up_prompts import REQUEST_MARK, WarmUp
@@ -111,7 +111,7 @@ def announcing(
 ) -> Iterator[Announcer]:
     """An announcer of this process."""
     announcement = Announcement(proxies=proxies, ping=ping, interval=INTERVAL, **more)
-    announcer = Announcer(announcement, heard)
+    announcer = Announcer(announcement, heard, EngineHealth)
     try:
         yield announcer
     finally:
