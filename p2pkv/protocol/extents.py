@@ -123,6 +123,11 @@ class Extents:
     def size(self, piece: Piece) -> int:
         return self.by_group[piece.group].size(piece)
 
+    def places(self, piece: Piece) -> slice:
+        """The piece's layers among those of its extent."""
+        first = self.by_group[piece.group].layer
+        return slice(piece.layer - first, piece.layer_stop - first)
+
     def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
         """What of these pieces of one chunk lies in the extents: the parts, and their bytes [start, stop)."""
         offset = 0
@@ -145,9 +150,8 @@ class Extents:
     def readable(self, computed: Computed, pieces: Iterable[Piece]) -> bool:
         """Whether all of these pieces, which lie in the extents, have been computed."""
         for piece in pieces:
-            extent = self.by_group[piece.group]
-            layers = computed[piece.group][piece.layer - extent.layer : piece.layer_stop - extent.layer]
-            if extent.sendable(min(layers)) < piece.stop:
+            layers = computed[piece.group][self.places(piece)]
+            if self.by_group[piece.group].sendable(min(layers)) < piece.stop:
                 return False
         return True
 
@@ -187,8 +191,7 @@ class Cutter:
         if total > max(limit, self.extents.by_group[pieces[0].group].row):
             raise RemoteProtocolError(f"a chunk of {total} bytes was cut where {limit} are allowed")
         for piece in pieces:
-            announced, first = self._announced[piece.group], self.extents.by_group[piece.group].layer
-            layers = slice(piece.layer - first, piece.layer_stop - first)
+            announced, layers = self._announced[piece.group], self.extents.places(piece)
             if announced[layers].count(piece.start) < piece.layer_stop - piece.layer:
                 raise RemoteProtocolError(f"{piece} does not follow what was announced before")
             announced[layers] = [piece.stop] * (piece.layer_stop - piece.layer)
@@ -262,8 +265,8 @@ class Cutter:
             self._again.remove(piece)
             self._again.extend(_rest(piece, part))
             return
-        announced, first = self._announced[part.group], self.extents.by_group[part.group].layer
-        announced[part.layer - first : part.layer_stop - first] = [part.stop] * (part.layer_stop - part.layer)
+        layers = part.layer_stop - part.layer
+        self._announced[part.group][self.extents.places(part)] = [part.stop] * layers
 
 
 def _rest(piece: Piece, part: Piece) -> Iterator[Piece]:
@@ -287,7 +290,7 @@ class Coverage:
         """Note announced pieces; bytes of them. Raises RemoteProtocolError for foreign or repeated rows."""
         total = self.extents.check(pieces)
         for done, piece in enumerate(pieces):
-            taken, rows, layers = self._taken[piece.group], self._rows(piece), self._layers(piece)
+            taken, rows, layers = self._taken[piece.group], self._rows(piece), self.extents.places(piece)
             if any(map(rows.__and__, taken[layers])):
                 self.give_back(pieces[:done])
                 raise RemoteProtocolError(f"{piece} was announced twice")
@@ -297,18 +300,13 @@ class Coverage:
     def give_back(self, pieces: tuple[Piece, ...]) -> None:
         """In place of these pieces filler came: they may be announced again."""
         for piece in pieces:
-            taken, rows = self._taken[piece.group], self._rows(piece)
-            layers = self._layers(piece)
+            taken, rows, layers = self._taken[piece.group], self._rows(piece), self.extents.places(piece)
             assert all(each & rows == rows for each in taken[layers])
             taken[layers] = map(rows.__xor__, taken[layers])
 
     def filled(self, nbytes: int) -> None:
         self.left -= nbytes
         assert self.left >= 0
-
-    def _layers(self, piece: Piece) -> slice:
-        first = self.extents.by_group[piece.group].layer
-        return slice(piece.layer - first, piece.layer_stop - first)
 
     def _rows(self, piece: Piece) -> int:
         extent = self.extents.by_group[piece.group]
