@@ -123,12 +123,7 @@ class ProducerScheduler(ConnectorScheduler):
     """A key is taken from the arrival of its request until the workers have reported it."""
 
     def __init__(
-        self,
-        pairs: Pairs,
-        tables: BlockTables,
-        held: HeldBlocks,
-        batches: int = 1,
-        quota: BlockQuota | None = None,
+        self, pairs: Pairs, tables: BlockTables, held: HeldBlocks, batches: int, quota: BlockQuota | None
     ) -> None:
         """`batches`: the most steps that vLLM has under way at once."""
         super().__init__(pairs, tables, quota)

@@ -212,12 +212,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        rank: Rank,
-        indices: Mapping[str, int],
-        device: torch.device,
-        hooks: bool = True,
-        wakeup: WakeupSender | None = None,
+        self, rank: Rank, indices: Mapping[str, int], device: torch.device, hooks: bool, wakeup: WakeupSender
     ) -> None:
         self.rank: Rank | SleepingRank = rank
         self._indices = indices
@@ -232,7 +227,7 @@ class Worker:
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
-        self._wakeup = wakeup or WakeupSender()
+        self._wakeup = wakeup
         self._quiet = False
         """The engine thread learns of this step's prompts in the next one."""
         self._postponed: list[Command] = []

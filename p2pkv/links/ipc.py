@@ -70,9 +70,7 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
     poll_seconds = POLL_SECONDS
     build_seconds = BUILD_SECONDS
 
-    def __init__(
-        self, device: CudaDevice, driver: CudaMemory, staging_bytes: int, receives: bool = True
-    ) -> None:
+    def __init__(self, device: CudaDevice, driver: CudaMemory, staging_bytes: int, receives: bool) -> None:
         """Raises ValueError with a sentence, MemoryError. `receives`: False: this rank takes no memory."""
         super().__init__()
         self._host = this_host()

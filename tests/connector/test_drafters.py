@@ -227,7 +227,7 @@ def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     """As where layers see a window or keep a state."""
     tables = BlockTables((BLOCK,), tail=3, p_computes_last=False)
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
-        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
+        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5), 1, None)
         request, shared = make_request(inner_id(pair_id()), tokens(length)), tokens(length)
         request.prompt_token_ids = shared  # as children of one request have it
         p.new(request)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from p2pkv.connector.idle_steps import WakeupSender
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
@@ -51,7 +52,7 @@ def test_a_thread_that_ends_is_not_announced_and_fails_the_next_step(
     assert "engine thread has ended" in made.rank.trouble()
     assert [each for each in caplog.records if each.levelname == "CRITICAL"]
     with pytest.raises(RuntimeError, match="engine thread has ended"):
-        Worker(made.rank, {}, torch.device("cpu")).begin(StepMetadata())
+        Worker(made.rank, {}, torch.device("cpu"), True, WakeupSender()).begin(StepMetadata())
 
 
 def test_a_thread_that_stands_still_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
