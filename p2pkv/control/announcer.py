@@ -5,10 +5,10 @@ no other thread of the worker runs. Pings from a thread would stop, and the prox
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
 The child's stdin and stdout are one socket, which keeps messages apart. The worker sends what to announce, a
-beat twice a second, and `STOP` at a clean end. A beat is its `EngineHealth`. When the worker is silent,
-the child goes on as before for `stall_seconds`, and then sends no
-ping until the worker beats again. When the worker dies, the socket ends, and so does the child. Both are in
-one process group: a signal that freezes or kills the whole instance reaches the child, too.
+beat (`EngineHealth`) twice a second, and `STOP` at a clean end. When the worker is silent, the child goes on
+as before for `stall_seconds`, and then sends no ping until the worker beats again. When the worker dies, the
+socket ends, and so does the child. Both are in one process group: a signal that freezes or kills the whole
+instance reaches the child, too.
 
 What the proxies answer to a D, its partners, the child passes on; the worker looks at each beat.
 """

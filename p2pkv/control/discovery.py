@@ -4,9 +4,8 @@ A ping is one msgpack map in one frame. Its first three fields are the classic o
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
-`paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`,
-`ahead_tokens`, `parses` and `sampler`. Since
-version 4 a ping also means that the engine gets on: none comes while it does not.
+`paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`, `ahead_tokens`, `parses` and
+`sampler`. Since version 4 a ping also means that the engine gets on: none comes while it does not.
 
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
 

@@ -1,9 +1,9 @@
 """The core of a rank: its turns. A turn takes in messages and commands, moves data and looks at the timers.
 
-`Core` has no thread and no clock: its owner gives it turns, and the time. In a turn every
-message and every command is matched once, in the tables of the rank's roles (see `roles`). What peers and
-transfers decide comes to one queue of effects, which is emptied in order before the next message, command or
-timer: none of them is called while it is at work.
+`Core` has no thread and no clock: its owner gives it turns, and the time. In a turn every message and command
+is matched once, in the tables of the rank's roles (see `roles`). What peers and transfers decide comes to one
+queue of effects, which is emptied in order before the next message, command or timer: none of them is called
+while it is at work.
 """
 
 from __future__ import annotations
