@@ -27,7 +27,7 @@ from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Extents
-from p2pkv.protocol.handshake import is_engine_of, unfit
+from p2pkv.protocol.handshake import Assignment, is_engine_of, unfit
 from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.protocol.state_machine import Decision, RemoteProtocolError
 
@@ -285,7 +285,7 @@ class Decode:
             self._by_rank.setdefault(peer.address, {})[entry.expect.key] = entry
             beat = m.Heartbeat(((entry.expect.key, entry.receiver.attempt),))
             self._ctx.effects.append(SendMessage(peer, beat))
-        assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
+        assignments = {rank: Assignment.of(some, peers[rank].formats) for rank, some in edges.items()}
         self._apply_decisions(entry, entry.receiver.attach(assignments, now), now)
 
     def _mismatched(self, entry: RequestEntry, other: PrefillPeer, first: PrefillPeer, now: float) -> None:
@@ -306,7 +306,7 @@ class Decode:
         peers = [self._ranks.get(str(address)) for address in [first, *addresses.values()]]
         if not all(each is not None and each.dialing.open for each in peers):
             return
-        owed = [peer.owes(some).extents(0, message.tokens) for some in edges.values()]
+        owed = [Assignment.of(some, peer.formats).extents(0, message.tokens) for some in edges.values()]
         buffer = self._buffers.take(sum(extents.nbytes for extents in owed), now)
         if buffer is None:
             return

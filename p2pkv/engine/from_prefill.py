@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import inf
@@ -25,7 +24,7 @@ from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, DialState, Refused, RowFormat, negotiate, unfit, verified
+from p2pkv.protocol.handshake import DialState, Refused, RowFormat, negotiate, unfit, verified
 from p2pkv.protocol.messages import Chunk, Sent
 
 IDLE_SECONDS = 60.0
@@ -307,10 +306,6 @@ class PrefillPeer:
         assert self.hello is not None and self.plan is not None
         assert first.hello is not None and first.plan is not None
         return (self.hello.addresses, self.plan.digest) == (first.hello.addresses, first.plan.digest)
-
-    def owes(self, edges: Sequence[Edge]) -> Assignment:
-        """What this rank owes us with `edges`; only of one that has been welcomed."""
-        return Assignment.of(edges, self.formats)
 
     def ranks(self) -> tuple[dict[int, list[Edge]], dict[int, Address]]:
         """The edges from its engine to this rank, by the engine's ranks, and the addresses of those that
