@@ -62,12 +62,11 @@ def _numeric(host: str) -> str:
             return address.compressed
     except ValueError:
         pass
+    shown = _shown(host)
     if ":" in host:
-        raise PairingError(
-            f"{_shown(host)} is not an IPv6 address: expected one such as fd00::1, without a zone id"
-        )
+        raise PairingError(f"{shown} is not an IPv6 address: expected one such as fd00::1, without a zone id")
     raise PairingError(
-        f"{_shown(host)} is not an IPv4 address: expected four numbers from 0 to 255, such as 10.0.0.1"
+        f"{shown} is not an IPv4 address: expected four numbers from 0 to 255, such as 10.0.0.1"
     )
 
 

@@ -103,10 +103,9 @@ def _slot_heads(name: str, spec: Any) -> int:
     if current_platform.is_rocm():
         raise _unknown(name, spec, "slots for K and V, which ROCm's kernels shuffle")
     nbytes = heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
-    if slots != 2 or 2 * spec.state_content_size_bytes != nbytes:
-        raise _unknown(
-            name, spec, f"{slots} slots of {spec.state_content_size_bytes} bytes for {heads} heads"
-        )
+    content = spec.state_content_size_bytes
+    if slots != 2 or 2 * content != nbytes:
+        raise _unknown(name, spec, f"{slots} slots of {content} bytes for {heads} heads")
     return int(heads)
 
 

@@ -147,23 +147,17 @@ def state_of(
         transfers: p2pkv's own requests are under way, which is all that is known without `core`.
         is_loaded: whether the KV of a request's prompt comes from another instance.
     """
-    work, paused, stopping, workload = transfers, False, False, None
-    if core is not None:
-        work = bool(core.scheduler.has_requests()) or not core.input_queue.empty()
-        paused, stopping = bool(core.scheduler.pause_state), not core.is_running()
-        try:
-            workload = workload_of(core, is_loaded)
-        except Exception as error:  # another vLLM's scheduler: a beat without it is worth as much
-            log.debug("what the scheduler has to do cannot be read: %r", error)
-    return Beat(
-        steps=steps,
-        work=work,
-        paused=paused,
-        stopping=stopping,
-        orphaned=orphaned,
-        workload=workload,
-        at=time.monotonic(),
-    )
+    beat = Beat(steps=steps, work=transfers, orphaned=orphaned, at=time.monotonic())
+    if core is None:
+        return beat
+    work = bool(core.scheduler.has_requests()) or not core.input_queue.empty()
+    paused, stopping = bool(core.scheduler.pause_state), not core.is_running()
+    beat = msgspec.structs.replace(beat, work=work, paused=paused, stopping=stopping)
+    try:
+        return msgspec.structs.replace(beat, workload=workload_of(core, is_loaded))
+    except Exception as error:  # another vLLM's scheduler: a beat without it is worth as much
+        log.debug("what the scheduler has to do cannot be read: %r", error)
+        return beat
 
 
 def workload_of(core: Any, is_loaded: Callable[[str], bool]) -> Workload:

@@ -357,12 +357,9 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
     views = [plane_views(layer.name, rows, layer.tensor) for layer in layers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]
+        codec, tables = rows.codec(plane, codec_of(config, names)), [layer.table for layer in layers]
         group = PagedCache.from_tensors(
-            tensors,
-            block_size=spec.block_size,
-            codec=rows.codec(plane, codec_of(config, names)),
-            tables=[layer.table for layer in layers],
-            tokens_per_row=rows.tokens,
+            tensors, block_size=spec.block_size, codec=codec, tables=tables, tokens_per_row=rows.tokens
         )
         yield stage_layers.local_group(
             group,

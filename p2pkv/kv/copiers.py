@@ -243,16 +243,9 @@ class KernelCopier:
         units = cut.units[1] - cut.units[0]
         rows = (cut.layers[1] - cut.layers[0]) * units * form.runs_per_unit
         assert rows < MAX_ROWS, "no staging holds so many rows"
-        args = (
-            address,
-            form.layers + (cut.layers[0] - span.first) * ADDRESS_BYTES,
-            self.upload(cut.table).data_ptr(),
-            rows,
-            units,
-            form.runs_per_unit,
-            cut.units[0] % pages.block_units,
-            *form.strides,
-        )
+        layers = form.layers + (cut.layers[0] - span.first) * ADDRESS_BYTES
+        table, first = self.upload(cut.table).data_ptr(), cut.units[0] % pages.block_units
+        args = address, layers, table, rows, units, form.runs_per_unit, first, *form.strides
         blocks = min(-(-rows // form.threads[1]), self._launcher.most_blocks)
         self._launcher.launch(form.kernel, blocks, form.threads, args)
 
@@ -260,16 +253,9 @@ class KernelCopier:
         pages, (beside, run) = span.pages, runs_of(span, cut)
         width = width_of(span, cut, address)
         lanes = lanes_for(run // width)
-        strides = (
-            pages.block_units,
-            pages.units,
-            pages.ratio,
-            pages.block_stride,
-            pages.unit_stride,
-            pages.head_stride,
-            cut.heads[0] * pages.head_stride,
-            run // width,
-        )
+        units = pages.block_units, pages.units, pages.ratio
+        steps = pages.block_stride, pages.unit_stride, pages.head_stride
+        strides = *units, *steps, cut.heads[0] * pages.head_stride, run // width
         layers = self._layers[span.first].data_ptr()
         return KernelForm(f"p2pkv_{way}_{width}", (lanes, THREADS // lanes), beside, layers, strides)
 

@@ -206,8 +206,7 @@ class LinkFactory(ABC):
     """Seconds that a link may take to come up once both ends are made, however short the lease is."""
 
     def pause(self) -> float:
-        """Seconds until the next poll is of use while links have something under way, unless a message
-        comes; `poll_seconds` where nothing better is known."""
+        """Seconds until the next poll is of use while links have something under way, if no message comes."""
         return self.poll_seconds
 
     def announce_sends(self) -> None:

@@ -346,12 +346,8 @@ def fit(hello: Hello) -> str:
     are compared for pairs only. All ranks of an engine have the same text. A change of its form needs a new
     PROTOCOL_VERSION.
     """
-    demanded: dict[str, object] = {
-        "protocol": hello.version,
-        "weights": hello.weights,
-        "link": hello.link,
-        "KV groups": len(hello.cache.groups),
-    }
+    demanded: dict[str, object] = {"protocol": hello.version, "weights": hello.weights, "link": hello.link}
+    demanded["KV groups"] = len(hello.cache.groups)
     forms = [_form(group) for group in hello.cache.groups]
     demanded |= forms[0] if len(forms) == 1 else {"forms of KV groups": forms}
 

@@ -220,8 +220,7 @@ class HeartbeatAck(Message, frozen=True, tag="HeartbeatAck"):
 
 
 class Partners(Message, frozen=True, tag="Partners"):
-    """Rank 0 of a D to its other ranks: requests may pair us with these P's (addresses of their rank 0), so
-    build links to them. `engine` is the address of rank 0."""
+    """Rank 0 of a D (at `engine`) to its other ranks: build links to these P's, by their rank 0's address."""
 
     engine: Place
     addresses: Annotated[tuple[Place, ...], Meta(max_length=1024)]
