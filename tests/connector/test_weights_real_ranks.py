@@ -194,8 +194,6 @@ def test_the_proxy_hears_of_a_sleep_and_of_the_waking(engines: Any, monkeypatch:
     class Recorder:
         def __init__(self, announcement: Any, *callbacks: Any) -> None:
             self._name = announcement.ping.incarnation
-
-        def start(self) -> None:
             told.append(f"start {self._name}")
 
         def stop(self) -> None:

@@ -25,6 +25,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
+from p2pkv.connector.idle_steps import WakeupSender
 from p2pkv.connector.metadata import EndedRequest, PrefillStep, StepMetadata
 from p2pkv.connector.vllm_patches import EARLY_REVOCATION
 from p2pkv.connector.worker import Worker
@@ -149,7 +150,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
         config = vllm_config(role)
         connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
         rank = FakeRank()
-        connector.worker = Worker(rank, LAYERS, torch.device("cpu"), hooks)
+        connector.worker = Worker(rank, LAYERS, torch.device("cpu"), hooks, WakeupSender())
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         return request.param(connector, hooked), rank
 
@@ -258,7 +259,7 @@ def test_v2_overwrites_no_block_before_the_revocation(
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
     rank = FakeRank()
-    connector.worker = Worker(rank, LAYERS, torch.device("cpu"))
+    connector.worker = Worker(rank, LAYERS, torch.device("cpu"), True, WakeupSender())
     monkeypatch.setattr(EARLY_REVOCATION, "preempt", connector.worker.preempt)
     seen: list[Any] = []
     rank.revoke = seen.extend  # type: ignore[method-assign]

@@ -197,14 +197,14 @@ def test_memory_that_cannot_be_made_leaves_nothing(call: str) -> None:
     memory.refuses = call
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=f"{call} failed with CUDA_ERROR_INVALID_VALUE"):
-        IpcLinks(card, memory, WINDOW)
+        IpcLinks(card, memory, WINDOW, True)
     assert memory.baseline and len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_full_device_is_a_memory_error() -> None:
     card = SimulatedGpu()
     with pytest.raises(MemoryError, match="cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY"):
-        IpcLinks(card, SimulatedMemory(card, room=GRANULARITY), GRANULARITY + 1)
+        IpcLinks(card, SimulatedMemory(card, room=GRANULARITY), GRANULARITY + 1, True)
 
 
 @pytest.mark.parametrize("call", ["import_fd", "reserve", "map", "allow"])
@@ -255,7 +255,7 @@ def test_memory_that_cannot_be_exported_is_a_sentence() -> None:
     memory = SimulatedMemory(card)
     memory.can_export = False
     with pytest.raises(ValueError, match=r"simulated:0 has none .*use link=nccl"):
-        IpcLinks(card, memory, WINDOW)
+        IpcLinks(card, memory, WINDOW, True)
 
 
 def test_another_link_kind_is_refused(d: IpcLinks) -> None:

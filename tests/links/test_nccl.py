@@ -257,7 +257,7 @@ def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
 def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
-    monkeypatch.setattr("p2pkv.links.nccl.load_nccl", lambda channels: SimulatedNccl())
+    monkeypatch.setattr("p2pkv.links.nccl_bindings.load_nccl", lambda channels: SimulatedNccl())
     full = torch.cuda.OutOfMemoryError("tried to allocate")
     monkeypatch.setattr(torch, "empty", Mock(side_effect=full))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 80 << 30))

@@ -438,7 +438,7 @@ OutboundLink.next_send: a message that P's staging can never hold stops P's whol
 ~ except ValueError as error: => except ZeroDivisionError as error:
 > tests/engine/test_preconnect.py
 DecodePeers.hello: on P a link that is built ahead takes another's place
-~ parked=self._full => parked=False
+~ parked=full => parked=False
 == p2pkv/engine/roles.py > tests/engine/test_preconnect.py
 DecodeRole.look: a link that no request uses is closed after a minute although the proxy names its P
 ~  or self.preconnect.keeps(peer) =>

@@ -42,6 +42,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from p2pkv.connector.describe import Layers, cache_of, hello_of, options_of
+from p2pkv.connector.idle_steps import WakeupSender
 from p2pkv.connector.metadata import PrefillStep, StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
@@ -353,7 +354,8 @@ class Instance:
             hash_block_size=hash_block_size,
         )
         self.ranks = [FakeRank() for _ in range(ranks)]
-        self.workers = [Worker(rank, LAYERS, torch.device("cpu")) for rank in self.ranks]
+        device = torch.device("cpu")
+        self.workers = [Worker(rank, LAYERS, device, True, WakeupSender()) for rank in self.ranks]
         self.aggregator = KVOutputAggregator(ranks)
         self.ended: dict[str, str] = {}
         """Why each request has ended, as its client hears."""

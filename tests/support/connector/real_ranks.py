@@ -145,7 +145,7 @@ class Engine(Instance):
             connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, config)
             # What vLLM's processes would exchange.
             of_stages = described[rank % self.tp :: self.tp]
-            with patch.object(describe, "exchange_with_stages", lambda mine, them=of_stages: them):
+            with patch.object(describe.stage_layers, "exchange_with_stages", lambda _, them=of_stages: them):
                 connector.register_kv_caches(views)
             self.connectors.append(connector)
         self.workers = [connector.worker for connector in self.connectors]
