@@ -274,8 +274,8 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
             )
     if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         raise ConfigError(
-            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: with it vLLM's engine core ends when a router uses an "
-            "id again while P still holds that request's blocks; unset it: p2pkv needs no equal ids on P and D"
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: with it vLLM's engine core ends when a router "
+            "uses an id again while P holds blocks for it; unset it, as p2pkv needs no equal ids on P and D"
         )
     parallel = config.parallel_config
     if parallel.enable_elastic_ep:
