@@ -25,7 +25,7 @@ from proxy_behaviours import (
     stream_of,
 )
 from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, take_turns
-from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model
+from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model, RustEngine
 
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.attempt import Dispatch
@@ -197,6 +197,12 @@ async def test_where_none_goes_on_it_is_an_error(
         counters = deployment.proxy.counters
         assert (counters.resume_tries, counters.resumed) == (tries, 0)
         assert counters.not_resumed == (decode == 1 or tries > 0)
+
+
+async def test_a_stream_that_cannot_go_on_is_not_whole_without_its_end() -> None:
+    async with deployed("concurrent", 1, 2) as deployment:
+        all_do(deployment.decodes, generates(RustEngine(ENGINE.model), lost_after=4))
+        assert "died" in (await ask(deployment, COMPLETION)).error["message"]
 
 
 async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() -> None:
