@@ -122,24 +122,34 @@ class RequestPlace:
 
 Demand = tuple[str | None, PrefillMode, Instance | None]
 """A model, what P is to do, and the only D: who wants the same can be served by the same instances."""
-QueueKey = tuple[Demand, Tenant | None]
-"""Whose requests go in the order of arrival."""
+QueueKey = tuple[Demand, Tenant | None, frozenset[Instance]]
+"""Whose requests go in the order of arrival: they may not go to these instances."""
+_BEFORE_ALL = 1 << 62
 
 
 @dataclass(eq=False)
 class _Waiter:
+    """`lost`: the place of one whose answer has begun, at instances that cannot go on with it. It comes
+    before all others, and is no tenant's."""
+
     number: int
     request: RoutingRequest
     mode: PrefillMode
-    placed: asyncio.Future[RequestPlace]
+    lost: RequestPlace | None = None
+    avoid: frozenset[Instance] = frozenset()
+    placed: asyncio.Future[RequestPlace] = field(default_factory=asyncio.Future)
+
+    @property
+    def tenant(self) -> Tenant | None:
+        return self.request.tenant if self.lost is None else None
 
     @property
     def line(self) -> QueueKey:
-        return (self.request.model, self.mode, self.request.only), self.request.tenant
+        return (self.request.model, self.mode, self.request.only), self.tenant, self.avoid
 
     @property
     def used(self) -> float:
-        return 0.0 if self.request.tenant is None else self.request.tenant.used
+        return 0.0 if self.tenant is None else self.tenant.used
 
 
 @dataclass(eq=False)
@@ -192,14 +202,30 @@ class Admission:
     def move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
         """Puts a request at other instances, without a wait; its own place may be the last one there is.
         False if there are none with room: then it stays."""
+        try:
+            self._move(place, mode, avoid)
+        except Unroutable:
+            return False
+        self.advance()
+        return True
+
+    def _move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> None:
+        """Raises as `Router.choose`."""
         self._give_up(place)
         try:
             place.choice = self._router.choose(place.request, self._clock(), mode=mode, avoid=avoid)
-        except Unroutable:
-            return False
         finally:
             self._take(place)
         self._count(place.choice)
+
+    async def move_in_time(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
+        """As `move`, but waits for room, before all who have no place yet. False if there will be none."""
+        place.sent()  # P need not expect it meanwhile
+        number = next(self._numbers) - _BEFORE_ALL
+        try:
+            await self._queue(_Waiter(number, place.request, mode, place, avoid))
+        except (Unroutable, ProxyError):
+            return False
         self.advance()
         return True
 
@@ -218,7 +244,7 @@ class Admission:
                 heapq.heappush(firsts, (waiter.used, number, waiter))
                 continue
             try:
-                waiter.placed.set_result(self._new_place(waiter.request, waiter.mode))
+                waiter.placed.set_result(self._place_of(waiter))
             except Unroutable:
                 # An instance may come, or come back, before the wait is over.
                 continue
@@ -239,22 +265,27 @@ class Admission:
         if not self._queues:
             with suppress(Unroutable):
                 return self._new_place(request, mode)
-        placed = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(next(self._numbers), request, mode, placed)
+        return await self._queue(_Waiter(next(self._numbers), request, mode))
+
+    async def _queue(self, waiter: _Waiter) -> RequestPlace:
+        placed = waiter.placed
         self._queues.setdefault(waiter.line, {})[waiter] = None
-        if request.tenant is not None:
-            request.tenant.wait(1)
+        if waiter.tenant is not None:
+            waiter.tenant.wait(1)
         try:
             self.advance()
-            if waiter.placed.done():
-                return waiter.placed.result()
+            if placed.done():
+                return placed.result()
             self._check_queue(waiter)
             async with asyncio.timeout(self._limits.max_wait):
-                return await waiter.placed
+                return await placed
         except (TimeoutError, asyncio.CancelledError) as end:
             # A place may have come in the very moment in which the wait ended.
             if placed.done() and not placed.cancelled() and placed.exception() is None:
-                self._leave(placed.result())
+                if waiter.lost is not None and isinstance(end, TimeoutError):
+                    return waiter.lost
+                if waiter.lost is None:
+                    self._leave(placed.result())
             if isinstance(end, asyncio.CancelledError):
                 self._counters.left_waiting += 1
                 raise
@@ -264,6 +295,14 @@ class Admission:
             ) from None
         finally:
             self._remove(waiter)
+
+    def _place_of(self, waiter: _Waiter) -> RequestPlace:
+        """Raises as `Router.choose`."""
+        if waiter.lost is None:
+            return self._new_place(waiter.request, waiter.mode)
+        self._router.able(waiter.request, self._clock(), mode=waiter.mode, avoid=waiter.avoid)
+        self._move(waiter.lost, waiter.mode, waiter.avoid)
+        return waiter.lost
 
     def _new_place(self, request: RoutingRequest, mode: PrefillMode) -> RequestPlace:
         """Raises as `Router.choose`."""
@@ -278,15 +317,15 @@ class Admission:
         queue = self._queues.get(waiter.line, {})
         if waiter in queue:
             del queue[waiter]
-            if waiter.request.tenant is not None:
-                waiter.request.tenant.wait(-1)
+            if waiter.tenant is not None:
+                waiter.tenant.wait(-1)
         if not queue:
             self._queues.pop(waiter.line, None)
 
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
-            self._router.able(waiter.request, self._clock(), mode=waiter.mode)
+            self._router.able(waiter.request, self._clock(), mode=waiter.mode, avoid=waiter.avoid)
         except DecodeAloneFull:
             self._counters.refused_alone += 1
             raise ProxyError(
@@ -296,7 +335,8 @@ class Admission:
             ) from None
         except Full:
             pass
-        if self.waiting > self._limits.max_waiting and not self._crowd_out(waiter.request.tenant):
+        full = self.waiting > self._limits.max_waiting and waiter.lost is None
+        if full and not self._crowd_out(waiter.tenant):
             self._counters.refused_full += 1
             raise ProxyError(
                 503,
@@ -407,15 +447,20 @@ class Retries:
         self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
         """Moves a request whose answer has begun away from the decode instance that it lost. False if that
-        was its last try, or no other has room. The budget counts each time, and refuses only the second and
-        later ones: the first are no more than the answers that were under way. `tries`: how often it has been
-        moved so, without the moves that were `free`, for which neither the limit nor the budget counts.
+        was its last try, or no other has room in time. The budget counts each time, and refuses only the
+        second and later ones: the first are no more than the answers that were under way. `tries`: how often
+        it has been moved so, without the moves that were `free`, for which neither limit nor budget counts.
         """
         if not free and (tries == self.limits.resumes or not self.spend(whatever=tries == 0)):
             return False
         if tries:
             await asyncio.sleep(pause(tries))
-        return self._move(place, place.choice.decode, failed, alone=self.limits.decode_alone > 0)
+        decode, alone = place.choice.decode, self.limits.decode_alone > 0
+        if self._move(place, decode, failed, alone=alone):
+            return True
+        moved = await self.admission.move_in_time(place, place.mode_after(decode), failed)
+        self.counters.retried += moved
+        return moved
 
     def _move(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], *, alone: bool = False

@@ -154,7 +154,7 @@ class RepeatedAnswer:
         fields |= ours
         [choice] = fields["choices"]
         part, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
-        ids, text, finish = choice.get("token_ids") or [], part.get(name) or "", choice["finish_reason"]
+        ids, text, finish = choice.get("token_ids") or [], part.get(name) or "", choice.get("finish_reason")
         if not ids and finish is None:
             return b""  # the beginning of a chat
         ended = finish is not None and len(text) < len(had)

@@ -88,15 +88,15 @@ class PrefillToken:
         if min(start, end, at) < 0:
             raise ValueError("no event with a token, or without the prompt's")
         choice = text_of(head[start:end])
-        if len(choice.token_ids or ()) != 1:
-            raise ValueError("an event without a token, or with several")
+        if len(choice.token_ids or ()) != 1 or choice.finish_reason is None:
+            raise ValueError("an event without a token, with several, or without the reason of the end")
         ids = head[at + len(PROMPT_IDS) : head.find(b"]", at)]
         return cls(head[: end + len(EVENT_END)], choice, len(ids), ids.count(b",") + 1)
 
     @property
     def ends(self) -> bool:
         """Whether the answer ends with this token by itself, and not for its length."""
-        return self.choice.finish_reason not in (None, "length")
+        return self.choice.finish_reason != "length"
 
     @property
     def going_on(self) -> bytes:

@@ -25,7 +25,8 @@ _DATA = b"data:"
 # number of tokens whose text the client has, whole. vLLM keeps back text of the tokens that it has sent: the
 # first bytes of a character, and what may be the beginning of a stop string (up to the length of the longest
 # one). So an event is a resume point if it has one token and some text: then nothing of a character is kept
-# back. With stop strings, its text ends so many characters later than the event shows.
+# back. With stop strings, its text ends so many characters later than the event shows. Streams of vLLM's Rust
+# server do not go on: it leaves out what is null, and tells of the end in an event of its own.
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -182,7 +183,7 @@ _NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
 _ONLY_USAGE = b'"choices":[]'
 _ERROR = b'data: {"error"'
-GOES_ON = b'"finish_reason":null'
+GOES_ON, ENDS = b'"finish_reason":null', b'"finish_reason":"'
 _MEMORY_STEP = 4096
 
 
@@ -341,8 +342,10 @@ class Transcript:
         if first:
             self._begin(event)
         end = event.find(b"]", at)
-        self.finished = GOES_ON not in event
-        if self.possible:
+        self.finished = ENDS in event
+        if self.possible and not (self.finished or GOES_ON in event):
+            self.drop()  # the answer may end with it, and nothing says so
+        elif self.possible:
             self._note(event, event[at + len(_IDS) : end])
         if self.wanted.shows_ids:
             return event

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
@@ -256,6 +257,11 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
                 "give the memory of the KV cache back, and this vLLM does not notify p2pkv, which may still "
                 "read it or write to it; leave the option out, or use vLLM 0.33"
             )
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        raise ConfigError(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: with it vLLM's engine core ends when a router "
+            "uses an id again while P holds blocks for it; unset it, as p2pkv needs no equal ids on P and D"
+        )
     parallel = config.parallel_config
     if parallel.enable_elastic_ep:
         raise ConfigError(

@@ -443,6 +443,13 @@ def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any]
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
 
 
+def test_request_ids_that_may_come_twice_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler asserts that no request of the id is there, and P keeps one until D has its KV."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(ConfigError, match="unset it"):
+        refuse_what_cannot_pair(vllm_config("P"))
+
+
 def test_context_parallel_ranks() -> None:
     """DCP divides the tokens of layers that vLLM says are divided; PCP multiplies the ranks."""
     config = with_parallel(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_fakes import filter_of
-from streaming_engine import FIRST_HALF, SECOND_HALF, Answer, Engine, Model
+from streaming_engine import FIRST_HALF, SECOND_HALF, Answer, Engine, Model, RustEngine
 
 from p2pkv_proxy import continuation
 from p2pkv_proxy.bodies import parse
@@ -187,6 +187,18 @@ def test_nearly_no_event_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         b'"token_ids":[%d]' % each in event for event in events for each in (FIRST_HALF, SECOND_HALF)
     )
     assert len(decoded) <= 1 + halves, "the last one, and those without whole text"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_that_does_not_say_that_it_goes_on_has_not_ended(path: str) -> None:
+    body = body_of(path, temperature=0)
+    data, whole = (answer_of(engine, body, path) for engine in (RustEngine(Model(4)), Engine(Model(4))))
+    transcript = transcript_of(path, body)
+    assert transcript is not None
+    got = transcript.feed(data[: lost_after(data, 5)])
+    assert not (transcript.finished or transcript.can_go_on)
+    got += transcript.feed(data[lost_after(data, 5) :])
+    assert transcript.done and Answer.of(got).text == Answer.of(whole).text
 
 
 def test_half_a_character_is_generated_anew() -> None:

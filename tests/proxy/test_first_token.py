@@ -31,7 +31,16 @@ from proxy_behaviours import (
     stream_of,
 )
 from proxy_fakes import Deployment, asked, deployed, filter_of, fleet, outcomes, take_turns
-from streaming_engine import DEFAULT_TOKENS, END_OF_TEXT, FIRST_HALF, SECOND_HALF, Answer, Engine, Model
+from streaming_engine import (
+    DEFAULT_TOKENS,
+    END_OF_TEXT,
+    FIRST_HALF,
+    SECOND_HALF,
+    Answer,
+    Engine,
+    Model,
+    RustEngine,
+)
 from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transcript_of
 from test_resume import ask, same
 
@@ -41,7 +50,7 @@ from p2pkv_proxy.access import OTHER, Tenants
 from p2pkv_proxy.attempt import Attempt, Dispatch
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, RepeatedAnswer
-from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens
+from p2pkv_proxy.first_token import FirstTokenPlan, FirstTokens, PrefillToken
 from p2pkv_proxy.limits import Limits, RequestCounters
 from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.transcript import text_of
@@ -150,6 +159,25 @@ def test_another_token_with_the_same_text_is_not_ps() -> None:
     with pytest.raises(Diverged):
         RepeatedAnswer(transcript, had).feed(first.replace(b'"token_ids":[', b'"token_ids":[7'))
     assert RepeatedAnswer(transcript, had).feed(first) == b""
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_answer_without_nulls_is_ds_and_repeats_ps_token(path: str) -> None:
+    """As vLLM's Rust server writes it, which tells of the end in an event of its own."""
+    body = body_of(path, temperature=0)
+    engine = salt_where(None, body, path)
+    asked = body | {"return_token_ids": True}
+    head = b"".join(RustEngine(engine.model).events(path, asked, "id-0"))
+    with pytest.raises(ValueError, match="end"):
+        PrefillToken.of(head[: head.index(b"\n\n", head.index(b'"token_ids":[')) + 2])
+    transcript = transcript_of(path, body)
+    assert transcript is not None
+    for first in engine.events(path, asked, "id-0"):
+        transcript.feed(first)
+        if b'"token_ids":[' in first:
+            break
+    got = RepeatedAnswer(transcript, text_of(first)).feed(head)
+    assert Answer.of(got).text == answer(engine, body, path).text[len(text_of(first).said or "") :]
 
 
 AFTER = {

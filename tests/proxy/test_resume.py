@@ -25,7 +25,7 @@ from proxy_behaviours import (
     stream_of,
 )
 from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, take_turns
-from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model
+from streaming_engine import DEFAULT_TOKENS, Answer, Engine, Model, RustEngine
 
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.attempt import Dispatch
@@ -198,6 +198,12 @@ async def test_where_none_goes_on_it_is_an_error(
         assert counters.not_resumed == (decode == 1 or tries > 0)
 
 
+async def test_a_stream_that_cannot_go_on_is_not_whole_without_its_end() -> None:
+    async with deployed("concurrent", 1, 2) as deployment:
+        all_do(deployment.decodes, generates(RustEngine(ENGINE.model), lost_after=4))
+        assert "died" in (await ask(deployment, COMPLETION)).error["message"]
+
+
 async def test_a_p_that_fails_as_a_stream_goes_on_is_not_held_against_its_d() -> None:
     async with deployed("sequential", 2, 2) as deployment:
         the_first_is_lost(deployment.decodes)
@@ -319,6 +325,27 @@ async def test_all_streams_of_a_lost_d_go_on() -> None:
         for answer in await asyncio.gather(*asking):
             assert same(answer, whole(COMPLETION))
         assert deployment.proxy.counters.resumed == len(lost.requests) >= 20
+
+
+@pytest.mark.parametrize("max_wait", [30.0, 0.2], ids=["in time", "too late"])
+async def test_a_stream_waits_for_room_at_another_d_before_newcomers(max_wait: float) -> None:
+    async with deployed("concurrent", 1, 2, max_requests=1, max_wait=max_wait) as deployment:
+        release, admission = asyncio.Event(), deployment.proxy.admission
+        take_turns(deployment.decodes, pausing(release), generates(lost_after=5), generates())
+        asking = []
+        for number in (1, 2):
+            asking.append(asyncio.create_task(ask(deployment, COMPLETION)))
+            await eventually(lambda: sum(asked(deployment.decodes)) == number)  # noqa: B023
+        if max_wait < 1:
+            assert "died" in (await asking.pop()).error["message"]
+        else:
+            await eventually(lambda: admission.waiting == 1)
+            asking.append(asyncio.create_task(ask(deployment, COMPLETION)))
+            await eventually(lambda: admission.waiting == 2)
+        release.set()
+        assert all(same(answer, whole(COMPLETION)) for answer in await asyncio.gather(*asking))
+        assert max_wait < 1 or asked(deployment.decodes) == [2, 2]
+        assert (admission.waiting, admission.under_way) == (0, 0)
 
 
 ADMIN = {"Authorization": "Bearer admin"}
