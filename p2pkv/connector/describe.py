@@ -370,7 +370,8 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
     assert transfer is not None
     keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     keeps_windows = keeps_windows and not replayed_window(spec)
-    views = [plane_views(layer.name, rows, layer.tensor) for layer in layers]
+    modules = config.compilation_config.static_forward_context
+    views = [plane_views(each.name, rows, each.tensor, modules.get(each.name)) for each in layers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]
         group = PagedCache.from_tensors(

@@ -140,7 +140,7 @@ class PagedCache:
         for number, tensor in enumerate(tensors):
             check_layer(number, tensor, tensors[0], block_rows, paged)
         pages = [pages_of(t, table, block_rows, paged) for t, table in zip(tensors, tables, strict=True)]
-        _, heads, rows, content = tensors[0].shape
+        heads, rows, content = tensors[0].shape[-3:]
         unit_tokens = rows if paged else tokens_per_row
         return cls(
             pages,

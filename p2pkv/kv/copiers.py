@@ -268,7 +268,7 @@ class KernelCopier:
         strides = (
             pages.block_units,
             pages.units,
-            pages.ratio,
+            pages.apart,
             pages.block_stride,
             pages.unit_stride,
             pages.head_stride,
