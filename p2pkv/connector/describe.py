@@ -297,10 +297,13 @@ class Layers:
         tables = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         self.all: list[Layer] = []
         seen: set[tuple[int, int]] = set()
+        owned = {tensors[name].data_ptr() for name in tables if name in tensors}
         for name in layer_order(list(tensors)):
             tensor, table = tensors[name], tables.get(name, 0)
+            # A layer that shares another's KV is in no group here.
+            shares = name not in tables and tensor.data_ptr() in owned
             # Groups of layers lie in the same memory: each block is one group's at a time.
-            if (address := (tensor.data_ptr(), table)) not in seen:
+            if not shares and (address := (tensor.data_ptr(), table)) not in seen:
                 seen.add(address)
                 self.all.append(Layer(name, _spec_of(groups[table], name), tensor, table, len(self.all)))
         self.indices = {layer.name: layer.number for layer in self.all}

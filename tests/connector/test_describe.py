@@ -173,12 +173,16 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
 
 
 def test_layers_that_share_their_kv_are_moved_once() -> None:
-    """In the order of their numbers."""
+    """In the order of their numbers, with the block table of the layer whose KV it is: vLLM gives the connector
+    groups without those that share it."""
     own = caches_of(["l.10", "l.9", "l.1", "l.0"])
-    layers = Layers({**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}, kv_cache_config())
-    assert layers.indices == {"l.0": 0, "l.1": 1, "l.9": 2, "l.10": 3}
-    expected = [each.data_ptr() for each in reversed(own.values())]
-    assert [layer.tensor.data_ptr() for layer in layers.all] == expected
+    caches = {**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}
+    for kv in (kv_cache_config(), kv_groups((["l.0", "l.9"], FULL), (["l.1", "l.10"], FULL))):
+        layers = Layers(caches, kv)
+        assert layers.indices == {"l.0": 0, "l.1": 1, "l.9": 2, "l.10": 3}
+        expected = [each.data_ptr() for each in reversed(own.values())]
+        assert [layer.tensor.data_ptr() for layer in layers.all] == expected
+    assert [layer.table for layer in layers.all] == [0, 1, 0, 1]
 
 
 def test_the_codec_is_that_of_the_attention_layers() -> None:
