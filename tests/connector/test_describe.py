@@ -173,8 +173,8 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
 
 
 def test_layers_that_share_their_kv_are_moved_once() -> None:
-    """In the order of their numbers, with the block table of the layer whose KV it is: vLLM gives the connector
-    groups without those that share it."""
+    """In the order of their numbers, by the block table of the layer whose KV it is: those that share it are
+    in none of vLLM's groups."""
     own = caches_of(["l.10", "l.9", "l.1", "l.0"])
     caches = {**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}
     for kv in (kv_cache_config(), kv_groups((["l.0", "l.9"], FULL), (["l.1", "l.10"], FULL))):
