@@ -440,7 +440,10 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
     if _is_drafters(config, layer, spec):
         assert config.speculative_config is not None
         model = config.speculative_config.draft_model_config or model
-    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    sizes, number = model.model_arch_config, _number(layer)
+    if number < len(sizes.per_layer_overrides or ()):  # layers differ, as Gemma-4's
+        sizes = sizes[number]
+    heads = 1 if model.use_mla else sizes.total_num_kv_heads
     if getattr(spec, "sliding_window", None):  # of MiMo-V2, and of Step-3.5
         own, text = "swa_num_key_value_heads", model.hf_text_config
         others = getattr(text, "attention_other_setting", None) or {}
@@ -463,9 +466,13 @@ def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
     drafting = config.speculative_config
     if drafting is None or not drafting.uses_draft_kv_cache():
         return False
-    numbers = [int(part) for part in layer.split(".") if part.isdigit()]
-    behind = bool(numbers) and numbers[0] >= config.model_config.get_total_num_hidden_layers()
+    behind = _number(layer) >= config.model_config.get_total_num_hidden_layers()
     return bool(getattr(spec, "is_draft", False)) or layer.startswith(DRAFTERS) or behind
+
+
+def _number(layer: str) -> int:
+    """Among the model's layers; 0: its name has none."""
+    return next((int(part) for part in layer.split(".") if part.isdigit()), 0)
 
 
 def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:

@@ -111,6 +111,17 @@ def test_windows_with_kv_heads_of_their_own_on_more_ranks_than_the_model_has_hea
     assert [group.heads for group in said.groups] == [4, 8]
 
 
+def test_layers_whose_kv_heads_the_models_configuration_has() -> None:
+    """Gemma-4: fewer in full attention than in windows, so a rank's one head may be a copy."""
+    config = with_parallel(tensor_parallel_size=4)
+    model = config.model_config.model_arch_config
+    model.total_num_kv_heads, model.per_layer_overrides = 8, [{}, {"total_num_kv_heads": 2}]
+    specs = {f"l.{number}": replace(FULL, num_kv_heads=held) for number, held in enumerate((2, 1))}
+    kv = kv_groups(*(([name], spec) for name, spec in specs.items()))
+    caches = {name: torch.zeros(4, spec.num_kv_heads, BLOCK, 32) for name, spec in specs.items()}
+    assert [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups] == [8, 2]
+
+
 def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"holds 4 KV heads of .*, but 2 of 2 were expected"):
         hello_with(vllm_config("P"), caches_of(LAYERS, heads=4))  # slots, as nvfp4 has for K and for V
