@@ -85,7 +85,7 @@ def test_lanes_fill_whole_lines_and_then_load_several_times(elements: int, lanes
     assert lanes == MAX_LANES or lanes <= 8 or lanes * LOADS >= elements
 
 
-@pytest.mark.parametrize(("tokens", "kernel"), [(255 * 4, 64), (256 * 4, 64), (205 * 4, 32)])
+@pytest.mark.parametrize(("tokens", "kernel"), [(255 * 4, 64), (256 * 4, 64), (205 * 4, 32), (256 * 4, 32)])
 def test_planes_are_moved_by_accesses_as_wide_as_their_rows(
     tokens: int, kernel: int, launcher: CpuLauncher
 ) -> None:
