@@ -481,4 +481,5 @@ def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         return name
     kind = str(config.cache_config.cache_dtype)
-    return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind})"
+    form = " fnuz" if current_platform.is_fp8_fnuz() else ""  # AMD's MI300: other numbers of eight bits
+    return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind}{form})"
