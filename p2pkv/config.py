@@ -27,7 +27,6 @@ MIB = 1 << 20
 DEFAULT_KV_PORT = 14579
 """vLLM's own, which it passes on where none is set."""
 
-
 _ROLES: dict[str, InstanceRole] = {"kv_producer": "P", "kv_consumer": "D", "kv_both": "both"}
 
 GPU_SHARE = 128
@@ -298,9 +297,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def is_of_instance(self, engine: Address) -> bool:
         """Whether `engine` may be where this engine begins, or another of its instance on this host."""
         first = self.instance
-        return engine == self.address or (
-            first is not None and of_one_instance(engine, first, self.engine_ranks)
-        )
+        return engine == self.address if first is None else of_one_instance(engine, first, self.engine_ranks)
 
     @property
     def ports(self) -> str:
@@ -351,9 +348,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
-        former_given = {
-            name: _read(name, given.pop(name), _FORMER[name]) for name in _FORMER if name in given
-        }
+        former_names = [name for name in _FORMER if name in given]
+        former_given = {name: _read(name, given.pop(name), _FORMER[name]) for name in former_names}
         try:
             secret = read_secret(_read("secret_file", given.get("secret_file"), str | None), environ)
         except TrustError as error:

@@ -54,8 +54,7 @@ class _Passed:
 class CudaEvent:
     """A CUDA event, recorded when made: passed when all that its stream then held is done. The driver is
     asked without torch, whose `query` keeps the interpreter's lock. Events are kept for the next use, as CUDA
-    may wait for the device when it makes one.
-    """
+    may wait for the device when it makes one."""
 
     __slots__ = ("_device", "_handle")
 
@@ -117,8 +116,7 @@ def cuda_index(device: torch.device | None) -> int:
 
 
 def make_recorder(device: torch.device) -> Callable[[], Fence]:
-    """A function that records a fence at this point of the calling thread's current stream. Raises ValueError
-    for a device that is neither a CPU nor CUDA."""
+    """A function that records a fence in the calling thread's stream. Raises ValueError for other devices."""
     if device.type == "cpu":
         return lambda: PASSED
     if device.type == "cuda":
@@ -159,8 +157,7 @@ def take_stream(device: int, first: bool = False) -> int:
     device is `device`. It is the driver's own: torch hands out 32 streams in turn, to vLLM too, and on one of
     those, work that waits for a peer could stand before a model's work. `first`: with the greatest priority,
     so that the few blocks of its kernels, for which a peer's kernels wait, do not queue for a place behind
-    the model's. Raises RuntimeError.
-    """
+    the model's. Raises RuntimeError."""
     try:
         return _idle_streams[device, first].popleft()
     except (KeyError, IndexError):
@@ -181,9 +178,7 @@ def _make_stream(first: bool) -> int:
 
 def give_stream(device: int, stream: int, first: bool = False) -> None:
     """Nothing is on this stream of `take_stream` any more. It is kept for the next rank or link, and never
-    destroyed: when a pinned buffer is freed, maybe long after, torch records an event on each stream on which
-    it was used.
-    """
+    destroyed: when a pinned buffer is freed, maybe long after, torch records an event on its streams."""
     _idle_streams.setdefault((device, first), deque()).append(stream)
 
 
@@ -197,16 +192,13 @@ _own = _Stream()
 
 
 def current_stream(device: int) -> int:
-    """The handle of the calling thread's current stream. Inside `own_stream` torch is not asked, which makes
-    a Python object for each answer."""
+    """The calling thread's current stream. Inside `own_stream` torch, which makes an object, is not asked."""
     return _own.handle if _own.device == device else int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def ignore_captures() -> None:
     """Let the calling thread allocate, and query events, while another thread captures a CUDA graph. A thread
-    begins in the mode "global": vLLM's capture (in that mode, too) makes such calls of it errors, and they
-    end the capture.
-    """
+    begins in the mode "global": vLLM's capture (in that mode, too) makes such calls errors, which end it."""
     mode = ctypes.c_int(_THREAD_LOCAL)
     result = driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if result != 0:
@@ -221,8 +213,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
     """While this is entered, the calling thread's work on a CUDA `device` goes to a stream of its own, not to
     the default one, which the forward uses too: copies would wait behind it, and it behind them. The thread
     ignores graph captures of others from then on. At the end this waits for that work, so that the memory it
-    touches may be freed. Raises RuntimeError if CUDA makes no stream.
-    """
+    touches may be freed. Raises RuntimeError if CUDA makes no stream."""
     if device.type != "cuda":
         yield
         return
@@ -251,14 +242,10 @@ def _empty(device: int, stream: int) -> None:
 
 
 def take_memory(
-    nbytes: int,
-    device: torch.device,
-    option: str,
-    allocate: Callable[[int], torch.Tensor] | None = None,
+    nbytes: int, device: torch.device, option: str, allocate: Callable[[int], torch.Tensor] | None = None
 ) -> torch.Tensor:
     """uint8 [nbytes] for what `option` sizes, out of what vLLM's --gpu-memory-utilization leaves. On CUDA
-    `allocate` makes it (None: torch), and the log has what is left. Raises MemoryError with a sentence.
-    """
+    `allocate` makes it (None: torch), and the log has what is left. Raises MemoryError with a sentence."""
     plain = partial(torch.empty, dtype=torch.uint8, device=device)
     if device.type != "cuda" or not nbytes:
         return plain(nbytes)

@@ -18,8 +18,7 @@ class LinkKind:
     """One kind, named as the option `link` has it; `between`: what it connects, for docs/options.md.
 
     `memory`: where the KV lies that it moves. `p2pkv.links.<name>` has `make_links(LinkSettings) ->
-    LinkFactory`, which raises ValueError where this machine cannot have such links. It is imported only when
-    it is used.
+    LinkFactory`, which raises ValueError where this machine cannot have such links. It is imported when used.
     """
 
     name: str
@@ -27,16 +26,14 @@ class LinkKind:
     between: str
 
 
+_BETWEEN_PROCESSES = "between two processes on one GPU, or on GPUs of one host that reach each other's memory"
+
 KINDS = {
     kind.name: kind
     for kind in (
         LinkKind("host", "cpu", "where the KV cache is in CPU memory (shared memory or TCP)"),
         LinkKind("nccl", "cuda", "between GPUs"),
-        LinkKind(
-            "ipc",
-            "cuda",
-            "between two processes on one GPU, or on GPUs of one host that reach each other's memory",
-        ),
+        LinkKind("ipc", "cuda", _BETWEEN_PROCESSES),
     )
 }
 """By name. `auto` is the first whose memory is that of the machine's KV cache."""

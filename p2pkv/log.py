@@ -39,14 +39,11 @@ class RateLimit:
 
 
 class Throttle(logging.Filter):
-    """Lets `burst` lines of each line of code through in `seconds`; the next one has how many were left
-    out."""
+    """Lets 20 lines of each line of code through in 10 seconds; the next one counts those left out."""
 
-    def __init__(
-        self, burst: int = 20, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._limit = RateLimit(burst, seconds=seconds, clock=clock)
+        self._limit = RateLimit(20, seconds=10.0, clock=clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
         admitted, left_out = self._limit.count((record.pathname, record.lineno))

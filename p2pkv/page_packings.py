@@ -5,8 +5,7 @@ of a (block, head) together: first all K, then all V, in an order of the ISA's o
 so that rows travel dense. A new one is an entry in `PACKINGS`: the handshake and `p2pkv/kv` read it
 there. Pages of a codec that is not there travel whole, between equal caches.
 
-Packing only moves elements, so here they are bits of some width, and both directions are one assignment
-between views.
+Packing only moves elements, so here they are bits of some width, and each direction is one assignment.
 
 Shape legend: N tokens in a page, D elements of K (and of V), C = 2 * D.
 """
@@ -63,14 +62,11 @@ class Packing:
             raise ValueError(f"{self.codec} {reason}")
 
     def views(self, dense: Elements, packed: Elements) -> Pairs:
-        """Of K and of V. `dense`: [..., N, C], any strides but along C; `packed`: [..., N * C],
-        contiguous."""
+        """Of K and V. `dense`: [..., N, C], any strides but along C; `packed`: [..., N * C], contiguous."""
         tokens, content = dense.shape[-2:]
         size, half = content // 2, tokens * content // 2
-        return (
-            self.keys(dense[..., :size], packed[..., :half]),
-            self.values(dense[..., size:], packed[..., half:]),
-        )
+        keys = self.keys(dense[..., :size], packed[..., :half])
+        return keys, self.values(dense[..., size:], packed[..., half:])
 
     def unpack(self, dense: Elements, packed: Elements) -> None:
         """Undo the packing of many pages at once: `dense` is written."""
@@ -108,20 +104,15 @@ def _amx_keys(dense: Elements, packed: Elements) -> tuple[Elements, Elements]:
     """[N / 16, D / 2, 16, 2]: K goes by pairs of elements, which move as one of twice the width."""
     *outer, tokens, size = dense.shape
     pairs, packed_pairs = dense.view(np.uint32), packed.view(np.uint32)
-    return (
-        pairs.reshape(*outer, tokens // 16, 16, size // 2),
-        packed_pairs.reshape(*outer, tokens // 16, size // 2, 16).swapaxes(-1, -2),
-    )
+    packed_pairs = packed_pairs.reshape(*outer, tokens // 16, size // 2, 16).swapaxes(-1, -2)
+    return pairs.reshape(*outer, tokens // 16, 16, size // 2), packed_pairs
 
 
 def _amx_values(dense: Elements, packed: Elements) -> tuple[Elements, Elements]:
     """[D / 16, N / 2, 16, 2]."""
     *outer, tokens, size = dense.shape
     rows = packed.reshape(*outer, size // 16, tokens // 2, 16, 2)
-    return (
-        dense.reshape(*outer, tokens // 2, 2, size // 16, 16),
-        np.moveaxis(rows, (-3, -1), (-4, -3)),
-    )
+    return dense.reshape(*outer, tokens // 2, 2, size // 16, 16), np.moveaxis(rows, (-3, -1), (-4, -3))
 
 
 def _amx_misfit(tokens: int, content: int, element_bytes: int) -> str:

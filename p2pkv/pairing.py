@@ -62,12 +62,11 @@ def _numeric(host: str) -> str:
             return address.compressed
     except ValueError:
         pass
+    shown = _shown(host)
     if ":" in host:
-        raise PairingError(
-            f"{_shown(host)} is not an IPv6 address: expected one such as fd00::1, without a zone id"
-        )
+        raise PairingError(f"{shown} is not an IPv6 address: expected one such as fd00::1, without a zone id")
     raise PairingError(
-        f"{_shown(host)} is not an IPv4 address: expected four numbers from 0 to 255, such as 10.0.0.1"
+        f"{shown} is not an IPv4 address: expected four numbers from 0 to 255, such as 10.0.0.1"
     )
 
 
@@ -114,8 +113,7 @@ class Address:
 
 
 def of_one_instance(engine: Address, first: Address, ranks: int) -> bool:
-    """Whether an engine may begin at `engine`, of an instance whose first one on that host begins at `first`
-    and whose engines have so many `ranks`."""
+    """Whether an engine of so many `ranks` may begin at `engine`, of an instance that begins at `first`."""
     return engine.host == first.host and engine.port >= first.port and not (engine.port - first.port) % ranks
 
 
@@ -189,8 +187,7 @@ def transfer_key(request_id: str, transfer_id: str | None = None) -> str:
 
     It is made of the prompt index in the id (0 where it has none) and of `transfer_id`, from
     kv_transfer_params, if the router sent one, else of the pair in the id. The children of `n` share a key,
-    because they share their prompt's KV. Raises PairingError for an id without a whole pair, and for an
-    empty transfer id.
+    because they share their prompt's KV. Raises PairingError without a whole pair or with an empty id.
     """
     found = _locate(request_id)
     if found is None:

@@ -45,11 +45,9 @@ class _Need(NamedTuple):
 
 
 class Edge(Struct, frozen=True, array_like=True):
-    """What one P rank sends to one D rank of one KV group: a rectangle of layers and heads, of the
-    tokens that both keep.
+    """What one P rank sends to one D rank of one KV group: layers and heads, of the tokens that both keep.
 
-    A plan has at most one edge for each (source, target, group). Which of these tokens D wants is not an
-    edge's business.
+    A plan has at most one edge for each (source, target, group). It does not say which tokens D wants.
 
     Attributes:
         source, target: world rank on P and on D.
@@ -74,8 +72,7 @@ class Edge(Struct, frozen=True, array_like=True):
 
 class Plan(Struct, frozen=True, dict=True):
     """Everything that a D engine needs from a P engine: each (group, layer, head, token) cell of each D rank
-    once. `edges` are ordered by source, then target, then group.
-    """
+    once. `edges` are ordered by source, then target, then group."""
 
     prefill: Shapes
     decode: Shapes
@@ -162,8 +159,7 @@ def _edges(group: int, prefill: Shape, decode: Shape) -> Iterator[Edge]:
 
 
 def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Need]]:
-    """What D's ranks need, in order of rank, by P's rectangle: (part of the layers, of the heads, of the
-    tokens)."""
+    """What D's ranks need, in order of rank, by P's rectangle: part of the layers, the heads, the tokens."""
     layers = tuple(overlaps(prefill.stage_layers, decode.stage_layers))
     heads = tuple(overlaps(prefill.rank_heads, decode.rank_heads))
     if len(layers) * len(heads) * prefill.dcp > MAX_EDGES:
@@ -195,8 +191,7 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Ne
 
 def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
     """The largest need first, to the holder that has least so far: so the busiest has at most one need more
-    than the mean. Ties go by rank, which also gives rank r of D to rank r of P when both are divided alike.
-    """
+    than the mean. Ties go by rank, which also pairs rank r of D and of P when both are divided alike."""
     loads = [(0, holder) for holder in holders]
     weights = [need.weight for need in needs]
     for number in sorted(range(len(needs)), key=weights.__getitem__, reverse=True):
@@ -206,9 +201,8 @@ def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]
 
 
 def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """For fewer needs than holders: all needs in a line, cut between layers into one stretch for each holder,
-    as equal as can be. So the busiest has at most one layer of a need more than the mean, and sends a target
-    one run of layers."""
+    """For fewer needs than holders: all needs in a line, cut between layers into one stretch for each holder.
+    So the busiest has at most one layer of a need above the mean, and sends a target one run of layers."""
     total, before = sum(need.weight for need in needs), 0
     for need in needs:
         width, layers = need.width, len(need.layer.cells)

@@ -1,10 +1,9 @@
 """Who owns which interval of an axis, and where two ownerships meet.
 
 A tensor that moves is a product of axes; in a KV group a layer axis, a head axis and a token axis, of which
-`interleave.py` is about the last. The ranks of a group own
-intervals of a global axis: disjoint ones that cover it (the axis is split), equal ones (it is
-replicated), or equal ones in groups (split, and every part replicated). Sizes need not divide each
-other, and two ownerships of the same axis need have nothing in common.
+`interleave.py` is about the last. The ranks of a group own intervals of a global axis: disjoint ones that
+cover it (the axis is split), equal ones (it is replicated), or equal ones in groups (split, and every part
+replicated). Sizes need not divide each other, and two ownerships of an axis may have nothing in common.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Ownership(Struct, frozen=True, dict=True):
     """The interval of one global axis that each rank of a group holds.
 
     Intervals of two ranks are equal or disjoint, and together they cover the axis from 0 without a
-    gap; ranks may hold nothing. `ranks[r]` is rank r's.
-    """
+    gap; ranks may hold nothing. `ranks[r]` is rank r's."""
 
     ranks: tuple[Interval, ...]
 
@@ -107,15 +105,13 @@ def overlaps(source: Ownership, target: Ownership) -> Iterator[Overlap]:
         if not wanted:
             continue
         for index in range(bisect_right(starts, wanted.start) - 1, bisect_left(starts, wanted.stop)):
-            cells = source.parts[index].intersect(wanted)
-            yield Overlap(
-                index, rank, cells, cells.start - source.parts[index].start, cells.start - wanted.start
-            )
+            part = source.parts[index]
+            cells = part.intersect(wanted)
+            yield Overlap(index, rank, cells, cells.start - part.start, cells.start - wanted.start)
 
 
 class Shape(Struct, frozen=True, array_like=True, dict=True):
-    """How one engine divides one KV group over its ranks. As in vLLM,
-    world rank = (stage * pcp + pcp rank) * tp + tp rank.
+    """How one engine divides one KV group. As in vLLM, rank = (stage * pcp + pcp rank) * tp + tp rank.
 
     Attributes:
         layers: per pipeline stage, in order; their sum is the model's.

@@ -65,14 +65,10 @@ class Stamps:
 
         @wraps(called)
         def stamped(*args: Any, **more: Any) -> Any:
-            if not after:
-                for each in keys(*args, **more):
-                    self.stamp(station, each, again=again)
-            made = called(*args, **more)
-            if after:
-                for each in keys(*args, **more):
-                    self.stamp(station, each, again=again)
-            return made
+            made = called(*args, **more) if after else None
+            for each in keys(*args, **more):
+                self.stamp(station, each, again=again)
+            return made if after else called(*args, **more)
 
         self.put(owner, method, stamped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -41,6 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of several processes one is busy with tests/vllm for most of the run: it begins with them."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith("tests/vllm/"))
+
+
+@pytest.fixture(autouse=True)
+def the_collector() -> None:
+    """Python's collector need not look at all of torch and vLLM each time that it runs."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # at the end of the process all goes
 
 
 @pytest.fixture(autouse=True)

@@ -87,11 +87,11 @@ class Hook:
     def layer(self, name: str) -> None:
         """The hook of one layer."""
         if self._computed.prompts and (index := self._indices.get(name)) is not None:
-            self._computed.computed(index, self._rank)
+            self._computed.computed(index, self._rank.do)
 
     def end(self) -> None:
         """The sweep at the end of the step."""
-        self._computed.end(self._rank)
+        self._computed.end(self._rank.do)
 
 
 class PrefillSide:

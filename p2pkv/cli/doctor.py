@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import p2pkv
@@ -130,10 +131,9 @@ def _torch() -> Finding:
         return Finding("torch", f"cannot be imported ({error}); it comes with vLLM", ok=False)
     if not torch.cuda.is_available():
         return Finding("torch", f"{torch.__version__}, no CUDA device")
-    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
-    return Finding(
-        "torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s): {', '.join(names)}"
-    )
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    return Finding("torch", f"{torch.__version__}, {count} CUDA device(s): {', '.join(names)}")
 
 
 def _vllm() -> Finding:
@@ -242,12 +242,8 @@ def ipc_sentence(drivers: Sequence[CudaMemory]) -> str:
     if mute := [str(number) for number, each in enumerate(drivers) if not each.exportable()]:
         return f"not usable on device {', '.join(mute)}, whose memory cannot be exported as a file descriptor"
     uuids = [each.uuid() for each in drivers]
-    pairs = [
-        f"{number} and {other}"
-        for number, each in enumerate(drivers)
-        for other in range(number + 1, len(uuids))
-        if each.reaches(uuids[other])
-    ]
+    several = combinations(range(len(drivers)), 2)
+    pairs = [f"{one} and {other}" for one, other in several if drivers[one].reaches(uuids[other])]
     between = f", and between devices {'; '.join(pairs)}" if pairs else ""
     return f"usable between processes of one user on one GPU{between}, within one network namespace"
 
@@ -263,10 +259,8 @@ def _mps() -> Finding:
     if not torch.cuda.is_available():
         return Finding("MPS", "of no concern: torch finds no CUDA device")
     directory = mps_check.pipe_directory()
-    processes = {
-        index: len(mps_check.compute_processes(mps_check.uuid_of(index)))
-        for index in range(torch.cuda.device_count())
-    }
+    devices = range(torch.cuda.device_count())
+    processes = {index: len(mps_check.compute_processes(mps_check.uuid_of(index))) for index in devices}
     mps = mps_check.mps_runs(directory)
     return Finding("MPS", mps_check.doctor_sentence(processes, mps, directory))
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: what was looked at, in a word or two; what was found and, if it is not ok (a
+    server with p2pkv cannot run because of it), what to do."""
 
     about: str
-    """What was looked at, in a word or two."""
     sentence: str
-    """What was found and, if it is not ok, what to do."""
     ok: bool = True
-    """False if a server with p2pkv cannot run because of this."""
 
 
 class CheckFailed(Exception):

@@ -112,9 +112,8 @@ def address_towards(host: str) -> str:
 
 def interface_of(own: str) -> str | None:
     """The interface that has this address of this machine; None if that cannot be found out."""
-    known = {
-        each.address.partition("%")[0]: name for name, some in psutil.net_if_addrs().items() for each in some
-    }
+    interfaces = psutil.net_if_addrs().items()
+    known = {each.address.partition("%")[0]: name for name, some in interfaces for each in some}
     return known.get(own.partition("%")[0])
 
 

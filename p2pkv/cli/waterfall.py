@@ -62,8 +62,7 @@ def read(folder: Path) -> dict[str, Way]:
 
 
 def rows(ways: Iterable[Way]) -> list[Row]:
-    """The stations in the order of their medians. A station that fewer than half of the requests passed is
-    none of the usual way, and left out."""
+    """The stations in the order of their medians; none that fewer than half of the requests passed."""
     several = list(ways)
     after: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for way in several:

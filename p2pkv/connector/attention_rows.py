@@ -14,18 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.layouts import plane_of
 from p2pkv.page_packings import PAGE_PREFIX
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class RowForm(NamedTuple):
@@ -61,7 +58,6 @@ and a byte of padding; V4.1's: 512 numbers of fp8 and 16 scales; its `nvfp4_ds_m
 INDEXER = {132: (128, 4), 68: (64, 4)}
 """Keys of the indexers of DeepSeek V3.2 and V4, by bytes of a row: 128 numbers of fp8 and a float32, or 128
 of MXFP4 and a scale for each 32 of them."""
-
 
 NVFP4_BY_HEAD = {"FLASHINFER": False, "MINIMAX_M3_SPARSE": True}
 """See `RowForm`, by the attention backend: `_nvfp4_kv_views` in flashinfer.py has [K | scales | V | scales],
@@ -107,10 +103,9 @@ def _slot_heads(name: str, spec: Any) -> int:
     if current_platform.is_rocm():
         raise _unknown(name, spec, "slots for K and V, which ROCm's kernels shuffle")
     nbytes = heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
-    if slots != 2 or 2 * spec.state_content_size_bytes != nbytes:
-        raise _unknown(
-            name, spec, f"{slots} slots of {spec.state_content_size_bytes} bytes for {heads} heads"
-        )
+    content = spec.state_content_size_bytes
+    if slots != 2 or 2 * content != nbytes:
+        raise _unknown(name, spec, f"{slots} slots of {content} bytes for {heads} heads")
     return int(heads)
 
 

@@ -42,13 +42,10 @@ def ring_groups(layers: Sequence[Layer]) -> list[LocalGroup]:
 def _group(form: tuple[object, ...], rings: Sequence[Layer]) -> LocalGroup:
     """Each head's slots are one row, and a layer of the group: so a rank's heads are not divided."""
     rows = [(ring, head) for ring in rings for head in torch.split(ring.tensor, 1, 1)]
-    cache = PagedCache.from_tensors(
-        [head.flatten(2)[:, :, None] for _, head in rows],
-        block_size=1,
-        tables=[ring.table for ring, _ in rows],
-    )
+    tensors, tables = [head.flatten(2)[:, :, None] for _, head in rows], [ring.table for ring, _ in rows]
+    cache = PagedCache.from_tensors(tensors, block_size=1, tables=tables)
     numbers, names = (ring.number for ring, _ in rows), (ring.name for ring in rings)
-    window, dtype = rings[0].spec.block_size, str(rings[0].tensor.dtype)
+    window, dtype = rings[0].spec.block_size, str(rings[0].tensor.dtype).removeprefix("torch.")
     return local_group(
         cache, numbers, names, f"ring {form}", "ring", heads=1, dtype=dtype, once=True, window=window
     )

@@ -14,20 +14,13 @@ from weakref import WeakSet
 
 import torch
 from msgspec.structs import replace
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllms
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import describe
 from p2pkv.connector import vllm_patches as patches
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
-from p2pkv.connector.describe import Layers
 from p2pkv.connector.held_blocks import BlockQuota, HeldBlocks
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import FIRST_WAIT, IDLE_SLEEP, IdleBackoff, WakeupMessage, WakeupSender
@@ -66,9 +59,8 @@ WARM_UP_BLOCKS = 3
 """Full blocks of the prompt that an instance sends itself before it registers."""
 
 
-class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
-    """P pushes its KV layer by layer to D; with kv_both an instance is either, as each request's id says. One
-    instance in the scheduler, one in each worker."""
+class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
+    """P pushes its KV layer by layer to D; with kv_both an instance is either, as each request's id says."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -78,13 +70,13 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return describe.notifies_of_sleep()
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: vllms.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         self.options = describe.options_of(vllm_config)
         describe.refuse_what_cannot_pair(vllm_config)
-        if role is KVConnectorRole.WORKER:  # the scheduler comes after all workers, and may have no model
+        if role is vllms.KVConnectorRole.WORKER:  # the scheduler comes later, and may have no model
             describe.refuse_what_cannot_move(vllm_config, kv_cache_config)
         self.producer: ProducerScheduler | None = None
         self.consumer: ConsumerScheduler | None = None
@@ -106,7 +98,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
                     "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
                     f"({reason}): set VLLM_USE_V2_MODEL_RUNNER=0"
                 )
-        if role is KVConnectorRole.SCHEDULER:
+        if role is vllms.KVConnectorRole.SCHEDULER:
             self._schedule()
 
     def _schedule(self) -> None:
@@ -142,9 +134,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.producer = ProducerScheduler(pairs, tables, held, config.max_concurrent_batches, for_prompts)
         if options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            self.consumer = ConsumerScheduler(
-                pairs, options.engine_ranks, recompute, tables, for_loads, options.lease_seconds / 2
-            )
+            keep, ranks = options.lease_seconds / 2, options.engine_ranks
+            self.consumer = ConsumerScheduler(pairs, ranks, recompute, tables, for_loads, keep)
             patches.DEFERRAL.install(options.skip_patches)
             patches.PAUSED_LOADS.install(options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
@@ -224,8 +215,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def waits_for_load(self, request: Request) -> bool:
-        """Whether `get_num_new_matched_tokens` answers "ask again" for want of KV, and not of room for a
-        prompt that is computed for a D."""
+        """Whether `get_num_new_matched_tokens` answers "ask again" for want of KV, and not of room on P."""
         return self.consumer is not None and request.request_id in self.consumer.undecided
 
     def update_state_after_alloc(
@@ -336,7 +326,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start(self) -> None:
         config, options = self._vllm_config, self.options
-        layers = Layers(self._kv_caches, self._kv_cache_config)
+        layers = describe.Layers(self._kv_caches, self._kv_cache_config)
         number = config.parallel_config.rank  # in its engine; torch's world is all engines of a MoE instance
         cache, shape = describe.cache_of(config, layers)
         describe.make_ready(cache.device, config.compilation_config.static_forward_context.values())
@@ -421,7 +411,6 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             log_level=log.getEffectiveLevel(),
         )
         self._announcer = Announcer(announcement, self._set_partners, self._engine_health)
-        self._announcer.start()
 
     def _set_partners(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
@@ -440,12 +429,12 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             return health
         return replace(health, workload=beat.workload, at=beat.at)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: vllms.KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
         if self.worker is not None:
             self.worker.preempt(kv_connector_metadata)
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: vllms.KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         if self.worker is not None:
@@ -470,8 +459,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             self.worker.end()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self.worker.results() if self.worker is not None else KVConnectorTransferResults()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> vllms.KVConnectorTransferResults:
+        return self.worker.results() if self.worker is not None else vllms.KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.loads.spoilt() if self.worker is not None else set()

@@ -86,8 +86,7 @@ def pass_credentials(receiver: socket.socket) -> None:
 
 
 def receive_from(receiver: socket.socket, most: int) -> tuple[bytes, int, int]:
-    """A datagram of at most so many bytes, and the process and the user that have sent it; -1: it does not
-    say. Raises OSError."""
+    """A datagram of so many bytes at most, its sender's process and user (-1: unknown). Raises OSError."""
     data, ancillary, _, _ = receiver.recvmsg(most, socket.CMSG_SPACE(_CREDENTIALS.size))
     shown = [each for _, kind, each in ancillary if kind == socket.SCM_CREDENTIALS]
     process, user, _ = _CREDENTIALS.unpack_from(shown[0]) if shown else _NOBODY
@@ -148,28 +147,21 @@ def state_of(
         transfers: p2pkv's own requests are under way, which is all that is known without `core`.
         is_loaded: whether the KV of a request's prompt comes from another instance.
     """
-    work, paused, stopping, workload = transfers, False, False, None
-    if core is not None:
-        work = bool(core.scheduler.has_requests()) or not core.input_queue.empty()
-        paused, stopping = bool(core.scheduler.pause_state), not core.is_running()
-        try:
-            workload = workload_of(core, is_loaded)
-        except Exception as error:  # another vLLM's scheduler: a beat without it is worth as much
-            log.debug("what the scheduler has to do cannot be read: %r", error)
-    return Beat(
-        steps=steps,
-        work=work,
-        paused=paused,
-        stopping=stopping,
-        orphaned=orphaned,
-        workload=workload,
-        at=time.monotonic(),
-    )
+    beat = Beat(steps=steps, work=transfers, orphaned=orphaned, at=time.monotonic())
+    if core is None:
+        return beat
+    work = bool(core.scheduler.has_requests()) or not core.input_queue.empty()
+    paused, stopping = bool(core.scheduler.pause_state), not core.is_running()
+    beat = msgspec.structs.replace(beat, work=work, paused=paused, stopping=stopping)
+    try:
+        return msgspec.structs.replace(beat, workload=workload_of(core, is_loaded))
+    except Exception as error:  # another vLLM's scheduler: a beat without it is worth as much
+        log.debug("what the scheduler has to do cannot be read: %r", error)
+        return beat
 
 
 def workload_of(core: Any, is_loaded: Callable[[str], bool]) -> Workload:
-    """What is left to do for the requests in the core's scheduler, and for those in its input queue, which it
-    takes from there between two steps."""
+    """What is left to do for the requests in the core's scheduler, and for those in its input queue."""
     # Copies that no other thread can disturb. A request may go from one to the other in between.
     items = list(core.input_queue.queue)
     queued = {item[0].request_id: item[0] for kind, item in items if kind is EngineCoreRequestType.ADD}
@@ -182,6 +174,5 @@ def workload_of(core: Any, is_loaded: Callable[[str], bool]) -> Workload:
         left = request.num_prompt_tokens - request.num_computed_tokens
         if left > 0 and not is_loaded(request.request_id):
             prompts, tokens = prompts + 1, tokens + left
-    return Workload(
-        running=running, waiting=waiting + len(queued), prompts=prompts, tokens=tokens, answers=answers
-    )
+    waiting += len(queued)
+    return Workload(running=running, waiting=waiting, prompts=prompts, tokens=tokens, answers=answers)

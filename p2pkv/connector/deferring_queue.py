@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import RequestStatus
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 class DeferringQueue(RequestQueue):
     """A queue of vLLM's scheduler around the one that it had, which holds the requests not deferred.
 
-    What a pass asks (whether there is a request, which is next) concerns these only; the length, iteration
-    and removal concern all.
+    What a pass asks (whether there is a request, which is next) concerns these; all else concerns all.
     """
 
     def __init__(self, queue: RequestQueue, undecided: Set[str]) -> None:

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    RSWASpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
+from vllm.v1 import kv_cache_interface as vllms
 from vllm.version import __version__ as version
 
 from p2pkv.config import ConfigError, Options
+from p2pkv.connector import stage_layers
 from p2pkv.connector.attention_rows import plane_views, row_form
 from p2pkv.connector.circular_buffers import is_ring, ring_groups
-from p2pkv.connector.held_blocks import RequestBlocks
+from p2pkv.connector.held_blocks import most_blocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, state_groups
 from p2pkv.connector.scheduler import BlockTables
-from p2pkv.connector.stage_layers import (
-    DRAFTERS,
-    Layer,
-    LocalGroup,
-    exchange_with_stages,
-    layer_order,
-    local_group,
-    over_stages,
-)
+from p2pkv.connector.stage_layers import Layer, LocalGroup
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.page_packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
@@ -109,8 +96,7 @@ def data_parallel(config: VllmConfig) -> bool:
 
 
 def replica(config: VllmConfig) -> int | None:
-    """The number in X-data-parallel-rank with which this engine's HTTP server sends it a request; None: the
-    server has no other engine."""
+    """With which X-data-parallel-rank its HTTP server sends this engine a request; None: it has no other."""
     parallel = config.parallel_config
     if not data_parallel(config):
         return None
@@ -130,12 +116,12 @@ def http_address(config: VllmConfig, options: Options) -> Address | None:
 
 
 ATTENTION = (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    SlidingWindowMLASpec,
-    ChunkedLocalAttentionSpec,
-    RSWASpec,  # of the tokens behind a prompt only, vLLM gives blocks back
+    vllms.FullAttentionSpec,
+    vllms.MLAAttentionSpec,
+    vllms.SlidingWindowSpec,
+    vllms.SlidingWindowMLASpec,
+    vllms.ChunkedLocalAttentionSpec,
+    vllms.RSWASpec,  # of the tokens behind a prompt only, vLLM gives blocks back
 )
 """What vLLM keeps of the attention layers that this version moves."""
 
@@ -192,8 +178,7 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
 def sampler(config: VllmConfig) -> str:
     """What draws tokens here: with one seed vLLM's two model runners draw different tokens, and so may its
     versions. "" on a CPU, where no request may have a seed: vLLM's engine core ends when one that has a seed
-    and whose prompt is computed in part is in a step with others, as torch's CPU generator has no offset to
-    set back."""
+    and a prompt computed in part is in a step with others, as torch's CPU generator has no offset."""
     return "" if current_platform.is_cpu() else f"vLLM {version}, V{1 + config.use_v2_model_runner} runner"
 
 
@@ -221,12 +206,12 @@ def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
     return BlockTables(tuple(sizes), states, prompt_tail(config), computes_last_token(kv_config), replayed)
 
 
-def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlocks:
+def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> Callable[[int], int]:
     tables = []
     for spec in _table_specs(kv_config):
         most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
         tables.append((spec.block_size * token_parts(config, spec), max(1, most)))
-    return RequestBlocks(tables, config.num_speculative_tokens)
+    return partial(most_blocks, tables, config.num_speculative_tokens)
 
 
 def keeps_state(spec: KVCacheSpec) -> bool:
@@ -235,7 +220,6 @@ def keeps_state(spec: KVCacheSpec) -> bool:
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
-    """vLLM's description of one layer."""
     inner: dict[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return inner.get(name, group.kv_cache_spec)
 
@@ -249,12 +233,13 @@ def _window(spec: KVCacheSpec) -> int:
     """Tokens whose KV vLLM keeps for this layer; 0: all, as for windows without its hybrid allocator."""
     if _chunked(spec):
         return int(spec.attention_chunk_size)
-    return spec.sliding_window + spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else 0
+    slides = isinstance(spec, vllms.SlidingWindowSpec)
+    return spec.sliding_window + spec.extra_retained_tokens if slides else 0
 
 
 def _chunked(spec: KVCacheSpec) -> bool:
     """Whether vLLM keeps the KV of the chunk that is computed, and not of a window that slides."""
-    return isinstance(spec, ChunkedLocalAttentionSpec)
+    return isinstance(spec, vllms.ChunkedLocalAttentionSpec)
 
 
 def notifies_of_sleep() -> bool:
@@ -298,7 +283,7 @@ class Layers:
         self.all: list[Layer] = []
         seen: set[tuple[int, int]] = set()
         owned = {tensors[name].data_ptr() for name in tables if name in tensors}
-        for name in layer_order(list(tensors)):
+        for name in stage_layers.layer_order(list(tensors)):
             tensor, table = tensors[name], tables.get(name, 0)
             # A layer that shares another's KV is in no group here.
             shares = name not in tables and tensor.data_ptr() in owned
@@ -326,8 +311,7 @@ def make_ready(device: torch.device, layers: Iterable[Any]) -> None:
 
     A process may use AMX only once it has asked the system; in vLLM the first large matrix product happens
     to. A D whose first step is a decode would end with an illegal instruction. And Triton's attention sets
-    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too. `layers`: as in
-    vLLM's static_forward_context.
+    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too. `layers`: vLLM's.
     """
     for layer in layers:
         impl: Any = getattr(layer, "impl", None)
@@ -342,8 +326,8 @@ def cache_of(config: VllmConfig, layers: Layers) -> tuple[RankCache, Cache]:
     parallel = config.parallel_config
     groups = local_groups(config, layers)
     mine = [group.described for group in groups]
-    stages = exchange_with_stages(mine) if parallel.pipeline_parallel_size > 1 else [mine]
-    cache, shapes = over_stages(groups, stages, layers.device)
+    stages = stage_layers.exchange_with_stages(mine) if parallel.pipeline_parallel_size > 1 else [mine]
+    cache, shapes = stage_layers.over_stages(groups, stages, layers.device)
     return cache, Cache(parallel.tensor_parallel_size, shapes, parallel.prefill_context_parallel_size)
 
 
@@ -377,14 +361,11 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
     views = [plane_views(each.name, rows, each.tensor, modules.get(each.name)) for each in layers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]
+        codec, tables = rows.codec(plane, codec_of(config, names)), [layer.table for layer in layers]
         group = PagedCache.from_tensors(
-            tensors,
-            block_size=spec.block_size,
-            codec=rows.codec(plane, codec_of(config, names)),
-            tables=[layer.table for layer in layers],
-            tokens_per_row=rows.tokens,
+            tensors, block_size=spec.block_size, codec=codec, tables=tables, tokens_per_row=rows.tokens
         )
-        yield local_group(
+        yield stage_layers.local_group(
             group,
             (layer.number for layer in layers),
             names,
@@ -403,8 +384,7 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
 def hello_of(
     config: VllmConfig, options: Options, cache: RankCache, shape: Cache, rank: int, link: str
 ) -> Hello:
-    """This rank's Hello, without `to`; `shape`: its entry about the cache. That of an instance of both roles
-    is D's; `Context.hello_for` has P's."""
+    """This rank's Hello, without `to`; with both roles D's, of which `Context.hello_for` makes P's."""
     model, name = config.model_config, options.weights_name
     drafter = drafter_of(config, name)
     return Hello(
@@ -434,7 +414,7 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
 
     Raises ConfigError where the numbers do not add up.
     """
-    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+    if isinstance(spec, vllms.MLAAttentionSpec | vllms.SlidingWindowMLASpec):
         return 1
     tp, model = config.parallel_config.tensor_parallel_size, config.model_config
     if _is_drafters(config, layer, spec):
@@ -461,13 +441,12 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
 
 
 def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
-    """Whether a drafter has this layer. vLLM 0.33 has a flag; in 0.32 a drafter's layers have a prefix of
-    their own, or numbers behind the model's."""
+    """Whether a drafter has this layer: by a flag since vLLM 0.33, before by a prefix or a high number."""
     drafting = config.speculative_config
     if drafting is None or not drafting.uses_draft_kv_cache():
         return False
     behind = _number(layer) >= config.model_config.get_total_num_hidden_layers()
-    return bool(getattr(spec, "is_draft", False)) or layer.startswith(DRAFTERS) or behind
+    return bool(getattr(spec, "is_draft", False)) or layer.startswith(stage_layers.DRAFTERS) or behind
 
 
 def _number(layer: str) -> int:

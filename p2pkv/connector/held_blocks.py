@@ -10,7 +10,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
@@ -78,17 +77,10 @@ class HeldBlocks:
         return True
 
 
-@dataclass(frozen=True)
-class RequestBlocks:
-    """How many blocks vLLM gives one request at most."""
-
-    tables: Sequence[tuple[int, int]]
-    """Of each of its block tables, tokens in a block, and blocks for the longest context."""
-    lookahead: int = 0
-    """Tokens beyond a request's own for which vLLM gives it blocks, too."""
-
-    def __call__(self, tokens: int) -> int:
-        return sum(min(-(-(tokens + self.lookahead) // size), most) for size, most in self.tables)
+def most_blocks(tables: Sequence[tuple[int, int]], lookahead: int, tokens: int) -> int:
+    """How many blocks vLLM gives a request of so many tokens at most. `tables`: of each of its block tables,
+    tokens in a block, and blocks for the longest context; `lookahead`: tokens beyond the request's own."""
+    return sum(min(-(-(tokens + lookahead) // size), most) for size, most in tables)
 
 
 class BlockQuota:

@@ -57,8 +57,7 @@ FILE_FORMATS = frozenset(
 MACHINES_SETTINGS = frozenset(
     {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "max_model_len"}
 )
-"""Settings of a model that may differ between P and D: where it came from, and the longest request, which
-vLLM's MiniMax M2 writes there."""
+"""Settings that may differ between P and D: where a model came from, and (MiniMax M2) the longest request."""
 
 DRAFTERS_SETTINGS = frozenset({"max_position_embeddings", "num_lookahead_tokens"})
 """Settings of a drafter that vLLM derives from --max-model-len and from the number of guesses."""
@@ -76,8 +75,7 @@ def fingerprint(config: VllmConfig, name: str = "") -> str:
 
     Other training changes all of a tensor, so it is seen whichever tensors it has changed. A few bytes that
     differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
-    network's disk would take minutes at each start. Raises ConfigError for weights that have neither files
-    here nor a name.
+    network's disk would take minutes at each start. Raises ConfigError for want of both files and a name.
     """
     return _fingerprint(config.model_config, config.load_config, name)
 
@@ -175,8 +173,7 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
 
 @lru_cache(maxsize=256)
 def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
-    """`number`, `changed`: what distinguishes two adapters that lie in one folder one after the other. Raises
-    OSError, which is not kept."""
+    """`number`, `changed`: tell apart adapters that lay in one folder. Raises OSError, which is not kept."""
     return weights_in_files(_adapter_files(path))
 
 
@@ -234,8 +231,7 @@ def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _without(value: Any, apart: frozenset[str]) -> Any:
-    """Settings without those in `apart` and those that are None, of which each version of transformers adds
-    some."""
+    """Settings without those in `apart`, and without None: each version of transformers adds some."""
     if isinstance(value, dict):
         kept = {key: each for key, each in value.items() if key not in apart and each is not None}
         return {str(key): _without(each, apart) for key, each in kept.items()}
@@ -243,13 +239,11 @@ def _without(value: Any, apart: frozenset[str]) -> Any:
 
 
 def _by_length(model: ModelConfig) -> str:
-    """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature. The
-    length itself may differ between P and D."""
+    """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature."""
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    starts = [
-        each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"
-    ]
+    longropes = [each for each in ropes if each.get("rope_type") == "longrope"]
+    starts = [each["original_max_position_embeddings"] for each in longropes]
     temperature: object = None
     if getattr(model.hf_text_config, "model_type", "") == "llama4_text":
         # By the rule of vLLM's `Llama4ForCausalLM`.
@@ -273,8 +267,7 @@ def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
 @dataclass(frozen=True)
 class Paired:
     """A request that names a P and a D. `side`: which of them this instance is. A router that knows no
-    data-parallel ranks may name another engine of this instance than this one, to which the HTTP server has
-    given the request."""
+    data-parallel ranks may name another engine of this instance than the one that has the request."""
 
     key: str
     prefill: Address
@@ -379,8 +372,7 @@ def _tensor_digest(tensor: torch.Tensor) -> bytes:
 
 def _contents(feature: MultiModalFeatureSpec) -> bytes:
     """A digest of what the model is given of an image, an audio or a video. vLLM's identifier where that is
-    not in this process's memory: on a device, or in memory that the workers share (--mm-processor-cache-type
-    shm)."""
+    not in this process's memory: on a device, or shared by workers (--mm-processor-cache-type shm)."""
     item: Any = feature.data
     if (known := getattr(item, "p2pkv_digest", None)) is None:
         fields = sorted((item or {}).items())

@@ -1,5 +1,4 @@
-"""Steps in which vLLM computes nothing: how long they wait for events of transfers, and how vLLM's
-processes wait meanwhile.
+"""Steps in which vLLM computes nothing: how long they, and vLLM's processes, wait for transfers.
 
 docs/design.md, "Idle steps", has the whole.
 """
@@ -31,7 +30,6 @@ MAX_SLEEP_MS = 4
 STEPLESS_MS = 8
 """A worker that has waited so long for a step has nothing to compute. Between two steps of a busy engine it
 waits for less; should it be longer all the same, a sleep is at most an eighth of it."""
-
 
 NAP_SECONDS = 0.00002
 """Between two looks for a message where vLLM's processes shall not spin (`spin`). Linux adds up to 50 us."""

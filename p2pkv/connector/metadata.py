@@ -85,7 +85,6 @@ class StepMetadata(KVConnectorMetadata):
 
     @property
     def has_commands(self) -> bool:
-        """Whether there is anything new for the workers."""
         return self != StepMetadata(self.work, self.idle, self.idle_wait, self.wakeup_address)
 
 
@@ -155,10 +154,8 @@ def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
 class P2pKvMetrics(KVConnectorPromMetrics):
     """`p2pkv_<counter>_total` for each counter, by engine."""
 
-    def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, *more: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, *more)
         self._metrics = {
             name: _counter(self._counter_cls, name, f"p2pkv: {name.replace('_', ' ')}", *labelnames)
             for name in Counters.NAMES

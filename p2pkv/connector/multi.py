@@ -11,16 +11,12 @@ It is used by its path, so that vLLM treats it as what it is:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBaseType
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as vllms
+from vllm.v1.request import Request
 
 from p2pkv.connector.connector import P2pKvConnector
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBaseType
-    from vllm.v1.request import Request
 
 
 class MultiConnector(vllms.MultiConnector):
@@ -30,8 +26,8 @@ class MultiConnector(vllms.MultiConnector):
     def _get_connector_classes_and_configs(
         cls, vllm_config: VllmConfig
     ) -> list[tuple[type[KVConnectorBaseType], VllmConfig]]:
-        """The connectors and their configurations: a failed load is treated as the outer one's policy is,
-        since vLLM's scheduler reads no other."""
+        """The connectors and their configurations, with the outer one's policy for failed loads, which vLLM
+        reads for all."""
         found: list[tuple[type[KVConnectorBaseType], VllmConfig]]
         found = super()._get_connector_classes_and_configs(vllm_config)
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy

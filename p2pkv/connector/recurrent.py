@@ -241,7 +241,6 @@ STATE_KINDS: dict[str, Callable[[Sizes], Form]] = {
     "SHORT_CONV": _short_conv,
 }
 
-
 _BESIDE = (
     "it does not move what vLLM keeps beside a state to decode faster; leave --use-replayssm and its like out"
 )
@@ -358,7 +357,7 @@ def _group(part: _StatePart, parts_of_layers: Sequence[tuple[Layer, int]], tp: i
         codec=part.codec,
         device=tensors[0].device,
     )
-    names, dtype = (layer.name for layer, _ in parts_of_layers), str(part.dtype)
+    names, dtype = (layer.name for layer, _ in parts_of_layers), str(part.dtype).removeprefix("torch.")
     return local_group(
         cache, numbers, names, repr(part), part.name, heads=part.axis.heads, dtype=dtype, once=True
     )

@@ -1,5 +1,4 @@
-"""The connector in vLLM's scheduler: the orders of each step to the workers, and the answers about requests
-to vLLM.
+"""The connector in vLLM's scheduler: the orders of each step to the workers, and the answers to vLLM.
 
 On P: which prompts are computed for whom, and when their blocks may go. On D: which requests wait for a P,
 and how many of their tokens come from it.
@@ -18,7 +17,7 @@ from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from p2pkv.connector.held_blocks import BlockQuota, HeldBlocks
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
@@ -32,7 +31,6 @@ from p2pkv.log import RateLimit
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 log = logging.getLogger("p2pkv")
 
@@ -74,8 +72,7 @@ class ConnectorScheduler:
     """The scheduler side of the connector, as P or as D."""
 
     def __init__(self, pairs: Pairs, tables: BlockTables, quota: BlockQuota | None) -> None:
-        """`quota`: for the blocks of all requests of this role that wait for another instance; None: there is
-        no bound."""
+        """`quota`: for the blocks of this role's requests that wait for another instance; None: no bound."""
         self._pairs = pairs
         self._tables = tables
         self._quota = quota or BlockQuota()
@@ -99,15 +96,11 @@ CHANGED_ON_P = "P's weights have changed, or its caches were reset, since it beg
 ENDED_WITH_ITS_FIRST = "the answer has ended with its first token, which P has computed"
 UNASKED = "the router says that no D will ask for it"
 
-COMPLETED = (
-    RequestStatus.FINISHED_STOPPED,
-    RequestStatus.FINISHED_LENGTH_CAPPED,
-    RequestStatus.FINISHED_REPETITION,
-)
-"""How a request ends of which vLLM has taken the results."""
-
 STOPPED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION)
-"""How one ends whose answer has come to its end, and not to the bound that a router has set."""
+"""How a request ends whose answer has come to its end, and not to the bound that a router has set."""
+
+COMPLETED = (*STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""How one ends of which vLLM has taken the results."""
 
 
 @dataclass
@@ -132,12 +125,7 @@ class ProducerScheduler(ConnectorScheduler):
     """A key is taken from the arrival of its request until the workers have reported it."""
 
     def __init__(
-        self,
-        pairs: Pairs,
-        tables: BlockTables,
-        held: HeldBlocks,
-        batches: int = 1,
-        quota: BlockQuota | None = None,
+        self, pairs: Pairs, tables: BlockTables, held: HeldBlocks, batches: int, quota: BlockQuota | None
     ) -> None:
         """`batches`: the most steps that vLLM has under way at once."""
         super().__init__(pairs, tables, quota)
@@ -631,11 +619,7 @@ class ConsumerScheduler(ConnectorScheduler):
         return None
 
     def reported(
-        self,
-        metadata: WorkerMetadata | None,
-        received: set[str],
-        failed: Container[str] = (),
-        early: bool = False,
+        self, metadata: WorkerMetadata | None, received: set[str], failed: Container[str], early: bool
     ) -> set[str]:
         """What the workers report; `received`: loads that have ended, of which some `failed`; `early`: they
         will report these once more.
@@ -674,8 +658,7 @@ class ConsumerScheduler(ConnectorScheduler):
             self._decide([request_id])
 
     def _decide(self, request_ids: Iterable[str]) -> None:
-        """The answer to `matched` has changed for these. Without this call vLLM does not ask again for those
-        that are undecided."""
+        """The answer to `matched` has changed for these: have vLLM ask again for those that are undecided."""
         if decided := self.undecided.intersection(request_ids):
             self.undecided -= decided
             self.decided(decided)
@@ -695,7 +678,6 @@ class ConsumerScheduler(ConnectorScheduler):
         self._owners.pop(pending.paired.key, None)
         self._kept.pop(pending.paired.key, None)  # the ranks have let go of it
         if pending.state is not LoadState.SETTLED:
-            loading, key = pending.state is LoadState.LOADING, pending.paired.key
-            self._next.drops.append(
-                EndedRequest(request.request_id, key, "D's request has ended", report=loading)
-            )
+            loading, reason = pending.state is LoadState.LOADING, "D's request has ended"
+            ended = EndedRequest(request.request_id, pending.paired.key, reason, report=loading)
+            self._next.drops.append(ended)

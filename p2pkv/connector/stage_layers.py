@@ -61,23 +61,13 @@ class LocalGroup(NamedTuple):
 
 
 def local_group(
-    cache: PagedCache,
-    numbers: Iterable[int],
-    names: Iterable[str],
-    kind: str,
-    word: str,
-    *,
-    heads: int,
-    dtype: str,
-    **form: Any,
+    cache: PagedCache, numbers: Iterable[int], names: Iterable[str], kind: str, word: str, **form: Any
 ) -> LocalGroup:
-    """`heads`: of the model; `form`: what else is in the group's entry in a Hello."""
+    """`form`: what else is in the group's entry in a Hello, as the heads of the model and the dtype."""
     shape = KvGroup(
         layers=(cache.layers,),
-        heads=heads,
         row_bytes=cache.row_bytes,
         unit_tokens=cache.unit_tokens,
-        dtype=dtype.removeprefix("torch."),
         codec=cache.codec,
         layer_names="",
         **form,
@@ -97,8 +87,7 @@ def exchange_with_stages(mine: Sequence[Described]) -> list[list[Described]]:
 
 
 def layer_order(names: list[str]) -> list[str]:
-    """Layer names in the order in which they are computed: by the numbers in them, layer 10 after layer 9,
-    and drafters' last."""
+    """Layer names in the order in which they are computed: by the numbers in them, and drafters' last."""
 
     def place(name: str) -> tuple[bool, list[int | str]]:
         parts = re.split(r"(\d+)", name)
@@ -151,8 +140,6 @@ def _whole(parts: Sequence[Described | None]) -> KvGroup:
         )
     patterns = sorted({re.sub(r"\d+", "#", name) for name in names})
     words = [*patterns, there[0].word] if there[0].word else patterns
-    return replace(
-        there[0].shape,
-        layers=tuple(0 if part is None else part.shape.layers[0] for part in parts),
-        layer_names=hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest(),
-    )
+    layers = tuple(0 if part is None else part.shape.layers[0] for part in parts)
+    digest = hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
+    return replace(there[0].shape, layers=layers, layer_names=digest)

@@ -25,12 +25,13 @@ def install(stamps: Stamps) -> None:
     def named(_: Any, __: Any, raw_request: Any = None) -> Iterable[str]:
         return [] if raw_request is None else [raw_request.headers.get("x-request-id", "")]
 
+    def one(_: Any, request: Any, *__: Any, **___: Any) -> Iterable[str]:
+        return [request.request_id]
+
     stamps.wrap(HttpToolsProtocol, "on_headers_complete", "server: asked", headed)
     stamps.wrap(OpenAIServingCompletion, "create_completion", "server: parsed", named)
     stamps.wrap(OpenAIServingChat, "create_chat_completion", "server: parsed", named)
-    stamps.wrap(
-        AsyncLLM, "_add_request", "server: tokenized", lambda _, request, *__, **___: [request.request_id]
-    )
+    stamps.wrap(AsyncLLM, "_add_request", "server: tokenized", one)
     stamps.wrap(
         OutputProcessor,
         "process_outputs",
@@ -42,9 +43,6 @@ def install(stamps: Stamps) -> None:
     from p2pkv.connector.worker import Loads, Worker
     from p2pkv.engine import commands as do
     from p2pkv.engine.decode import Decode
-
-    def one(_: Any, request: Any, *__: Any, **___: Any) -> Iterable[str]:
-        return [request.request_id]
 
     def scheduled(_: Any, output: SchedulerOutput, *__: Any, **___: Any) -> Iterable[str]:
         return [*output.num_scheduled_tokens]
@@ -61,9 +59,7 @@ def install(stamps: Stamps) -> None:
     stamps.wrap(GPUModelRunner, "execute_model", "worker: step has ended", scheduled, after=True)
     stamps.wrap(P2pKvConnector, "update_state_after_alloc", "core: blocks", one)
     stamps.wrap(P2pKvConnector, "update_connector_output", "core: load seen", received)
-    stamps.wrap(
-        Scheduler, "update_from_output", "core: step's result", lambda _, output, *__: scheduled(_, output)
-    )
+    stamps.wrap(Scheduler, "update_from_output", "core: step's result", scheduled)
     stamps.wrap(Worker, "layer", "worker: first layer", computed)
     stamps.wrap(Worker, "end", "worker: forward has ended", computed, again=True)
     stamps.wrap(Decode, "prefetch", "engine: KV is announced", lambda _, __, message, ___: [message.key])

@@ -26,16 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.engine import EngineCoreRequestType
 
 from p2pkv.config import PatchName
+from p2pkv.connector import idle_steps
 from p2pkv.connector.core_beats import pass_credentials
 from p2pkv.connector.deferring_queue import DeferringQueue
-from p2pkv.connector.idle_steps import (
-    MAX_SLEEP_MS,
-    NAP_SECONDS,
-    STEPLESS_MS,
-    VLLM_IDLE_SLEEP,
-    WakeupMessage,
-    receive_wakeup,
-)
 from p2pkv.connector.metadata import EarlyLoad, StepMetadata
 from p2pkv.connector.scheduler import ConsumerScheduler
 from p2pkv.plugin import doubt, vllm_version
@@ -57,7 +50,6 @@ _ENGINE_CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
-
 
 MAX_PARTIAL = 1024
 """Messages kept that some ranks have sent and others have not yet."""
@@ -134,8 +126,7 @@ class Patch:
     installed = False
 
     def install(self, skipped: Container[str] = ()) -> str:
-        """Install it, once in a process, unless `skipped` has its name. Returns "", or why it cannot be, and
-        logs that."""
+        """Install it, once in a process, unless `skipped` has its name. Returns (and logs) why not, or ""."""
         if self.installed:
             return ""
         if reason := self._reason_against(skipped):
@@ -303,7 +294,7 @@ class EngineCore(Patch):
     _woken = False
 
     def __init__(self) -> None:
-        self._messages: deque[WakeupMessage] = deque()
+        self._messages: deque[idle_steps.WakeupMessage] = deque()
         """What all ranks have sent, and the scheduler does not know yet."""
 
     def take_wakeup(self) -> bool:
@@ -332,7 +323,7 @@ class EngineCore(Patch):
             core.output_queue.put_nowait(output)
         core.post_step(computed)
         if not computed and not self.changed and core.scheduler.has_requests():
-            self.seconds = max(self.seconds, VLLM_IDLE_SLEEP)
+            self.seconds = max(self.seconds, idle_steps.VLLM_IDLE_SLEEP)
         return bool(computed)
 
     def _pass_on_messages(self, core: Any) -> None:
@@ -356,7 +347,7 @@ class EngineCore(Patch):
         def pass_on() -> None:
             partial: dict[tuple[int, str], set[int]] = {}
             while True:  # it ends with the process
-                if (message := receive_wakeup(wakeups)) is not None:
+                if (message := idle_steps.receive_wakeup(wakeups)) is not None:
                     ranks = partial.setdefault((message.number, message.key), set())
                     ranks.add(message.rank)
                     if len(ranks) < message.ranks:
@@ -412,7 +403,7 @@ class SpinWait(Patch):
         waited = time.monotonic() - condition.last_read
         sleep_ms = self._sleep_ms(waited, condition.busy_loop_s)
         if not sleep_ms and not self.spins and waited <= condition.busy_loop_s:
-            time.sleep(NAP_SECONDS)
+            time.sleep(idle_steps.NAP_SECONDS)
             return
         if not sleep_ms:
             original(condition, timeout_ms)
@@ -428,8 +419,9 @@ class SpinWait(Patch):
         if waited > busy:
             return 0
         if self.idle:
-            return MAX_SLEEP_MS
-        return min(int(waited * 1000) // STEPLESS_MS, MAX_SLEEP_MS) if self.worker else 0
+            return idle_steps.MAX_SLEEP_MS
+        sleep_ms = int(waited * 1000) // idle_steps.STEPLESS_MS
+        return min(sleep_ms, idle_steps.MAX_SLEEP_MS) if self.worker else 0
 
     def instead_of_spinloop(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if self.spins and not self.idle else None
@@ -440,8 +432,7 @@ class EarlyRevocation(Patch):
 
     V2 zeroes blocks that a request is given, and copies those that it shares, in `update_requests`. It calls
     `handle_preemptions` only after that, V1 before. Among these blocks may be some that the scheduler took
-    from a prompt in this very step, while they are still read for D. A P whose blocks V2 may overwrite does
-    not start without this patch.
+    from a prompt in this very step, while they are still read for D. Such a P does not start without this.
     """
 
     name = "early_revocation"
@@ -535,5 +526,4 @@ class PausedLoads(Patch):
 WEIGHTS, ENGINE_CORE, SPIN_WAIT = WeightWatch(), EngineCore(), SpinWait()
 EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS = EarlyRevocation(), Deferral(), PausedLoads()
 PATCHES: tuple[Patch, ...] = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS)
-"""All patches, one of each in a process: engine cores, queues between processes and runners share their
-class."""
+"""All patches, one of each in a process, whose engine cores, queues and runners share their class."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,7 @@ class _Load:
     order: do.Load | None = None
     """What vLLM has ordered before the engine knows of it."""
     waited: bool | None = None
-    """Whether vLLM keeps its blocks until the load is reported; False: it will not ask for it any more; None:
-    it has not decided."""
+    """Whether vLLM keeps its blocks until the load is reported; False: it asks no more; None: undecided."""
     dropped: bool = False
     """Whatever has come of it is not wanted."""
     complete: bool | None = None
@@ -209,8 +208,6 @@ class SleepingRank:
     def layers_per_message(self, tokens: int) -> int:
         return 1
 
-    def call_on_event(self, call: Callable[[Event], None]) -> None: ...
-
     def trouble(self) -> str:
         return ""
 
@@ -224,12 +221,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        rank: Rank,
-        indices: Mapping[str, int],
-        device: torch.device,
-        hooks: bool = True,
-        wakeup: WakeupSender | None = None,
+        self, rank: Rank, indices: Mapping[str, int], device: torch.device, hooks: bool, wakeup: WakeupSender
     ) -> None:
         self.rank: Rank | SleepingRank = rank
         self._indices = indices
@@ -244,7 +236,7 @@ class Worker:
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
-        self._wakeup = wakeup or WakeupSender()
+        self._wakeup = wakeup
         self._quiet = False
         """The engine thread learns of this step's prompts in the next one."""
         self._postponed: list[Command] = []
@@ -261,11 +253,9 @@ class Worker:
         self.end()
         if meta.now and meta.invalidate is None:
             # They are loaded while vLLM prepares the step.
-            early = StepMetadata(
-                now=meta.now,
-                expects=[each for each in meta.expects if each[1].key in meta.now],
-                loads=[each for each in meta.loads if each[1].key in meta.now],
-            )
+            expects = [each for each in meta.expects if each[1].key in meta.now]
+            loads = [each for each in meta.loads if each[1].key in meta.now]
+            early = StepMetadata(now=meta.now, expects=expects, loads=loads)
             meta.expects = [each for each in meta.expects if each not in early.expects]
             meta.loads = [each for each in meta.loads if each not in early.loads]
             self.loads.begin(early)
@@ -315,8 +305,7 @@ class Worker:
         self.loads.begin(meta, None if fence is None or fence.ready() else fence)
 
     def load_now(self) -> None:
-        """Wait until the loads have ended that this step computes with: their KV is on this rank. Raises
-        RuntimeError if the engine thread has ended."""
+        """Wait for the loads that this step computes with. Raises RuntimeError if the engine thread ends."""
         while self.loads.now:
             self.rank.wait_for_event(LOOK_SECONDS)
             self._take_events()
@@ -329,7 +318,7 @@ class Worker:
         """The hook of one layer: its KV of this step is written, or queued on the current stream."""
         hooked = self._computed.prompts and self._hooks and not self._quiet
         if hooked and (index := self._indices.get(name)) is not None:
-            self._computed.computed(index, self.rank)
+            self._computed.computed(index, self.rank.do)
 
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered, unless it is a quiet step."""
@@ -337,7 +326,7 @@ class Worker:
             for command in self._postponed:
                 self.rank.do(command)
             self._postponed.clear()
-            self._computed.end(self.rank)
+            self._computed.end(self.rank.do)
         self.rank.steps.end()
 
     # What vLLM asks afterwards.

@@ -5,10 +5,10 @@ no other thread of the worker runs. Pings from a thread would stop, and the prox
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
 The child's stdin and stdout are one socket, which keeps messages apart. The worker sends what to announce, a
-beat twice a second, and `STOP` at a clean end. A beat is its `EngineHealth`. When the worker is silent,
-the child goes on as before for `stall_seconds`, and then sends no
-ping until the worker beats again. When the worker dies, the socket ends, and so does the child. Both are in
-one process group: a signal that freezes or kills the whole instance reaches the child, too.
+beat (`EngineHealth`) twice a second, and `STOP` at a clean end. When the worker is silent, the child goes on
+as before for `stall_seconds`, and then sends no ping until the worker beats again. When the worker dies, the
+socket ends, and so does the child. Both are in one process group: a signal that freezes or kills the whole
+instance reaches the child, too.
 
 What the proxies answer to a D, its partners, the child passes on; the worker looks at each beat.
 """
@@ -27,14 +27,8 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from p2pkv.control.discovery import (
-    MAX_PARTNERS_BYTES,
-    PING_INTERVAL,
-    BadPartners,
-    Ping,
-    Workload,
-    decode_partners,
-)
+from p2pkv.control import discovery
+from p2pkv.control.discovery import Ping, Workload
 from p2pkv.control.pinger import Addresses, OnPartners
 from p2pkv.control.warm_up_prompts import WarmUp
 
@@ -69,7 +63,7 @@ class Announcement(Struct, frozen=True, kw_only=True):
     proxies: tuple[str, ...]
     """host:port of the discovery socket of each proxy that is pinged."""
     ping: Ping
-    interval: float = PING_INTERVAL
+    interval: float = discovery.PING_INTERVAL
     """Seconds between two pings."""
     stall_seconds: float = 120.0
     """How long the child pings for a worker that is silent."""
@@ -91,10 +85,7 @@ class Announcer:
     """
 
     def __init__(
-        self,
-        announcement: Announcement,
-        on_partners: OnPartners = lambda addresses: None,
-        health: Callable[[], EngineHealth] = EngineHealth,
+        self, announcement: Announcement, on_partners: OnPartners, health: Callable[[], EngineHealth]
     ) -> None:
         self._announcement = announcement
         self._on_partners = on_partners
@@ -102,14 +93,8 @@ class Announcer:
         self._trouble = ""
         self._partners: Addresses | None = None
         self._stopping = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
-        """To the child."""
+        self._child, self._line = _spawn(announcement)
         self._thread = threading.Thread(target=self._beat, name="p2pkv-announcer", daemon=True)
-
-    def start(self) -> None:
-        """Start the child. Raises OSError if there can be no process."""
-        self._spawn(self._announcement)
         self._thread.start()
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
@@ -117,11 +102,8 @@ class Announcer:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._child is None:
-            return
         self._thread.join(timeout)
-        assert self._line is not None
-        self._send(STOP)
+        _send(self._line, STOP)
         self._line.shutdown(socket.SHUT_WR)
         try:
             self._child.wait(timeout)
@@ -131,55 +113,31 @@ class Announcer:
             self._child.wait()
         self._line.close()
 
-    def _spawn(self, announcement: Announcement) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                # -P: a file of the working directory must not stand in for a module. Its stdout is not the
-                # worker's: what a worker writes there may be read by a program.
-                command = [sys.executable, "-P", "-m", "p2pkv.control.announcer_child"]
-                self._child = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
-            except OSError:
-                ours.close()
-                raise
-        if self._line is not None:
-            self._line.close()
-        self._line = ours
-        self._send(msgspec.json.encode(msgspec.structs.replace(announcement, parent=os.getpid())))
-
-    def _send(self, message: bytes) -> None:
-        """Does not wait. The child may have ended, which the next beat finds out; or it is frozen."""
-        assert self._line is not None
-        with contextlib.suppress(OSError):
-            self._line.send(message, socket.MSG_DONTWAIT)
-
     def _take_partners(self) -> None:
         """Take the partners that proxies have named to the child since the last beat."""
-        assert self._line is not None
         try:
-            while data := self._line.recv(MAX_PARTNERS_BYTES, socket.MSG_DONTWAIT):
-                partners = decode_partners(data)
+            while data := self._line.recv(discovery.MAX_PARTNERS_BYTES, socket.MSG_DONTWAIT):
+                partners = discovery.decode_partners(data)
                 if partners != self._partners:
                     self._partners = partners
                     self._on_partners(partners)
         except BlockingIOError:
             return  # no more of them
-        except (OSError, BadPartners) as error:
+        except (OSError, discovery.BadPartners) as error:
             log.debug("what the announcing process passed on could not be read: %s", error)
 
     def _beat(self) -> None:
         while not self._stopping.wait(BEAT_SECONDS):
-            assert self._child is not None
             self._take_partners()
-            if self._child.poll() is None:
-                self._send(self._next_beat())
+            if (status := self._child.poll()) is None:
+                _send(self._line, self._next_beat())
                 continue
-            log.warning(
-                "the announcing process ended with status %d; it is started again", self._child.returncode
-            )
+            log.warning("the announcing process ended with status %d; it is started again", status)
             with contextlib.suppress(OSError):
                 # The instance is warm by now, or the child has waited for as long as it may.
-                self._spawn(msgspec.structs.replace(self._announcement, warm_up=None))
+                child, line = _spawn(msgspec.structs.replace(self._announcement, warm_up=None))
+                self._line.close()
+                self._child, self._line = child, line
 
     def _next_beat(self) -> bytes:
         now = self._engine_health()
@@ -189,3 +147,25 @@ class Announcer:
             log.warning("this instance is announced again")
         self._trouble = now.trouble
         return msgspec.json.encode(now)
+
+
+def _spawn(announcement: Announcement) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a child; the socket to it. Raises OSError if there can be no process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            # -P: a file of the working directory must not stand in for a module. Its stdout is not the
+            # worker's: what a worker writes there may be read by a program.
+            command = [sys.executable, "-P", "-m", "p2pkv.control.announcer_child"]
+            child = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+        except OSError:
+            ours.close()
+            raise
+    _send(ours, msgspec.json.encode(msgspec.structs.replace(announcement, parent=os.getpid())))
+    return child, ours
+
+
+def _send(line: socket.socket, message: bytes) -> None:
+    """Does not wait. The child may have ended, which the next beat finds out; or it is frozen."""
+    with contextlib.suppress(OSError):
+        line.send(message, socket.MSG_DONTWAIT)

@@ -106,26 +106,19 @@ def main() -> None:
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     if not (orders := line.recv(_ORDERS_BYTES)):
         return  # the worker has gone before
-    announcement = msgspec.json.decode(orders, type=Announcement)
-    worker = _Worker(line, announcement)
-    logging.basicConfig(level=announcement.log_level, format=_FORMAT, datefmt=_DATE_FORMAT)
+    task = msgspec.json.decode(orders, type=Announcement)
+    worker, members = _Worker(line, task), members_of(task.secret)
+    logging.basicConfig(level=task.log_level, format=_FORMAT, datefmt=_DATE_FORMAT)
 
     def pass_on(partners: Addresses) -> None:
         # Without room the worker has not read for long. The proxies send them again.
         with contextlib.suppress(OSError):
             line.send(encode_partners(partners), socket.MSG_DONTWAIT)
 
-    pinger = Pinger(
-        announcement.proxies,
-        announcement.ping,
-        announcement.interval,
-        members_of(announcement.secret),
-        worker.ping,
-        pass_on,
-    )
+    pinger = Pinger(task.proxies, task.ping, task.interval, members, worker.ping, pass_on)
     threading.Thread(target=worker.follow, args=(pinger.ping_soon,), name="p2pkv-worker", daemon=True).start()
-    if announcement.warm_up is not None:
-        warm_up(announcement.warm_up)
+    if task.warm_up is not None:
+        warm_up(task.warm_up)
     worker.announced = True
     pinger.start()
     worker.stopping.wait()

@@ -4,18 +4,15 @@ A ping is one msgpack map in one frame. Its first three fields are the classic o
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
-`paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`,
-`ahead_tokens`, `parses` and `sampler`. Since
-version 4 a ping also means that the engine gets on: none comes while it does not.
+`paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`, `ahead_tokens`, `parses` and
+`sampler`. Since version 4 a ping also means that the engine gets on: none comes while it does not.
 
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
 
 Goodbye is a ping with `leaving` set, not a message of another type: the original proxy's discovery
-thread dies of an unknown type. An old router takes it for one more ping and forgets the instance a
-few seconds later than ours does.
+thread dies of an unknown type. An old router takes it for one more ping and forgets the instance later.
 
-There is one answer, and only a ping that asks for it gets it: the partners of a D. An older proxy, and every
-other one, answers nothing.
+There is one answer, to a ping that asks for it: the partners of a D. Other proxies answer nothing.
 """
 
 from __future__ import annotations

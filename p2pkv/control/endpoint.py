@@ -20,15 +20,8 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from p2pkv.control.security import (
-    HANDSHAKE_SECONDS,
-    HandshakeMonitor,
-    Members,
-    Server,
-    ZapHandler,
-    limit_handshake,
-    no_answer,
-)
+from p2pkv.control import security
+from p2pkv.control.security import HandshakeMonitor, Members, Server
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
@@ -46,10 +39,8 @@ MAX_SOCKETS = 16_384
 """A dialed connection takes three: itself and its watch, which has two ends."""
 
 LINGER_MS = 500
-"""How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once.
-
-A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before it
-closes."""
+"""How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once. A
+peer that has dialed us loses what it has not read when the connection ends, so the rank waits before."""
 
 NAME_THREADS = 3
 """libzmq's threads for connections to host names, beside one for all others: it looks a name up in the
@@ -71,7 +62,6 @@ SLOW_SECONDS = 5.0
 RESTARTING = 60.0
 """Seconds that a peer has to come back after a connection whose handshake had succeeded. While it restarts,
 the dying process or a forwarder in front of it accepts connections and closes them."""
-
 
 _SET_TIMER_SLACK = 29
 
@@ -133,8 +123,7 @@ class Connection:
         return not self._held or self._hand_over([])
 
     def send(self, data: bytes) -> bool:
-        """Hand over one message, behind those that are held; False if the peer is gone or its queue is
-        full."""
+        """Hand over one message, behind those that are held; False as for `flush`."""
         return self._hand_over([data])
 
     def _hand_over(self, more: list[bytes]) -> bool:
@@ -156,8 +145,6 @@ class Connection:
 
 
 class ConnectionFailure(NamedTuple):
-    """A connection that failed, and why, in a sentence."""
-
     connection: Connection | None
     """The dialed connection, which is shut now; None for one that a peer opened to us."""
     reason: str
@@ -223,7 +210,7 @@ class Endpoint:
         address: Address | None,
         members: Members | None = None,
         allowed: Networks | None = None,
-        patience: float = HANDSHAKE_SECONDS,
+        patience: float = security.HANDSHAKE_SECONDS,
         dials: Server = "rank",
         most: int = MAX_MESSAGE_BYTES,
         queue: int = 10_000,
@@ -249,7 +236,7 @@ class Endpoint:
         self._dialed: dict[zmq.Socket[bytes], Connection] = {}
         self._ready: list[Any] | None = None
         """What the last `wait` has found, until `receive` has read it."""
-        self._zap = ZapHandler(members, allowed)
+        self._zap = security.ZapHandler(members, allowed)
         self._asked = self._zap.open(self._context)
         self._watch_for(self._asked, self._admit)
         self._router = self._socket(zmq.ROUTER)
@@ -363,12 +350,10 @@ class Endpoint:
                     frames = _frames(socket)
                 except zmq.Again:
                     break
-                if socket is self._router:
-                    connection = self._answer(frames.pop(0))
-                elif (dialed := self._dialed.get(socket)) is None:
+                answered = socket is self._router
+                connection = self._answer(frames.pop(0)) if answered else self._dialed.get(socket)
+                if connection is None:
                     continue
-                else:
-                    connection = dialed
                 for frame in frames or [b""]:
                     yield connection, frame
 
@@ -434,7 +419,7 @@ class Endpoint:
                 self.redial(connection)
         elif failure.late or not restarting:
             name = f"the proxy at {connection.address}" if self._dials == "proxy" else connection.address
-            reason = no_answer(name, failure, self._members is not None)
+            reason = security.no_answer(name, failure, self._members is not None)
             self._failures.append(ConnectionFailure(connection, reason, late=failure.late))
 
     def _give_up(self, connection: Connection, reason: str) -> None:
@@ -462,7 +447,7 @@ class Endpoint:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        limit_handshake(socket, self._patience)
+        security.limit_handshake(socket, self._patience)
         socket.setsockopt(zmq.AFFINITY, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)

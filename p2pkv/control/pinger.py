@@ -9,15 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from p2pkv.control.discovery import (
-    MAX_PARTNERS_BYTES,
-    PING_INTERVAL,
-    BadPartners,
-    Ping,
-    decode_partners,
-    encode_ping,
-    goodbye,
-)
+from p2pkv.control import discovery
+from p2pkv.control.discovery import PING_INTERVAL, Ping
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.control.security import Members
 from p2pkv.log import RateLimit
@@ -63,8 +56,7 @@ class Pinger:
 
     Before each ping the thread calls `current` for the ping as it is to be sent now, by default `ping`; None:
     none is sent. `on_partners` takes the partners that any of the proxies names. `members`: of the secret
-    with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for a malformed
-    address of a discovery socket.
+    with which the pings are encrypted; None: they are sent in the clear. Raises ValueError for bad addresses.
     """
 
     def __init__(
@@ -78,13 +70,13 @@ class Pinger:
     ) -> None:
         self._addresses = [*map(Address.parse, [proxies] if isinstance(proxies, str) else proxies)]
         self._current = current or (lambda: ping)
-        self._goodbye = encode_ping(goodbye(ping))
+        self._goodbye = discovery.encode_ping(discovery.goodbye(ping))
         self._interval = interval
         self._asks = ping.partners > 0
         self._on_partners = on_partners
         self._log_limit = RateLimit(seconds=_LOG_SECONDS)
         self._hurried, self._stopping = threading.Event(), threading.Event()
-        most = MAX_PARTNERS_BYTES if self._asks else 1024
+        most = discovery.MAX_PARTNERS_BYTES if self._asks else 1024
         self._endpoint = Endpoint(None, members, dials="proxy", most=most, queue=4)
         self._proxies: dict[Connection, _Proxy] = {}
         self._thread = threading.Thread(target=self._run, name="p2pkv-pinger", daemon=True)
@@ -134,7 +126,7 @@ class Pinger:
                 self._endpoint.redial(connection)
             if hurried or now >= proxy.due:
                 ping, unreached = self._current(), proxy.redial < proxy.reached < now - _UNREACHED_SECONDS
-                if ping is None or connection.send(encode_ping(ping)):
+                if ping is None or connection.send(discovery.encode_ping(ping)):
                     proxy.due, proxy.reached = now + self._interval, now
                 elif unreached and self._log_limit.admits(connection):
                     log.warning(
@@ -143,14 +135,13 @@ class Pinger:
                     )
 
     def _take_in(self) -> None:
-        """What has come from proxies, and what went wrong with them."""
         for connection, frame in self._endpoint.receive():
             # Empty messages only show whether the connection stands.
             if frame and self._asks:
                 try:
-                    self._proxies[connection].named = time.monotonic(), decode_partners(frame)
+                    self._proxies[connection].named = time.monotonic(), discovery.decode_partners(frame)
                     self._pass_on_partners()
-                except BadPartners as error:
+                except discovery.BadPartners as error:
                     log.debug("the proxy at %s: %s", connection.address, error)
         for failure in self._endpoint.failures():
             assert failure.connection is not None

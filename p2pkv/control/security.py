@@ -148,11 +148,8 @@ HANDSHAKE_SECONDS = 10.0
 
 _LONGEST_HANDSHAKE = 86_400.0
 
-_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_FAILED = _BROKEN | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _COURSE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _numbers = itertools.count()
 
@@ -172,8 +169,7 @@ class HandshakeFailure(NamedTuple):
 
 
 class HandshakeMonitor:
-    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection. Close it
-    before the socket."""
+    """Reports a socket's failed handshakes, with `dials` its one connection's end, too. Close it first."""
 
     def __init__(self, monitored: zmq.Socket[Any], *, dials: bool = False) -> None:
         address = f"inproc://p2pkv-watch-{next(_numbers)}"

@@ -37,8 +37,7 @@ class WarmUp(Struct, frozen=True):
     """Where the first prompts go, and how long they are."""
 
     url: str
-    """Of the instance's own HTTP API, as http://10.0.0.1:8000. With https no certificate is checked:
-    it is our own, and may be for another name."""
+    """Of the instance's own HTTP API, as http://10.0.0.1:8000. With https its certificate is not checked."""
     model: str
     """A name under which the instance serves its model."""
     tokens: int

@@ -28,8 +28,7 @@ class Event(Struct, frozen=True):
 
 
 class HoldPrompt(Command, frozen=True):
-    """P's scheduler has this request in its queue. `named`: the other engine of this instance that the
-    request's id names; None: it names this one."""
+    """P's scheduler has this request. `named`: another engine of this instance, if its id names that."""
 
     key: str
     decode: Address
@@ -168,8 +167,7 @@ class Loaded(Event, frozen=True):
 
 
 class PrefetchComplete(Event, frozen=True):
-    """D: all of this prompt lies here and waits for its request, which can have it in the step that it begins
-    with; `tokens`, `digest`: as in `Expect`."""
+    """D: all of this prompt lies here, for its request's first step; `tokens`, `digest`: as in `Expect`."""
 
     key: str
     tokens: int

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from p2pkv.device import Fence
 from p2pkv.engine import commands as do
-from p2pkv.engine.commands import Command
 
 Prompts = tuple[tuple[str, int], ...]
 """Of each prompt of a step its key, and the end of its tokens that the step computes."""
 
-
-class Commands(Protocol):
-    """The rank, as far as this needs it."""
-
-    def do(self, command: Command) -> None: ...
+Order = Callable[[do.Command], None]
+"""Hands a command to the rank."""
 
 
 class ComputedLayers:
@@ -36,25 +31,25 @@ class ComputedLayers:
         """A step begins. `prompts`: () if it computes none that P sends; `stride`: layers of a message."""
         self.prompts, self._stride, self._run = prompts, stride, (0, 0)
 
-    def computed(self, index: int, rank: Commands) -> None:
+    def computed(self, index: int, order: Order) -> None:
         """This layer's KV of the step is written, or queued on the current stream."""
         if index != self._run[1]:
-            self._hand_over(rank)
+            self._hand_over(order)
             self._run = index, index
         self._run = self._run[0], index + 1
         # The last layer's too: the step's end may come only after sampling.
         if self._run[1] - self._run[0] >= self._stride or index == self._layers - 1:
-            self._hand_over(rank)
+            self._hand_over(order)
 
-    def _hand_over(self, rank: Commands) -> None:
+    def _hand_over(self, order: Order) -> None:
         first, stop = self._run
         if stop > first:
-            rank.do(do.Computed(self.prompts, first, stop, self.record()))
+            order(do.Computed(self.prompts, first, stop, self.record()))
         self._run = stop, stop
 
-    def end(self, rank: Commands) -> None:
+    def end(self, order: Order) -> None:
         """The step is over: all layers are computed, also those that were not reported. Idempotent."""
         if self.prompts:
-            rank.do(do.Computed(self.prompts, 0, self._layers, self.record()))
-            rank.do(do.Flush(tuple(key for key, _ in self.prompts)))
+            order(do.Computed(self.prompts, 0, self._layers, self.record()))
+            order(do.Flush(tuple(key for key, _ in self.prompts)))
             self.prompts = ()

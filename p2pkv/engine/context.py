@@ -25,8 +25,7 @@ from p2pkv.protocol.state_machine import Terms
 
 
 class Counters:
-    """Named numbers of one rank; written by the engine thread, read by any thread. So a gauge that reads a
-    dict copies its values first."""
+    """Named numbers of a rank. The engine thread writes, any may read: so a gauge copies a dict's values."""
 
     NAMES = (
         "bytes_sent",  # KV bytes gathered and handed to a link
@@ -167,8 +166,7 @@ class CopyQueue:
 
 class Revocations:
     """Prompts whose blocks were taken back, and how often, until the engine thread has carried that out.
-    `reading` guards `keys`, and is held while gathers are launched.
-    """
+    `reading` guards `keys`, and is held while gathers are launched."""
 
     def __init__(self) -> None:
         self.reading = threading.Lock()
@@ -232,9 +230,8 @@ class Context:
 
     def __post_init__(self) -> None:
         limits = self.options
-        self.terms = Terms(
-            limits.lease_seconds, limits.wait_seconds, limits.stall_seconds, limits.chunk_bytes
-        )
+        seconds = limits.lease_seconds, limits.wait_seconds, limits.stall_seconds
+        self.terms = Terms(*seconds, limits.chunk_bytes)
         self.copies_synchronously = self.cache.fence() is PASSED
         self.copies = CopyQueue(None if self.copies_synchronously else self.cache.fence)
         self.counters.add_gauges(copies=lambda: len(self.copies), links_stuck=lambda: self.links.stuck)

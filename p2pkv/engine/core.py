@@ -1,9 +1,9 @@
 """The core of a rank: its turns. A turn takes in messages and commands, moves data and looks at the timers.
 
-`Core` has no thread and no clock: its owner gives it turns, and the time. In a turn every
-message and every command is matched once, in the tables of the rank's roles (see `roles`). What peers and
-transfers decide comes to one queue of effects, which is emptied in order before the next message, command or
-timer: none of them is called while it is at work.
+`Core` has no thread and no clock: its owner gives it turns, and the time. In a turn every message and command
+is matched once, in the tables of the rank's roles (see `roles`). What peers and transfers decide comes to one
+queue of effects, which is emptied in order before the next message, command or timer: none of them is called
+while it is at work.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ QUIET_SECONDS = 60.0
 class StallFreeClock:
     """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
     process, its machine): a silence counts against a peer only while its messages could have been read.
-    `turned`: when the last turn began, by the owner's clock. `held`: seconds for which this one has stood.
-    """
+    `turned`: when the last turn began, by the owner's clock. `held`: seconds that this one has stood."""
 
     def __init__(self) -> None:
         self.turned: float | None = None
@@ -77,10 +76,8 @@ class StallFreeClock:
 
 
 class Tables(NamedTuple):
-    """What takes each command, message and effect, and a peer that a message could not be sent to. Messages
-    go by the class of the peer that they come from, and their own; `unowned`, by their own, may come on any
-    connection.
-    """
+    """What takes each command, message and effect, and a peer that no message can be sent to. Messages go by
+    the classes of the peer that they come from and their own; `unowned`, by their own, on any connection."""
 
     commands: dict[type, list[Handle]]
     messages: dict[tuple[type, type], Receive]
@@ -117,9 +114,8 @@ class Core:
         links.announce_sends()
         if options.prefills and options.decodes:
             links.carry_both_ways()
-        self.context = Context(
-            hello, options, cache, links, endpoint, Liveness(options.stall_seconds, serving)
-        )
+        steps = Liveness(options.stall_seconds, serving)
+        self.context = Context(hello, options, cache, links, endpoint, steps)
         self.prefill = PrefillRole(self.context) if options.prefills else None
         self.decode = DecodeRole(self.context) if options.decodes else None
         self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]
@@ -177,15 +173,6 @@ class Core:
         """What has happened since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    @property
-    def has_commands(self) -> bool:
-        return bool(self.commands)
-
-    @property
-    def pending_events(self) -> int:
-        """How many events the next `events` returns."""
-        return len(self._events)
-
     # The owner.
 
     def turn(self, now: float) -> None:
@@ -219,11 +206,11 @@ class Core:
 
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
-        if self.has_commands and self._blocked():
+        if self.commands and self._blocked():
             # Each look at a fence is a call to the driver: look as often as at links only while one is busy.
             seconds = self._poll_pause() if self._poll_soon else FENCE_SECONDS
             pause = max(seconds, self.context.links.poll_seconds)
-        elif self.has_commands or self.context.idle_work:
+        elif self.commands or self.context.idle_work:
             pause = 0.0
         elif self._poll_soon:
             pause = self._poll_pause()
@@ -400,8 +387,8 @@ class Core:
 
     def _inspect(self, connection: Connection) -> None:
         hello = self.context.hello
-        values: dict[str, int | float | str] = {**self.counters.snapshot()}
-        values |= {
+        values: dict[str, int | float | str] = {
+            **self.counters.snapshot(),
             "role": self.context.options.role,
             "rank": hello.rank,
             "incarnation": hello.incarnation,

@@ -12,8 +12,7 @@ from msgspec import Struct
 from p2pkv.control.discovery import Workload
 
 LATE_BEAT_SECONDS = 4.0
-"""An engine core that has sent no beat for so long is not announced. Leases are renewed until
-`stall_seconds`."""
+"""An engine core without a beat for so long is not announced. Leases are renewed until `stall_seconds`."""
 
 
 class Beat(Struct, frozen=True, kw_only=True):
@@ -21,8 +20,7 @@ class Beat(Struct, frozen=True, kw_only=True):
     how many steps it has scheduled, and whether there is `work`, so that it must make steps. `paused`: by
     vLLM's /pause. `stopping`: it has been told to stop, finishes what it has, and takes nothing new.
     `orphaned`: the process that started it, which has the HTTP server, is gone. `workload`: of its scheduler,
-    None if that is not known; `at`: the time of it, by this host's monotonic clock.
-    """
+    None if that is not known; `at`: the time of it, by this host's monotonic clock."""
 
     steps: int
     work: bool
@@ -106,8 +104,7 @@ class Liveness:
         return self.paused_since is not None
 
     def trouble(self, now: float, silence: float | None = None) -> str:
-        """Why this engine's requests do not get on, a sentence; "" if they do. `silence`: seconds without a
-        beat that count; by default `stall`."""
+        """Why its requests do not get on, or "". `silence`: so many seconds without a beat; None: `stall`."""
         since, stall = self._since, self.stall
         if since is not None and now + self.held - since > stall:
             return f"its engine has been in one step for more than {stall:g} s"

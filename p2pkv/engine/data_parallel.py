@@ -2,8 +2,7 @@
 
 Then a request's id names one engine of P, and the HTTP server has given the request to another. D asks the
 engine that is named. So whichever engine has the request sends that one `PromptOwner`, and it refers D to the
-engine (`Redirect`). What an engine has been sent counts for a lease; it is repeated for as long as P has the
-request.
+engine (`Redirect`). What an engine has been sent counts for a lease; it is repeated while P has the request.
 """
 
 from __future__ import annotations

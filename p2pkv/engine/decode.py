@@ -27,9 +27,9 @@ from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Extents
-from p2pkv.protocol.handshake import is_engine_of, unfit
+from p2pkv.protocol.handshake import Assignment, is_engine_of, unfit
 from p2pkv.protocol.receiver import LoadPhase, Receiver
-from p2pkv.protocol.state_machine import RemoteProtocolError
+from p2pkv.protocol.state_machine import Decision, RemoteProtocolError
 
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
@@ -115,11 +115,9 @@ class Decode:
         self._count = context.counters.values
         self.entries: dict[str, RequestEntry] = {}
         self._by_rank: dict[str, dict[str, RequestEntry]] = {}
-        """The entries of each rank of P, by its address and by key: those connected to it, and those whose
-        P has it as rank 0."""
+        """The entries connected to each rank of P, or whose P has it as rank 0, by its address and by key."""
         self._unconnected: dict[str, dict[str, RequestEntry]] = {}
-        """Entries that are not connected yet, by the address of P's rank 0 and by key. One that has ended
-        may stay until the next `connect`."""
+        """Entries not connected yet, by the address of P's rank 0 and by key; ended ones until `connect`."""
         self._prefetched: deque[RequestEntry] = deque()
         """Loads of which a part is in a prefetch buffer."""
         self._leases = Timer(context.timers, self._expire)
@@ -292,21 +290,17 @@ class Decode:
             self._by_rank.setdefault(peer.address, {})[entry.expect.key] = entry
             beat = m.Heartbeat(((entry.expect.key, entry.receiver.attempt),))
             self._ctx.effects.append(SendMessage(peer, beat))
-        assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
+        assignments = {rank: Assignment.of(some, peers[rank].formats) for rank, some in edges.items()}
         self._apply_decisions(entry, entry.receiver.attach(assignments, now), now)
 
-    def _mismatched(
-        self, entry: RequestEntry, mismatched: PrefillPeer, first: PrefillPeer, now: float
-    ) -> None:
+    def _mismatched(self, entry: RequestEntry, other: PrefillPeer, first: PrefillPeer, now: float) -> None:
         """Two ranks of P contradict each other. One may not know of a restart of its engine: ask it anew."""
-        reason = unfit(
-            first.address, mismatched.address, "their Hellos describe their common engine differently"
-        )
+        reason = unfit(first.address, other.address, "their Hellos describe their common engine differently")
         entry.tries += 1
         if entry.tries > MAX_TRIES:
             advice = "start all ranks of that P anew, with the same options"
             self._apply_decisions(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
-        self._ranks.lose(mismatched, reason, now)
+        self._ranks.lose(other, reason, now)
 
     def prefetch(self, peer: PrefillPeer, message: m.PrefetchOffer, now: float) -> None:
         """P has begun a prompt for which no request has come: take it if all its ranks are connected."""
@@ -317,7 +311,7 @@ class Decode:
         peers = [self._ranks.get(str(address)) for address in [first, *addresses.values()]]
         if not all(each is not None and each.dialing.open for each in peers):
             return
-        owed = [peer.owes(some).extents(0, message.tokens) for some in edges.values()]
+        owed = [Assignment.of(some, peer.formats).extents(0, message.tokens) for some in edges.values()]
         buffer = self._buffers.take(sum(extents.nbytes for extents in owed), now)
         if buffer is None:
             return
@@ -408,9 +402,8 @@ class Decode:
         peer, reason = effect.peer, effect.reason
         for entry in self.entries_of(peer):
             receiver = entry.receiver
-            waiting = receiver.load.state is LoadPhase.WAITING and not (
-                receiver.wants_nothing or receiver.prefetch
-            )
+            ends = receiver.wants_nothing or receiver.prefetch
+            waiting = receiver.load.state is LoadPhase.WAITING and not ends
             entry.lost = now if entry.lost is None else entry.lost
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.
@@ -483,8 +476,7 @@ class Decode:
             self._ctx.effects.append(Emit(do.PrefetchComplete(expect.key, expect.tokens, expect.digest)))
 
     def write_prefetched(self, now: float) -> bool:
-        """Write what came before its request to the blocks that it has now, some of it each turn; whether
-        there is more."""
+        """Write some of what came before its request to the blocks that it has now; whether there is more."""
         waiting = self._prefetched
         for _ in range(BURST):
             while waiting and not (waiting[0].buffer and waiting[0].buffer.chunks):
@@ -521,8 +513,7 @@ class Decode:
     def _rectangle(
         entry: RequestEntry, rank: int, rows: tuple[Rectangles, ...], piece: m.Piece
     ) -> tuple[Rectangles, Bounds, Tokens, Bounds]:
-        """Where a piece of this rank of P lies in our cache, of which `rows` is its form: layers, tokens and
-        heads."""
+        """Where a piece of this rank of P lies in our cache, seen as `rows`: layers, tokens and heads."""
         edge = entry.receiver.sources[rank].assignment.edges[piece.group]
         shift = edge.target_layer - edge.layers.start
         heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)
@@ -611,9 +602,7 @@ class Decode:
     def finished(self) -> bool:
         return all(entry.receiver.load.ended for entry in self.entries.values())
 
-    def _apply_decisions(
-        self, entry: RequestEntry, decided: list[state_machine.Decision], now: float
-    ) -> None:
+    def _apply_decisions(self, entry: RequestEntry, decided: list[Decision], now: float) -> None:
         effects, key = self._ctx.effects, entry.expect.key
         for each in decided:
             match each:

@@ -1,5 +1,4 @@
-"""D's view of the ranks of P: the connection to each, the link from it, and what is announced and posted on
-it.
+"""D's view of the ranks of P: the connection to each, the link from it, and what is to come on that link.
 
 What happens to them is appended to the rank's effects.
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import inf
@@ -26,7 +24,7 @@ from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, DialState, Refused, RowFormat, negotiate, unfit, verified
+from p2pkv.protocol.handshake import DialState, Refused, RowFormat, negotiate, unfit, verified
 from p2pkv.protocol.messages import Chunk, Sent
 
 IDLE_SECONDS = 60.0
@@ -117,8 +115,7 @@ class PostedReceive:
 class InboundLink:
     """The link from one rank of P, if there is one (`number` is -1 if not), and what is on it: announced
     chunks that wait for a receive, and receives that are posted, the oldest first. `burst`: how many more of
-    these may land in this turn.
-    """
+    these may land in this turn."""
 
     ctx: Context
     number: int = -1
@@ -146,11 +143,9 @@ class InboundLink:
     @property
     def busy(self) -> bool:
         """Whether the next turn may find something to do here."""
-        return bool(
-            self.waiting
-            or self.posted
-            or (self._inbound is not None and (not self._up or self._inbound.used))
-        )
+        if self.waiting or self.posted:
+            return True
+        return self._inbound is not None and (not self._up or self._inbound.used > 0)
 
     def accept(self, message: m.LinkInvite, window: int) -> bytes:
         """Make our end of a new link; its blob. Raises LinkError."""
@@ -311,10 +306,6 @@ class PrefillPeer:
         assert self.hello is not None and self.plan is not None
         assert first.hello is not None and first.plan is not None
         return (self.hello.addresses, self.plan.digest) == (first.hello.addresses, first.plan.digest)
-
-    def owes(self, edges: Sequence[Edge]) -> Assignment:
-        """What this rank owes us with `edges`; only of one that has been welcomed."""
-        return Assignment.of(edges, self.formats)
 
     def ranks(self) -> tuple[dict[int, list[Edge]], dict[int, Address]]:
         """The edges from its engine to this rank, by the engine's ranks, and the addresses of those that

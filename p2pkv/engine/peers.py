@@ -1,6 +1,5 @@
 """What the peers of both sides (`to_decode`, `from_prefill`) have in common: the table of them, and when a
-link is too much or stands still.
-"""
+link is too much or stands still."""
 
 from __future__ import annotations
 
@@ -16,15 +15,13 @@ _Key = TypeVar("_Key")
 _Peer = TypeVar("_Peer", bound=Peer)
 
 IDLE_BEATS = 2
-"""Heartbeats without a transfer after which P may close a link. D waits for one more, since P decides by D's
-heartbeats."""
+"""Heartbeats without a transfer after which P may close a link. D, which sends them, waits for one more."""
 
 IDLE_REASON = "it is idle, and there are more than max_links links; the next request builds it again"
 
 
 class Peers(Generic[_Key, _Peer]):
-    """All peers of one kind, by their `key`, and the active ones, which every turn looks at. Any thread may
-    read both tables."""
+    """All peers of one kind, by `key`, and the active ones, which each turn looks at. Any thread may read."""
 
     def __init__(self) -> None:
         self._all: dict[_Key, _Peer] = {}
@@ -76,8 +73,7 @@ def log_connected(hello: Hello, formats: Sequence[RowFormat], verify: bool) -> N
 
 
 class StallTimer:
-    """Whether a link stands still: whether one message has been its next one for too long. On a slow link the
-    messages behind it wait longer."""
+    """Whether one message has been a link's next one for too long; those behind it may wait longer."""
 
     def __init__(self) -> None:
         self._next: object = None

@@ -69,9 +69,7 @@ class Partner:
 
 
 class Preconnect:
-    """What this rank of D does ahead of requests. Rank 0 gets the partners from the proxy, and passes them on
-    to the other ranks of its engine.
-    """
+    """What this rank of D does ahead of requests. Rank 0 passes the proxy's partners on to the others."""
 
     def __init__(self, context: Context, peers: PrefillPeers) -> None:
         self._ctx = context

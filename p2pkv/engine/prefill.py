@@ -117,12 +117,8 @@ class Prefill:
         message = m.PrefetchOffer(sender.key, sender.tokens, sender.digest)
         for peer in self._ranks:
             decode, rank = peer.key
-            if (
-                decode == entry.decode
-                and peer.hello.prefetch
-                and peer.assignment
-                and rank not in sender.sends
-            ):
+            takes_it = decode == entry.decode and peer.hello.prefetch and peer.assignment is not None
+            if takes_it and rank not in sender.sends:
                 self._ctx.effects.append(SendMessage(peer, message))
 
     def blocks(self, command: do.PromptBlocks, now: float) -> None:
@@ -327,8 +323,7 @@ class Prefill:
 
     def fill(self, effect: to_decode.FillSend, now: float) -> None:
         """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile. On a
-        device the gather is only queued: the send is ordered behind it, and taking blocks back waits for it.
-        """
+        device the gather is only queued; the send is ordered behind it, and taking blocks back waits."""
         peer, key, order, send = effect.peer, effect.key, effect.order, effect.send
         if not peer.link.linked:
             return

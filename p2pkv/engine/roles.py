@@ -55,7 +55,6 @@ class Role(ABC):
         return self.peers.busy
 
     def check(self, now: float) -> None:
-        """Look at what is under way."""
         self.peers.check(now)
 
     @abstractmethod
@@ -68,7 +67,6 @@ class Role(ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is under way."""
         return self.transfers.finished
 
 

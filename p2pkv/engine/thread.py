@@ -33,8 +33,7 @@ STOP_SECONDS = FINISH_SECONDS + 3.0
 
 class Rank:
     """A Core with a thread of its own. Listens from the start on; `stop` it. `failure`: a sentence: what
-    ended the thread before `stop`. Raises PortTaken, NoCurve or RuntimeError with a sentence.
-    """
+    ended the thread before `stop`. Raises PortTaken, NoCurve or RuntimeError with a sentence."""
 
     def __init__(
         self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory, serving: bool = True
@@ -62,9 +61,8 @@ class Rank:
         self._begun = threading.Event()
         self._started = time.monotonic()
         self._watchdog = Watchdog(links, options.lease_seconds)
-        self._thread = threading.Thread(
-            target=self._main, name=f"p2pkv-{options.role}{hello.rank}", daemon=True
-        )
+        name = f"p2pkv-{options.role}{hello.rank}"
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self._begun.wait()
         if self.failure:
@@ -100,8 +98,7 @@ class Rank:
 
     def stop(self) -> None:
         """End the thread, the sockets and the links, by a deadline. Idempotent. P first pushes what it has
-        computed and D waits for, for FINISH_SECONDS at most; all else ends at once, with a reason for peers.
-        """
+        computed and D waits for, in FINISH_SECONDS at most; all else ends at once, with a reason to peers."""
         self._stopping = True
         self._endpoint.wake()
         self._thread.join(STOP_SECONDS)
@@ -159,7 +156,7 @@ class Rank:
         end, left = time.monotonic() + FINISH_SECONDS, False
         while time.monotonic() < end and not (left and self.core.finished):
             self._guarded(hurried)
-            if not left and not self.core.has_commands:
+            if not left and not self.core.commands:
                 left = True
                 self._guarded(lambda: self.core.leave(time.monotonic()))
         self._guarded(lambda: self.core.leave(time.monotonic(), finish=False))

@@ -32,8 +32,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
 """Seconds between tries to build a link that keeps failing, the first after one at once."""
 
 MAX_PEERS = 4096
-"""The most ranks of D in the table. Beyond it one with nothing under way is forgotten; it sends Hello
-again."""
+"""The most ranks of D in the table. Beyond it an idle one is forgotten; it sends Hello again."""
 
 MAX_UNCONFIRMED = 4096
 """Transfers to one rank of D whose end a rank that stops waits for; older ones are forgotten."""
@@ -169,8 +168,7 @@ class OutboundLink:
         return self._outbound.used if self._outbound is not None else 0
 
     def invite(self, now: float) -> m.LinkInvite | None:
-        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`. Raises
-        LinkError."""
+        """Begin a link if there is none, and it is time to try again; `accept` follows. Raises LinkError."""
         if self.invited or self.parked or now < self._next:
             return None
         self._invitation = b""
@@ -443,7 +441,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         edges = plan.from_source(mine.rank)
         owed = [edge for edge in edges if edge.target == hello.rank]
         # D may have come ahead of any request: no other link has to go for that.
-        link = OutboundLink(self._ctx, number=old.link.number if old is not None else 0, parked=self._full)
+        full = sum(1 for peer in self if peer.link.invited) >= self._ctx.options.max_links
+        link = OutboundLink(self._ctx, number=old.link.number if old is not None else 0, parked=full)
         served = frozenset(edge.target for edge in edges)
         assignment = Assignment.of(owed, formats) if owed else None
         verify = verified(mine, hello)
@@ -529,11 +528,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         peer.link.park(now)
         peer.unconfirmed.clear()
         self.activate(peer)
-
-    @property
-    def _full(self) -> bool:
-        """Whether one link more would be one too many."""
-        return sum(1 for peer in self if peer.link.invited) >= self._ctx.options.max_links
 
     def order(self, peer: DecodePeer, key: str, order: Transmit, now: float, known: bool = True) -> None:
         """D has granted this send. `known`: P has this prompt."""

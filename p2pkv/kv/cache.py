@@ -22,20 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from p2pkv.device import Fence, make_recorder
+from p2pkv.kv import layouts
 from p2pkv.kv.checksum import Checksum
 from p2pkv.kv.copiers import Copier, copier_of
-from p2pkv.kv.layouts import (
-    Bounds,
-    Cut,
-    Index,
-    LayerPages,
-    Runs,
-    Span,
-    Tokens,
-    check_layer,
-    pages_of,
-    split_at_pages,
-)
+from p2pkv.kv.layouts import Bounds, Cut, Index, LayerPages, Span, Tokens
 from p2pkv.page_packings import DENSE, is_paged, packing_of
 
 BlockTables = Sequence[Sequence[int]]
@@ -115,8 +105,7 @@ class PagedCache:
         """The cache whose layer i is `tensors[i]`, of logical shape [B, H, N, C] and any strides.
 
         B counts kernel blocks of N rows, H the KV heads of this rank; C is one row of one head, mostly the K
-        and V of a token, and lies together in memory. Raises ValueError for tensors that this class cannot
-        address.
+        and V of a token, and lies together in memory. Raises ValueError for others.
 
         Args:
             block_size: tokens in a logical block, a multiple of those of N rows.
@@ -138,8 +127,9 @@ class PagedCache:
             )
         block_rows = block_size // tokens_per_row
         for number, tensor in enumerate(tensors):
-            check_layer(number, tensor, tensors[0], block_rows, paged)
-        pages = [pages_of(t, table, block_rows, paged) for t, table in zip(tensors, tables, strict=True)]
+            layouts.check_layer(number, tensor, tensors[0], block_rows, paged)
+        layers = zip(tensors, tables, strict=True)
+        pages = [layouts.pages_of(tensor, table, block_rows, paged) for tensor, table in layers]
         heads, rows, content = tensors[0].shape[-3:]
         unit_tokens = rows if paged else tokens_per_row
         return cls(
@@ -170,9 +160,8 @@ class PagedCache:
         )
 
     def __str__(self) -> str:
-        return (
-            f"{self.layers} layers, {self.heads} KV heads, rows of {self.row_bytes} bytes, codec {self.codec}"
-        )
+        rows = f"rows of {self.row_bytes} bytes, codec {self.codec}"
+        return f"{self.layers} layers, {self.heads} KV heads, {rows}"
 
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
         """Bytes on the wire of tokens [start, stop). Raises ValueError if `start` is inside a unit."""
@@ -226,8 +215,7 @@ class PagedCache:
                 self._table(span, units, blocks)
 
     def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
-        """A gather or a scatter of this rectangle will come: do now what needs no buffer. Raises
-        ValueError as they do."""
+        """A gather or scatter of this rectangle will come: do what needs no buffer. Raises as they do."""
         if isinstance(tokens, tuple):
             cuts = self._cuts(layers, tokens, heads, blocks)
             for span, cut, _ in cuts:
@@ -265,7 +253,7 @@ class PagedCache:
             return []
         if not isinstance(blocks, CachedTables):
             blocks = CachedTables(blocks)  # layers of separate storages mostly share one
-        runs = Runs(positions) if positions is not None else None
+        runs = layouts.Runs(positions) if positions is not None else None
         found: list[PlacedCut] = []
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
@@ -385,8 +373,7 @@ class _Part:
 
 
 class DenseView:
-    """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head). PagedCache
-    describes the methods.
+    """A cache with packed pages, token by token: a row is one (layer, token, head). See PagedCache.
 
     Scatter fills a part of a page by reading, changing and writing it, so nothing else may write to the
     pages that its tokens lie in meanwhile. Raises ValueError for pages that cannot be undone.
@@ -454,7 +441,7 @@ class DenseView:
             return
         # Rows lie one after the other, but not always at a multiple of an element's size: numpy minds not.
         wire = buffer.numpy().view(self._bits).reshape(count, -1, beside, self._content)
-        for start, stop in split_at_pages(tokens, self._tokens):
+        for start, stop in layouts.split_at_pages(tokens, self._tokens):
             pages = start // self._tokens * self._tokens, -(-stop // self._tokens) * self._tokens
             units = (pages[1] - pages[0]) // self._tokens
             step = max(1, BATCH_BYTES // (units * beside * self._cache.row_bytes))
@@ -518,8 +505,7 @@ class RankCache:
         return max(1, min(tokens * nbytes // unit for nbytes, unit in rows)) if rows else 1
 
     def warm_up(self) -> None:
-        """Returns when it is done: the engine's stream, which uses the memory next, has no order with the
-        calling thread's."""
+        """Returns when it is done, since the engine's stream has no order with the calling thread's."""
         for group in self.groups:
             group.warm_up()
         self.fence().wait()

@@ -58,8 +58,7 @@ def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copie
 
 
 class StorageCopier(RowLists):
-    """Lists the rows of a cut on the host, and lets torch copy them. The copies are queued on the current
-    stream when the calls return."""
+    """Lists the rows of a cut on the host, and lets torch copy them, queued on the current stream."""
 
     digest_name = FOLD
     digest = staticmethod(digest_by_torch)
@@ -152,9 +151,8 @@ class ColumnCopier:
         first += cut.heads[0] * span.pages.head_stride
         ends = [*(np.flatnonzero(np.diff(steps) != self._element) + 1).tolist(), len(steps)]
         for start, stop in pairwise([0, *ends]):
-            columns = Columns(
-                first + int(steps[start]), stop - start, length // self._element, self._element, self._step
-            )
+            offset, elements = first + int(steps[start]), length // self._element
+            columns = Columns(offset, stop - start, elements, self._element, self._step)
             yield self._views(self._flat[span.pages.storage], columns, buffer[start * length : stop * length])
 
 
@@ -169,7 +167,6 @@ def kernel_source() -> str:
 
 
 def kernel_names() -> list[str]:
-    """The kernels' names."""
     return [*(f"p2pkv_{what}_{width}" for what in ("gather", "scatter") for width in WIDTHS), "p2pkv_digest"]
 
 
@@ -196,9 +193,8 @@ class KernelCopier:
         self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: DriverLauncher
     ) -> None:
         # An address is an offset into a storage that begins at 0 and that all layers share.
-        self.spans: Sequence[Span] = spans_of(
-            [replace(page, storage=0, offset=page.storage + page.offset) for page in pages]
-        )
+        addressed = [replace(page, storage=0, offset=page.storage + page.offset) for page in pages]
+        self.spans: Sequence[Span] = spans_of(addressed)
         self._keep = [tensor.untyped_storage() for tensor in keep]
         self._launcher = launcher
         self._device = keep[0].device
@@ -247,34 +243,19 @@ class KernelCopier:
         units = cut.units[1] - cut.units[0]
         rows = (cut.layers[1] - cut.layers[0]) * units * form.runs_per_unit
         assert rows < MAX_ROWS, "no staging holds so many rows"
-        args = (
-            address,
-            form.layers + (cut.layers[0] - span.first) * ADDRESS_BYTES,
-            self.upload(cut.table).data_ptr(),
-            rows,
-            units,
-            form.runs_per_unit,
-            cut.units[0] % pages.block_units,
-            *form.strides,
-        )
+        layers = form.layers + (cut.layers[0] - span.first) * ADDRESS_BYTES
+        table, first = self.upload(cut.table).data_ptr(), cut.units[0] % pages.block_units
+        args = address, layers, table, rows, units, form.runs_per_unit, first, *form.strides
         blocks = min(-(-rows // form.threads[1]), self._launcher.most_blocks)
         self._launcher.launch(form.kernel, blocks, form.threads, args)
 
     def _form(self, way: str, span: Span, cut: Cut, address: int) -> KernelForm:
-        """What the launches of cuts like this one have in common."""
         pages, (beside, run) = span.pages, runs_of(span, cut)
         width = width_of(span, cut, address)
         lanes = lanes_for(run // width)
-        strides = (
-            pages.block_units,
-            pages.units,
-            pages.apart,
-            pages.block_stride,
-            pages.unit_stride,
-            pages.head_stride,
-            cut.heads[0] * pages.head_stride,
-            run // width,
-        )
+        units = pages.block_units, pages.units, pages.apart
+        steps = pages.block_stride, pages.unit_stride, pages.head_stride
+        strides = *units, *steps, cut.heads[0] * pages.head_stride, run // width
         layers = self._layers[span.first].data_ptr()
         return KernelForm(f"p2pkv_{way}_{width}", (lanes, THREADS // lanes), beside, layers, strides)
 
@@ -298,8 +279,7 @@ def lanes_for(elements: int) -> int:
 
 
 Copier = HostCopier | StorageCopier | ColumnCopier | KernelCopier
-"""Moves rows of its `spans` of layers, as `HostCopier` describes. It decides itself which layers share a
-span."""
+"""Moves rows of its `spans` of layers, which it makes itself, as `HostCopier` describes."""
 
 
 # CuPy compiles the kernels, and the driver launches them. CuPy is imported only where a CUDA cache is made.

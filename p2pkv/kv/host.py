@@ -21,20 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from p2pkv.kv import layouts
 from p2pkv.kv.checksum import XXH3, digest_on_host
-from p2pkv.kv.layouts import (
-    Bounds,
-    Columns,
-    Cut,
-    Index,
-    LayerPages,
-    Rows,
-    Span,
-    grid_of,
-    locate,
-    spans_of,
-    split_at_pages,
-)
+from p2pkv.kv.layouts import Bounds, Columns, Cut, Index, LayerPages, Rows, Span
 from p2pkv.kv.small_copies import Recent
 
 LARGE_BYTES = 8192
@@ -56,8 +45,7 @@ Selection = int | slice | Index
 
 Part = tuple[NDArray[np.uint8], NDArray[np.uint8], Sequence[tuple[Selection, Selection]]]
 """The layers, [kernel block, layer, ..., byte], a part of the buffer in the same order, and which blocks are
-copied together: their places in the buffer, and where they lie. Between are units, and heads, where they do
-not lie together."""
+copied together: their places in the buffer, and where they lie. Between are units and heads, if apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,16 +97,16 @@ class RowLists:
     """Lists the rows of a cut, once for parts that lie alike, as layers in separate storages mostly do."""
 
     def __init__(self, pages: Sequence[LayerPages]) -> None:
-        self.spans: Sequence[Span] = spans_of(pages)
+        self.spans: Sequence[Span] = layouts.spans_of(pages)
         self._recent = Recent[Rows]()
 
     def rows(self, span: Span, cut: Cut) -> Rows:
         if len(self.spans) == 1:
-            return locate(span, cut)
+            return layouts.locate(span, cut)
         steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
         lies = replace(span.pages, storage=0), span.grain, steps.tobytes()
         kind = *lies, cut.units, cut.heads, cut.row_bytes
-        return self._recent.of(cut.table, partial(locate, span, cut), kind)
+        return self._recent.of(cut.table, partial(layouts.locate, span, cut), kind)
 
     def prepare(self, span: Span, cut: Cut) -> None:
         """Do now what a copy of this cut would otherwise have to do: here nothing can be done before."""
@@ -174,7 +162,7 @@ class HostCopier(RowLists):
         units, unit_bytes = cut.units[1] - cut.units[0], heads * row
         first, stop = cut.layers[0] - span.first, cut.layers[1] - span.first
         begin, within = cut.units[0] % pages.block_units, pages.units
-        for unit, last in split_at_pages((begin, begin + units), within):
+        for unit, last in layouts.split_at_pages((begin, begin + units), within):
             index, inside = divmod(unit, within)
             count = -(-last // within) - index
             each = (last - unit) // count
@@ -207,18 +195,14 @@ def _inner(
 
 def _listed(span: Span, cut: Cut) -> bool:
     coarsest = gcd(span.pages.block_stride, span.grain)
-    return coarsest >= LARGE_BYTES and grid_of(span, cut).atom >= LARGE_BYTES
+    return coarsest >= LARGE_BYTES and layouts.grid_of(span, cut).atom >= LARGE_BYTES
 
 
 def columns_on_host(
     flat: torch.Tensor, columns: Columns, dense: torch.Tensor
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The elements in a storage and in `dense`, [column, element], as bits; numpy does not mind where they
-    begin."""
-    bits, shape, strides = (
-        f"u{columns.element}",
-        (columns.count, columns.elements),
-        (columns.element, columns.step),
-    )
+    """The elements in a storage and in `dense`, [column, element], as bits, which numpy takes anywhere."""
+    bits, shape = f"u{columns.element}", (columns.count, columns.elements)
+    strides = columns.element, columns.step
     memory = np.ndarray(shape, bits, flat.numpy(), columns.offset, strides)
     return memory, dense.numpy().view(bits).reshape(shape)

@@ -1,5 +1,4 @@
-"""How KV lies in memory: where the rows of a rectangle are. How the elements of a row are arranged is in
-`p2pkv.page_packings`.
+"""How KV lies in memory: where a rectangle's rows are. `page_packings` has how a row's elements lie.
 
 A rectangle on the wire is [layer, unit, head, row_bytes]. Its memory is described as rows of one size,
 `atom`, on a regular grid. So a gather is one "take these rows" and a scatter one "put these rows", whatever
@@ -119,39 +118,33 @@ class Columns:
 
 def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_rows: int, paged: bool) -> None:
     """Raises ValueError unless layer `number` can be addressed and is like the first one."""
+    layer, strides = f"KV layer {number}", list(tensor.stride())
     if tensor.dim() not in (4, 5):
-        raise ValueError(
-            f"KV layer {number} has shape {list(tensor.shape)}; expected [blocks, heads, rows, content]"
-        )
-    blocks, heads, rows, content = prod(tensor.shape[:-3]), *tensor.shape[-3:]
+        raise ValueError(f"{layer} has shape {list(tensor.shape)}; expected [blocks, heads, rows, content]")
+    blocks, (heads, rows, content) = prod(tensor.shape[:-3]), tensor.shape[-3:]
     if min(tensor.shape) < 1 or block_rows % rows or blocks % (block_rows // rows):
         raise ValueError(
-            f"KV layer {number} has {blocks} kernel blocks of {rows} rows, which do not make up "
+            f"{layer} has {blocks} kernel blocks of {rows} rows, which do not make up "
             f"whole blocks of {block_rows} rows"
         )
     if (heads, content, tensor.dtype) != (first.shape[-3], first.shape[-1], first.dtype):
         raise ValueError(
-            f"KV layer {number} has {heads} heads of {content} x {tensor.dtype}, layer 0 has "
-            f"{first.shape[-3]} of {first.shape[-1]} x {first.dtype}; expected layers of one form in a KV "
-            "group"
+            f"{layer} has {heads} heads of {content} x {tensor.dtype}, layer 0 has {first.shape[-3]} of "
+            f"{first.shape[-1]} x {first.dtype}; expected layers of one form in a KV group"
         )
     if tensor.device != first.device:
+        raise ValueError(f"{layer} is on {tensor.device}, layer 0 on {first.device}; expected one device")
+    if content > 1 and strides[-1] != 1:
+        raise ValueError(f"{layer} has strides {strides}; its content must lie together")
+    if paged and rows > 1 and strides[-2] != content:
         raise ValueError(
-            f"KV layer {number} is on {tensor.device}, layer 0 on {first.device}; expected one device"
-        )
-    if content > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"KV layer {number} has strides {list(tensor.stride())}; its content must lie together"
-        )
-    if paged and rows > 1 and tensor.stride(-2) != content:
-        raise ValueError(
-            f"KV layer {number} has strides {list(tensor.stride())}; with a page codec the tokens of a "
-            f"(block, head) must lie together (a head-major layout)"
+            f"{layer} has strides {strides}; with a page codec the tokens of a (block, head) must lie "
+            f"together (a head-major layout)"
         )
     if paged and rows != first.shape[-2]:
         raise ValueError(
-            f"KV layer {number} packs {rows} tokens in a page, layer 0 packs {first.shape[-2]}; "
-            f"expected layers of one form in a KV group"
+            f"{layer} packs {rows} tokens in a page, layer 0 packs {first.shape[-2]}; expected layers of one "
+            "form in a KV group"
         )
 
 

@@ -26,8 +26,7 @@ MAX_RECENT = 8
 """Arrays of which something is kept: the block tables of a model's KV groups, or rows in as many layouts."""
 
 RING_BYTES = 4 << 20
-"""Pinned memory, and as much of the device's, for what is under way. The block table of a prompt of 128,000
-tokens takes 32 KiB."""
+"""Pinned memory, and as much of the device's, for what is under way. 128,000 tokens' table takes 32 KiB."""
 
 SEGMENTS = 8
 """Parts of a ring, each with a fence behind what was copied out of it last."""
@@ -155,11 +154,8 @@ class Digests:
         self._free = deque(range(count))
 
     def compute(self, launch: Callable[[torch.Tensor], None]) -> Queued:
-        """What `launch` adds to an int64 [1] of zero on the device, in the order of the stream's work.
-
-        The place is free again when nothing refers to the result: the stream writes it for a later one after
-        all that it still does for this one.
-        """
+        """What `launch` adds to an int64 [1] of zero on the device, in the order of the stream's work. So the
+        place is free again when nothing refers to the result."""
         if not self._free:  # so many have never been under way
             total = torch.zeros(1, dtype=torch.int64, device=self._device)
             launch(total)

@@ -33,8 +33,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import MutableSet
 from dataclasses import dataclass
+from functools import cache
 from threading import get_ident
-from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -50,8 +51,7 @@ class LinkError(Exception):
 
 class Receive(Protocol):
     """One posted receive. `buffer`: uint8 [nbytes], readable from the moment `done()` is True until
-    `release()`. `remote_slot`: for the sender; opaque, 0 <= remote_slot <= 2**62.
-    """
+    `release()`. `remote_slot`: for the sender; opaque, 0 <= remote_slot <= 2**62."""
 
     @property
     def buffer(self) -> torch.Tensor: ...
@@ -99,8 +99,7 @@ class LinkEnd(ABC):
 
     @property
     def used(self) -> int:
-        """Bytes that its unfinished operations hold now. What an abort has not given back yet is the
-        rank's."""
+        """Bytes that its unfinished operations hold. What an abort has yet to give back is the rank's."""
         return 0 if self.closed else self.share.held
 
     @abstractmethod
@@ -161,8 +160,7 @@ class Outbound(LinkEnd):
         return 1
 
     def launch(self, count: int = 1) -> None:
-        """D has `Sent` for so many sends that are `due`: launch them together, once those before them are
-        done. Raises LinkError."""
+        """D has `Sent` for so many sends that are `due`: launch them together, after those before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +206,7 @@ class LinkFactory(ABC):
     """Seconds that a link may take to come up once both ends are made, however short the lease is."""
 
     def pause(self) -> float:
-        """Seconds until the next poll is of use while links have something under way, unless a message
-        comes; `poll_seconds` where nothing better is known."""
+        """Seconds until the next poll is of use while links have something under way, if no message comes."""
         return self.poll_seconds
 
     def announce_sends(self) -> None:
@@ -285,17 +282,10 @@ class Acceptance(SetupBlob, frozen=True):
 _AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
 
 _looking = threading.Lock()
-_decoders: dict[type[SetupBlob], msgspec.msgpack.Decoder[Any]] = {}
+"""msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for the
+first time together. So one of them does, and the others wait."""
 
-
-def _decoder(kind: type[_AnyBlob]) -> msgspec.msgpack.Decoder[_AnyBlob]:
-    """msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for
-    the first time together. So one of them does, and the others wait.
-    """
-    with _looking:
-        if kind not in _decoders:
-            _decoders[kind] = msgspec.msgpack.Decoder(kind)
-        return _decoders[kind]
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 def encode_blob(blob: SetupBlob) -> bytes:
@@ -306,8 +296,10 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
     """The `kind` of blob in `blob`. Raises LinkError, and nothing else, for whatever is not one."""
     if len(blob) > MAX_BLOB_BYTES:
         raise LinkError(f"the link {kind.name} has {len(blob)} bytes; at most {MAX_BLOB_BYTES} are expected")
+    with _looking:
+        decoder: msgspec.msgpack.Decoder[_AnyBlob] = _decoder(kind)
     try:
-        return _decoder(kind).decode(blob)
+        return decoder.decode(blob)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         link = kind.__struct_config__.tag
         raise LinkError(

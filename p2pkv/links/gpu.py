@@ -1,6 +1,5 @@
 """What links between GPUs stand on: a device and its streams, slots in its memory, and helper threads for the
-calls that may wait for a peer or for the device: the engine's thread must not wait with them.
-"""
+calls that may wait for a peer or for the device: the engine's thread must not wait with them."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ def pause_of(pauses: Iterable[float], least: float) -> float:
 
 
 class SlotTensors:
-    """The tensors of the slots of one block of memory. Slots come again, so they are kept: torch takes long
-    for one."""
+    """The tensors of one block's slots. Slots come again, so they are kept: torch takes long for one."""
 
     def __init__(self, block: torch.Tensor) -> None:
         self._block = block

@@ -14,18 +14,9 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
+from p2pkv.links import base
 from p2pkv.links import shared_memory as memory
-from p2pkv.links.base import (
-    NONCE_BYTES,
-    Acceptance,
-    Guard,
-    GuardedLinks,
-    Inbound,
-    Invitation,
-    LinkError,
-    LinkSettings,
-    Nonce,
-)
+from p2pkv.links.base import LinkError, LinkSettings
 from p2pkv.links.listener import HandshakeListener
 from p2pkv.links.shared_memory import Arena, PidNamespace, SharedArena, SharedOutbound, this_namespace
 from p2pkv.links.staging import StagingBudget, StagingShare
@@ -38,18 +29,17 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 _ON_THE_WIRE = {"namespace": "place"}
 
 
-class HostInvitation(Invitation, frozen=True, tag="host", rename=_ON_THE_WIRE):
+class HostInvitation(base.Invitation, frozen=True, tag="host", rename=_ON_THE_WIRE):
     """P's invitation. `namespace`: P's; None if P does not want to share memory."""
 
     namespace: PidNamespace | None
 
 
-class HostAcceptance(Acceptance, frozen=True, tag="host", rename=_ON_THE_WIRE):
+class HostAcceptance(base.Acceptance, frozen=True, tag="host", rename=_ON_THE_WIRE):
     """D's answer. `nonce`, `namespace`: D's own; None where the system has no namespaces. `shared`: how P
-    finds the arena; None if D does not share it. `host`, `port`: where D listens for TCP; `host` is numeric.
-    """
+    finds the arena; None if D does not share it. `host`, `port`: of D's TCP listener; `host` is numeric."""
 
-    nonce: Nonce
+    nonce: base.Nonce
     window: Annotated[int, Meta(ge=1, le=1 << 44)]
     namespace: PidNamespace | None
     shared: SharedArena | None
@@ -62,9 +52,7 @@ def make_links(settings: LinkSettings) -> HostLinks:
     return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
 
-class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
-    """Makes host links for one rank."""
-
+class HostLinks(base.GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
     kind = "host"
     blobs = HostInvitation, HostAcceptance
 
@@ -80,12 +68,11 @@ class HostLinks(GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
         self.staging = StagingBudget(staging_bytes)
 
     def _invitation(self, nonce: bytes) -> HostInvitation:
-        return HostInvitation(
-            version=1, nonce=nonce, namespace=this_namespace() if self.shared_memory else None
-        )
+        namespace = this_namespace() if self.shared_memory else None
+        return HostInvitation(version=1, nonce=nonce, namespace=namespace)
 
     def _accept(self, invited: HostInvitation, window: int) -> tuple[HostInbound, HostAcceptance]:
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(base.NONCE_BYTES)
         shared = self.shared_memory and invited.namespace == this_namespace()
         nonces = invited.nonce, nonce
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
@@ -184,16 +171,15 @@ class HostReceive:
         self._words[self._entry + memory.TAKEN] = self.stamp
 
 
-class HostInbound(Inbound):
+class HostInbound(base.Inbound):
     """D's end. The first thing that P does shows whether P shares the arena or connects by TCP. A slot that P
-    may still write is never posted again: `abort` gives up the whole arena.
-    """
+    may still write is never posted again: `abort` gives up the whole arena."""
 
     def __init__(
         self, window: int, nonces: tuple[bytes, bytes], host: str, share: StagingShare, *, shared: bool
     ) -> None:
         """`nonces`: P's, then D's own. Raises LinkError if the system refuses memory or a port."""
-        self.guard = Guard("the link from a peer")
+        self.guard = base.Guard("the link from a peer")
         self.share = share
         self.lost: str | None = None
         self._peer_nonce, nonce = nonces

@@ -16,15 +16,7 @@ import torch
 from msgspec import Meta
 
 from p2pkv.device import cuda_index
-from p2pkv.links.base import (
-    NONCE_BYTES,
-    Acceptance,
-    GuardedLinks,
-    Invitation,
-    LinkError,
-    LinkSettings,
-    Nonce,
-)
+from p2pkv.links.base import NONCE_BYTES, Acceptance, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
 from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, allocate
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
@@ -69,8 +61,6 @@ def this_host() -> tuple[str, int]:
 
 
 class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
-    """Makes CUDA IPC links for one rank."""
-
     kind = "ipc"
     blobs = IpcInvitation, IpcAcceptance
     too_many_stuck = (
@@ -80,9 +70,7 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
     poll_seconds = POLL_SECONDS
     build_seconds = BUILD_SECONDS
 
-    def __init__(
-        self, device: CudaDevice, driver: CudaMemory, staging_bytes: int, receives: bool = True
-    ) -> None:
+    def __init__(self, device: CudaDevice, driver: CudaMemory, staging_bytes: int, receives: bool) -> None:
         """Raises ValueError with a sentence, MemoryError. `receives`: False: this rank takes no memory."""
         super().__init__()
         self._host = this_host()
@@ -110,10 +98,8 @@ class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
         self.shared = IpcContext(device, driver, self.staging, pool, blocks[0] if blocks else None)
 
     def pause(self) -> float:
-        return pause_of(
-            (e.pause() for e in self._ends if isinstance(e, IpcInbound | IpcOutbound) and not e.closed),
-            self.poll_seconds,
-        )
+        ends = (end for end in self._ends if isinstance(end, IpcInbound | IpcOutbound))
+        return pause_of((end.pause() for end in ends if not end.closed), self.poll_seconds)
 
     @property
     def stuck(self) -> int:

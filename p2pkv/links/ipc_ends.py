@@ -13,25 +13,17 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 
 from p2pkv.device import CudaEvent
+from p2pkv.links import ipc_socket
 from p2pkv.links.base import NONCE_BYTES, Guard, Inbound, LinkError, Outbound
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
 from p2pkv.links.gpu import CudaDevice, DevicePool, HelperThreads, PollTimer, SlotTensors, wait_out
-from p2pkv.links.ipc_socket import (
-    COMMITTED,
-    GOODBYE,
-    MAPPED,
-    TAKEN,
-    Closed,
-    Record,
-    RecordSocket,
-    listen,
-    same_user,
-)
+from p2pkv.links.ipc_socket import Closed, Record, RecordSocket
 from p2pkv.links.listener import HandshakeListener
 from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
@@ -40,8 +32,7 @@ OPEN_SECONDS = 10.0
 """Mapping a peer's memory takes milliseconds; a call that takes longer counts as stuck."""
 
 ABORT_SECONDS = 10.0
-"""After an abort the slots into which P may still write stay taken until P has answered, or has ended. If
-that takes longer, the abort counts as stuck."""
+"""Slots into which P may write stay taken until it answers or ends; an abort that takes longer is stuck."""
 
 ORPHAN_SECONDS = 5.0
 """How long the slots stay taken into which a P was writing that has ended without GOODBYE: when a process is
@@ -52,9 +43,7 @@ killed, its sockets may be closed a moment before the driver stops its kernels."
 class IpcContext:
     """What all CUDA IPC links of one rank share. `pool`, `block`: this rank's memory, into which its peers
     write; None if it does not receive. `mapped`: all memory of each peer while a link uses it, by its random
-    name. `openings`, `aborts`: threads that map a peer's memory, and that wait for the end of a link's
-    writes.
-    """
+    name. `openings`, `aborts`: threads that map a peer's memory, and that wait for a link's writes."""
 
     device: CudaDevice
     driver: CudaMemory
@@ -129,7 +118,7 @@ class IpcInbound(Inbound):
         self.name = secrets.token_bytes(NONCE_BYTES)
         """Where P finds this end."""
         try:
-            self._door = HandshakeListener(listen(self.name), nonce, trusts=same_user)
+            self._door = HandshakeListener(ipc_socket.listen(self.name), nonce, trusts=ipc_socket.same_user)
         except OSError as error:
             raise LinkError(f"no unix socket for a CUDA IPC link: {error}") from None
 
@@ -168,7 +157,6 @@ class IpcInbound(Inbound):
         self._announced += count
 
     def pause(self) -> float:
-        """Seconds until a poll may find something."""
         return self._timer.pause() if self.up else 0.0
 
     def release(self, receive: IpcReceive) -> None:
@@ -193,16 +181,15 @@ class IpcInbound(Inbound):
             if awaited is None:
                 self._line.close()
         if awaited is not None or offsets:
-            self._shared.aborts.run(
-                "p2pkv-ipc-abort-D", ABORT_SECONDS, lambda: self._give_back(read, offsets, awaited)
-            )
+            give_back = partial(self._give_back, read, offsets, awaited)
+            self._shared.aborts.run("p2pkv-ipc-abort-D", ABORT_SECONDS, give_back)
 
     def _read(self, record: Record) -> None:
-        if record.what == MAPPED:
+        if record.what == ipc_socket.MAPPED:
             self.up = True
-        elif record.what == COMMITTED:
+        elif record.what == ipc_socket.COMMITTED:
             self._fill(record)
-        elif record.what == GOODBYE:
+        elif record.what == ipc_socket.GOODBYE:
             self._left = True
             raise Closed("closed by the peer")
         else:
@@ -230,7 +217,7 @@ class IpcInbound(Inbound):
             self._shared.give_when_read(receive.offset)
         else:
             self._held.add(receive)
-        self._line.send(TAKEN, record.sequence)
+        self._line.send(ipc_socket.TAKEN, record.sequence)
 
     def _give_back(self, read: CudaEvent, offsets: list[int], line: RecordSocket | None) -> None:
         """On a helper thread: the slots are free when neither side reads or writes them any more."""
@@ -304,7 +291,6 @@ class IpcOutbound(Outbound):
         self.poll()
 
     def pause(self) -> float:
-        """Seconds until a poll may find something."""
         return self._timer.pause() if self.up else 0.0
 
     @property
@@ -341,7 +327,7 @@ class IpcOutbound(Outbound):
         wait_out(written)
         mapped.clear()  # unmaps it, if no other link and no tensor of the engine holds it
         with contextlib.suppress(Closed):
-            self._line.send(GOODBYE)
+            self._line.send(ipc_socket.GOODBYE)
         self._line.close()
 
     def _map(self) -> None:
@@ -355,7 +341,7 @@ class IpcOutbound(Outbound):
             raise self.guard.fail(self._failure)
         if self._opened is not None:
             self._block, self._opened, self.up = self._opened, None, True
-            self._line.send(MAPPED)
+            self._line.send(ipc_socket.MAPPED)
 
     def _open(self, fd: int) -> None:
         """On a helper thread: map D's memory, unless another link to it has."""
@@ -378,7 +364,8 @@ class IpcOutbound(Outbound):
             os.close(fd)
 
     def _read(self, record: Record) -> None:
-        if record.what != TAKEN or not self._unfinished or record.sequence != self._unfinished[0].sequence:
+        oldest = self._unfinished[0].sequence if self._unfinished else None
+        if record.what != ipc_socket.TAKEN or record.sequence != oldest:
             raise self.guard.fail(
                 f"the peer sent a record of kind {record.what} about message {record.sequence}, which is "
                 "not what D has to send next"
@@ -394,4 +381,4 @@ class IpcOutbound(Outbound):
             self._timer.end()
             if self._unannounced and self._unannounced[0].written is not None:
                 self._timer.begin(self._unannounced[0].buffer.numel())
-            self._line.send(COMMITTED, send.sequence, send.buffer.numel())
+            self._line.send(ipc_socket.COMMITTED, send.sequence, send.buffer.numel())

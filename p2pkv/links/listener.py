@@ -10,8 +10,7 @@ _GUESTS = 8
 
 
 class HandshakeListener:
-    """Lets in the one connection that shows the nonce, and then closes. At most 8 may be undecided, then the
-    oldest goes."""
+    """Lets in the connection that shows the nonce, and closes. Of more than 8 undecided the oldest goes."""
 
     def __init__(
         self,

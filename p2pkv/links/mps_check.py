@@ -113,8 +113,7 @@ class ProcessInfo(Structure):
 
 
 def compute_processes(uuid: str, library: str = "libnvidia-ml.so.1") -> Collection[int]:
-    """Process ids that compute on the card of this name; none if NVML does not tell (a container may see its
-    own only)."""
+    """Process ids that compute on the card of this name, as far as NVML tells (a container sees its own)."""
     try:
         nvml = ctypes.CDLL(library)
         nvml.nvmlDeviceGetHandleByUUID.argtypes = (c_char_p, POINTER(c_void_p))

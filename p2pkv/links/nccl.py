@@ -2,8 +2,7 @@
 
 P names the communicator in its invitation; each side joins it on a helper thread, and a first small
 message makes NCCL connect the two, so that a request finds a warm link. A communicator that does not
-come up, or whose abort does not return, is abandoned with its thread; the pair then builds another one
-under a new name.
+come up, or whose abort does not return, is abandoned with its thread; the pair then builds another.
 """
 
 from __future__ import annotations
@@ -16,17 +15,10 @@ import torch
 from msgspec import Meta
 
 from p2pkv.device import cuda_index
+from p2pkv.links import nccl_bindings
 from p2pkv.links.base import Acceptance, Guard, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
-from p2pkv.links.nccl_bindings import (
-    UNIQUE_ID_BYTES,
-    Nccl,
-    NcclError,
-    NcclMissing,
-    allow_shared_gpus,
-    load_nccl,
-    version_name,
-)
+from p2pkv.links.nccl_bindings import UNIQUE_ID_BYTES, Nccl, NcclError, NcclMissing, version_name
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
 from p2pkv.links.nccl_ends import NcclEnd, NcclInbound, NcclOutbound
 from p2pkv.links.nccl_memory import buffer_settings
@@ -35,8 +27,7 @@ from p2pkv.links.staging import StagingBudget, aligned
 logger = logging.getLogger(__name__)
 
 INIT_SECONDS = 120.0
-"""How long NCCL may take to bring a communicator up, whatever the lease: the first one loads modules, and
-looks for the ways between two hosts."""
+"""How long NCCL may take to bring a communicator up, whatever the lease: the first one loads modules."""
 
 CLOSE_SECONDS = 2.0
 POLL_SECONDS = 0.00002
@@ -92,8 +83,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
         in_flight: int = 1,
         group_bytes: int = 0,
     ) -> None:
-        """`in_flight`, `group_bytes`: see NcclContext. Raises ValueError if there is no staging, MemoryError
-        if the device has no room for it."""
+        """`in_flight`, `group_bytes`: see NcclContext. Raises ValueError, MemoryError for want of staging."""
         super().__init__()
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
@@ -166,8 +156,8 @@ def make_links(settings: LinkSettings) -> NcclLinks:
     """On a CUDA device, the current one by default. Raises ValueError with a sentence."""
     try:
         on = CudaDevice(torch.device("cuda", cuda_index(settings.device)))
-        nccl = load_nccl(settings.nccl_channels)
-        allow_shared_gpus(nccl)
+        nccl = nccl_bindings.load_nccl(settings.nccl_channels)
+        nccl_bindings.allow_shared_gpus(nccl)
         if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
             logger.warning(
                 "NCCL_CUMEM_ENABLE is 0, so NCCL shares memory over NVLink by CUDA's older calls: if a peer "

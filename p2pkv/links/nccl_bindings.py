@@ -34,8 +34,7 @@ NCCL's own bound (MAXCHANNELS) is 64 since 2.25, 32 before; that sends and recei
 more than 32 is an assumption."""
 
 MAX_CTAS = "NCCL_MAX_CTAS"
-"""NCCL's variable that takes the place of the number in a communicator's configuration: envConfigOverride in
-init.cc."""
+"""NCCL's variable that overrides a communicator's configuration: envConfigOverride in init.cc."""
 
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARED_GPU_VERSION = 23000
@@ -157,8 +156,7 @@ def library_paths() -> list[str]:
 def load_nccl(channels: int = 8) -> Nccl:
     """NCCL through nccl4py where that is installed, as it starts communicators without blocking, aborts them
     cleanly, and bounds their channels one by one; else through CuPy. `channels`: the most of a communicator.
-    Raises NcclMissing with what was wrong with each.
-    """
+    Raises NcclMissing with what was wrong with each."""
     reasons: list[str] = []
     for make in (make_nccl4py, make_cupy):
         try:
@@ -269,8 +267,7 @@ class Nccl4pyNccl(Nccl):
 
 def make_cupy(channels: int) -> CupyNccl:
     """Load CuPy's binding. Raises NcclMissing with a sentence. CuPy cannot give a communicator its number of
-    channels, so the environment must, before NCCL is first used; what the user has set there stays.
-    """
+    channels, so the environment must, before NCCL is first used; what the user has set there stays."""
     try:
         cupy = importlib.import_module("cupy")
         nccl = importlib.import_module("cupy.cuda.nccl")
@@ -344,8 +341,7 @@ def _set_channels(channels: int) -> int:
 
 
 def _nccl_in_use() -> bool:
-    """Whether torch runs collectives over NCCL in this process. vLLM names the backend in each worker; one
-    that is alone uses none."""
+    """Whether torch runs collectives over NCCL here. vLLM names the backend in a lone worker, too."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())):

@@ -26,8 +26,7 @@ _PAUSE = 0.001
 
 class BusyEnds:
     """Ends whose kernels may hold multiprocessors, at most so many at once, in the order in which they asked.
-    They spin there until the peer has done its part.
-    """
+    They spin there until the peer has done its part."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -92,10 +91,8 @@ class NcclContext:
     busy: BusyEnds
     """Of the ends that receive, and of those that send unless `busy_sends` is another."""
     in_flight: int = 1
-    """Operations of a link that are launched and unfinished, at most; one more is announced. A second one
-    waits in its stream for the first, at the head of a hardware queue that other streams of the process may
-    share, the model's too (docs/design.md, "The NCCL link"): so it is launched only by an end that `alone`
-    is busy."""
+    """Operations of a link that are launched and unfinished, at most; one more is announced. A second one is
+    launched only by an end that is busy `alone`: docs/design.md, "The NCCL link", has why."""
     group_bytes: int = 0
     """Bytes of the sends of a link that are launched together, at most; one alone may be larger."""
     times: list[tuple[float, ...]] | None = None
@@ -159,8 +156,7 @@ class Opening:
         return None
 
     def give_up(self) -> Comm | None:
-        """Stop waiting. The caller aborts the communicator, if it is up; else the helper thread does, as soon
-        as NCCL lets it."""
+        """Stop waiting. The caller aborts the communicator, if it is up; else the helper thread does."""
         with self._lock:
             self._given_up.set()
             return self._comm

@@ -162,8 +162,7 @@ class NcclEnd(LinkEnd):
         self.guard.check()
 
     def admitted(self) -> bool:
-        """Whether this end may have another operation; how many may be launched is seen to elsewhere if they
-        are announced."""
+        """Whether this end may have another operation; `due` bounds those that are announced."""
         return self._announced or self._busy.admits(self)
 
     def enqueue(self, operation: Operation) -> None:
@@ -367,8 +366,6 @@ class NcclInbound(NcclEnd, Inbound):
 
 
 class NcclSend(Operation):
-    """One send."""
-
     __slots__ = ()
 
     def commit(self) -> None:
@@ -406,19 +403,14 @@ class NcclOutbound(NcclEnd, Outbound):
         """The next sends that are not announced may be, if they are wanted, and not too much is announced.
         Only an end that is launched already may announce ahead, and none while others wait. An end that
         announces is busy from then on: D launches its receives, so no other peer may have to do something
-        before the sends are launched. Else two ranks of P and two of D could wait for each other in a
-        circle."""
+        before the sends are launched. Else two ranks of P and two of D could wait for each other."""
         self.check()
         first, pending = sum(self._launchable) + before, self._on_device + len(self._launchable) + self._due
         if pending == 0:
             self.look()
         if not self._ordered(first):
             return 0
-        if pending == 0:
-            admitted = self._turn
-        else:
-            admitted = pending <= self._most and not self._busy.contended
-        if not admitted:
+        if not (self._turn if pending == 0 else pending <= self._most and not self._busy.contended):
             return 0
         self._busy.enter(self)
         self._due += 1

@@ -104,8 +104,7 @@ class Arena:
 
 
 def create_arena(window: int, nonce: bytes, *, shared: bool) -> Arena:
-    """D's new arena; a memfd if `shared`: it has no name to squat, and vanishes with its last process. Raises
-    LinkError."""
+    """D's new arena; if `shared` a memfd: no name to squat, gone with its last process. Raises LinkError."""
     size = arena_bytes(window)
     try:
         if shared:
@@ -182,8 +181,7 @@ def to_remote_slot(offset: int, sequence: int) -> int:
 
 
 def from_remote_slot(remote_slot: int, sequence: int, guard: Guard) -> int:
-    """The offset in a remote slot. Breaks the link, and raises LinkError, if that is not the slot of message
-    number `sequence`."""
+    """The offset in a remote slot. Breaks the link, and raises LinkError, if it is another message's."""
     mask = (1 << _SEQUENCE_BITS) - 1
     if remote_slot < 0 or remote_slot & mask != sequence & mask:
         raise guard.fail(

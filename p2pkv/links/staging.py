@@ -1,6 +1,5 @@
 """A rank's staging: the budget that all its links share, the slots of a pool, and host links' pool. The pool
-of links between GPUs (`gpu`) has the same slots.
-"""
+of links between GPUs (`gpu`) has the same slots."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def aligned(nbytes: int) -> int:
 
 class StagingBudget:
     """How many bytes of staging one rank has, and how many of them slots of its links hold (`Slots` counts
-    them). `most`: bytes that the slots of one direction, sends or receives, may hold.
-    """
+    them). `most`: bytes that the slots of one direction, sends or receives, may hold."""
 
     def __init__(self, limit: int) -> None:
         """`limit` is rounded up to 64 bytes. Raises ValueError if it is not positive."""
@@ -117,8 +115,7 @@ class Slots:
             raise ValueError(f"a message of {nbytes} bytes can never fit a window of {room} bytes")
 
     def leave(self, offset: int) -> None:
-        """The slot at `offset` stays taken, and is no part of a rank's staging any more: it is about to be
-        given back."""
+        """The slot at `offset` stays taken until `give`, and is no part of a rank's staging any more."""
         with self._lock:
             size, share = self._taken[offset]
             if share is not None:

@@ -62,6 +62,10 @@ class Extent(Struct, frozen=True, dict=True):
                 f"but rows of this cache begin at multiples of {self.unit}"
             )
 
+    @property
+    def layers(self) -> int:
+        return self.layer_stop - self.layer
+
     @cached_property
     def ceiling(self) -> int:
         """`stop`, rounded up to a whole unit."""
@@ -71,7 +75,7 @@ class Extent(Struct, frozen=True, dict=True):
     def nbytes(self) -> int:
         if self.stop <= self.start:
             return 0
-        return (self.layer_stop - self.layer) * ((self.ceiling - self.start) // self.unit) * self.row
+        return self.layers * ((self.ceiling - self.start) // self.unit) * self.row
 
     def sendable(self, computed: int) -> int:
         """How far whole units reach when tokens [0, computed) are computed."""
@@ -87,8 +91,7 @@ class Extent(Struct, frozen=True, dict=True):
         return (piece.layer_stop - piece.layer) * ((piece.stop - piece.start) // self.unit) * self.row
 
     def within(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
-        """What of `piece` lies in this extent, cut so that each part's bytes lie together in the piece's, and
-        where they begin."""
+        """What of `piece` lies in this extent, in parts whose bytes lie together, and where they begin."""
         start, stop = max(piece.start, self.start), min(piece.stop, self.ceiling)
         if (start, stop) == (piece.start, piece.stop):
             yield 0, piece
@@ -120,9 +123,13 @@ class Extents:
     def size(self, piece: Piece) -> int:
         return self.by_group[piece.group].size(piece)
 
+    def places(self, piece: Piece) -> slice:
+        """The piece's layers among those of its extent."""
+        first = self.by_group[piece.group].layer
+        return slice(piece.layer - first, piece.layer_stop - first)
+
     def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
-        """What of these pieces of one chunk lies in the extents, each part with the bytes [start, stop) of
-        the chunk that hold it."""
+        """What of these pieces of one chunk lies in the extents: the parts, and their bytes [start, stop)."""
         offset = 0
         for piece in pieces:
             extent = self.by_group[piece.group]
@@ -143,9 +150,8 @@ class Extents:
     def readable(self, computed: Computed, pieces: Iterable[Piece]) -> bool:
         """Whether all of these pieces, which lie in the extents, have been computed."""
         for piece in pieces:
-            extent = self.by_group[piece.group]
-            layers = computed[piece.group][piece.layer - extent.layer : piece.layer_stop - extent.layer]
-            if extent.sendable(min(layers)) < piece.stop:
+            layers = computed[piece.group][self.places(piece)]
+            if self.by_group[piece.group].sendable(min(layers)) < piece.stop:
                 return False
         return True
 
@@ -159,10 +165,7 @@ class Cutter:
     def __init__(self, extents: Extents) -> None:
         self.extents = extents
         self.left = extents.nbytes
-        self._announced = {
-            group: [extent.start] * (extent.layer_stop - extent.layer)
-            for group, extent in extents.by_group.items()
-        }
+        self._announced = {group: [each.start] * each.layers for group, each in extents.by_group.items()}
         self._again: list[Piece] = []
 
     def chunks(self, computed: Computed, limit: int, flush: bool, most: int) -> Iterator[Cut]:
@@ -178,8 +181,7 @@ class Cutter:
 
     def whole(self, tokens: int, limit: int, most: int) -> Iterator[Cut]:
         """`chunks` of a prompt of which all tokens, so many, are computed."""
-        groups = self.extents.by_group.items()
-        computed = {group: (tokens,) * (extent.layer_stop - extent.layer) for group, extent in groups}
+        computed = {group: (tokens,) * each.layers for group, each in self.extents.by_group.items()}
         return self.chunks(computed, limit, flush=True, most=most)
 
     def take(self, pieces: tuple[Piece, ...], limit: int) -> int:
@@ -189,8 +191,7 @@ class Cutter:
         if total > max(limit, self.extents.by_group[pieces[0].group].row):
             raise RemoteProtocolError(f"a chunk of {total} bytes was cut where {limit} are allowed")
         for piece in pieces:
-            announced, first = self._announced[piece.group], self.extents.by_group[piece.group].layer
-            layers = slice(piece.layer - first, piece.layer_stop - first)
+            announced, layers = self._announced[piece.group], self.extents.places(piece)
             if announced[layers].count(piece.start) < piece.layer_stop - piece.layer:
                 raise RemoteProtocolError(f"{piece} does not follow what was announced before")
             announced[layers] = [piece.stop] * (piece.layer_stop - piece.layer)
@@ -199,8 +200,7 @@ class Cutter:
 
     def _cut(self, ready: deque[Piece], limit: int) -> Cut:
         """A chunk of up to `limit` bytes (one row at the least) from the front of these pieces. Those whose
-        rows are aligned best come first, so that a GPU may read and write each as widely as its rows
-        allow."""
+        rows are aligned best come first, so that a GPU may read and write each as widely as it can."""
         taken: list[Piece] = []
         room = limit
         while ready and len(taken) < MAX_PIECES:
@@ -265,8 +265,8 @@ class Cutter:
             self._again.remove(piece)
             self._again.extend(_rest(piece, part))
             return
-        announced, first = self._announced[part.group], self.extents.by_group[part.group].layer
-        announced[part.layer - first : part.layer_stop - first] = [part.stop] * (part.layer_stop - part.layer)
+        layers = part.layer_stop - part.layer
+        self._announced[part.group][self.extents.places(part)] = [part.stop] * layers
 
 
 def _rest(piece: Piece, part: Piece) -> Iterator[Piece]:
@@ -283,16 +283,14 @@ class Coverage:
     def __init__(self, extents: Extents) -> None:
         self.extents = extents
         self.left = extents.nbytes
-        self._taken = {
-            group: [0] * (extent.layer_stop - extent.layer) for group, extent in extents.by_group.items()
-        }
+        self._taken = {group: [0] * each.layers for group, each in extents.by_group.items()}
         """By group, for each layer, a bit for each unit: so a peer cannot make it grow."""
 
     def reserve(self, pieces: tuple[Piece, ...]) -> int:
         """Note announced pieces; bytes of them. Raises RemoteProtocolError for foreign or repeated rows."""
         total = self.extents.check(pieces)
         for done, piece in enumerate(pieces):
-            taken, rows, layers = self._taken[piece.group], self._rows(piece), self._layers(piece)
+            taken, rows, layers = self._taken[piece.group], self._rows(piece), self.extents.places(piece)
             if any(map(rows.__and__, taken[layers])):
                 self.give_back(pieces[:done])
                 raise RemoteProtocolError(f"{piece} was announced twice")
@@ -302,18 +300,13 @@ class Coverage:
     def give_back(self, pieces: tuple[Piece, ...]) -> None:
         """In place of these pieces filler came: they may be announced again."""
         for piece in pieces:
-            taken, rows = self._taken[piece.group], self._rows(piece)
-            layers = self._layers(piece)
+            taken, rows, layers = self._taken[piece.group], self._rows(piece), self.extents.places(piece)
             assert all(each & rows == rows for each in taken[layers])
             taken[layers] = map(rows.__xor__, taken[layers])
 
     def filled(self, nbytes: int) -> None:
         self.left -= nbytes
         assert self.left >= 0
-
-    def _layers(self, piece: Piece) -> slice:
-        first = self.extents.by_group[piece.group].layer
-        return slice(piece.layer - first, piece.layer_stop - first)
 
     def _rows(self, piece: Piece) -> int:
         extent = self.extents.by_group[piece.group]

@@ -28,8 +28,7 @@ from p2pkv.sharding import Shape, ShardingError
 
 class RowFormat(Struct, frozen=True):
     """How rows of a KV group, of `unit` tokens, are arranged between two ranks: by the codec of both, or
-    dense. The other fields are those of `KvGroup`.
-    """
+    dense. The other fields are those of `KvGroup`."""
 
     codec: str
     unit: int
@@ -84,8 +83,7 @@ def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
 
 
 def token_bytes(group: KvGroup) -> int:
-    """Bytes of the K and V of one (layer, head, token); of a row where it stands for several tokens, or for a
-    whole request."""
+    """Bytes of K and V of one (layer, head, token); of a row that stands for several, or for a request."""
     return group.row_bytes if group.codec == DENSE else group.row_bytes // group.unit_tokens
 
 
@@ -95,9 +93,8 @@ def _row_tokens(group: KvGroup) -> int:
 
 
 def _as_it_lies(group: KvGroup) -> RowFormat:
-    return RowFormat(
-        group.codec, group.unit_tokens, group.row_bytes, group.once, group.window, chunked=group.chunked
-    )
+    row = group.codec, group.unit_tokens, group.row_bytes, group.once
+    return RowFormat(*row, group.window, chunked=group.chunked)
 
 
 def _seen(group: KvGroup) -> int | str:
@@ -162,7 +159,6 @@ LAST_RETRY = 1.0
 
 REFUSED_FOR = 5.0
 """Seconds after which a refused peer may be asked again, since a restart may have mended it."""
-
 
 DRAFTER = " with drafter "
 """In a Hello's weights, before what identifies a drafter that keeps KV."""
@@ -282,16 +278,13 @@ def _check_windows(prefill: Hello, decode: Hello) -> None:
 
 def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, object, str]]:
     """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
+    row = "token" if _row_tokens(mine) == 1 else "row"
+    same_type = "serve the same model with the same cache type"
     return [
         ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
         ("attention windows", _seen(mine), _seen(theirs), SAME_RINGS if mine.once else SAME_ALLOCATOR),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
-        (
-            "bytes per token and head" if _row_tokens(mine) == 1 else "bytes per row and head",
-            token_bytes(mine),
-            token_bytes(theirs),
-            "serve the same model with the same cache type",
-        ),
+        (f"bytes per {row} and head", token_bytes(mine), token_bytes(theirs), same_type),
         ("KV layers", mine.layer_names, theirs.layer_names, "serve the same model"),
     ]
 
@@ -353,12 +346,8 @@ def fit(hello: Hello) -> str:
     are compared for pairs only. All ranks of an engine have the same text. A change of its form needs a new
     PROTOCOL_VERSION.
     """
-    demanded: dict[str, object] = {
-        "protocol": hello.version,
-        "weights": hello.weights,
-        "link": hello.link,
-        "KV groups": len(hello.cache.groups),
-    }
+    demanded: dict[str, object] = {"protocol": hello.version, "weights": hello.weights, "link": hello.link}
+    demanded["KV groups"] = len(hello.cache.groups)
     forms = [_form(group) for group in hello.cache.groups]
     demanded |= forms[0] if len(forms) == 1 else {"forms of KV groups": forms}
 

@@ -11,10 +11,9 @@ have one form only (see `decode`), so a new field is a new PROTOCOL_VERSION, unl
 a field is optional: its name on the wire begins with OPTIONAL, no other field ever had that name, and UNSET
 leaves it out:
 
-    note: Name | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?note")
+    note: Name | UnsetType = field(default=UNSET, name="?note")
 
-Versions that do not know it drop it. A rank that must know whether its peer does looks for it in the
-peer's messages.
+Versions that do not know it drop it. A rank that must know looks for it in its peer's messages.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Set
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 PROTOCOL_VERSION = 5
 OPTIONAL = "?"
@@ -65,8 +64,6 @@ class _Shortened:
 
 
 class TransferMessage(Message, frozen=True):
-    """A message about one transfer."""
-
     key: Key
     attempt: Serial
 
@@ -152,10 +149,10 @@ class Hello(Message, frozen=True, tag="Hello"):
     link: Name
     digest: Name
     verify: bool
-    prefetch: bool = msgspec.field(default=False, name="ahead")
+    prefetch: bool = field(default=False, name="ahead")
     instance: Annotated[str, Meta(max_length=300)] = ""
-    several: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?several")
-    together: bool | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?together")
+    several: bool | UnsetType = field(default=UNSET, name="?several")
+    together: bool | UnsetType = field(default=UNSET, name="?together")
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -223,8 +220,7 @@ class HeartbeatAck(Message, frozen=True, tag="HeartbeatAck"):
 
 
 class Partners(Message, frozen=True, tag="Partners"):
-    """Rank 0 of a D to its other ranks: requests may pair us with these P's (addresses of their rank 0), so
-    build links to them. `engine` is the address of rank 0."""
+    """Rank 0 of a D (at `engine`) to its other ranks: build links to these P's, by their rank 0's address."""
 
     engine: Place
     addresses: Annotated[tuple[Place, ...], Meta(max_length=1024)]
@@ -265,6 +261,7 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
 
 Pieces = Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+Cuts = Annotated[tuple[Pieces, ...], Meta(max_length=MAX_CUT)]
 
 
 class Offer(TransferMessage, frozen=True, tag="Offer"):
@@ -277,7 +274,7 @@ class Offer(TransferMessage, frozen=True, tag="Offer"):
     tokens: Count
     digest: Digest
     generation: Name
-    ready: ChunkBytes | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?ready")
+    ready: ChunkBytes | UnsetType = field(default=UNSET, name="?ready")
 
 
 class Want(TransferMessage, frozen=True, tag="Want"):
@@ -290,10 +287,8 @@ class Want(TransferMessage, frozen=True, tag="Want"):
 
     start: Count
     stop: Count
-    prefetch: bool = msgspec.field(default=False, name="ahead")
-    cut: Annotated[tuple[Pieces, ...], Meta(max_length=MAX_CUT)] | msgspec.UnsetType = msgspec.field(
-        default=msgspec.UNSET, name="?cut"
-    )
+    prefetch: bool = field(default=False, name="ahead")
+    cut: Cuts | UnsetType = field(default=UNSET, name="?cut")
 
     @property
     def empty(self) -> bool:
@@ -327,9 +322,7 @@ class Sent(TransferMessage, frozen=True, tag="Sent"):
     link: Small
     filler: bool
     digest: Checksum = b""
-    together: Annotated[int, Meta(ge=2, le=64)] | msgspec.UnsetType = msgspec.field(
-        default=msgspec.UNSET, name="?together"
-    )
+    together: Annotated[int, Meta(ge=2, le=64)] | UnsetType = field(default=UNSET, name="?together")
 
 
 class Done(TransferMessage, frozen=True, tag="Done"):
@@ -364,7 +357,7 @@ encode: Callable[[AnyMessage], bytes] = msgspec.msgpack.Encoder().encode
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _STRUCTS: tuple[type[Struct], ...] = (*get_args(AnyMessage), KvGroup, Cache)
-_KNOWN = frozenset(field.encode_name for kind in _STRUCTS for field in msgspec.structs.fields(kind))
+_KNOWN = frozenset(each.encode_name for kind in _STRUCTS for each in msgspec.structs.fields(kind))
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:

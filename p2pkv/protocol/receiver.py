@@ -10,7 +10,7 @@ WAITING -> OFFERED -> LOADING -> DONE         (any) -> ENDED
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from math import lcm
 from typing import Literal
@@ -18,19 +18,10 @@ from typing import Literal
 from msgspec import UNSET
 
 from p2pkv.protocol import messages as m
+from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Coverage, Cut, Cutter, Extents
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.state_machine import (
-    Decision,
-    Finished,
-    Machine,
-    Offered,
-    Post,
-    RemoteProtocolError,
-    SendTo,
-    Table,
-    Terms,
-)
+from p2pkv.protocol.state_machine import Decision, RemoteProtocolError, SendTo
 
 
 class LoadPhase(Enum):
@@ -45,7 +36,7 @@ class LoadPhase(Enum):
 LoadEvent = Literal["OFFERED", "PREFETCHING", "WANT", "NOTHING", "COMPLETE", "END"]
 
 _S = LoadPhase
-LOAD: Table[LoadPhase, LoadEvent] = {
+LOAD: state_machine.Table[LoadPhase, LoadEvent] = {
     _S.WAITING: {"OFFERED": _S.OFFERED, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.OFFERED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.PREFETCHING: {"WANT": _S.LOADING, "NOTHING": _S.DONE, "END": _S.ENDED},
@@ -54,10 +45,8 @@ LOAD: Table[LoadPhase, LoadEvent] = {
     _S.ENDED: {},
 }
 
-
 MAX_CHUNKS = 256
-"""Chunks that one rank of P may announce before it sends them; a peer that announces more is broken. D's own
-staging bounds those that P has sent."""
+"""Chunks that one rank of P may announce before it sends them; a peer that announces more is broken."""
 
 
 @dataclass
@@ -112,8 +101,7 @@ class Source:
             self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, m.MAX_CUT))
 
     def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[m.Chunk]:
-        """The first chunks of what it has just been asked for, as it would announce them; [] if it has to.
-        `tokens`: of the prompt."""
+        """The first chunks of what it is asked for now, as it would announce them; [] if it has to."""
         if not self.ready or self._coverage is None:
             return []
         extents, cuts, chunks, count = self._coverage.extents, None, list[m.Chunk](), 0
@@ -182,26 +170,21 @@ class Source:
         self.last_heard = now
 
 
+@dataclass(eq=False)
 class Receiver:
-    """One prompt on one D rank."""
+    """One prompt on one D rank. `prefetch`: P has begun it, and no request for it has come to D yet; the
+    caller bounds how long."""
 
-    def __init__(
-        self,
-        key: str,
-        attempt: int,
-        tokens: int,
-        digest: bytes,
-        terms: Terms,
-        now: float,
-        prefetch: bool = False,
-    ) -> None:
-        """`prefetch`: P has begun it, and no request for it has come to D yet; the caller bounds how long."""
-        self.key = key
-        self.attempt = attempt
-        self.tokens = tokens
-        self.digest = digest
-        self.terms = terms
-        self.load = Machine(f"load {key}", LOAD, LoadPhase.WAITING)
+    key: str
+    attempt: int
+    tokens: int
+    digest: bytes
+    terms: state_machine.Terms
+    now: InitVar[float]
+    prefetch: bool = False
+
+    def __post_init__(self, now: float) -> None:
+        self.load = state_machine.Machine(f"load {self.key}", LOAD, LoadPhase.WAITING)
         self.sources: dict[int, Source] = {}
         self._began = now
         self._moved = now
@@ -211,7 +194,6 @@ class Receiver:
         """Of the weights with which P computes the prompt; None before its first offer."""
         self.wants_nothing = False
         """D has said that it wants none of it."""
-        self.prefetch = prefetch
 
     # What D's own engine does.
 
@@ -226,13 +208,13 @@ class Receiver:
             return []
         self.load.local("OFFERED")
         self.waits_since = now
-        return [Offered(None)]
+        return [state_machine.Offered(None)]
 
     def adopt(self, now: float) -> list[Decision]:
         """The request for what P has begun ahead has come to D."""
         self.prefetch = False
         self.waits_since = now
-        return [Offered(self.generation)] if self.load.state is LoadPhase.PREFETCHING else []
+        return [state_machine.Offered(self.generation)] if self.load.state is LoadPhase.PREFETCHING else []
 
     def want(self, start: int, stop: int, now: float) -> list[Decision]:
         """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P. Raises
@@ -270,7 +252,7 @@ class Receiver:
             chunks = [] if none else source.cut(self.key, self.attempt, self.tokens, now)
             cut = tuple(chunk.pieces for chunk in chunks) or UNSET
             out.append(SendTo(rank, m.Want(self.key, self.attempt, *wanted, self.prefetch, cut)))
-            out += [Post(rank, chunk) for chunk in chunks]
+            out += [state_machine.Post(rank, chunk) for chunk in chunks]
         return out
 
     def _completed(self) -> list[Decision]:
@@ -278,7 +260,7 @@ class Receiver:
         if not all(each.complete for each in self.sources.values()):
             return []
         self.load.local("COMPLETE")
-        return [Finished(True)]
+        return [state_machine.Finished(True)]
 
     def cancel(self, reason: str) -> list[Decision]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
@@ -321,7 +303,7 @@ class Receiver:
             self.load.remote("OFFERED")
             self.waits_since = now
             if not self.prefetch:
-                return [Offered(self.generation)]
+                return [state_machine.Offered(self.generation)]
             self.load.local("PREFETCHING")
             return self._ask(0, self.tokens, now)
         return []
@@ -340,7 +322,7 @@ class Receiver:
         source = self._source(rank, message.attempt)
         if source is None or not source.announced(message, now):
             return []
-        return [Post(rank, message)]
+        return [state_machine.Post(rank, message)]
 
     def sent(self, rank: int, message: m.Sent, now: float) -> list[Decision]:
         """P has sent this chunk. If it was filler, it may be announced again under another number."""
@@ -353,9 +335,8 @@ class Receiver:
         source = self._source(rank, message.attempt)
         if source is None or source.satisfied:
             return []
-        return self._end(
-            message.reason, m.Cancel(self.key, self.attempt, "another rank of P failed"), but=rank
-        )
+        farewell = m.Cancel(self.key, self.attempt, "another rank of P failed")
+        return self._end(message.reason, farewell, but=rank)
 
     def lost(self, reason: str, rank: int | None = None) -> list[Decision]:
         """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks, which
@@ -427,8 +408,7 @@ class Receiver:
         return None if self.prefetch or self._idle else self.waits_since + self.terms.wait
 
     def tick(self, now: float, reached: bool = False) -> list[Decision]:
-        """End what has outlived its lease or its bound. `reached`: there is a connection to P's rank 0, which
-        may not have answered yet."""
+        """End what has outlived its lease or its bound. `reached`: P's rank 0 accepts our connection."""
         answered_by, bound = self._answered_by, self._bound
         if self.load.ended:
             return []
@@ -474,7 +454,7 @@ class Receiver:
         """Nothing is wanted: say so, which releases P."""
         self.load.local("NOTHING")
         wants = [SendTo(rank, m.Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
-        return [*wants, Finished(True)]
+        return [*wants, state_machine.Finished(True)]
 
     def _source(self, rank: int, attempt: int) -> Source | None:
         """The source that a message comes from; None if the message is stale."""
@@ -492,4 +472,4 @@ class Receiver:
         last = m.Want(self.key, self.attempt, 0, 0, prefetch=True) if self.prefetch else farewell
         self.load.local("END")
         ends = [SendTo(rank, last) for rank in self.sources if rank != but]
-        return [*ends, Finished(False, reason)]
+        return [*ends, state_machine.Finished(False, reason)]

@@ -17,20 +17,10 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from p2pkv.protocol import messages as m
+from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Computed, Cutter
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.state_machine import (
-    Decision,
-    Finished,
-    LocalProtocolError,
-    Machine,
-    Released,
-    RemoteProtocolError,
-    SendTo,
-    Table,
-    Terms,
-    Transmit,
-)
+from p2pkv.protocol.state_machine import Decision, LocalProtocolError, RemoteProtocolError, SendTo, Transmit
 
 
 class PromptPhase(Enum):
@@ -44,7 +34,7 @@ class PromptPhase(Enum):
 PromptEvent = Literal["OFFER", "COMPLETE", "REVOKE", "RELEASE", "END"]
 
 _P = PromptPhase
-PROMPT: Table[PromptPhase, PromptEvent] = {
+PROMPT: state_machine.Table[PromptPhase, PromptEvent] = {
     _P.HELD: {"OFFER": _P.OFFERED, "REVOKE": _P.HELD, "END": _P.ENDED},
     _P.OFFERED: {
         "OFFER": _P.OFFERED,
@@ -71,7 +61,7 @@ class SendPhase(Enum):
 SendEvent = Literal["PREFETCHING", "WANT", "NOTHING", "DRAIN", "DONE", "END"]
 
 _S = SendPhase
-SEND: Table[SendPhase, SendEvent] = {
+SEND: state_machine.Table[SendPhase, SendEvent] = {
     _S.CLAIMED: {"PREFETCHING": _S.PREFETCHING, "WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.PREFETCHING: {"WANT": _S.SENDING, "NOTHING": _S.DONE, "END": _S.ENDED},
     _S.SENDING: {"DRAIN": _S.DRAINED, "END": _S.ENDED},
@@ -79,7 +69,6 @@ SEND: Table[SendPhase, SendEvent] = {
     _S.DONE: {},
     _S.ENDED: {},
 }
-
 
 MAX_ANNOUNCED = 64
 """Chunks for one rank of D that may be announced and not yet sent; bounds what D has to remember."""
@@ -89,8 +78,7 @@ MAX_ANNOUNCED = 64
 class SendState:
     """What this rank owes a rank of D, under one attempt.
 
-    `computed`, an argument of its methods: for each layer of this rank, how many of the prompt's first tokens
-    have their KV in the blocks.
+    `computed`, an argument of its methods: for each layer here, how many first tokens are in the blocks.
 
     Attributes:
         layers: by KV group, the numbers on this rank of the layers that it owes.
@@ -106,7 +94,7 @@ class SendState:
     attempt: int
     limit: int
     last_heard: float
-    machine: Machine[SendPhase, SendEvent]
+    machine: state_machine.Machine[SendPhase, SendEvent]
     ready: int = 0
     gone: bool = False
     cutter: Cutter | None = None
@@ -149,11 +137,8 @@ class SendState:
 
     def awaits_grant(self, chunk: m.Chunk) -> bool:
         """Whether this chunk has been announced, and no receive for it is known to be posted."""
-        return (
-            self.attempt == chunk.attempt
-            and chunk.chunk in self.announced
-            and chunk.chunk not in self._granted
-        )
+        known = self.attempt == chunk.attempt and chunk.chunk in self.announced
+        return known and chunk.chunk not in self._granted
 
     def readable(self, computed: Sequence[int], pieces: Sequence[m.Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
@@ -180,16 +165,15 @@ class SendState:
 class Sender:
     """One prompt on one P rank."""
 
-    def __init__(self, key: str, layers: Sequence[Sequence[int]], terms: Terms) -> None:
+    def __init__(self, key: str, layers: Sequence[Sequence[int]], terms: state_machine.Terms) -> None:
         """`layers`: of each KV group, the numbers of its layers on this rank."""
         self._layers = layers
         self.key = key
         self.terms = terms
-        self.prompt = Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
+        self.prompt = state_machine.Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
         self.sends: dict[int, SendState] = {}
         self._withdrawn: dict[int, SendState] = {}
-        """States for ranks of D that took the prompt ahead and let it go or lost it: that attempt does not
-        come back."""
+        """Of ranks of D that took the prompt ahead and let it go: that attempt does not come back."""
         self.expects: frozenset[int] | None = None
         self.tokens = 0
         self.digest = b""
@@ -243,23 +227,23 @@ class Sender:
 
     def abort(self, reason: str) -> list[Decision]:
         """End the transfer towards every D rank; the blocks are free."""
-        return [] if self.prompt.ended else self._end("END", reason, Finished(False, reason))
+        return [] if self.prompt.ended else self._end("END", reason, state_machine.Finished(False, reason))
 
     def release(self, reason: str) -> list[Decision]:
         """No D will ask for it: the blocks are free, and nothing has failed. What a D has taken ahead it
         discards by itself. A prompt that is not computed is aborted."""
         if self.prompt.state is not PromptPhase.COMPUTED:
             return self.abort(reason)
-        return self._end("RELEASE", reason, Finished(True))
+        return self._end("RELEASE", reason, state_machine.Finished(True))
 
-    def _end(self, event: PromptEvent, reason: str, outcome: Finished) -> list[Decision]:
+    def _end(self, event: PromptEvent, reason: str, outcome: state_machine.Finished) -> list[Decision]:
         self.prompt.local(event)
         self.reason = reason
         out: list[Decision] = []
         for rank, send in self._open():
             send.machine.local("END")
             out.append(SendTo(rank, m.Failed(self.key, send.attempt, reason)))
-        return [*out, Released(), outcome]
+        return [*out, state_machine.Released(), outcome]
 
     # What a D rank says.
 
@@ -267,8 +251,7 @@ class Sender:
         self, rank: int, assignment: Assignment, attempt: int, limit: int, now: float
     ) -> list[Decision]:
         """A rank of D waits for this prompt. Each of its heartbeats claims it again, which renews the lease.
-        A transfer that has ended is answered with Failed each time. A later attempt replaces the one before.
-        """
+        A transfer that has ended is answered with Failed each time. A later attempt replaces the last."""
         send = self.sends.get(rank)
         known = send is not None and send.attempt == attempt and not send.gone
         if send is not None and known and send.machine.state is not SendPhase.ENDED:
@@ -279,7 +262,7 @@ class Sender:
             return [SendTo(rank, m.Failed(self.key, attempt, reason))]
         if send is not None and not send.machine.ended:
             send.machine.remote("END")
-        machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
+        machine = state_machine.Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
         layers = {
             group: self._layers[group][edge.source_layer : edge.source_layer + len(edge.layers)]
             for group, edge in assignment.edges.items()
@@ -398,8 +381,7 @@ class Sender:
     def sent(
         self, order: Transmit, filler: bool, digest: bytes = b"", together: int | UnsetType = UNSET
     ) -> list[Decision]:
-        """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link;
-        `together`: as in Sent."""
+        """This chunk has been gathered (unless `filler`) and handed to the link; the rest is as in Sent."""
         grant = order.grant
         sent = m.Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest, together)
         out: list[Decision] = [SendTo(order.rank, sent)]
@@ -481,8 +463,7 @@ class Sender:
         return SendTo(rank, m.Offer(self.key, send.attempt, self.tokens, self.digest, self.generation, ready))
 
     def foresee(self, send: SendState, limit: int) -> Iterator[tuple[m.Piece, ...]]:
-        """The pieces of the first chunks that this rank of D is likely to want, cut as it would cut them: all
-        of the prompt but its last token."""
+        """The pieces of the first chunks that this rank of D may cut of all the prompt but its last token."""
         extents = send.assignment.extents(0, self.tokens - 1)
         yield from (pieces for _, pieces in Cutter(extents).whole(self.tokens, limit, m.MAX_CUT))
 
@@ -490,8 +471,6 @@ class Sender:
         return [each for rank, send in self._open() for each in self._announce(rank, send, flush)]
 
     def _announce(self, rank: int, send: SendState, flush: bool) -> list[Decision]:
-        if send.cutter is None:
-            return []
         chunks = send.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
         return [SendTo(rank, chunk) for chunk in chunks]
 
@@ -507,7 +486,7 @@ class Sender:
             return []
         self.prompt.local("RELEASE")
         failed = any(send.machine.state is SendPhase.ENDED for send in self.sends.values())
-        return [Released(), Finished(not failed, self.reason if failed else "")]
+        return [state_machine.Released(), state_machine.Finished(not failed, self.reason if failed else "")]
 
     def _all_claimed(self) -> bool:
         return self.expects is not None and self.expects <= self.sends.keys()

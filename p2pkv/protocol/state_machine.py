@@ -78,13 +78,10 @@ class Terms:
 
 
 class Decision(Struct, frozen=True):
-    """What a machine wants done. The machines only decide; an engine does. Ranks are those of the peer's
-    engine."""
+    """What a machine wants done. The machines only decide; an engine does. Ranks are the peer's."""
 
 
 class SendTo(Decision, frozen=True):
-    """Send this message to a rank of the peer."""
-
     rank: int
     message: AnyMessage
 
@@ -110,8 +107,7 @@ class Released(Decision, frozen=True):
 
 
 class Offered(Decision, frozen=True):
-    """D: every rank that holds a part of this prompt has begun its prefill. `generation`: of P's weights;
-    None: no rank holds a part."""
+    """D: all ranks that hold a part of the prompt have begun. `generation`: of P's weights; None: none do."""
 
     generation: str | None = ""
 

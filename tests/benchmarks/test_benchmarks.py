@@ -59,17 +59,13 @@ def test_t_quantiles_are_those_of_the_tables(degrees: int, tabled: float) -> Non
     assert t_quantile(degrees) == pytest.approx(tabled, abs=0.002)
 
 
-def test_a_constant_ratio_has_no_spread() -> None:
-    ratio = paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
-    assert (ratio.mean, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
-    assert ratio.pairs == 3
-
-
-def test_one_pair_has_no_interval() -> None:
-    ratio = paired_ratio([3.0], [2.0])
-    assert ratio.mean == pytest.approx(1.5)
-    assert ratio.low is None and ratio.high is None
-    assert "one pair" in str(ratio)
+def test_a_constant_ratio_has_no_spread_and_one_pair_no_interval() -> None:
+    ratio, one = paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]), paired_ratio([3.0], [2.0])
+    assert (ratio.mean, ratio.low, ratio.high, ratio.pairs) == pytest.approx((2.0, 2.0, 2.0, 3))
+    assert one.mean == pytest.approx(1.5) and one.low is one.high is None and "one pair" in str(one)
+    for pairs in (([], []), ([1.0], [1.0, 2.0])):
+        with pytest.raises(ValueError, match="as many pairs"):
+            paired_ratio(*pairs)
 
 
 def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says() -> None:
@@ -81,12 +77,6 @@ def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says() -> None:
         assert ratio.low is not None and ratio.high is not None
         covered += ratio.low <= 1.2 <= ratio.high
     assert 360 <= covered <= 396
-
-
-@pytest.mark.parametrize("pairs", [([], []), ([1.0], [1.0, 2.0])])
-def test_ratios_need_pairs(pairs: tuple[list[float], list[float]]) -> None:
-    with pytest.raises(ValueError, match="as many pairs"):
-        paired_ratio(*pairs)
 
 
 # Clients.

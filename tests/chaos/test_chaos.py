@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos.__main__ import parts
-from chaos.crew import Crew
 from chaos.model import (
     CANARY,
     NULL,
@@ -22,14 +19,10 @@ from chaos.model import (
     Memory,
     Model,
     Violation,
-    draw_hybrid,
     kv,
     make_rank_pages,
 )
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
-
-from p2pkv.engine import commands as do
-from p2pkv.pairing import Address
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,53 +106,6 @@ def test_kv_differs_between_prompts_groups_layers_tokens_heads_and_channels() ->
     assert len(torch.unique(every)) > 0.999 * every.numel()
     assert torch.equal(kv(1, 0, 1, 10, 20, heads, 32), kv(1, 0, 1, 0, 64, heads, 32)[10:20])
     assert torch.equal(kv(1, 0, 1, 0, 64, range(1, 2), 32), kv(1, 0, 1, 0, 64, heads, 32)[:, 1:])
-
-
-def test_of_the_parts_of_a_run_most_have_a_hybrid_model_and_some_one_group() -> None:
-    assert parts(7, 300) == parts(7, 300) != parts(8, 300)
-    assert schedule(7, 60) == schedule(7, 60) != schedule(8, 60)
-    for seed in range(3):
-        models = [part.model for part in parts(seed, 600)]
-        assert models.count(ONE_GROUP) in (3, 4) and len(models) == 10
-    drawn = [draw_hybrid(random.Random(seed)) for seed in range(30)]
-    for each in drawn:
-        assert each.hybrid and {layer for group in each.groups for layer in group.layers} == set(range(5))
-    for has in (
-        lambda group: group.once,
-        lambda group: group.window,
-        lambda group: group.plane,
-        lambda group: group.tokens > 1,
-    ):
-        assert 5 < sum(any(map(has, each.groups)) for each in drawn) < 30
-
-
-class _Silent:
-    """A rank that says what a test puts into `said`."""
-
-    def __init__(self) -> None:
-        self.said: list[do.Event] = []
-        self.told: list[do.Command] = []
-
-    def do(self, command: do.Command) -> None:
-        self.told.append(command)
-
-    def events(self) -> list[do.Event]:
-        out, self.said = self.said, []
-        return out
-
-
-def test_the_failure_of_one_rank_fails_the_load_once_all_have_ended() -> None:
-    ranks, broken = [_Silent(), _Silent()], []
-    crew = Crew(ranks, broken.append)  # type: ignore[arg-type]
-    crew.do(do.Expect("k", Address("127.0.0.1", 1), 10, b""))
-    ranks[0].said = [do.Begun("k"), do.LoadFailed("k", "P is gone")]
-    assert list(crew.events()) == []
-    assert ranks[1].told[-1] == do.Load("k", 0, 0, ()), "nothing is asked of the other rank's P"
-    ranks[1].said = [do.Loaded("k")]
-    assert list(crew.events()) == [do.LoadFailed("k", "P is gone")]
-    assert broken == []
-    ranks[1].said = [do.Loaded("k")]
-    assert list(crew.events()) == [] and len(broken) == 1, "a second outcome is a fault"
 
 
 @pytest.mark.slow

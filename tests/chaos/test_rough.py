@@ -125,13 +125,18 @@ def test_while_both_ways_are_held_nothing_comes_through(live: LiveRun, treat: Tr
 @pytest.mark.slow
 @planes
 @ways
-def test_one_way_is_frozen_for_longer_than_a_lease(live: LiveRun, treat: Treat, way: str) -> None:
+@pytest.mark.parametrize(("how", "leases"), [("held", 2), ("half", 1)])
+def test_one_way_is_frozen_or_half_closed(
+    live: LiveRun, treat: Treat, way: str, how: str, leases: int
+) -> None:
+    """Every request ends by itself while the connections are still treated so."""
     live.load(0.5)
     before = live.jobs.outcomes["failed"]
-    treat(live, held=[way])
-    live.load(2 * LEASE)
-    all_end(live)
-    assert live.jobs.outcomes["failed"] > before, "nothing was frozen"
+    treat(live, **{how: [way]})
+    live.load(leases * LEASE)
+    live.turn_until(lambda: not live.jobs.open, 10 * LEASE, "the end of every request")
+    assert live.violations == []
+    assert live.jobs.outcomes["failed"] > before, "nothing was frozen or cut"
 
 
 def reset_connections(live: LiveRun, treat: Treat) -> None:
@@ -156,24 +161,6 @@ def test_links_that_carry_several_groups_are_reset_in_the_middle_of_messages(liv
     recomputed = live.jobs.recomputed
     reset_connections(live, data)
     assert live.jobs.recomputed > recomputed, "no failed load was computed by D"
-
-
-@pytest.mark.slow
-@planes
-@ways
-def test_connections_are_half_closed(live: LiveRun, treat: Treat, way: str) -> None:
-    live.load(0.5)
-    before = live.jobs.outcomes["failed"]
-    treat(live, half=[way])
-    live.load(LEASE)
-    all_end(live)
-    assert live.jobs.outcomes["failed"] > before, "nothing was cut"
-
-
-def all_end(live: LiveRun) -> None:
-    """Every request ends by itself while the connections are still treated so."""
-    live.turn_until(lambda: not live.jobs.open, 10 * LEASE, "the end of every request")
-    assert live.violations == []
 
 
 def turn_for(live: LiveRun, seconds: float) -> None:

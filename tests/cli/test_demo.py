@@ -177,22 +177,18 @@ def test_a_page_of_this_machine_is_asked_without_a_proxy(
     assert answers_ok(health_url(port))
 
 
-def test_stop_takes_the_children_along(server: ServerProcess) -> None:
-    group = server.pid
-    assert len(group_members(group)) == 2
-    server.stop(grace_seconds=0.5)
-    assert group_members(group) == []
-    assert not server.running()
-    server.stop()
-
-
-def test_kill_is_at_once_and_the_server_can_start_again(server: ServerProcess) -> None:
-    group = server.pid
+def test_kill_and_stop_take_the_children_along_and_the_server_can_start_again(server: ServerProcess) -> None:
+    killed = server.pid
+    assert len(group_members(killed)) == 2
     server.kill()
-    assert group_members(group) == []
+    assert group_members(killed) == []
     server.start()
     server.wait_ready(30.0)
-    assert server.pid != group
+    group = server.pid
+    assert group != killed
+    server.stop(grace_seconds=0.5)
+    assert group_members(group) == [] and not server.running()
+    server.stop()
 
 
 def test_a_frozen_server_answers_again_when_thawed_and_can_be_stopped(
@@ -237,7 +233,6 @@ with ending_on_signals():
         time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
         group = int(demo.stdout.readline())
         demo.send_signal(number)
         assert demo.wait(30.0) == 128 + number
@@ -266,7 +261,6 @@ input()
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline()
 
 

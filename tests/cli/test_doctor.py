@@ -239,16 +239,6 @@ def test_two_doctors_build_a_link_and_move_messages(address: Address, start: Cal
     assert measured and f"the other side got it at {measured[1]} GB/s" in said_p
 
 
-@pytest.mark.timeout(4 * SECONDS)
-def test_doctors_with_two_secrets_say_so(address: Address, start: Callable[..., Doctor]) -> None:
-    p = start("--listen", str(address), **{SECRET_VARIABLE: SECRET})
-    status, said = start("--connect", str(address), **{SECRET_VARIABLE: OTHER}).ended()
-    assert status == 1 and "secret" in said and "Traceback" not in said
-    again, (status, said) = start("--connect", str(address), **{SECRET_VARIABLE: SECRET}).ended(), p.ended()
-    assert status == again[0] == 0, "one who was not admitted has ended the check of the others"
-    assert "[--] a connection to" in said
-
-
 # In two threads, with other links.
 
 
@@ -311,6 +301,21 @@ def test_every_kind_of_link(
     assert all(each.ok for each in (*p.found, *d.found))
     assert f"over {way} as they were sent" in d.about("data").sentence
     assert p.about("data").sentence.startswith("the other side got it at ")
+
+
+def test_doctors_with_two_secrets_say_so(
+    address: Address, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One who was not admitted has not ended the check of the others."""
+    monkeypatch.setattr(link_check, "make_factory", lambda kind, **_: tcp())
+    p = Side(lambda: link_check.listen(address, members_of(SECRET.encode()), "host"))
+    for secret in (OTHER, SECRET):
+        d = Side(lambda secret=secret: link_check.connect(address, members_of(secret.encode()), "host"))
+        d.join(60.0)
+        assert ("secret" in d.failure) is (secret == OTHER)
+    p.join(60.0)
+    assert p.failure == d.failure == "" and all(each.ok for each in (*p.found, *d.found))
+    assert "[--] a connection to" in capsys.readouterr().out
 
 
 def test_two_versions_of_nccl_are_named_and_no_link_is_built(

@@ -282,7 +282,6 @@ def test_scales_of_which_four_are_mixed_travel_by_blocks(
     d, received = ranks[2]
     group = KvGroup((1,), 4, p.row_bytes, 16, "uint8", codec, "")
     row = row_format(group, group)
-    assert row is not None
     span = row.needed(0, stop)
     message = torch.zeros(p.nbytes(1, *span, 2), dtype=torch.uint8)
     p.gather(message, (0, 1), span, (2, 4), (tables[4],))

@@ -39,7 +39,6 @@ def test_no_hit_of_d_s_prefix_cache_shows_a_token_that_has_not_come(
     """And P, which computes the prompt in steps, still has what is asked of it."""
     ps, ds = (_sees_window(window, ahead, block) for block in (prefill_block, BLOCK))
     wire = row_format(_group(ps), _group(ds))
-    assert wire is not None
     hits = set()
     for stop in (1, 15, 16, 17, 63, 70, 95, 96, 97, 127, 161):
         first, past = wire.needed(0, stop)

@@ -194,7 +194,6 @@ def test_an_engine_core_that_finishes_what_it_has_and_ends_is_no_paused_one(runn
 def test_each_step_counts() -> None:
     d = Instance("D")
     connector = d.scheduler.connector
-    assert connector is not None
     before = connector._beat(False)
     d.ask(inner_id(pair_id()), tokens(50))
     d.step(3)
@@ -212,7 +211,6 @@ def test_the_workload_is_what_the_scheduler_and_its_input_queue_have() -> None:
     requests.put((EngineCoreRequestType.ADD, (two, 0)))  # taken from there, and counted once
     requests.put((EngineCoreRequestType.ABORT, ["no request"]))
     work = beat_of(p, requests).workload
-    assert work is not None
     assert (work.prompts, work.tokens, work.answers) == (1, 70, 1), "P's part of a pair has no answer"
     for each in (one, two):
         p.abort(each)

@@ -99,7 +99,6 @@ def test_an_id_that_names_another_instance_is_served_alone(
     p, d = engines(2, 1, data_parallel=(1, 1))
     for name in (p.address.shifted(1), Address("127.0.0.1", p.address.port - 2), Address("10.0.0.9", 1)):
         p.ask(inner_id(pair_id(f"{name}", prefill=name, decode=d.address)), tokens(20), max_tokens=1)
-        assert p.scheduler.connector.producer is not None
         assert not p.scheduler.connector.producer.busy
         assert "served here, alone" in caplog.text
         caplog.clear()

@@ -40,6 +40,7 @@ from p2pkv.connector.describe import (
     replica,
 )
 from p2pkv.connector.identity import ENDS_BYTES, fingerprint
+from p2pkv.plugin import register
 from p2pkv.protocol.messages import Hello
 from support.connector.instances import (
     ATTENTION,
@@ -583,6 +584,7 @@ def test_a_group_of_which_this_stage_has_no_layer_is_passed_over() -> None:
 def test_vllm_finds_both_names_and_takes_them_for_what_they_are() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    register()  # once more: vLLM refuses a name that is taken
     for name, kind in (("P2pKvConnector", P2pKvConnector), ("P2pNcclConnector", P2pNcclConnector)):
         config = vllm_config("D")
         config.kv_transfer_config.kv_connector = name

@@ -122,7 +122,6 @@ def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_
     seen = []
     for settings in ({}, {"max_position_embeddings": 99, "num_lookahead_tokens": 5}, {"rms_norm_eps": 1.0}):
         config = vllm_config("D", drafter=draft_model())
-        assert config.speculative_config is not None
         config.speculative_config.draft_model_config.hf_config.update(settings)
         seen.append(drafter_of(config))
     assert seen[0] == seen[1] != seen[2]
@@ -130,7 +129,6 @@ def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_
 
 def test_a_drafter_without_files_needs_a_name() -> None:
     config = vllm_config("D", drafter=draft_model())
-    assert config.speculative_config is not None
     config.speculative_config.draft_load_config = LoadConfig(load_format="tensorizer")
     with pytest.raises(ConfigError, match=r"load format tensorizer.*weights_name"):
         drafter_of(config)
@@ -167,13 +165,13 @@ def test_stages_of_a_model_with_a_drafter(monkeypatch: pytest.MonkeyPatch) -> No
     stages = [Layers({name: caches[name] for name in some}, kv) for some in (names[:1], names[1:])]
     described = [[group.described for group in local_groups(config, layers)] for layers in stages]
     config.parallel_config.pipeline_parallel_size = 2
-    monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described)
+    monkeypatch.setattr(describe.stage_layers, "exchange_with_stages", lambda mine: described)
     for layers in stages:
         cache, said = cache_of(config, layers)
         assert said.groups[0].layers == (1, 2) and cache.groups[0].layers == len(layers.all)
         assert structs.replace(said.groups[0], layers=(3,)) == whole.groups[0]
     assert [*Layers(caches, kv).indices] == names
-    monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described[::-1])
+    monkeypatch.setattr(describe.stage_layers, "exchange_with_stages", lambda mine: described[::-1])
     with pytest.raises(ConfigError, match=r"out of the order .* serve it without --pipeline-parallel-size"):
         cache_of(config, stages[0])
 
@@ -227,7 +225,7 @@ def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     """As where layers see a window or keep a state."""
     tables = BlockTables((BLOCK,), tail=3, p_computes_last=False)
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
-        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5))
+        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5), 1, None)
         request, shared = make_request(inner_id(pair_id()), tokens(length)), tokens(length)
         request.prompt_token_ids = shared  # as children of one request have it
         p.new(request)
@@ -247,7 +245,7 @@ def test_of_a_state_d_takes_all_or_nothing() -> None:
         d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,), p_computes_last=whole))
         request = make_request(inner_id(pair_id()), tokens(30))
         d.new(request)
-        d.reported(WorkerMetadata(begun={request.request_id: [""]}), set())
+        d.reported(WorkerMetadata(begun={request.request_id: [""]}), set(), failed=(), early=False)
         assert d.matched(request, 0) == (29, True)
         d.allocated(request, blocks, external)  # type: ignore[arg-type]
         meta = d.step(SchedulerOutput.make_empty())

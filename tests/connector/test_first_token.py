@@ -24,7 +24,6 @@ SAMPLED = 7
 def ask(instance: Instance, what: FirstToken | None, prompt: list[int], *, stops: bool = False) -> Request:
     said = None if what is None else params(what)
     request = make_request(inner_id(pair_id()), prompt, 1, said, instance.hash_block)
-    assert request.sampling_params is not None
     request.sampling_params.stop_token_ids = [SAMPLED] if stops else []
     return instance.add(request)
 

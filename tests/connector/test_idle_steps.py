@@ -447,7 +447,7 @@ class TestSpinning:
         self, condition: Any, spinning: SpinWait, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         spinning.idle = True
-        monkeypatch.setattr("p2pkv.connector.vllm_patches.MAX_SLEEP_MS", 60_000)
+        monkeypatch.setattr("p2pkv.connector.idle_steps.MAX_SLEEP_MS", 60_000)
         poll, ended = condition.poller.poll, []
         condition.poller = SimpleNamespace(poll=lambda timeout: ended.append(poll(timeout)) or ended[-1])
         threading.Timer(0.05, condition.writer.notify).start()

@@ -320,7 +320,6 @@ def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None
         rank.counters.add("bytes_sent", 1000 + number)
     p.finish(request)
     aggregated = p.outputs[0].kv_connector_stats
-    assert aggregated is not None
     payload = aggregated.to_dict()
     assert payload == {"P2pKvConnector": {"bytes_sent": 2001}}
     lines: list[str] = []

@@ -166,7 +166,7 @@ def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_sa
         inner_id(pair_id()), tokens(20), prompt_embeds=embeds, prompt_is_token_ids=list(which)
     )
     tables = BlockTables((BLOCK,), tail=3, p_computes_last=False)
-    ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5)).new(request)
+    ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5), 1, None).new(request)
     assert request.num_prompt_tokens == len(request.all_token_ids) == 17
     assert torch.equal(request.prompt_embeds, embeds[:17])
     assert request.prompt_is_token_ids == which[:17]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from p2pkv.connector import connector
-from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
+from p2pkv.control.announcer import Announcement, EngineHealth
 from p2pkv.control.discovery import DISCOVERY_VERSION
 from p2pkv.protocol.messages import PROTOCOL_VERSION
 from support.connector.instances import BLOCK, tokens
@@ -31,13 +31,12 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("VLLM_API_KEY", "a key")
     made: list[Announcement] = []
 
-    class Recorder(Announcer):
+    class Recorder:
         def __init__(self, announcement: Announcement, hear: Any, standing: Any) -> None:
             made.append(announcement)
             assert standing() == EngineHealth(), "both may get requests"
-            super().__init__(announcement, hear, standing)
 
-        def start(self) -> None:
+        def stop(self) -> None:
             pass
 
     monkeypatch.setattr(connector, "Announcer", Recorder)

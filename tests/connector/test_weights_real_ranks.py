@@ -119,7 +119,7 @@ def test_a_rank_that_sleeps_gives_its_memory_back(engines: Any) -> None:
     try:
         for engine in (p, d):
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-            engine.sleep()
+            engine.sleep(collect=True)
         assert [rank() for rank in ranks] == [None, None]
         assert gc.get_freeze_count()
     finally:
@@ -194,8 +194,6 @@ def test_the_proxy_hears_of_a_sleep_and_of_the_waking(engines: Any, monkeypatch:
     class Recorder:
         def __init__(self, announcement: Any, *callbacks: Any) -> None:
             self._name = announcement.ping.incarnation
-
-        def start(self) -> None:
             told.append(f"start {self._name}")
 
         def stop(self) -> None:

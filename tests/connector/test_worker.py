@@ -25,6 +25,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
+from p2pkv.connector.idle_steps import WakeupSender
 from p2pkv.connector.metadata import EndedRequest, PrefillStep, StepMetadata
 from p2pkv.connector.vllm_patches import EARLY_REVOCATION
 from p2pkv.connector.worker import Worker
@@ -85,7 +86,6 @@ class First(Runner):
             self.forward()
         if self.drafter:
             self.finalize()
-        assert told is not None
         return told
 
     def finalize(self) -> None:
@@ -124,7 +124,6 @@ class Second(Runner):
 
     def end(self) -> KVConnectorOutput:
         told = self.active.post_forward(set())
-        assert told is not None
         return told
 
 
@@ -136,7 +135,6 @@ class SecondWithDrafter(Second):
             return super().end()
         told = self.active.post_forward(set(), defer_finalize=True)
         self.active.finalize_step()
-        assert told is not None
         return told
 
 
@@ -152,7 +150,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
         config = vllm_config(role)
         connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
         rank = FakeRank()
-        connector.worker = Worker(rank, LAYERS, torch.device("cpu"), hooks)
+        connector.worker = Worker(rank, LAYERS, torch.device("cpu"), hooks, WakeupSender())
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         return request.param(connector, hooked), rank
 
@@ -261,7 +259,7 @@ def test_v2_overwrites_no_block_before_the_revocation(
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
     rank = FakeRank()
-    connector.worker = Worker(rank, LAYERS, torch.device("cpu"))
+    connector.worker = Worker(rank, LAYERS, torch.device("cpu"), True, WakeupSender())
     monkeypatch.setattr(EARLY_REVOCATION, "preempt", connector.worker.preempt)
     seen: list[Any] = []
     rank.revoke = seen.extend  # type: ignore[method-assign]
@@ -418,7 +416,6 @@ class _NotYet:
 def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Make, still_runs: bool) -> None:
     runner, rank = make("D")
     worker = runner.connector.worker
-    assert worker is not None
     fence = _NotYet() if still_runs else worker.record()
     worker.record = lambda: fence
     begun(runner, rank)

@@ -19,8 +19,8 @@ from support.gil import hold_lock
 
 def main(announcement: str) -> None:
     health = EngineHealth()
-    announcer = Announcer(msgspec.json.decode(announcement, type=Announcement), health=lambda: health)
-    announcer.start()
+    task = msgspec.json.decode(announcement, type=Announcement)
+    announcer = Announcer(task, lambda addresses: None, lambda: health)
     print(json.dumps({"pid": announcer._child.pid}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)

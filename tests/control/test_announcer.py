@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from p2pkv.control import announcer_child, pinger
-from p2pkv.control.announcer import Announcement, Announcer
+from p2pkv.control.announcer import Announcement, Announcer, EngineHealth
 from p2pkv.control.discovery import Ping, Workload, decode_ping, encode_partners, goodbye, lasting
 from p2pkv.control.security import Members
 from p2pkv.control.warm_up_prompts import REQUEST_MARK, WarmUp
@@ -111,8 +111,7 @@ def announcing(
 ) -> Iterator[Announcer]:
     """An announcer of this process."""
     announcement = Announcement(proxies=proxies, ping=ping, interval=INTERVAL, **more)
-    announcer = Announcer(announcement, heard)
-    announcer.start()
+    announcer = Announcer(announcement, heard, EngineHealth)
     try:
         yield announcer
     finally:
@@ -272,10 +271,9 @@ def test_several_proxies_each_get_all_pings_and_the_goodbye_and_one_may_be_away(
             each.hear_goodbye(ping)
 
 
-def test_one_that_was_never_started_can_be_stopped() -> None:
-    announcer = Announcer(Announcement(proxies=("127.0.0.1:9",), ping=PING))
-    announcer.stop()
-    announcer.stop()
+def test_one_can_be_stopped_twice() -> None:
+    with announcing("127.0.0.1:9") as announcer:
+        announcer.stop()
     assert not [each for each in threading.enumerate() if each.name == "p2pkv-announcer"]
 
 

@@ -145,6 +145,15 @@ def test_links_without_anything_under_way_are_polled_now_and_then(polls: Counter
             assert polls[links[str(pair[many].address)]] <= 4 * seconds + 4
 
 
+def push_eight_messages(staging: int) -> None:
+    """`staging`: how many of them fit into each side's."""
+    rig = VirtualPair(Geometry((8,), blocks=8), chunk_bytes=4096, staging_bytes=staging * 4096)
+    prefill(rig.p, "k", rig.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    expect(rig.p, rig.d, "k", tokens=TOKENS)
+    load(rig.d, "k", TOKENS, BLOCKS)
+    rig.d.wait(do.Loaded("k"))
+
+
 def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -174,12 +183,7 @@ def test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_wri
         return plain(peer)
 
     monkeypatch.setattr(PrefillPeer, "flush", flush)
-    chunk = 4096
-    rig = VirtualPair(Geometry((8,), blocks=8), chunk_bytes=chunk, staging_bytes=4 * chunk)
-    prefill(rig.p, "k", rig.d.address, TOKENS, BLOCKS, chunk=TOKENS)
-    expect(rig.p, rig.d, "k", tokens=TOKENS)
-    load(rig.d, "k", TOKENS, BLOCKS)
-    rig.d.wait(do.Loaded("k"))
+    push_eight_messages(staging=4)
     assert seen == {
         "P": 4 * ["gather", "send", "out"],
         # There is room for two at a time.
@@ -197,10 +201,5 @@ def test_small_messages_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None
         return real(line)
 
     monkeypatch.setattr(Line, "flush", flush)
-    chunk = 4096
-    rig = VirtualPair(Geometry((8,), blocks=8), chunk_bytes=chunk, staging_bytes=16 * chunk)
-    prefill(rig.p, "k", rig.d.address, TOKENS, BLOCKS, chunk=TOKENS)
-    expect(rig.p, rig.d, "k", tokens=TOKENS)
-    load(rig.d, "k", TOKENS, BLOCKS)
-    rig.d.wait(do.Loaded("k"))
+    push_eight_messages(staging=16)
     assert flushed.count(5) == flushed.count(4) == 1, "what is wanted with four grants, and four sends"

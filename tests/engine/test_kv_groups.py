@@ -72,19 +72,6 @@ class Pair(VirtualPair):
             for page in rank.pages[0]:
                 assert bool((page.view(torch.int32)[D_TABLES[0][0], :, :cached] == CANARY).all())
 
-    def all_but_the_state(self) -> None:
-        """D has written all that it waits for but the state, which P has not computed yet."""
-        self.ask()
-        self.step(0, STOP, ATTENTION.layers)
-        self.until(lambda: value(self.d, "bytes_scattered") == 3 * STOP * 4 * 8 * 4)
-
-    def fails_without_a_state(self, words: str) -> None:
-        """The load has failed, and nothing has been written to the state's block."""
-        self.fails(words)
-        assert not self.d.ranks[0].heard(do.Loaded("k"))
-        assert all(bool((page.view(torch.int32) == CANARY).all()) for page in self.d.ranks[0].pages[1])
-        self.rest("k")
-
 
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2), (4, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("cached", [0, 16])
@@ -101,17 +88,18 @@ def test_both_groups_arrive_whole_and_the_state_is_the_last_one(tps: tuple[int, 
     assert value(pair.p, "bytes_sent") == rows * 4, "each byte that a rank of D needs travels once"
 
 
-def test_a_load_of_which_only_the_state_is_missing_fails_with_its_link() -> None:
-    pair = Pair()
-    pair.all_but_the_state()
-    pair.d.rank.wires.change(break_at=-1)
+@pytest.mark.parametrize(
+    ("fault", "words"), [({"break_at": -1}, "the link broke"), ({"flip_at": 0}, "checksum")]
+)
+def test_a_load_of_which_the_state_alone_does_not_come_or_comes_wrong_fails(fault: Any, words: str) -> None:
+    """D has written all else by then. Nothing is written to the state's block."""
+    pair = Pair(verify="flip_at" in fault)
+    pair.ask()
+    pair.step(0, STOP, ATTENTION.layers)
+    pair.until(lambda: value(pair.d, "bytes_scattered") == 3 * STOP * 4 * 8 * 4)
+    pair.d.rank.wires.change(**fault)
     pair.step(0, STOP, STATE.layers)
-    pair.fails_without_a_state("the link broke")
-
-
-def test_a_flipped_bit_of_the_state_alone_fails_the_load() -> None:
-    pair = Pair(verify=True)
-    pair.all_but_the_state()
-    pair.d.rank.wires.change(flip_at=0)
-    pair.step(0, STOP, STATE.layers)
-    pair.fails_without_a_state("checksum")
+    pair.fails(words)
+    assert not pair.d.ranks[0].heard(do.Loaded("k"))
+    assert all(bool((page.view(torch.int32) == CANARY).all()) for page in pair.d.ranks[0].pages[1])
+    pair.rest("k")

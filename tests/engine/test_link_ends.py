@@ -106,7 +106,6 @@ def test_a_link_with_a_transfer_is_never_closed_as_idle() -> None:
 def test_a_frozen_d_is_not_invited_for_ever() -> None:
     pair = VirtualPair(lease_seconds=LEASE)
     push(pair.p, pair.d, "before", salt=1)
-    assert pair.p.rank.core.prefill is not None
     (peer,) = pair.p.rank.core.prefill.peers
     pair.expect()
     pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
@@ -135,7 +134,6 @@ def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
     link = OutboundLink(context)
 
     given_up = link.invite(now=0.0)
-    assert given_up is not None
     _, late = d.accept(given_up.blob, WINDOW)
     link.park(now=2.0)
     link.accept(m.LinkAccept(given_up.link, WINDOW, late))

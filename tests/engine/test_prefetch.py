@@ -199,7 +199,6 @@ def test_what_was_pushed_for_nothing_costs_nothing(pair: Pair, how: str) -> None
     and D goes on with what P does not know any more."""
     pair.push_half_ahead()
     if how == "P gives it up":
-        assert pair.p.rank.core.prefill is not None
         pair.p.rank.core.prefill.transfers._expire(pair.clock.now + LEASE + 0.5)
         pair.p.rank.ring()
     else:
@@ -214,7 +213,6 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing(pair: Pair) -> None:
     """P's end breaks, and P hears what D said before it knew."""
     pair.push_ahead()
     role, now = pair.p.rank.core.prefill, pair.clock.now
-    assert role is not None
     (peer,) = role.peers
     (entry,) = role.transfers.entries.values()
     role.peers.lose_link(peer, "broken by a test", now)
@@ -239,7 +237,6 @@ def test_admitted_requests_go_before_it() -> None:
     chunk = 1024
     pair = Pair(staging_bytes=8 * chunk, chunk_bytes=chunk, lease_seconds=60.0)
     p, d = pair.p, pair.d
-    assert p.rank.core.prefill is not None
     peers = p.rank.core.prefill.peers
     poll, peers.poll = peers.poll, lambda now: None  # type: ignore[method-assign]
     prefill(p, "ahead", d.address, 100, list(range(7)), chunk=100)
@@ -261,7 +258,6 @@ def test_admitted_requests_go_before_it() -> None:
 def test_what_p_says_of_its_own_accord_is_no_answer(pair: Pair) -> None:
     """A connection that is deaf one way only: P is heard, and does not hear."""
     core = pair.d.rank.core
-    assert core.decode is not None
     (peer,) = core.decode.peers
     peer.unanswered_since = 1.0
     seen = []

@@ -15,7 +15,7 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from support.engine.engines import Engine, at_baseline, engine_maker, plain_links, prefill, step
-from support.engine.transfers import BLOCKS, arrives, expect, failure, load, rest, value
+from support.engine.transfers import BLOCKS, arrives, expect, failure, load, rest, scribble, value
 from support.links.pairs import Peer, leftovers, starting
 from support.waiting import wait_for
 
@@ -67,11 +67,14 @@ def order(peer: Peer, what: str, key: str, other: Engine, tokens: int = 96) -> N
     assert peer.hear() == {"done": True}
 
 
-def test_a_killed_p_leaves_no_memory_behind_and_the_next_one_serves_at_once(mode, start) -> None:
+def test_a_killed_p_leaves_no_memory_behind_and_the_next_one_serves_at_once(mode, start, proxy) -> None:
+    """That gets SIGTERM under load: what it has computed arrives, what it has not fails at once, newcomers
+    are not served."""
     port = free_ports()
+    place = Address("127.0.0.1", port)
     with engine("D", mode) as d:
         p = start("P", port)
-        expect(Address("127.0.0.1", port), d, "k")
+        expect(place, d, "k")
         order(p, "half", "k", d)
         load(d, "k")
         wait_for(lambda: value(d, "bytes_scattered"))
@@ -80,10 +83,27 @@ def test_a_killed_p_leaves_no_memory_behind_and_the_next_one_serves_at_once(mode
         d.do(do.Forget("k"))
         wait_for(lambda: at_baseline(d) and not any(leftovers()[1:]))
         p = start("P", port)
-        expect(Address("127.0.0.1", port), d, "again")
+        expect(place, d, "again")
         order(p, "prefill", "again", d)
         load(d, "again")
         arrives(d, "again")
+        scribble(d, BLOCKS)
+        scattered = value(d, "bytes_scattered")
+        for key in ("whole", "half"):
+            expect(place, d, key)
+        order(p, "half", "half", d)
+        load(d, "half")
+        wait_for(lambda: value(d, "bytes_scattered") > scattered)
+        order(p, "prefill", "whole", d)
+        load(d, "whole")
+        stops(p, proxy[1])
+        arrives(d, "whole")
+        assert failure(d, "half") == f"{place} is gone: it is shutting down"
+        expect(place, d, "late")
+        assert failure(d, "late")
+        for key in ("again", "whole", "half", "late"):
+            d.do(do.Forget(key))
+        rest(d)
     assert not any(leftovers()[1:])
 
 
@@ -119,27 +139,3 @@ def stops(peer: Peer, hear: Callable[[], Ping]) -> None:
         pass
     assert peer.hear() == {"alive": [False]}
     assert peer.process.wait(EXIT_SECONDS) == 0
-
-
-def test_sigterm_of_a_p_under_load(mode, start, proxy) -> None:
-    """What it has computed arrives, what it has not fails at once, and newcomers are not served."""
-    port = free_ports()
-    place = Address("127.0.0.1", port)
-    with engine("D", mode) as d:
-        p = start("P", port)
-        for key in ("whole", "half"):
-            expect(place, d, key)
-        order(p, "half", "half", d)
-        load(d, "half")
-        wait_for(lambda: value(d, "bytes_scattered"))
-        order(p, "prefill", "whole", d)
-        load(d, "whole")
-        stops(p, proxy[1])
-        arrives(d, "whole")
-        assert failure(d, "half") == f"{place} is gone: it is shutting down"
-        expect(place, d, "late")
-        assert failure(d, "late")
-        for key in ("whole", "half", "late"):
-            d.do(do.Forget(key))
-        rest(d)
-    assert not any(leftovers()[1:])

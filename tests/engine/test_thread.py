@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from p2pkv.connector.idle_steps import WakeupSender
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
@@ -51,7 +52,7 @@ def test_a_thread_that_ends_is_not_announced_and_fails_the_next_step(
     assert "engine thread has ended" in made.rank.trouble()
     assert [each for each in caplog.records if each.levelname == "CRITICAL"]
     with pytest.raises(RuntimeError, match="engine thread has ended"):
-        Worker(made.rank, {}, torch.device("cpu")).begin(StepMetadata())
+        Worker(made.rank, {}, torch.device("cpu"), True, WakeupSender()).begin(StepMetadata())
 
 
 def test_a_thread_that_stands_still_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +97,7 @@ def test_an_event_ends_the_forward_threads_wait(make_memory):
         d.do(do.Expect("k", Address("127.0.0.1", 1), 96, b"digest"))
         d.do(do.Drop("k", "over"))
         if not meanwhile:
-            wait_for(lambda: rank.core.pending_events)
+            wait_for(lambda: rank.core._events)
         rank.wait_for_event(300.0)
         assert [type(event) for event in rank.events()] == [do.LoadFailed]
         d.do(do.Forget("k"))
@@ -105,12 +106,12 @@ def test_an_event_ends_the_forward_threads_wait(make_memory):
 def test_an_event_is_called_out_once_until_it_has_been_heard(make_memory):
     d = make_memory("D")
     rank, calls = d.ranks[0].rank, []
-    rank.call_on_event(lambda event: calls.append(rank.core.pending_events))
+    rank.call_on_event(lambda event: calls.append(len(rank.core._events)))
     for heard in (1, 2):
         for key in "ab":
             d.do(do.Expect(key, Address("127.0.0.1", 1), 96, b"digest"))
             d.do(do.Drop(key, "over"))
-        wait_for(lambda: rank.core.pending_events == 2)
+        wait_for(lambda: len(rank.core._events) == 2)
         assert len(calls) == heard
         assert len(rank.events()) == 2
         for key in "ab":

@@ -15,8 +15,7 @@ NEEDED = {"torch": "a CUDA build of torch", "pytest": "pytest", "numpy": "numpy"
 WHEELS = {"msgspec": "msgspec", "zmq": "pyzmq"}
 """By module, the wheels that some files need besides. vLLM is not one of them: it is too large to carry."""
 
-VLLM = "vllm.entrypoints"
-"""A module that is certainly vLLM's: a folder of these tests could pass for a package of that name."""
+VLLM = "vllm"
 
 FILES = {
     "test_needs.py": (),
@@ -32,11 +31,9 @@ FILES = {
 
 
 def present(module: str) -> bool:
-    """Whether it is installed; it is not imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
-        return False
+    """Whether it is installed, and no mere folder of that name, as tests/vllm is; it is not imported."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def lacking(modules: tuple[str, ...]) -> str:

@@ -1,6 +1,6 @@
 """Engines in two processes: what P computed is what D holds, and what happens when D is killed.
 
-Each test also runs on a CPU with the host link, so that the tests themselves are tried where no GPU is.
+All also runs on a CPU with the host link, so that the tests themselves are tried where no GPU is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SIZES = [64 << 10, 1 << 20, 8 << 20]
 TOTAL = 32 << 20
 LEASE_SECONDS = 3.0
 
+CPU = "host", ("cpu", "cpu")
 PLACES = [
-    pytest.param(("host", ("cpu", "cpu")), id="host-on-a-cpu"),
     pytest.param(("nccl", ("cuda:0", "cuda:0")), id="nccl-on-one-gpu", marks=pytest.mark.gpu),
     pytest.param(("nccl", ("cuda:0", "cuda:1")), id="nccl-on-two-gpus", marks=pytest.mark.two_gpus),
     pytest.param(("ipc", ("cuda:0", "cuda:0")), id="ipc-on-one-gpu", marks=pytest.mark.gpu),
@@ -53,7 +53,7 @@ def test_bytes_on_d_equal_bytes_on_p(both: Messages) -> None:
         assert sent["bytes_sent"] == 3 * both.total and sent["chunks_filler"] == 0
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), *PLACES])
 def test_the_two_ends_compute_the_same_checksums(place: tuple[str, tuple[str, str]]) -> None:
     link, devices = place
     if devices[0] == "cpu":
@@ -70,7 +70,7 @@ def test_the_bare_link_carries_every_size(both: Messages) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("both", PLACES[1:3], indirect=True)
+@pytest.mark.parametrize("both", PLACES[:2], indirect=True)
 def test_nccl_by_itself(both: Messages) -> None:
     assert all(both.raw(size) > 0 for size in SIZES)
 
@@ -118,3 +118,13 @@ def test_wrong_bytes_would_be_noticed(both: Messages) -> None:
         torch.cuda.synchronize()  # needs a GPU
     with pytest.raises(BenchError, match="D does not hold P's KV"):
         both.push(SIZES[0])
+
+
+def test_all_of_it_on_a_cpu() -> None:
+    """With one pair of processes: each takes seconds to start."""
+    with messages(*CPU, SIZES, TOTAL, lease_seconds=LEASE_SECONDS) as both:
+        test_bytes_on_d_equal_bytes_on_p(both)
+        test_the_bare_link_carries_every_size(both)
+        test_d_is_killed_in_mid_transfer_and_comes_back(both)
+        test_an_aborted_prompt_frees_its_pages_at_once(both)
+        test_wrong_bytes_would_be_noticed(both)

@@ -163,7 +163,6 @@ def test_grants_used_out_of_order_break_the_link(factories: Factories) -> None:
     pair = connect(factories, WINDOW)
     pair.begin(10)
     later = pair.inbound.post(10)
-    assert later is not None
     with pytest.raises(LinkError, match=f"remote slot {later.remote_slot + 5}"):
         pair.outbound.reserve(10, later.remote_slot + 5)
     with pytest.raises(LinkError, match="remote slot"):
@@ -173,13 +172,11 @@ def test_grants_used_out_of_order_break_the_link(factories: Factories) -> None:
 def test_another_size_than_posted_breaks_the_link(factories: Factories) -> None:
     pair = connect(factories, WINDOW)
     receive = pair.inbound.post(100)
-    assert receive is not None
     if factories[0].kind.startswith("nccl"):  # NCCL would not notice, so P must, before it sends
         with pytest.raises(LinkError, match="message 0 with 99 bytes"):
             pair.outbound.reserve(99, receive.remote_slot)
         return
     send = pair.outbound.reserve(99, receive.remote_slot)
-    assert send is not None
     send.commit()
     with pytest.raises(LinkError, match="99 bytes where 100"):
         pair.until(receive.done)

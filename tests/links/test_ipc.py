@@ -197,14 +197,14 @@ def test_memory_that_cannot_be_made_leaves_nothing(call: str) -> None:
     memory.refuses = call
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=f"{call} failed with CUDA_ERROR_INVALID_VALUE"):
-        IpcLinks(card, memory, WINDOW)
+        IpcLinks(card, memory, WINDOW, True)
     assert memory.baseline and len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_full_device_is_a_memory_error() -> None:
     card = SimulatedGpu()
     with pytest.raises(MemoryError, match="cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY"):
-        IpcLinks(card, SimulatedMemory(card, room=GRANULARITY), GRANULARITY + 1)
+        IpcLinks(card, SimulatedMemory(card, room=GRANULARITY), GRANULARITY + 1, True)
 
 
 @pytest.mark.parametrize("call", ["import_fd", "reserve", "map", "allow"])
@@ -255,7 +255,7 @@ def test_memory_that_cannot_be_exported_is_a_sentence() -> None:
     memory = SimulatedMemory(card)
     memory.can_export = False
     with pytest.raises(ValueError, match=r"simulated:0 has none .*use link=nccl"):
-        IpcLinks(card, memory, WINDOW)
+        IpcLinks(card, memory, WINDOW, True)
 
 
 def test_another_link_kind_is_refused(d: IpcLinks) -> None:
@@ -380,7 +380,6 @@ def c_type(text: str) -> object:
 @pytest.mark.parametrize("name", cuda_memory.CALLS)
 def test_calls_are_declared_as_in_cuda_h(header: str, name: str) -> None:
     declared = re.search(rf"CUresult CUDAAPI {name}\(([^)]*)\);", header)
-    assert declared is not None
     types = [re.match(r"(.*?)\w+$", each.strip()).group(1) for each in declared[1].split(",")]  # type: ignore[union-attr]
     unknown = [each for each in types if c_type(each) is ctypes.c_int and not re.match(r"int|CU\w+ $", each)]
     assert not unknown
@@ -397,7 +396,6 @@ def test_calls_are_declared_as_in_cuda_h(header: str, name: str) -> None:
 )
 def test_structs_are_laid_out_as_in_cuda_h(header: str, struct: type[ctypes.Structure], name: str) -> None:
     body = re.search(rf"typedef struct {name}_st \{{(.*?)\}} {name}_v1;", header, flags=re.S)
-    assert body is not None
     inner = re.search(r"struct \{(.*?)\} (\w+);", body[1], flags=re.S)
     outer = body[1] if inner is None else body[1].replace(inner[0], "")
     fields = [(found[2], c_type(found[1])) for found in re.finditer(r"([\w ]+[ *])(\w+);", outer)]

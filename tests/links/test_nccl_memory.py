@@ -51,7 +51,6 @@ def test_the_page_has_what_the_formula_gives() -> None:
 def test_operations_say_what_a_d_with_64_ps_needs() -> None:
     page = " ".join((DOCS / "operations.md").read_text().split())
     found = re.search(r"links to 64 P's needs ([\d.]+) GiB free \(([\d.]+) with 4 channels\)", page)
-    assert found is not None
     for channels, free in zip((8, 4), found.groups(), strict=True):
         one = end_bytes(channels, Way.NETWORK, True)
         assert float(free) == pytest.approx(64 * one / (1 << 30) + 0.5, abs=0.06), channels

@@ -28,10 +28,6 @@ SIZES = [1, 4096, 100_001, 1 << 21, (1 << 22) + 7]
 WINDOW = 1 << 23
 
 
-def only(*modes: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("mode", modes, indirect=True)
-
-
 @pytest.fixture(params=["ipc", "nccl-polled"])
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -67,7 +63,6 @@ def posted(links: LinkFactory, peer: Peer) -> tuple[Inbound, Receive]:
     """A P has sent all sizes, and a receive of a whole window is posted."""
     inbound = receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
-    assert last is not None
     wait_for(lambda: inbound.poll() or peer.hear() == {"sent": True})
     return inbound, last
 
@@ -81,7 +76,6 @@ def test_d_dies_in_mid_message_and_another_takes_its_place(
     assert outbound.used == 0
     peer.process.send_signal(signal.SIGSTOP)  # so that no message can be taken as a whole
     send = outbound.reserve(WINDOW, remote_slot)
-    assert send is not None
     if mode in NCCL_KINDS:
         send.commit()
     peer.kill()
@@ -113,21 +107,18 @@ def test_p_dies_while_it_writes(start: Callable[[str], Peer], links: LinkFactory
         assert links.staging.used == WINDOW, "kernels of a process that was killed may run on for a moment"
 
 
-@only(*NCCL_KINDS)
-def test_p_dies_before_it_joins(start: Callable[[str], Peer], mode: str) -> None:
-    links = nccl_links(blocking=mode == "nccl-blocking", init_seconds=0.1)
-    peer = start("P")
-    invitation = bytes.fromhex(peer.hear()["invitation"])
-    peer.kill()
-    inbound, _ = links.accept(invitation, WINDOW)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_p_dies_before_it_joins(blocking: bool) -> None:
+    dead, links = (nccl_links(blocking=blocking, init_seconds=0.1) for _ in "PD")
+    inbound, _ = links.accept(dead.invite(), WINDOW)
     with pytest.raises(LinkError, match=r"did not come up in 0\.1 s"):
         wait_for(inbound.ready)
     inbound.abort()
     links.close()
-    wait_for(lambda: links.stuck == (1 if mode == "nccl-blocking" else 0))
+    wait_for(lambda: links.stuck == blocking)
 
 
-@only("ipc")
+@pytest.mark.parametrize("mode", ["ipc"], indirect=True)
 def test_a_frozen_p_that_wakes_up_writes_where_no_rank_reads(
     start: Callable[[str], Peer], links: LinkFactory
 ) -> None:
@@ -138,7 +129,6 @@ def test_a_frozen_p_that_wakes_up_writes_where_no_rank_reads(
     inbound.abort()
     other, _ = links.accept(links.invite(), WINDOW)
     fresh = other.post(WINDOW)
-    assert fresh is not None
     before, slot = fresh.buffer.clone(), last.buffer
     slot.fill_(0)
     peer.process.send_signal(signal.SIGCONT)

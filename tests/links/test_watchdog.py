@@ -67,8 +67,7 @@ def test_the_communicator_that_the_owner_is_calling_comes_last(wherever: bool) -
     p, d = nccl_links(), nccl_links(gpu=gpu)
     called, other = connect((p, d), WINDOW), connect((p, d), WINDOW)
     wait_for(lambda: not gpu.launched)
-    other_receive = other.inbound.post(100)
-    assert other_receive is not None
+    assert other.inbound.post(100)
     other.inbound.poll()
     simulated(d).launches_wait = True
     inside = called.inbound

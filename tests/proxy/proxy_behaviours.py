@@ -80,7 +80,6 @@ def event(seen: Seen, text: str) -> bytes:
 
 def die(request: web.Request, _: Seen | None = None) -> None:
     """As kill -9: the connection is reset, whatever was under way."""
-    assert request.transport is not None
     request.transport.abort()
 
 

@@ -149,7 +149,6 @@ async def browsing(command: str) -> AsyncIterator[Browser]:
 
 
 async def _endpoint(process: asyncio.subprocess.Process) -> str:
-    assert process.stderr is not None
     said = b""
     async with asyncio.timeout(DEADLINE):
         while line := await process.stderr.readline():

@@ -59,7 +59,6 @@ def filter_of(
 def join(registry: Registry, message: Ping, now: float = 0.0, line: Any = None) -> Instance:
     """A healthy instance."""
     instance = registry.observe(message, now, line)
-    assert instance is not None
     instance.healthy = True
     return instance
 
@@ -230,14 +229,12 @@ class FakeInstance:
     def kill(self) -> None:
         """As kill -9: at one moment the port refuses and all connections end."""
         self.refuse()
-        assert self.runner is not None and self.runner.server is not None
         for handler in self.runner.server.connections:
             if handler.transport is not None:
                 handler.transport.abort()
 
     def refuse(self) -> None:
         """The port refuses, and connections stand, as of a vLLM that ends what it has."""
-        assert self.runner is not None
         for site in self.runner.sites:
             site._server.close()
 

@@ -47,7 +47,6 @@ class Command:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self._lines.append(line)
 

@@ -434,7 +434,6 @@ def test_the_last_one_that_serves_a_model_is_used_whatever_its_breaker_says(role
     fail(pool["PD".index(role)])
     for _ in range(3):
         choice = router.choose(RoutingRequest("a"), 0.1)
-        assert choice.prefill is not None
         assert {choice.prefill.ping.model, choice.decode.ping.model} == {"a"}
     router, both = fleet("D", "D")
     for instance in both:

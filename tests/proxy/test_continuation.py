@@ -67,7 +67,6 @@ def cut_answer(
 ) -> bytes:
     """What the client gets if each engine but the last is lost after so many bytes."""
     transcript = transcript_of(path, body)
-    assert transcript is not None
     stream: Transcript | Continuation = transcript
     asked, at_path, got = asked_of_d(body), path, b""
     for number, engine in enumerate(engines):
@@ -162,7 +161,6 @@ def test_events_that_are_not_decoded_become_what_decoded_ones_do(
     data, got = answer_of(Engine(Model(salt)), body, path), []
     for plain in (None, False):
         transcript = transcript_of(path, body)
-        assert transcript is not None
         transcript.feed(data[: lost_after(data, 3)])
         goes_on = Continuation(transcript, CONTEXT, None)
         transcript.plain &= plain is None
@@ -180,7 +178,6 @@ def test_nearly_no_event_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuation, "fields_of", lambda event: decoded.append(event) or fields_of(event))
     body, engine = body_of(COMPLETIONS, max_tokens=60), Engine(Model(4, ends=False))
     transcript = transcript_of(COMPLETIONS, body)
-    assert transcript is not None
     transcript.feed(answer_of(engine, body)[: lost_after(answer_of(engine, body), 1)])
     goes_on = Continuation(transcript, CONTEXT, None)
     decoded.clear()
@@ -199,7 +196,6 @@ def test_half_a_character_is_generated_anew() -> None:
     ids = Answer.of(data).ids
     half = ids.index(FIRST_HALF, 1) + 1
     transcript = transcript_of(COMPLETIONS, body)
-    assert transcript is not None
     for event in pieces(data[: lost_after(data, half)], []):
         transcript.feed(event)
     asked = json.loads(bytes(Continuation(transcript, 0, None).body.for_decode("x")))
@@ -262,7 +258,6 @@ def test_what_cannot_be_exact_does_not_go_on(more: dict[str, Any]) -> None:
 )
 def test_an_answer_with_parts_that_cannot_come_again_does_not_go_on(event: bytes) -> None:
     transcript = transcript_of(CHAT, body_of(CHAT))
-    assert transcript is not None
     data = answer_of(Engine(), body_of(CHAT), CHAT)
     transcript.feed(data[: lost_after(data, 3)])
     assert transcript.possible
@@ -275,7 +270,6 @@ def test_what_a_transcript_holds_is_bounded_and_let_go() -> None:
     body = body_of(COMPLETIONS, max_tokens=4000)
     data = answer_of(Engine(Model(4, ends=False)), body)
     one, other = (transcript_of(COMPLETIONS, body, held) for _ in range(2))
-    assert one is not None and other is not None
     one.feed(data[: lost_after(data, 20)])
     assert 0 < held.held <= 4200
     other.feed(data[: lost_after(data, 3990)])

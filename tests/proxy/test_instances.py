@@ -251,7 +251,6 @@ class Watched:
 @pytest.fixture(params=[()])
 async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
     """With one P and two D; the fixture's parameter is more arguments for the proxy."""
-    assert CHROMIUM is not None
     async with served(*request.param) as proxy, browsing(CHROMIUM) as browser:
         last = await proxy.add("D", models=("tiny", NASTY))
         await proxy.says(f"{last.http_address} is ready")

@@ -190,7 +190,6 @@ async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
         await deployment.ready(prefill=0, decode=1)
         kept = deployment.proxy.session.pooled
         connector = kept.connector
-        assert connector is not None
         kept._connector = aiohttp.TCPConnector(limit=0, socket_factory=lacks)
         try:
             await eventually(lambda: tried > 3)

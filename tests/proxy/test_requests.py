@@ -36,7 +36,6 @@ async def test_both_get_one_fresh_id_that_names_them(either: Deployment) -> None
     assert [seen.request_id for seen in either.d.requests] == [first.request_id, second.request_id]
     assert first.request_id != second.request_id
     pair = find_pair(first.request_id)
-    assert pair is not None
     assert (pair.prefill, pair.decode) == tuple(Address.parse(i.zmq_address) for i in (either.p, either.d))
     assert str(pair) == first.request_id
     unique = response.headers["X-Request-Id"]

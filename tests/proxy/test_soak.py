@@ -77,7 +77,6 @@ def answer(seen: Seen) -> web.Response:
 
 def reset(request: web.Request, _: Seen) -> None:
     """A connection that ends with RST."""
-    assert request.transport is not None
     held: socket.socket = request.transport.get_extra_info("socket")
     held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     request.transport.abort()

@@ -36,16 +36,8 @@ class TestInterval:
     def test_intersect_is_the_set_intersection(self, one: Interval, two: Interval) -> None:
         assert set(one.intersect(two)) == set(one) & set(two) == set(two.intersect(one))
 
-    def test_half_open(self) -> None:
-        three = Interval(2, 5)
-        assert (len(three), list(three), 2 in three, 5 in three) == (3, [2, 3, 4], True, False)
-        assert not Interval(4, 4)
-
 
 class TestOwnership:
-    def test_split(self) -> None:
-        assert Ownership.evenly(8, 4).ranks == tuple(Interval(2 * rank, 2 * rank + 2) for rank in range(4))
-
     def test_replicated_to_consecutive_ranks_as_vllm_does(self) -> None:
         owned = Ownership.evenly(2, 8)
         assert [interval.start for interval in owned.ranks] == [0, 0, 0, 0, 1, 1, 1, 1]

@@ -70,7 +70,6 @@ def freeze(world: World, machine: Machine, draw: random.Random) -> Heal:
 def hang(world: World, machine: Machine, draw: random.Random) -> Heal:
     """The forward thread stands still, and the engine's does not."""
     seconds = draw.uniform(*draw.choice([SHORT, LONG]))
-    assert machine.life is not None
     machine.life.hang(world.clock.now + seconds)
     return seconds, machine.note_progress
 

@@ -58,7 +58,7 @@ class Worker:
         self.machine.note("turn", self.machine.name, self.core.context.hello.rank)
         self.core.turn(now)
         self.machine.look(self.core)
-        if self.core.pending_events:
+        if self.core._events:
             self.life.step_in(self.machine.jitter())
         self._turns.within(max(self.core.pause(now), self.machine.jitter()))
 
@@ -116,11 +116,11 @@ class Life:
         if seconds is None:
             self._working = None
         for worker in self.workers:
-            if worker.core.has_commands:
+            if worker.core.commands:
                 worker.ring()
         if seconds is not None:
             self.step_in(seconds + self.machine.jitter())
-        elif not self.forward.idle or any(worker.core.pending_events for worker in self.workers):
+        elif not self.forward.idle or any(worker.core._events for worker in self.workers):
             self.step_in(0.002 + 4 * self.machine.jitter())
 
     def hang(self, until: float) -> None:
@@ -218,7 +218,6 @@ class Machine:
 
     def some_links(self) -> list[FaultyLinks]:
         """Those of one rank, or of all."""
-        assert self.life is not None
         links = [worker.links for worker in self.life.workers]
         return self.draw.choice([links, [self.draw.choice(links)]])  # type: ignore[no-any-return]
 
@@ -266,7 +265,6 @@ class Machine:
 
     def held(self) -> dict[str, int]:
         """What it holds that it should not when nothing is under way."""
-        assert self.life is not None
         busy: dict[str, int] = {}
         for rank, worker in enumerate(self.life.workers):
             counts = worker.core.counters.snapshot()

@@ -22,7 +22,6 @@ def test_ranks_with_both_roles_push_and_load(pair: VirtualPair) -> None:
     assert [value(each, "links") for each in (pair.p, pair.d)] == [1, 1]
     for engine in (pair.p, pair.d):
         core = engine.rank.core
-        assert core.prefill is not None and core.decode is not None
         assert len(core.prefill.peers) + len(core.decode.peers) == 1
     pair.nothing_was_lost()
 

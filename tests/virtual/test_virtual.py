@@ -72,7 +72,6 @@ def test_a_referral_for_a_request_that_has_ended_waits_until_d_has_forgotten_it(
     """Its failure is reported once, and the engine of P that has it is released at once, not by a lease."""
     world = World(3, decodes=1, model=ONE_GROUP, tps=(1,), groups="P")
     p, named, d = world.machines.values()
-    assert d.life is not None and p.life is not None
     (worker,) = d.life.workers
     d.life.step_in = lambda seconds: None  # type: ignore[method-assign]  # the forward thread is this test
 
@@ -94,21 +93,19 @@ def test_a_referral_for_a_request_that_has_ended_waits_until_d_has_forgotten_it(
     world.turn_until(lambda: not world.jobs.open, 0.2 * LEASE)
 
 
-def test_a_seed_gives_the_same_run_in_every_process_and_another_seed_another() -> None:
+def test_a_seed_gives_the_same_run_in_every_process() -> None:
     """Whatever its hashes are, and where its objects lie."""
-    world, other = World("3/0"), World("4/0")
+    world = World("3/0")
     world.run(SHORT)
     whole = hashlib.blake2b(world.trace.encode(), digest_size=16).hexdigest()
     assert trace(3, hashes="1") == f"trace {whole} of {world.lines} lines"
-    other.run(SHORT)
-    assert other.trace != world.trace
 
 
 def test_every_kind_of_fault_happens() -> None:
     """In a few runs together: which of them one run draws changes with everything else that it draws."""
     missing = {fault.__name__ for fault in WEIGHTS}
     for seed in range(100, 120):
-        world = World(seed, model=ONE_GROUP, tps=(1,), gap=0.3)
+        world = World(seed, model=ONE_GROUP, tps=(1,), gap=0.1)
         world.run(SHORT)
         missing -= set(world.faults)
         if not missing:
@@ -121,7 +118,6 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArrivedChunk, "differs", lambda _: False)
     world = World(4)
     for machine in world.machines.values():
-        assert machine.life is not None
         # Not on P as well: that would flip the same bit back.
         for worker in machine.life.workers if machine.name.startswith("D") else ():
             worker.links.faults = dataclasses.replace(worker.links.faults, flip_at=5)

@@ -147,7 +147,6 @@ class World(Run):
         """Everything heals, ends, and works."""
         self.turn_until(lambda: not self._suffering.total(), LEASE * 20)
         for machine in self.machines.values():
-            assert machine.life is not None
             for worker in machine.life.workers:
                 worker.links.mend()
         for way in self.network.ways:

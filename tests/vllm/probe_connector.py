@@ -50,7 +50,6 @@ class ProbeConnector(P2pKvConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._layers = kv_caches
         super().register_kv_caches(kv_caches)
-        assert self.worker is not None
         rank, tell_core = self.worker.rank, self.worker._wakeup.send
         take_events, noting = rank.events, Lock()
 
@@ -109,7 +108,6 @@ class ProbeConnector(P2pKvConnector):
     def _write(self, side: str, key: str, blocks: Blocks, start: int, stop: int) -> None:
         if stop <= start:
             return
-        assert self.worker is not None
         context = self.worker.rank.context
         said = context.hello.cache
         note = {

@@ -165,7 +165,6 @@ class Combined:
 
     @property
     def url(self) -> str:
-        assert self.proxy is not None
         return self.proxy.base_url
 
     def moved(self) -> float:

@@ -80,7 +80,6 @@ class LiteLlm(ServerProcess):
 
 @pytest.fixture(scope="module")
 def litellm_folder(pytestconfig: pytest.Config) -> Path:
-    assert pytestconfig.cache is not None
     try:
         return environment(pytestconfig.cache.mkdir("environments"), *LITELLM)
     except Unavailable as error:

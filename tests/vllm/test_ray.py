@@ -57,7 +57,6 @@ AT_ONCE = 8
 
 @pytest.fixture(scope="module")
 def ray_python(pytestconfig: pytest.Config) -> Path:
-    assert pytestconfig.cache is not None
     try:
         made = environment(pytestconfig.cache.mkdir("environments"), *RAY, ours=True)
     except Unavailable as error:
@@ -134,7 +133,6 @@ def test_the_backend_in_rays_own_app(
     assert len(ids) == AT_ONCE and asked["P"].keys() == asked["D"].keys() == ids
     for each in ids:
         pair = find_pair(each)
-        assert pair is not None
         assert (pair.prefill, pair.decode) == (Address(LOOPBACK, ray.on_p), Address(LOOPBACK, ray.on_d))
     told = {
         role: {(n["max_tokens"], n["stream"], n["kv_port"]) for n in asked[role].values()} for role in asked

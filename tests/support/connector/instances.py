@@ -42,6 +42,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from p2pkv.connector.describe import Layers, cache_of, hello_of, options_of
+from p2pkv.connector.idle_steps import WakeupSender
 from p2pkv.connector.metadata import PrefillStep, StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
@@ -122,7 +123,6 @@ def be_data_parallel(config: VllmConfig, index: int, start: int = 0, size: int =
     parallel = config.parallel_config
     parallel.data_parallel_index, parallel.data_parallel_rank_local = index, index - start
     parallel.data_parallel_size, parallel.data_parallel_rank = size, index if size > 1 else 0
-    assert config.kv_transfer_config is not None
     config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_dp{index}"
 
 
@@ -354,7 +354,8 @@ class Instance:
             hash_block_size=hash_block_size,
         )
         self.ranks = [FakeRank() for _ in range(ranks)]
-        self.workers = [Worker(rank, LAYERS, torch.device("cpu")) for rank in self.ranks]
+        device = torch.device("cpu")
+        self.workers = [Worker(rank, LAYERS, device, True, WakeupSender()) for rank in self.ranks]
         self.aggregator = KVOutputAggregator(ranks)
         self.ended: dict[str, str] = {}
         """Why each request has ended, as its client hears."""
@@ -463,7 +464,6 @@ class Instance:
         self.metas.append(self._ours(meta))
         outputs = [self._rank_output(worker, copy.deepcopy(meta), scheduled) for worker in self.workers]
         output = self.aggregator.aggregate(outputs)
-        assert output is not None
         return output
 
     def _ours(self, meta: Any) -> StepMetadata:
@@ -510,7 +510,6 @@ class Instance:
     def _take_note(self) -> None:
         scheduled, output = self._running.popleft()
         told = output.kv_connector_output
-        assert told is not None
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:

@@ -145,7 +145,7 @@ class Engine(Instance):
             connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, config)
             # What vLLM's processes would exchange.
             of_stages = described[rank % self.tp :: self.tp]
-            with patch.object(describe, "exchange_with_stages", lambda mine, them=of_stages: them):
+            with patch.object(describe.stage_layers, "exchange_with_stages", lambda _, them=of_stages: them):
                 connector.register_kv_caches(views)
             self.connectors.append(connector)
         self.workers = [connector.worker for connector in self.connectors]
@@ -175,10 +175,12 @@ class Engine(Instance):
         generation.version(str(weights))
         assert scheduler.reset_connector_cache()
 
-    def sleep(self) -> None:
-        """As a worker of vLLM 0.33 before its memory is taken away, which is then somebody else's."""
-        for connector in self.connectors:
-            connector.unregister_kv_caches()
+    def sleep(self, *, collect: bool = False) -> None:
+        """As a worker of vLLM 0.33 before its memory is taken away, which is then somebody else's. `collect`:
+        Python's collector runs, as it does there; beside all of vLLM that takes half a second."""
+        with contextlib.nullcontext() if collect else patch("p2pkv.connector.worker._collect"):
+            for connector in self.connectors:
+                connector.unregister_kv_caches()
         for views in self.memory:
             for view in views.values():
                 view.fill_(-2.0)

@@ -130,9 +130,7 @@ class Pair:
     def begin(self, nbytes: int) -> tuple[Receive, Send]:
         """A receive and the send that belongs to it."""
         receive = self.inbound.post(nbytes)
-        assert receive is not None
         send = self.outbound.reserve(nbytes, receive.remote_slot)
-        assert send is not None
         return receive, send
 
     def transfer(self, nbytes: int, seed: int = 1) -> torch.Tensor:
@@ -211,12 +209,10 @@ class Peer:
         )
 
     def tell(self, **what: object) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
     def hear(self) -> dict:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the peer ended with {self.process.wait(10)}"
         return json.loads(line)
@@ -247,7 +243,6 @@ def send_sizes(outbound: Outbound, sizes: list[int], remote_slots: list[int]) ->
     sends = []
     for seed, (nbytes, remote_slot) in enumerate(zip(sizes, remote_slots, strict=True)):
         send = outbound.reserve(nbytes, remote_slot)
-        assert send is not None
         send.buffer.copy_(noise(nbytes, seed))
         send.commit()
         sends.append(send)

@@ -350,7 +350,6 @@ class SimulatedNccl(Nccl):
             threading.Thread(target=self._meet, args=(comm,), daemon=True).start()
 
     def _meet(self, comm: Comm) -> None:
-        assert comm.line is not None
         if self._swap(comm, comm.line, b"C"):
             comm.line.settimeout(None)
             comm.met.set()
@@ -376,7 +375,6 @@ class SimulatedNccl(Nccl):
 
     def _work(self, comm: Comm) -> None:
         """The device: carries out what was launched, in order."""
-        assert comm.line is not None
         while (op := comm.work.get()) is not None:
             try:
                 if op.send:

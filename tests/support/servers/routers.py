@@ -48,7 +48,6 @@ def router(name: str, config: pytest.Config, logs: Path, discovery: tuple[str, i
     if name == "original":
         program = [sys.executable, classic_router.__file__]
         return RouterProcess("classic-router", program, ["--discovery", "DISCOVERY"], logs, discovery)
-    assert config.cache is not None
     try:
         made = environment(config.cache.mkdir("environments"), VLLM_ROUTER)
     except Unavailable as error:
