@@ -141,8 +141,14 @@ def _unknown(name: str, spec: KVCacheSpec, what: str) -> ConfigError:
     )
 
 
-def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Each plane's name, and the plane as a layer of its own. Raises ConfigError for views of other sizes."""
+def plane_views(
+    name: str, form: RowForm, tensor: torch.Tensor, module: Any = None
+) -> list[tuple[str, torch.Tensor]]:
+    """Each plane's name, and the plane as a layer of its own. Raises ConfigError for views of other sizes.
+
+    `module`: the layer itself. Where vLLM packs layers block by block, it registers whole blocks; only the
+    layer's own view shows the kernel blocks, each of which has planes of its own.
+    """
     if form.slot_heads and form.planes:
         return [
             (f"{slot} {plane}".rstrip(), view)
@@ -161,7 +167,10 @@ def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[st
             f"{sum(form.planes)} bytes, as vLLM 0.33 registers this layer"
         )
     values, scales = form.planes
-    return [("values", plane_of(tensor, 0, values)), ("scales", plane_of(tensor, values, scales))]
+    bound = getattr(module, "kv_cache", None)
+    rows = bound.shape[-2] if isinstance(bound, torch.Tensor) and bound.dim() > 2 else 0
+    planes = (("values", 0, values), ("scales", values, scales))
+    return [(plane, plane_of(tensor, before, width, rows)) for plane, before, width in planes]
 
 
 def _slot_planes(

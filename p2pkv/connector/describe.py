@@ -288,10 +288,13 @@ class Layers:
         tables = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         self.all: list[Layer] = []
         seen: set[tuple[int, int]] = set()
+        owned = {tensors[name].data_ptr() for name in tables if name in tensors}
         for name in stage_layers.layer_order(list(tensors)):
             tensor, table = tensors[name], tables.get(name, 0)
+            # A layer that shares another's KV is in no group here.
+            shares = name not in tables and tensor.data_ptr() in owned
             # Groups of layers lie in the same memory: each block is one group's at a time.
-            if (address := (tensor.data_ptr(), table)) not in seen:
+            if not shares and (address := (tensor.data_ptr(), table)) not in seen:
                 seen.add(address)
                 self.all.append(Layer(name, _spec_of(groups[table], name), tensor, table, len(self.all)))
         self.indices = {layer.name: layer.number for layer in self.all}
@@ -360,7 +363,8 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
     assert transfer is not None
     keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     keeps_windows = keeps_windows and not replayed_window(spec)
-    views = [plane_views(layer.name, rows, layer.tensor) for layer in layers]
+    modules = config.compilation_config.static_forward_context
+    views = [plane_views(each.name, rows, each.tensor, modules.get(each.name)) for each in layers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]
         codec, tables = rows.codec(plane, codec_of(config, names)), [layer.table for layer in layers]
@@ -422,7 +426,10 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
     if _is_drafters(config, layer, spec):
         assert config.speculative_config is not None
         model = config.speculative_config.draft_model_config or model
-    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    sizes, number = model.model_arch_config, _number(layer)
+    if number < len(sizes.per_layer_overrides or ()):  # layers differ, as Gemma-4's
+        sizes = sizes[number]
+    heads = 1 if model.use_mla else sizes.total_num_kv_heads
     if getattr(spec, "sliding_window", None):  # of MiMo-V2, and of Step-3.5
         own, text = "swa_num_key_value_heads", model.hf_text_config
         others = getattr(text, "attention_other_setting", None) or {}
@@ -444,9 +451,13 @@ def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
     drafting = config.speculative_config
     if drafting is None or not drafting.uses_draft_kv_cache():
         return False
-    numbers = [int(part) for part in layer.split(".") if part.isdigit()]
-    behind = bool(numbers) and numbers[0] >= config.model_config.get_total_num_hidden_layers()
+    behind = _number(layer) >= config.model_config.get_total_num_hidden_layers()
     return bool(getattr(spec, "is_draft", False)) or layer.startswith(stage_layers.DRAFTERS) or behind
+
+
+def _number(layer: str) -> int:
+    """Among the model's layers; 0: its name has none."""
+    return next((int(part) for part in layer.split(".") if part.isdigit()), 0)
 
 
 def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
@@ -455,4 +466,5 @@ def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         return name
     kind = str(config.cache_config.cache_dtype)
-    return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind})"
+    form = " fnuz" if current_platform.is_fp8_fnuz() else ""  # AMD's MI300: other numbers of eight bits
+    return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind}{form})"

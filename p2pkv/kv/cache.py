@@ -130,7 +130,7 @@ class PagedCache:
             layouts.check_layer(number, tensor, tensors[0], block_rows, paged)
         layers = zip(tensors, tables, strict=True)
         pages = [layouts.pages_of(tensor, table, block_rows, paged) for tensor, table in layers]
-        _, heads, rows, content = tensors[0].shape
+        heads, rows, content = tensors[0].shape[-3:]
         unit_tokens = rows if paged else tokens_per_row
         return cls(
             pages,

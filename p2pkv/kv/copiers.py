@@ -253,7 +253,7 @@ class KernelCopier:
         pages, (beside, run) = span.pages, runs_of(span, cut)
         width = width_of(span, cut, address)
         lanes = lanes_for(run // width)
-        units = pages.block_units, pages.units, pages.ratio
+        units = pages.block_units, pages.units, pages.apart
         steps = pages.block_stride, pages.unit_stride, pages.head_stride
         strides = *units, *steps, cut.heads[0] * pages.head_stride, run // width
         layers = self._layers[span.first].data_ptr()

@@ -57,9 +57,9 @@ class KernelBlocks:
     known: dict[Bounds, list[tuple[Selection, Selection]]]
 
     @classmethod
-    def of(cls, table: Index, ratio: int) -> Self:
+    def of(cls, table: Index, ratio: int, apart: int) -> Self:
         if ratio > 1:
-            table = (table[:, None] * ratio + np.arange(ratio)).reshape(-1)
+            table = (table[:, None] * apart + np.arange(ratio)).reshape(-1)
         return cls(table, int(table.max()), {})
 
     def runs(self, some: Bounds) -> list[tuple[Selection, Selection]]:
@@ -157,7 +157,8 @@ class HostCopier(RowLists):
         self, span: Span, cut: Cut, dense: NDArray[np.uint8], scatters: bool = False
     ) -> Iterator[Part]:
         pages, row, heads = span.pages, cut.row_bytes, cut.heads[1] - cut.heads[0]
-        blocks = self._blocks.of(cut.table, partial(KernelBlocks.of, cut.table, pages.ratio), pages.ratio)
+        form = pages.ratio, pages.apart
+        blocks = self._blocks.of(cut.table, partial(KernelBlocks.of, cut.table, *form), form)
         units, unit_bytes = cut.units[1] - cut.units[0], heads * row
         first, stop = cut.layers[0] - span.first, cut.layers[1] - span.first
         begin, within = cut.units[0] % pages.block_units, pages.units

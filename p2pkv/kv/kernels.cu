@@ -29,17 +29,18 @@ typedef unsigned int p2pkv_u32;
  * rows:    runs in the rectangle, layers * units * beside; below 2^31, so 32-bit divisions do.
  * units:   units of the rectangle. beside: runs of one unit.
  * first:   the first unit, counted from the start of its logical block.
- * whole:   units of a logical block, ratio kernel blocks of `kernel` units each.
+ * whole:   units of a logical block, in kernel blocks of `kernel` units each.
+ * apart:   kernel blocks from a logical block to the next.
  * origin:  bytes from a layer's first row to that of the first head. */
 #define P2PKV_PARAMETERS                                                                             \
     p2pkv_int dense, const p2pkv_int *layers, const int *table, p2pkv_int rows, p2pkv_int units,     \
-        p2pkv_int beside, p2pkv_int first, p2pkv_int whole, p2pkv_int kernel, p2pkv_int ratio,       \
+        p2pkv_int beside, p2pkv_int first, p2pkv_int whole, p2pkv_int kernel, p2pkv_int apart,       \
         p2pkv_int block_stride, p2pkv_int unit_stride, p2pkv_int head_stride, p2pkv_int origin,      \
         p2pkv_int elements
 
 static __device__ p2pkv_int p2pkv_page(
     p2pkv_u32 row, const p2pkv_int *layers, const int *table, p2pkv_u32 units, p2pkv_u32 beside,
-    p2pkv_u32 first, p2pkv_u32 whole, p2pkv_u32 kernel, p2pkv_int ratio, p2pkv_int block_stride,
+    p2pkv_u32 first, p2pkv_u32 whole, p2pkv_u32 kernel, p2pkv_int apart, p2pkv_int block_stride,
     p2pkv_int unit_stride, p2pkv_int head_stride, p2pkv_int origin)
 {
     p2pkv_u32 head = 0;
@@ -51,8 +52,8 @@ static __device__ p2pkv_int p2pkv_page(
     p2pkv_u32 unit = row - layer * units + first;
     p2pkv_u32 block = unit / whole;
     p2pkv_u32 inside = unit - block * whole;
-    p2pkv_int page = (p2pkv_int)table[block] * ratio;
-    if (ratio > 1) {
+    p2pkv_int page = (p2pkv_int)table[block] * apart;
+    if (apart > 1) {
         page += inside / kernel;
         inside %= kernel;
     }
@@ -69,7 +70,7 @@ static __device__ p2pkv_int p2pkv_page(
         for (p2pkv_u32 row = blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += step) {       \
             p2pkv_int pages = p2pkv_page(                                                            \
                 row, layers, table, (p2pkv_u32)units, (p2pkv_u32)beside, (p2pkv_u32)first,           \
-                (p2pkv_u32)whole, (p2pkv_u32)kernel, ratio, block_stride, unit_stride, head_stride,  \
+                (p2pkv_u32)whole, (p2pkv_u32)kernel, apart, block_stride, unit_stride, head_stride,  \
                 origin);                                                                             \
             p2pkv_int packed = dense + row * elements * (p2pkv_int)sizeof(TYPE);                     \
             TYPE *__restrict__ target = (TYPE *)to;                                                  \

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -40,9 +40,11 @@ class LayerPages:
         storage: address of the storage; layers of one storage can be copied together.
         table: number of the block table that is this layer's.
         blocks: logical blocks in the layer.
-        ratio: kernel blocks in a logical block; block b is kernel blocks [b * ratio, (b + 1) * ratio).
+        ratio: kernel blocks in a logical block; block b is kernel blocks [b * apart, b * apart + ratio).
             Where a logical block's units are evenly spaced, it is described as one kernel block.
         units: units in a kernel block.
+        apart: kernel blocks from a logical block's first to the next one's: `ratio`, or more where vLLM packs
+            other layers between them.
     """
 
     storage: int
@@ -54,6 +56,7 @@ class LayerPages:
     unit_stride: int
     head_stride: int
     offset: int
+    apart: int = 1
 
     @cached_property
     def block_units(self) -> int:
@@ -116,40 +119,41 @@ class Columns:
 def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_rows: int, paged: bool) -> None:
     """Raises ValueError unless layer `number` can be addressed and is like the first one."""
     layer, strides = f"KV layer {number}", list(tensor.stride())
-    if tensor.dim() != 4:
+    if tensor.dim() not in (4, 5):
         raise ValueError(f"{layer} has shape {list(tensor.shape)}; expected [blocks, heads, rows, content]")
-    blocks, heads, rows, content = tensor.shape
+    blocks, (heads, rows, content) = prod(tensor.shape[:-3]), tensor.shape[-3:]
     if min(tensor.shape) < 1 or block_rows % rows or blocks % (block_rows // rows):
         raise ValueError(
             f"{layer} has {blocks} kernel blocks of {rows} rows, which do not make up "
             f"whole blocks of {block_rows} rows"
         )
-    if (heads, content, tensor.dtype) != (first.shape[1], first.shape[3], first.dtype):
+    if (heads, content, tensor.dtype) != (first.shape[-3], first.shape[-1], first.dtype):
         raise ValueError(
-            f"{layer} has {heads} heads of {content} x {tensor.dtype}, layer 0 has "
-            f"{first.shape[1]} of {first.shape[3]} x {first.dtype}; expected layers of one form in a KV group"
+            f"{layer} has {heads} heads of {content} x {tensor.dtype}, layer 0 has {first.shape[-3]} of "
+            f"{first.shape[-1]} x {first.dtype}; expected layers of one form in a KV group"
         )
     if tensor.device != first.device:
         raise ValueError(f"{layer} is on {tensor.device}, layer 0 on {first.device}; expected one device")
-    if content > 1 and strides[3] != 1:
+    if content > 1 and strides[-1] != 1:
         raise ValueError(f"{layer} has strides {strides}; its content must lie together")
-    if paged and rows > 1 and strides[2] != content:
+    if paged and rows > 1 and strides[-2] != content:
         raise ValueError(
             f"{layer} has strides {strides}; with a page codec the tokens of a (block, head) must lie "
             f"together (a head-major layout)"
         )
-    if paged and rows != first.shape[2]:
+    if paged and rows != first.shape[-2]:
         raise ValueError(
-            f"{layer} packs {rows} tokens in a page, layer 0 packs {first.shape[2]}; expected layers of one "
+            f"{layer} packs {rows} tokens in a page, layer 0 packs {first.shape[-2]}; expected layers of one "
             "form in a KV group"
         )
 
 
-def plane_of(tensor: torch.Tensor, before: int, width: int) -> torch.Tensor:
+def plane_of(tensor: torch.Tensor, before: int, width: int, kernel: int = 0) -> torch.Tensor:
     """One plane of a layer, as a layer of its own: the elements [before, before + width) of each row.
 
     A kernel block of N rows holds that plane of all of them together, behind N x `before` elements of other
-    planes, and `tensor`, [B, 1, N, C], shows only where a block begins and how much it holds.
+    planes, and `tensor`, [B, 1, N, C], shows only where a block begins and how much it holds. `kernel`: rows
+    of a kernel block where vLLM shows whole blocks of several, [B, kernel blocks, 1, rows, width] then.
 
     Raises ValueError unless the block's N x C elements lie together, and the plane among them.
     """
@@ -160,30 +164,42 @@ def plane_of(tensor: torch.Tensor, before: int, width: int) -> torch.Tensor:
             f"a KV layer has shape {list(tensor.shape)} and strides {list(tensor.stride())}; expected one "
             f"head whose rows lie together, and the elements [{before}, {before + width}) in a row"
         )
-    size, strides = (blocks, 1, rows, width), (tensor.stride(0), rows * width, width, 1)
-    return tensor.as_strided(size, strides, int(tensor.storage_offset()) + rows * before)
+    kernel = kernel or rows
+    size, strides = [blocks, 1, kernel, width], [tensor.stride(0), kernel * width, width, 1]
+    if kernel != rows:
+        if rows % kernel or tensor.stride(0) % (kernel * content):
+            raise ValueError(
+                f"a KV layer has blocks of {rows} rows of {content}, {tensor.stride(0)} apart; expected a "
+                f"multiple of a kernel block's {kernel} rows"
+            )
+        size.insert(1, rows // kernel)
+        strides.insert(1, kernel * content)
+    return tensor.as_strided(size, strides, int(tensor.storage_offset()) + kernel * before)
 
 
 def pages_of(tensor: torch.Tensor, table: int, block_rows: int, paged: bool) -> LayerPages:
     """Where the rows of a layer lie that `check_layer` has accepted."""
     size = tensor.element_size()
-    blocks, _, rows, _ = tensor.shape
-    block_stride, head_stride, row_stride, _ = (stride * size for stride in tensor.stride())
+    rows = tensor.shape[-2]
+    *outer, head_stride, row_stride, _ = (stride * size for stride in tensor.stride())
+    block_stride = outer[-1]
     units, ratio = 1 if paged else rows, block_rows // rows
+    apart = ratio if len(outer) == 1 else outer[0] // block_stride
     # With one unit in a kernel block, the next unit is the next kernel block.
     unit_stride = block_stride if units == 1 else row_stride
-    if block_stride == units * unit_stride:
-        units, block_stride, ratio = units * ratio, block_stride * ratio, 1
+    if block_stride == units * unit_stride and apart == ratio:
+        units, block_stride, ratio, apart = units * ratio, block_stride * ratio, 1, 1
     return LayerPages(
         storage=tensor.untyped_storage().data_ptr(),
         table=table,
-        blocks=blocks * rows // block_rows,
+        blocks=prod(tensor.shape[:-3]) * rows // block_rows,
         ratio=ratio,
         units=units,
         block_stride=block_stride,
         unit_stride=unit_stride,
         head_stride=head_stride,
         offset=int(tensor.storage_offset()) * size,
+        apart=apart,
     )
 
 
@@ -209,19 +225,19 @@ class Runs:
         kind = replace(pages, storage=0, offset=0)
         if kind not in self._tables:
             self._tables[kind] = self._places(pages, cut.table, run, step)
-        runs = replace(span, pages=replace(pages, ratio=1, units=run, block_stride=step))
+        runs = replace(span, pages=replace(pages, ratio=1, apart=1, units=run, block_stride=step))
         return runs, cut._replace(units=(0, len(self._positions)), table=self._tables[kind])
 
     def _places(self, pages: LayerPages, table: Index, run: int, step: int) -> Index:
-        if pages.blocks * pages.ratio * (pages.block_stride // step) >= MAX_PLACES:
+        if pages.blocks * pages.apart * (pages.block_stride // step) >= MAX_PLACES:
             raise ValueError(
-                f"{pages.blocks} blocks of {pages.block_stride * pages.ratio} bytes have too many places "
+                f"{pages.blocks} blocks of {pages.block_stride * pages.apart} bytes have too many places "
                 f"where {run} tokens of {pages.unit_stride} bytes may lie: set a larger "
                 "--cp-kv-cache-interleave-size, or give vLLM a smaller KV cache"
             )
         block, inside = np.divmod(self._positions[::run], pages.block_units)
         kernel, unit = np.divmod(inside, pages.units)
-        places: Index = (table[block] * pages.ratio + kernel) * (pages.block_stride // step)
+        places: Index = (table[block] * pages.apart + kernel) * (pages.block_stride // step)
         places += unit * pages.unit_stride // step
         return places
 
@@ -304,6 +320,6 @@ def _unit_rows(pages: LayerPages, units: Bounds, stride: int, atom: int, table: 
     unit = np.arange(units[0] % whole, units[1] - units[0] + units[0] % whole, stride)
     block, inside = np.divmod(unit, whole)
     kernel, rest = np.divmod(inside, pages.units)
-    kernel += table[block] * pages.ratio
+    kernel += table[block] * pages.apart
     result: Index = kernel * (pages.block_stride // atom) + rest * pages.unit_stride // atom
     return result

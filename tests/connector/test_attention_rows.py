@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     get_kv_quant_mode,
 )
+from vllm.v1.worker.utils import AttentionGroup
 from vllm.version import __version_tuple__ as version
 
 from p2pkv.config import ConfigError
@@ -343,6 +344,26 @@ def test_a_plane_is_found_in_kernel_blocks_of_any_size() -> None:
     flat = pages[5].flatten()
     assert torch.equal(keys[5, 0, 63], flat[63 * 128 : 64 * 128])
     assert torch.equal(scales[5, 0, 63], flat[64 * 128 + 63 * 4 :][:4])
+
+
+def test_a_plane_is_found_in_kernel_blocks_between_other_layers() -> None:
+    """GLM5-Next: vLLM packs its layers, and registers blocks of several of the indexer's kernel blocks."""
+    spec = MLAAttentionSpec(
+        block_size=2 * SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8, tokens_per_state=4
+    )
+    pages = torch.arange(4 * 3 * 128 * 132).bitwise_xor(torch.arange(4 * 3 * 128 * 132) >> 9).to(torch.uint8)
+    registered = pages.view(4, 3, 128, 132)[:, 1:2]
+    group = AttentionGroup(TritonAttentionBackend, ["i"], spec, 0, kernel_block_size=SIZE)
+    bound = group.map_kv_cache_to_kernel_blocks(registered)
+    planes = plane_views("i", form_of(spec), registered, SimpleNamespace(kv_cache=bound))
+    ids = [number * group.kernel_block_stride + part for number in (3, 1) for part in (0, 1)]
+    for (_, plane), before, width in zip(planes, (0, 128), (128, 4), strict=True):
+        cache = PagedCache.from_tensors([plane], block_size=2 * SIZE, tokens_per_row=4)
+        found = torch.empty(150 * width, dtype=torch.uint8)
+        cache.gather(found, (0, 1), (0, 600), (0, 1), [[3, 1]])
+        assert torch.equal(
+            found, bound[ids].flatten(1)[:, 64 * before :][:, : 64 * width].flatten()[: len(found)]
+        )
 
 
 def test_a_view_of_another_size_is_refused() -> None:

@@ -112,6 +112,17 @@ def test_windows_with_kv_heads_of_their_own_on_more_ranks_than_the_model_has_hea
     assert [group.heads for group in said.groups] == [4, 8]
 
 
+def test_layers_whose_kv_heads_the_models_configuration_has() -> None:
+    """Gemma-4: fewer in full attention than in windows, so a rank's one head may be a copy."""
+    config = with_parallel(tensor_parallel_size=4)
+    model = config.model_config.model_arch_config
+    model.total_num_kv_heads, model.per_layer_overrides = 8, [{}, {"total_num_kv_heads": 2}]
+    specs = {f"l.{number}": replace(FULL, num_kv_heads=held) for number, held in enumerate((2, 1))}
+    kv = kv_groups(*(([name], spec) for name, spec in specs.items()))
+    caches = {name: torch.zeros(4, spec.num_kv_heads, BLOCK, 32) for name, spec in specs.items()}
+    assert [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups] == [8, 2]
+
+
 def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"holds 4 KV heads of .*, but 2 of 2 were expected"):
         hello_with(vllm_config("P"), caches_of(LAYERS, heads=4))  # slots, as nvfp4 has for K and for V
@@ -133,10 +144,15 @@ def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
         (torch.float8_e4m3fn, "fp8_inc", "float8_e4m3fn (fp8_inc)"),
     ],
 )
-def test_bytes_of_different_meaning_are_different_types(tensor: torch.dtype, cache: str, said: str) -> None:
+def test_bytes_of_different_meaning_are_different_types(
+    tensor: torch.dtype, cache: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = vllm_config("P")
     config.cache_config.cache_dtype = cache
-    assert hello_with(config, caches_of(LAYERS, dtype=tensor)).cache.groups[0].dtype == said
+    for end in (")", " fnuz)"):  # AMD's MI300 has other numbers of eight bits
+        found = hello_with(config, caches_of(LAYERS, dtype=tensor)).cache.groups[0].dtype
+        assert found == said.replace(")", end)
+        monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
 
 
 def test_the_names_of_layers_tell_models_apart_but_not_pipeline_stages() -> None:
@@ -174,12 +190,16 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
 
 
 def test_layers_that_share_their_kv_are_moved_once() -> None:
-    """In the order of their numbers."""
+    """In the order of their numbers, by the block table of the layer whose KV it is: those that share it are
+    in none of vLLM's groups."""
     own = caches_of(["l.10", "l.9", "l.1", "l.0"])
-    layers = Layers({**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}, kv_cache_config())
-    assert layers.indices == {"l.0": 0, "l.1": 1, "l.9": 2, "l.10": 3}
-    expected = [each.data_ptr() for each in reversed(own.values())]
-    assert [layer.tensor.data_ptr() for layer in layers.all] == expected
+    caches = {**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}
+    for kv in (kv_cache_config(), kv_groups((["l.0", "l.9"], FULL), (["l.1", "l.10"], FULL))):
+        layers = Layers(caches, kv)
+        assert layers.indices == {"l.0": 0, "l.1": 1, "l.9": 2, "l.10": 3}
+        expected = [each.data_ptr() for each in reversed(own.values())]
+        assert [layer.tensor.data_ptr() for layer in layers.all] == expected
+    assert [layer.table for layer in layers.all] == [0, 1, 0, 1]
 
 
 def test_the_codec_is_that_of_the_attention_layers() -> None:

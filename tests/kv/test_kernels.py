@@ -85,11 +85,13 @@ def test_lanes_fill_whole_lines_and_then_load_several_times(elements: int, lanes
     assert lanes == MAX_LANES or lanes <= 8 or lanes * LOADS >= elements
 
 
-@pytest.mark.parametrize("tokens", [255 * 4, 256 * 4])
-def test_planes_are_moved_by_accesses_as_wide_as_their_rows(tokens: int, launcher: CpuLauncher) -> None:
+@pytest.mark.parametrize(("tokens", "kernel"), [(255 * 4, 64), (256 * 4, 64), (205 * 4, 32), (256 * 4, 32)])
+def test_planes_are_moved_by_accesses_as_wide_as_their_rows(
+    tokens: int, kernel: int, launcher: CpuLauncher
+) -> None:
     """As vLLM packs DeepSeek V4's layers into a block's bytes: latents (values, scales) behind the indexer's
-    keys of two layers. `tokens`: rows end inside a block, or with one."""
-    page, keys, latents = 95_616, 64 * 132, 64 * 584
+    keys of two layers. `tokens`: rows end inside a block, or with one. `kernel`: rows of a kernel block."""
+    page, keys, latents = 32 * 132 * 584, 64 * 132, 64 * 584
     memory = torch.randint(0, 256, (12, page), dtype=torch.uint8)
     tables = [torch.randperm(12)[:4].tolist()]
 
@@ -100,14 +102,17 @@ def test_planes_are_moved_by_accesses_as_wide_as_their_rows(tokens: int, launche
         starts = accumulate([0, *widths[:-1]])
         return [
             PagedCache.from_tensors(
-                [plane_of(view, *plane) for view in views], block_size=256, tokens_per_row=4
+                [plane_of(view, *plane, kernel) for view in views], block_size=256, tokens_per_row=4
             )
             for plane in zip(starts, widths, strict=True)
         ]
 
+    def caches() -> list[PagedCache]:
+        return [*planes(132, 0, keys, (128, 4)), *planes(584, 2 * keys, latents, (576, 8))]
+
     with launcher.moving():
-        caches = [*planes(132, 0, keys, (128, 4)), *planes(584, 2 * keys, latents, (576, 8))]
-    for cache, width in zip(caches, (16, 4, 16, 8), strict=True):
+        moved = caches()
+    for cache, host, width in zip(moved, caches(), (16, 4, 16, 8), strict=True):
         cut, nbytes = ((0, 2), (0, tokens), (0, 1)), cache.nbytes(2, 0, tokens, 1)
         buffer = torch.zeros(nbytes + 16, dtype=torch.uint8)
         buffer = buffer[-buffer.data_ptr() % 16 :][:nbytes]
@@ -118,3 +123,6 @@ def test_planes_are_moved_by_accesses_as_wide_as_their_rows(tokens: int, launche
         assert launcher.launched == [f"p2pkv_gather_{width}", f"p2pkv_scatter_{width}"]
         assert launcher.accesses - accesses == 4 * nbytes // width
         assert torch.equal(memory, before)
+        found = torch.empty_like(buffer)
+        host.gather(found, *cut, tables)
+        assert torch.equal(found, buffer)

@@ -83,7 +83,7 @@ Runs.of: a run of tokens may lie in two blocks
 ~ run = gcd(pages.units, self._longest) => run = self._longest
 > tests/connector/test_attention_rows.py
 plane_of: a block's scales are read and written one row further
-~ storage_offset()) + rows * before => storage_offset()) + (rows * before + width if before else 0)
+~ storage_offset()) + kernel * before => storage_offset()) + (kernel * before + width if before else 0)
 > tests/kv/test_rectangles.py
 spans_of: layers that lie unevenly are copied as if they were evenly spaced
 ~ even = apart.pop() if len(apart) == 1 else None => even = apart.pop()
