@@ -15,15 +15,8 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+from p2pkv.control import security
 from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping
-from p2pkv.control.security import (
-    HandshakeMonitor,
-    Members,
-    ZapHandler,
-    event_of,
-    failure_of,
-    limit_handshake,
-)
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -77,14 +70,14 @@ class Listener:
         shut_out: how many connections failed in the handshake.
     """
 
-    def __init__(self, endpoint: str, take: Take, members: Members | None = None) -> None:
+    def __init__(self, endpoint: str, take: Take, members: security.Members | None = None) -> None:
         self._take = take
         self._guarded = members is not None
         self._context = zmq.asyncio.Context()
-        self._zap = ZapHandler(members, None)
+        self._zap = security.ZapHandler(members, None)
         self._asked = cast("zmq.asyncio.Socket", self._zap.open(self._context))
         self._router = self._context.socket(zmq.ROUTER)
-        self._watch = HandshakeMonitor(self._router)
+        self._watch = security.HandshakeMonitor(self._router)
         self._failures = cast("zmq.asyncio.Socket", self._watch.socket)
         try:
             _configure(self._router, ipv6="[" in endpoint)
@@ -152,7 +145,7 @@ class Listener:
 
     async def _look(self) -> None:
         """Takes in one failed handshake."""
-        failure = failure_of(*event_of(await self._failures.recv_multipart()))
+        failure = security.failure_of(*security.event_of(await self._failures.recv_multipart()))
         self.shut_out += 1
         if failure.spoke:
             self._complain(
@@ -183,7 +176,7 @@ def _configure(router: zmq.asyncio.Socket, *, ipv6: bool) -> None:
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.IPV6, ipv6)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_PING_BYTES)
-    limit_handshake(router)
+    security.limit_handshake(router)
     # The original connector pings under a fixed identity: a restarted instance must not be shut out.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     # A send to a connection that is gone is an error; that is how it is found out.

@@ -23,20 +23,7 @@ from p2pkv.control.discovery import Ping, are_alike, goodbye, lasting
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
-from .instance import (
-    LIFE,
-    ROLE_NAMES,
-    Breaker,
-    Differences,
-    Instance,
-    InstanceKey,
-    InstanceRole,
-    Kind,
-    ListedSource,
-    PingSource,
-    Role,
-    differences,
-)
+from .instance import LIFE, ROLES, Breaker, Instance, InstanceKey, ListedSource, PingSource, Role, differences
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +118,7 @@ class Registry:
     def _replace_listed(self, newcomer: Instance) -> None:
         """Who pings is left to its pings. The list may have each role of one that pings with both."""
         role, http, rank = newcomer.key
-        for each in list(ROLE_NAMES) if role == "both" else [role]:
+        for each in list(ROLES.values()) if role == "both" else [role]:
             listed = self._instances.get((each, http, rank))
             if listed and isinstance(listed.source, ListedSource) and listed.source != newcomer.source:
                 listed.source.pinged = True
@@ -260,15 +247,15 @@ class Registry:
                 logger.info("%s pings again", instance)
         self._silent = silent
 
-    def misfits(self) -> dict[Instance, Differences]:
+    def misfits(self) -> dict[Instance, tuple[str, ...]]:
         """Those that fit no other although the other role has instances of their model; and in what each of
         them differs from the nearest of these."""
-        kinds: dict[tuple[InstanceRole, Kind], list[Instance]] = {}
+        kinds: dict[object, list[Instance]] = {}
         for each in self._instances.values():
             kinds.setdefault((each.role, each.kind), []).append(each)
         # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
         ones = [alike[0] for alike in kinds.values()]
-        found: dict[Instance, Differences] = {}
+        found: dict[Instance, tuple[str, ...]] = {}
         for one, alike in zip(ones, kinds.values(), strict=True):
             if one.role == "both":
                 continue  # it fits itself
