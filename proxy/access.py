@@ -134,18 +134,16 @@ def read_tenants(path: str) -> dict[str, TenantSettings]:
     found, owners = {}, dict[str, str]()
     for name, table in tables.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"{path} has a tenant {name!r}: a name is of letters, digits, `.`, `_` and `-`, 64 at most"
-            )
+            rule = "a name is of letters, digits, `.`, `_` and `-`, 64 at most"
+            raise ValueError(f"{path} has a tenant {name!r}: {rule}")
         try:
             found[name] = msgspec.convert(table, TenantSettings)
         except msgspec.ValidationError as error:
             raise ValueError(f"tenant `{name}` in {path}: {str(error).replace('$.', '')}") from None
         for key in found[name].keys:
             if not (key and key.isascii() and key.isprintable() and " " not in key):
-                raise ValueError(
-                    f"tenant `{name}` in {path}: a key is printable ASCII characters without a space"
-                )
+                rule = "a key is printable ASCII characters without a space"
+                raise ValueError(f"tenant `{name}` in {path}: {rule}")
             if owners.setdefault(key, name) != name:
                 raise ValueError(f"tenants `{owners[key]}` and `{name}` in {path} have one key in common")
     return found

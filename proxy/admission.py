@@ -259,9 +259,8 @@ class Admission:
                 self._counters.left_waiting += 1
                 raise
             self._counters.refused_late += 1
-            raise ProxyError(
-                503, f"No instance had room for this request within {self._limits.max_wait:g} seconds."
-            ) from None
+            why = f"No instance had room for this request within {self._limits.max_wait:g} seconds."
+            raise ProxyError(503, why) from None
         finally:
             self._remove(waiter)
 

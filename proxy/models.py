@@ -115,14 +115,11 @@ class ModelLists:
         return {instance: reply for instance, reply in there.items() if reply is not None}
 
     async def _ask(self, request: web.Request, instance: Instance, unique: str) -> Reply | None:
-        headers = to_instance(request.headers, instance, unique)
+        url, headers = f"{instance.url}/v1/models", to_instance(request.headers, instance, unique)
+        within = aiohttp.ClientTimeout(total=_LIST_SECONDS)
+        asked = self._session.pooled.get(url, headers=headers, timeout=within, allow_redirects=False)
         try:
-            async with self._session.pooled.get(
-                f"{instance.url}/v1/models",
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS),
-                allow_redirects=False,
-            ) as answer:
+            async with asked as answer:
                 return await read_whole(answer)
         except (aiohttp.ClientError, OSError, CallFailed) as error:
             logger.warning("%s did not list its models: %s", instance, shown(error))

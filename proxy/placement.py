@@ -375,12 +375,11 @@ class PlacementCosts:
     def status(self) -> dict[str, Any]:
         """For /status: how far off the latest predictions were, and why the last ways were taken."""
         errors = [prediction.error(seen) for prediction, seen in self.latest]
+        latest = [*self.latest][-_SHOWN:]
         return {
             "ways": dict(self.ways),
             "median_error": median(errors) if errors else None,
-            "latest": [
-                {**each._asdict(), "first_token_seen": seen} for each, seen in [*self.latest][-_SHOWN:]
-            ],
+            "latest": [{**each._asdict(), "first_token_seen": seen} for each, seen in latest],
         }
 
     def cheapest(

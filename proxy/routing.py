@@ -288,9 +288,8 @@ class Router:
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SKIP_IF_SHORT and not prefillers:
             if near := self._with_little_left(decoders, request):
-                return Choice(
-                    None, self._pick(self._pick_decode, near, request).instance, prefill_skipped=True
-                )
+                decode = self._pick(self._pick_decode, near, request).instance
+                return Choice(None, decode, prefill_skipped=True)
             prefillers, decoders = self._able(fleet, PrefillMode.WANTED)
         if not prefillers:
             decode = self._pick(self._pick_decode, decoders, request).instance
@@ -471,10 +470,8 @@ class Router:
 def _why_none(registry: Registry, role: Role) -> str:
     known = registry.known(role)
     out = {
-        "drained": sum(instance.drained for instance in known),
-        "paused by vLLM's /pause or stopping": sum(
-            instance.paused and not instance.drained for instance in known
-        ),
+        "drained": sum(each.drained for each in known),
+        "paused by vLLM's /pause or stopping": sum(each.paused and not each.drained for each in known),
     }
     unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
     why = f"of {len(known)} registered, none has answered /health with 200 lately"

@@ -114,9 +114,8 @@ class Listener:
         frames = await self._receive()
         try:
             if len(frames) != 2:
-                raise BadPing(
-                    f"a discovery ping is one frame without a delimiter, this had {len(frames) - 1} or more"
-                )
+                had = f"this had {len(frames) - 1} or more"
+                raise BadPing(f"a discovery ping is one frame without a delimiter, {had}")
             ping = decode_ping(frames[1])
         except BadPing as error:
             self.refused += 1
@@ -148,9 +147,8 @@ class Listener:
         failure = security.failure_of(*security.event_of(await self._failures.recv_multipart()))
         self.shut_out += 1
         if failure.spoke:
-            self._complain(
-                f"a connection to {self.endpoint} was refused ({self.shut_out} so far): {failure.detail}"
-            )
+            refused = f"a connection to {self.endpoint} was refused"
+            self._complain(f"{refused} ({self.shut_out} so far): {failure.detail}")
 
     def close(self) -> None:
         """Frees the port. Idempotent."""

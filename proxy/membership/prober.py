@@ -127,9 +127,8 @@ class Prober:
         return self._registry.overdue(self._registry.of(instance.ping) or instance, now)
 
     async def _health(self, instance: Instance) -> bool:
-        async with self._session.get(
-            f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
-        ) as answer:
+        url = f"{instance.url}/health"
+        async with self._session.get(url, timeout=_TIMEOUT, allow_redirects=False) as answer:
             return bool(answer.status == 200)
 
     async def _probe(self, instance: Instance) -> None:
@@ -149,9 +148,8 @@ class Prober:
     async def _learn_models(self, instance: Instance) -> None:
         """Those that it lists; none if it lists them only for those who have its key."""
         listed: list[_Model] = []
-        async with self._session.get(
-            f"{instance.url}/v1/models", timeout=_TIMEOUT, allow_redirects=False
-        ) as answer:
+        url = f"{instance.url}/v1/models"
+        async with self._session.get(url, timeout=_TIMEOUT, allow_redirects=False) as answer:
             try:
                 if answer.status == 200:
                     body = bytearray()

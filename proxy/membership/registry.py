@@ -147,9 +147,8 @@ class Registry:
             known.paused = paused
             if not paused:
                 known.breaker.clear()  # what failed was aborted by the pause
-            logger.warning(
-                "%s %s", known, "is paused: it gets no new requests" if paused else "has been resumed"
-            )
+            now = "is paused: it gets no new requests" if paused else "has been resumed"
+            logger.warning("%s %s", known, now)
         if isinstance(known.source, ListedSource) and known.source != source:
             known.source.pinged, known.source = True, source
             known.learn(known.names, known.context)
@@ -329,9 +328,8 @@ class Registry:
         """Whether it pings, or its connection stands and its lease is not over."""
         if not instance.silent(now):
             return True
-        return (
-            not self.overdue(instance, now) and instance.source is not None and instance.source.is_connected()
-        )
+        source = instance.source
+        return not self.overdue(instance, now) and source is not None and source.is_connected()
 
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
