@@ -60,11 +60,8 @@ class Access:
     def change(self, request: web.Request) -> None:
         """Raises ProxyError if this request may not drain or resume instances."""
         if not self.token:
-            raise ProxyError(
-                403,
-                "This proxy was started without an admin token, so no request can drain or resume instances: "
-                "start it with --admin-token, or set P2PKV_PROXY_ADMIN_TOKEN.",
-            )
+            why = "This proxy was started without an admin token, so no request can drain or resume instances"
+            raise ProxyError(403, f"{why}: start it with --admin-token, or set P2PKV_PROXY_ADMIN_TOKEN.")
         self._check(request)
 
     def _check(self, request: web.Request) -> None:
@@ -286,15 +283,13 @@ class Tenants:
         return self.by_name.get(named) or self.by_name[OTHER]
 
     def collect(self) -> Sequence[Metric]:
-        tokens = CounterMetricFamily(
-            "p2pkv_proxy_tenant_prompt_tokens", "Prompt tokens let in, as estimated.", labels=["tenant"]
-        )
-        refused = CounterMetricFamily(
-            "p2pkv_proxy_tenant_refused",
+        what = "Prompt tokens let in, as estimated."
+        tokens = CounterMetricFamily("p2pkv_proxy_tenant_prompt_tokens", what, labels=["tenant"])
+        what = (
             "Requests turned away with 429: as many were under way as may be (requests), too many prompt "
-            "tokens a second (tokens), or most of a full queue were its own, for its share (queue).",
-            labels=["tenant", "reason"],
+            "tokens a second (tokens), or most of a full queue were its own, for its share (queue)."
         )
+        refused = CounterMetricFamily("p2pkv_proxy_tenant_refused", what, labels=["tenant", "reason"])
         gauge = partial(GaugeMetricFamily, labels=["tenant"])
         running = gauge("p2pkv_proxy_tenant_requests", "Requests under way, those that wait among them.")
         waiting = gauge("p2pkv_proxy_tenant_requests_waiting", "Requests that wait for a place.")

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from .access import Tenant
-from .http import ProxyError
+from .http import AGAIN, ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .metrics import StreamTimer
@@ -67,6 +67,8 @@ class _Recent:
 
 
 # Places at instances.
+
+ALONE_FULL = f"the decode instances compute as many prompts by themselves as they may; {AGAIN}"
 
 
 @dataclass(eq=False)
@@ -288,20 +290,13 @@ class Admission:
             self._router.able(waiter.request, self._clock(), mode=waiter.mode)
         except DecodeAloneFull:
             self._counters.refused_alone += 1
-            raise ProxyError(
-                503,
-                "No prefill instance can serve this request, and the decode instances compute as many "
-                "prompts by themselves as they may; try again in a few seconds.",
-            ) from None
+            raise ProxyError(503, f"No prefill instance can serve this request, and {ALONE_FULL}") from None
         except Full:
             pass
         if self.waiting > self._limits.max_waiting and not self._crowd_out(waiter.request.tenant):
             self._counters.refused_full += 1
-            raise ProxyError(
-                503,
-                "All decode instances have as many requests as they take, and as many as may are waiting; "
-                "try again in a few seconds.",
-            )
+            why = "All decode instances have as many requests as they take, and as many as may are waiting"
+            raise ProxyError(503, f"{why}; {AGAIN}")
 
     def _crowd_out(self, newcomer: Tenant | None) -> bool:
         """Turns away the last of the tenant that has most waiting, for its share. False if there are no

@@ -351,7 +351,7 @@ def recording(metrics: Metrics, tracing: Spans | None, *, log_requests: bool) ->
             record.end("left")
             raise
         finally:
-            record.count()
+            metrics.ended(record, record.outcome or "left")
             record.span.end(record)
             if log_requests:
                 logger.info("request ended: %s", record, extra={"request": record.as_fields()})

@@ -44,11 +44,9 @@ async def check_values(body: bytearray, most: int, *, token_ids: bool) -> None:
 async def _check_exactly(body: bytearray, most: int, token_ids: bool) -> None:
     for values, numbers in values_in(body):
         if values + (0 if token_ids else numbers) > most:
-            raise ProxyError(
-                413,
-                f"The request body has more than {most} values, such as messages, their parts and fields; "
-                "this proxy takes no more in one request (--max-body-values).",
-            )
+            what = f"more than {most} values, such as messages, their parts and fields"
+            why = "this proxy takes no more in one request (--max-body-values)."
+            raise ProxyError(413, f"The request body has {what}; {why}")
         if numbers > MAX_NUMBERS:
             raise ProxyError(413, f"The request body has more than {MAX_NUMBERS} numbers, such as token ids.")
         await asyncio.sleep(0)

@@ -63,9 +63,8 @@ class Exposition:
             yield core.GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
         instances = self._proxy.instances()
         found = Tally[tuple[str, str]]((each.role, self._proxy.state_of(each)) for each in instances)
-        states = core.GaugeMetricFamily(
-            "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
-        )
+        what = "Registered instances, by role and state."
+        states = core.GaugeMetricFamily("p2pkv_proxy_instances", what, labels=["role", "state"])
         for labels in product(("P", "D", "both"), STATES):
             states.add_metric(labels, found[labels])
         yield states
@@ -75,16 +74,12 @@ class Exposition:
                 if (value := value_of(self._proxy, each)) is not None:
                     family.add_metric([each.ping.http_address, each.role, str(each.ping.dp_rank)], value)
             yield family
-        between = core.HistogramMetricFamily(
-            "p2pkv_proxy_inter_token_seconds",
-            "Between two pieces of a streamed answer as they come from the decode instance: mostly a token.",
-            labels=["address"],
+        what = (
+            "Between two pieces of a streamed answer as they come from the decode instance: mostly a token."
         )
-        events = core.CounterMetricFamily(
-            "p2pkv_proxy_stream_events",
-            "Events of streamed answers: a token each, or nearly so.",
-            labels=["address"],
-        )
+        between = core.HistogramMetricFamily("p2pkv_proxy_inter_token_seconds", what, labels=["address"])
+        what = "Events of streamed answers: a token each, or nearly so."
+        events = core.CounterMetricFamily("p2pkv_proxy_stream_events", what, labels=["address"])
         for name, gaps in self._proxy.metrics.gaps.items():
             between.add_metric([name], gaps.buckets(), gaps.total)
             events.add_metric([name], gaps.events)

@@ -66,12 +66,8 @@ _OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n\Z)')
 
 @dataclass(frozen=True)
 class PrefillToken:
-    """P's answer: the events up to its one token.
-
-    Attributes:
-        prompt: bytes of the prompt's token ids.
-        prompt_tokens: how many these are.
-    """
+    """P's answer: the events up to its one token. `prompt`: how many bytes the prompt's token ids take, and
+    `prompt_tokens`: how many they are."""
 
     events: bytes
     choice: TextChoice
@@ -217,10 +213,6 @@ class FirstTokens:
             return "room"
         return None if decode.context else "context"
 
-    def came(self) -> None:
-        """Counts an answer that begins with P's token."""
-        self.counters.first_tokens += 1
-
     def count_from_decode(self, why: Why) -> None:
         self.from_decode[why] += 1
 
@@ -237,7 +229,7 @@ class FirstTokens:
         if why is not None:
             self.count_from_decode(why)
             return None
-        self.came()
+        self.counters.first_tokens += 1
         return token
 
     def against_token(

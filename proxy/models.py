@@ -158,11 +158,9 @@ class StoredResponses:
     def find(self, shown: str, now: float) -> tuple[Instance, str]:
         """Who has it, and its id there. Raises ProxyError if no decode instance could go on with it."""
         decode, name = self._known.get(shown, (None, ""))
-        if decode is not None and decode in self._registry.routable("D", now):
-            return decode, name
-        why = (
-            "the decode instance that has it takes no requests any more"
-            if decode is not None
-            else "this proxy has not passed it on, or not since it was started"
-        )
+        why = "this proxy has not passed it on, or not since it was started"
+        if decode is not None:
+            if decode in self._registry.routable("D", now):
+                return decode, name
+            why = "the decode instance that has it takes no requests any more"
         raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

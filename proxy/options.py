@@ -68,9 +68,7 @@ def keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def tenants(arguments: argparse.Namespace) -> Tenants | None:
-    if not arguments.tenants:
-        return None
-    return Tenants(arguments.tenants, arguments.tenant_header or "")
+    return Tenants(arguments.tenants, arguments.tenant_header or "") if arguments.tenants else None
 
 
 def limits(arguments: argparse.Namespace) -> Limits:

@@ -156,8 +156,7 @@ class PrefixAware(Policy):
 
     help = (
         "the one that has lately been given a prompt with the same beginning, and so may have that in its "
-        "cache, unless another one has much less to do; for long system prompts and for "
-        "conversations"
+        "cache, unless another one has much less to do; for long system prompts and for conversations"
     )
     knows_prompts = True
 

@@ -338,9 +338,7 @@ class Router:
     ) -> Choice | None:
         policy, tokens = self._pick_prefill, request.prompt.tokens
         some, linked_pairs = self.costs.some, fleet.linked_pairs
-        near = (
-            (lambda prefill: some(self._linked(linked_pairs, prefill) or decoders)) if linked_pairs else None
-        )
+        near = (lambda each: some(self._linked(linked_pairs, each) or decoders)) if linked_pairs else None
         few = some(prefillers)
         if few is not prefillers and policy.knows_prompts:  # who has most of it may not have been drawn
             few = policy.with_holder(few, prefillers, request)
@@ -489,10 +487,8 @@ def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]
     if not found:
         return "No prefill instance and decode instance that are ready serve the same model."
     nearest = min(found, key=len)
-    return (
-        "No prefill instance that is ready fits a decode instance for this model: they differ in "
-        f"{' and '.join(nearest)}."
-    )
+    what = "No prefill instance that is ready fits a decode instance for this model"
+    return f"{what}: they differ in {' and '.join(nearest)}."
 
 
 def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Instance]:

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from .access import Access, Tenants
-from .admission import Admission, Demand, RequestPlace, Retries
+from .admission import ALONE_FULL, Admission, Demand, RequestPlace, Retries
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Blame, CallEnd, Charge, RetryKind
 from .bodies import Body, BodyBudget, BodyReader, parse, response_id
@@ -234,11 +234,8 @@ class Proxy:
         self.counters.refused_alone += 1
         record.end("shed")
         logger.info("request %s is turned away: no D may take it alone", attempt.unique)
-        raise ProxyError(
-            503,
-            "The prefill instance failed, no other can serve this request, and the decode instances compute "
-            "as many prompts by themselves as they may; try again in a few seconds.",
-        )
+        why = "The prefill instance failed, no other can serve this request"
+        raise ProxyError(503, f"{why}, and {ALONE_FULL}")
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -368,11 +365,7 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """All requests that are under way.
-
-    Attributes:
-        stopping: no more are taken on.
-    """
+    """All requests that are under way; when it is `stopping` no more are taken on."""
 
     def __init__(self, counters: RequestCounters) -> None:
         self._counters = counters

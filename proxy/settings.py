@@ -227,10 +227,8 @@ def not_negative(text: str, what: str = "number") -> float:
 
 def share(text: str) -> float:
     share = _float(text)
-    demand(
-        0 < share <= 1,
-        f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone",
-    )
+    rule = "expected more than 0 and at most 1; to have none, --no-decode-alone"
+    demand(0 < share <= 1, f"{text!r} is no share: {rule}")
     return share
 
 

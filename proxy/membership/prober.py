@@ -112,11 +112,9 @@ class Prober:
                 elif not refused and self._registry.overdue(instance, now):
                     instance.lost("silent")  # it stands still with its port open
             elif refused or self._overdue(instance, now):
+                running = instance.in_flight
                 logger.warning(
-                    "%s neither pings nor answers (%r): its %d requests fail",
-                    instance,
-                    error,
-                    instance.in_flight,
+                    "%s neither pings nor answers (%r): its %d requests fail", instance, error, running
                 )
                 instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something

@@ -158,11 +158,8 @@ class Registry:
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
         for each in self._instances.values():
-            same = (
-                (newcomer.role == "both" or each.has_role(newcomer.role))
-                and each.zmq_address == newcomer.zmq_address
-                and each.url != newcomer.url
-            )
+            shares_role = newcomer.role == "both" or each.has_role(newcomer.role)
+            same = shares_role and each.zmq_address == newcomer.zmq_address and each.url != newcomer.url
             if (same or each is known) and self._holds(each, newcomer, now):
                 return each
         return None
@@ -223,11 +220,9 @@ class Registry:
             logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
         self._log_silent(now)
         self._log_misfits()
-        self._breakers = {
-            key: each
-            for key, each in self._breakers.items()
-            if key in self._instances or not each.forgettable(now)
-        }
+        past = {key for key, each in self._breakers.items() if each.forgettable(now)}
+        for key in past - self._instances.keys():
+            del self._breakers[key]
         leavers, self._leavers = self._leavers, []
         return dead + leavers
 
