@@ -23,6 +23,7 @@ from .http import ProxyError, error_response, retry_after
 from .membership.instance import ROLE_NAMES, ROLES, Instance
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Sample, quantiles
 from .service import STOPPING, Proxy
+from .settings import float_of
 
 _LONGEST_DRAIN = 86400.0
 UNAVAILABLE = "unavailable"
@@ -128,10 +129,7 @@ async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Res
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
+    seconds = float_of(text)
     if not 0 <= seconds <= _LONGEST_DRAIN:
         raise ValueError(f"move_after is {text!r}: give seconds from 0 to {_LONGEST_DRAIN:g}, such as 30")
     return seconds

@@ -379,10 +379,8 @@ class Retries:
         an instance that hangs has computed nothing, and each request leaves it once."""
         if tries > self.limits.retries:
             return False
-        mode = place.mode_after(instance)
-        return self.admission.can_move(place, mode, failed | {instance}) or (
-            instance is place.choice.prefill and self.limits.decode_alone > 0
-        )
+        alone = instance is place.choice.prefill and self.limits.decode_alone > 0
+        return alone or self.admission.can_move(place, place.mode_after(instance), failed | {instance})
 
     async def try_elsewhere(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool

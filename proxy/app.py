@@ -413,10 +413,8 @@ def make_app(
         tenants: whose requests they are; None if all are alike.
         cors: what browsers may do from pages of other origins.
 
-    Raises:
-        OSError: at start-up, if an endpoint cannot be bound.
+    Raises OSError at start-up if an endpoint cannot be bound.
     """
-
     limits = limits or Limits()
     metrics = Metrics()
 

@@ -138,10 +138,9 @@ def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(arguments.ssl_certfile, arguments.ssl_keyfile, password="")
     except OSError as error:
-        raise OSError(
-            f"--ssl-certfile {arguments.ssl_certfile} and --ssl-keyfile {arguments.ssl_keyfile} have to be a "
-            f"certificate and its key without a password, in PEM: {error.strerror or error}"
-        ) from None
+        files = f"--ssl-certfile {arguments.ssl_certfile} and --ssl-keyfile {arguments.ssl_keyfile}"
+        rule = "have to be a certificate and its key without a password, in PEM"
+        raise OSError(f"{files} {rule}: {error.strerror or error}") from None
     return context
 
 

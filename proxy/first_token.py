@@ -57,7 +57,6 @@ _PARSED = {"tools", "thinking"}
 _WHOLE_BLOCKS = 128
 """Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
 
-
 _CHOICE = b'"choices":[{'
 _LENGTH = b'"finish_reason":"length"'
 _LENGTH_OF_CHAT = _LENGTH + b',"stop_reason":null'

@@ -63,10 +63,8 @@ class Proxy:
 
     def __post_init__(self) -> None:
         self.registry, self.clock = self.membership.registry, self.membership.clock
-        room, alone = self.limits.max_requests, self.limits.decode_alone
-        self.router = Router(
-            self.registry, self.routing, room=room, decode_alone=alone, on_error=self.metrics.predicted
-        )
+        room, alone, on_error = self.limits.max_requests, self.limits.decode_alone, self.metrics.predicted
+        self.router = Router(self.registry, self.routing, room, alone, on_error)
         self.admission = Admission(self.router, self.limits, self.counters, self.clock)
         self.intake = BodyBudget(self.limits, self.counters)
         self.active = ActiveRequests(self.counters)
@@ -139,9 +137,8 @@ class Proxy:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
             may_leave = partial(self.retries.may_leave, place, failed=active.failed, tries=tries)
-            active.attempt = attempt = Attempt(
-                self, request, body, place, may_leave, may_resend, doubted, active.transcript
-            )
+            attempt = Attempt(self, request, body, place, may_leave, may_resend, doubted, active.transcript)
+            active.attempt = attempt
             if body.stored:
                 name = response_id(attempt.request_id)
                 self.responses.note(response_id(attempt.unique), place.choice.decode, name)
@@ -291,6 +288,7 @@ class Proxy:
     def gauges(self) -> dict[str, int]:
         """What is held now; all 0 when nothing is under way."""
         everyone = self.instances()
+        held = (each.transcript.bytes_held for each in self.active if each.transcript is not None)
         return {
             "under_way": self.admission.under_way,
             "waiting": self.admission.waiting,
@@ -298,9 +296,7 @@ class Proxy:
             "calls": sum(instance.in_flight for instance in everyone),
             "decode_alone": sum(instance.decode_alone for instance in everyone),
             "resume_bytes": self.transcripts.held,
-            "resume_bytes_largest": max(
-                (each.transcript.bytes_held for each in self.active if each.transcript is not None), default=0
-            ),
+            "resume_bytes_largest": max(held, default=0),
             "silent": sum(instance.silent(self.clock()) for instance in everyone),
             "engines_paused": sum(instance.paused for instance in everyone),
             "breakers_open": sum(not instance.breaker.closed for instance in everyone),

@@ -64,10 +64,6 @@ class Listener:
     Args:
         endpoint: where to bind, as ZMQ writes it. Raises OSError if that is not possible.
         members: whose pings are taken; None for all, in the clear.
-
-    Attributes:
-        refused: how many messages were no pings.
-        shut_out: how many connections failed in the handshake.
     """
 
     def __init__(self, endpoint: str, take: Take, members: security.Members | None = None) -> None:
@@ -89,8 +85,8 @@ class Listener:
             self.close()
             raise OSError(error.errno, f"cannot listen for discovery on {endpoint}: {error}") from error
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.refused = 0
-        self.shut_out = 0
+        self.refused = self.shut_out = 0
+        """How many messages were no pings, and how many connections failed in the handshake."""
         self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
 
     async def run(self) -> None:
