@@ -149,8 +149,7 @@ def _closed_unanswered(error: Exception) -> bool:
 
 def _socket(place: AddrInfoType) -> socket.socket:
     """One whose connection breaks when the other host is gone."""
-    family, kind, protocol, *_ = place
-    made = socket.socket(family, kind, protocol)
+    made = socket.socket(*place[:3])  # its family, kind and protocol
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE_PROBES.items():
