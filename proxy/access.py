@@ -60,11 +60,8 @@ class Access:
     def change(self, request: web.Request) -> None:
         """Raises ProxyError if this request may not drain or resume instances."""
         if not self.token:
-            raise ProxyError(
-                403,
-                "This proxy was started without an admin token, so no request can drain or resume instances: "
-                "start it with --admin-token, or set P2PKV_PROXY_ADMIN_TOKEN.",
-            )
+            why = "This proxy was started without an admin token, so no request can drain or resume instances"
+            raise ProxyError(403, f"{why}: start it with --admin-token, or set P2PKV_PROXY_ADMIN_TOKEN.")
         self._check(request)
 
     def _check(self, request: web.Request) -> None:
@@ -134,18 +131,16 @@ def read_tenants(path: str) -> dict[str, TenantSettings]:
     found, owners = {}, dict[str, str]()
     for name, table in tables.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"{path} has a tenant {name!r}: a name is of letters, digits, `.`, `_` and `-`, 64 at most"
-            )
+            rule = "a name is of letters, digits, `.`, `_` and `-`, 64 at most"
+            raise ValueError(f"{path} has a tenant {name!r}: {rule}")
         try:
             found[name] = msgspec.convert(table, TenantSettings)
         except msgspec.ValidationError as error:
             raise ValueError(f"tenant `{name}` in {path}: {str(error).replace('$.', '')}") from None
         for key in found[name].keys:
             if not (key and key.isascii() and key.isprintable() and " " not in key):
-                raise ValueError(
-                    f"tenant `{name}` in {path}: a key is printable ASCII characters without a space"
-                )
+                rule = "a key is printable ASCII characters without a space"
+                raise ValueError(f"tenant `{name}` in {path}: {rule}")
             if owners.setdefault(key, name) != name:
                 raise ValueError(f"tenants `{owners[key]}` and `{name}` in {path} have one key in common")
     return found
@@ -288,15 +283,13 @@ class Tenants:
         return self.by_name.get(named) or self.by_name[OTHER]
 
     def collect(self) -> Sequence[Metric]:
-        tokens = CounterMetricFamily(
-            "p2pkv_proxy_tenant_prompt_tokens", "Prompt tokens let in, as estimated.", labels=["tenant"]
-        )
-        refused = CounterMetricFamily(
-            "p2pkv_proxy_tenant_refused",
+        what = "Prompt tokens let in, as estimated."
+        tokens = CounterMetricFamily("p2pkv_proxy_tenant_prompt_tokens", what, labels=["tenant"])
+        what = (
             "Requests turned away with 429: as many were under way as may be (requests), too many prompt "
-            "tokens a second (tokens), or most of a full queue were its own, for its share (queue).",
-            labels=["tenant", "reason"],
+            "tokens a second (tokens), or most of a full queue were its own, for its share (queue)."
         )
+        refused = CounterMetricFamily("p2pkv_proxy_tenant_refused", what, labels=["tenant", "reason"])
         gauge = partial(GaugeMetricFamily, labels=["tenant"])
         running = gauge("p2pkv_proxy_tenant_requests", "Requests under way, those that wait among them.")
         waiting = gauge("p2pkv_proxy_tenant_requests_waiting", "Requests that wait for a place.")

@@ -23,6 +23,7 @@ from .http import ProxyError, error_response, retry_after
 from .membership.instance import ROLE_NAMES, ROLES, Instance
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Sample, quantiles
 from .service import STOPPING, Proxy
+from .settings import float_of
 
 _LONGEST_DRAIN = 86400.0
 UNAVAILABLE = "unavailable"
@@ -117,9 +118,8 @@ async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Res
         raise ProxyError(400, f"{error}.") from None
     meant = [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
     if not meant:
-        return error_response(
-            404, "No instance with this HTTP address is registered; GET /instances lists those that are."
-        )
+        why = "No instance with this HTTP address is registered; GET /instances lists those that are."
+        return error_response(404, why)
     for instance in meant:
         proxy.registry.drain(instance, drained)
     proxy.admission.advance()
@@ -129,10 +129,7 @@ async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Res
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
+    seconds = float_of(text)
     if not 0 <= seconds <= _LONGEST_DRAIN:
         raise ValueError(f"move_after is {text!r}: give seconds from 0 to {_LONGEST_DRAIN:g}, such as 30")
     return seconds
@@ -153,10 +150,6 @@ async def keep_history(proxy: Proxy) -> None:
 async def status_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     proxy.guard.look(request)
-    return web.json_response(status_of(proxy), headers={"Cache-Control": "no-store"})
-
-
-def status_of(proxy: Proxy) -> dict[str, Any]:
     metrics, now = proxy.metrics, proxy.clock()
     instances = proxy.instances()
     running = Counter(
@@ -164,7 +157,7 @@ def status_of(proxy: Proxy) -> dict[str, Any]:
         for choice in proxy.admission.choices
         if choice.prefill is not None
     )
-    return {
+    status = {
         "version": __version__,
         "uptime_seconds": round(now - metrics.began, 1),
         "dispatch": proxy.dispatch,
@@ -187,6 +180,7 @@ def status_of(proxy: Proxy) -> dict[str, Any]:
         "history_fields": Sample._fields,
         "history": [(round(each.at - now, 2), *each[1:]) for each in metrics.history],
     }
+    return web.json_response(status, headers={"Cache-Control": "no-store"})
 
 
 async def dashboard(request: web.Request) -> web.Response:

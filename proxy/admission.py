@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from .access import Tenant
-from .http import ProxyError
+from .http import AGAIN, ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
 from .metrics import StreamTimer
@@ -67,6 +67,8 @@ class _Recent:
 
 
 # Places at instances.
+
+ALONE_FULL = f"the decode instances compute as many prompts by themselves as they may; {AGAIN}"
 
 
 @dataclass(eq=False)
@@ -290,9 +292,8 @@ class Admission:
                 self._counters.left_waiting += 1
                 raise
             self._counters.refused_late += 1
-            raise ProxyError(
-                503, f"No instance had room for this request within {self._limits.max_wait:g} seconds."
-            ) from None
+            why = f"No instance had room for this request within {self._limits.max_wait:g} seconds."
+            raise ProxyError(503, why) from None
         finally:
             self._remove(waiter)
 
@@ -328,21 +329,14 @@ class Admission:
             self._router.able(waiter.request, self._clock(), mode=waiter.mode, avoid=waiter.avoid)
         except DecodeAloneFull:
             self._counters.refused_alone += 1
-            raise ProxyError(
-                503,
-                "No prefill instance can serve this request, and the decode instances compute as many "
-                "prompts by themselves as they may; try again in a few seconds.",
-            ) from None
+            raise ProxyError(503, f"No prefill instance can serve this request, and {ALONE_FULL}") from None
         except Full:
             pass
         full = self.waiting > self._limits.max_waiting and waiter.lost is None
         if full and not self._crowd_out(waiter.tenant):
             self._counters.refused_full += 1
-            raise ProxyError(
-                503,
-                "All decode instances have as many requests as they take, and as many as may are waiting; "
-                "try again in a few seconds.",
-            )
+            why = "All decode instances have as many requests as they take, and as many as may are waiting"
+            raise ProxyError(503, f"{why}; {AGAIN}")
 
     def _crowd_out(self, newcomer: Tenant | None) -> bool:
         """Turns away the last of the tenant that has most waiting, for its share. False if there are no
@@ -425,10 +419,8 @@ class Retries:
         an instance that hangs has computed nothing, and each request leaves it once."""
         if tries > self.limits.retries:
             return False
-        mode = place.mode_after(instance)
-        return self.admission.can_move(place, mode, failed | {instance}) or (
-            instance is place.choice.prefill and self.limits.decode_alone > 0
-        )
+        alone = instance is place.choice.prefill and self.limits.decode_alone > 0
+        return alone or self.admission.can_move(place, place.mode_after(instance), failed | {instance})
 
     async def try_elsewhere(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool

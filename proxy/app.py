@@ -351,7 +351,7 @@ def recording(metrics: Metrics, tracing: Spans | None, *, log_requests: bool) ->
             record.end("left")
             raise
         finally:
-            record.count()
+            metrics.ended(record, record.outcome or "left")
             record.span.end(record)
             if log_requests:
                 logger.info("request ended: %s", record, extra={"request": record.as_fields()})
@@ -413,19 +413,16 @@ def make_app(
         tenants: whose requests they are; None if all are alike.
         cors: what browsers may do from pages of other origins.
 
-    Raises:
-        OSError: at start-up, if an endpoint cannot be bound.
+    Raises OSError at start-up if an endpoint cannot be bound.
     """
-
     limits = limits or Limits()
     metrics = Metrics()
 
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
             client = await cleanup.enter_async_context(Client())
-            membership = Membership(
-                client.pooled, registry or Registry(lease=limits.lease, first_turn=random_turn)
-            )
+            known = registry or Registry(lease=limits.lease, first_turn=random_turn)
+            membership = Membership(client.pooled, known)
             cleanup.callback(membership.close)
             app[PROXY] = proxy = Proxy(
                 client,
@@ -441,10 +438,12 @@ def make_app(
             membership.listen(discovery, members)
             if plain_discovery is not None:
                 membership.listen(plain_discovery)
-            forever = [membership.run(), admin.keep_history(proxy)]
-            tasks = [asyncio.create_task(each) for each in forever]
+            tasks = [asyncio.create_task(each) for each in (membership.run(), admin.keep_history(proxy))]
             yield
-            await end([*tasks, *proxy.background])
+            tasks += proxy.background
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
@@ -473,9 +472,3 @@ _ROUTES = [
     web.get("/metrics", by_proxy(exposition.metrics_page)),
     web.get("/", admin.dashboard),
 ]
-
-
-async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -223,7 +223,7 @@ class Attempt:
     async def _pass_on_ps(self, answered: ClientResponse, head: bytes) -> Outcome:
         """P's one token is the answer."""
         assert self._prefilling is not None
-        self.services.first_tokens.came()
+        self.services.counters.first_tokens += 1
         self.body.let_go()
         pace = None
         if answered.content_type == EVENT_STREAM:

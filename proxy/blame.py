@@ -148,10 +148,8 @@ def _of_p(end: CallEnd, decode: CallEnd, begun: bool, one_prompt: bool) -> Verdi
         return Verdict(Blame.P, RetryKind.GOES_ON if goes_on else RetryKind.NO, charge)
     if end in REFUSALS and not accepted:
         return Verdict(Blame.P, RetryKind.ALONE, charge)
-    asked = decode is not CallEnd.NOT_MADE
-    return Verdict(
-        Blame.P, RetryKind.GOES_ON if asked and end in _MAY_BE_ALIVE else RetryKind.ELSEWHERE, charge
-    )
+    goes_on = decode is not CallEnd.NOT_MADE and end in _MAY_BE_ALIVE
+    return Verdict(Blame.P, RetryKind.GOES_ON if goes_on else RetryKind.ELSEWHERE, charge)
 
 
 def _of_d(end: CallEnd, prefill: CallEnd, begun: bool, sent_twice: bool) -> Verdict:

@@ -124,11 +124,9 @@ class Body:
         self.model = _model(fields)
         responds = path == "/v1/responses"
         if responds and _switch(_small(fields, "background")):
-            raise ProxyError(
-                400,
-                "`background` is not supported: this proxy passes no `GET /v1/responses/{id}` on, so the "
-                "answer could not be fetched. Leave it out, and stream the answer if it takes long.",
-            )
+            why = "this proxy passes no `GET /v1/responses/{id}` on, so the answer could not be fetched"
+            advice = "Leave it out, and stream the answer if it takes long."
+            raise ProxyError(400, f"`background` is not supported: {why}. {advice}")
         self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
         self.previous_name = self.previous
         self.stored = responds and _switch(_small(fields, "store") if "store" in fields else True) is True
@@ -393,12 +391,8 @@ _LONGEST_SALT = 1024
 
 
 class _PromptField(NamedTuple):
-    """A field of a prompt.
-
-    Attributes:
-        view: its JSON, without the quotes of a text and the brackets of a list.
-        ids: it is token ids, or lists of them.
-    """
+    """A field of a prompt: a `view` of its JSON, without the quotes of a text and the brackets of a list, and
+    whether it is token ids, or lists of them."""
 
     view: memoryview
     ids: bool

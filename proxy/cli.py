@@ -13,7 +13,6 @@ import ssl
 import sys
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 from aiohttp import web
 
@@ -26,7 +25,7 @@ from . import options, settings, tracepoints
 from .access import Access
 from .app import BoundedRunner, make_app
 from .cors import Cors
-from .membership.listener import Listener, endpoint_of
+from .membership.listener import endpoint_of
 from .policies import Routing
 from .service import PROXY
 from .tracing import NoTracing, Spans, set_up_logging
@@ -97,7 +96,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         await web.TCPSite(runner, arguments.host, arguments.port, reuse_port=shared).start()
         if admin is not None:
             await web.TCPSite(runner, admin.host, admin.port).start()
-        _log_serving(arguments, members, runner.addresses, app[PROXY].membership.listeners)
+        _log_serving(arguments, members, runner)
         await stop.wait()
         logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), arguments.drain_seconds)
         for site in list(runner.sites):
@@ -139,23 +138,18 @@ def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(arguments.ssl_certfile, arguments.ssl_keyfile, password="")
     except OSError as error:
-        raise OSError(
-            f"--ssl-certfile {arguments.ssl_certfile} and --ssl-keyfile {arguments.ssl_keyfile} have to be a "
-            f"certificate and its key without a password, in PEM: {error.strerror or error}"
-        ) from None
+        files = f"--ssl-certfile {arguments.ssl_certfile} and --ssl-keyfile {arguments.ssl_keyfile}"
+        rule = "have to be a certificate and its key without a password, in PEM"
+        raise OSError(f"{files} {rule}: {error.strerror or error}") from None
     return context
 
 
-def _log_serving(
-    arguments: argparse.Namespace,
-    members: Members | None,
-    addresses: Sequence[Any],
-    listeners: Sequence[Listener],
-) -> None:
+def _log_serving(arguments: argparse.Namespace, members: Members | None, runner: BoundedRunner) -> None:
     scheme = "https" if arguments.ssl_certfile else "http"
+    listeners = runner.app[PROXY].membership.listeners
     logger.info(
         "serving on %s, discovery on %s, %s dispatch, %s for prefill and %s for decode, %s",
-        ", ".join(f"{scheme}://{Address(address[0], address[1])}" for address in addresses),
+        ", ".join(f"{scheme}://{Address(address[0], address[1])}" for address in runner.addresses),
         listeners[0].endpoint,
         arguments.dispatch,
         arguments.prefill_policy,

@@ -12,17 +12,7 @@ import re
 import msgspec
 
 from .bodies import Body, Fields, parse
-from .transcript import (
-    COMPLETIONS,
-    DATA_SPACE,
-    DONE,
-    SAME,
-    TextChoice,
-    Transcript,
-    Wanted,
-    end_of_offsets,
-    fields_of,
-)
+from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, TextChoice, Transcript, end_of_offsets, fields_of
 from .upstream import EVENT_END
 
 _PLAIN = re.compile(
@@ -118,7 +108,7 @@ class Continuation:
         """A choice in the form of the client's endpoint."""
         if not self._wanted.chat:
             return {**choice, "text": text, "logprobs": logprobs, "prompt_token_ids": None, "token_ids": ids}
-        made = {"index": 0, "delta": {"content": text}, "logprobs": _of_chat(logprobs, self._wanted)}
+        made = {"index": 0, "delta": {"content": text}, "logprobs": _of_chat(logprobs, self._transcript)}
         made["finish_reason"] = finish = choice.get("finish_reason")
         if finish is not None:
             made["stop_reason"] = choice.get("stop_reason")
@@ -208,11 +198,11 @@ def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:
     return made
 
 
-def _of_chat(logprobs: Fields | None, wanted: Wanted) -> Fields | None:
+def _of_chat(logprobs: Fields | None, transcript: Transcript) -> Fields | None:
     """Log-probabilities as /v1/chat/completions writes them."""
     if logprobs is None:
         return None
-    most = wanted.fields.get("top_logprobs") or 0
+    most = transcript.wanted.fields.get("top_logprobs") or 0
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     content = []
     for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):

@@ -34,13 +34,10 @@ class Cors:
     @web.middleware
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Around each request: answers a browser that asks first; it shows no key then."""
-        return self._answer(request) or await handler(request)
-
-    def _answer(self, request: web.Request) -> web.Response | None:
         wanted = request.headers.get("Access-Control-Request-Method")
         origin = request.headers.get("Origin")
         if request.method != "OPTIONS" or wanted is None or origin is None:
-            return None
+            return await handler(request)
         methods = _METHODS if "*" in self.methods else self.methods
         asked = request.headers.get("Access-Control-Request-Headers")
         names = [name.strip() for name in (asked or "").split(",") if name.strip()]

@@ -9,13 +9,7 @@ from dataclasses import dataclass, fields
 from itertools import chain, product
 
 from aiohttp import web
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import core
 from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
@@ -41,9 +35,9 @@ async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
 class _PageMetrics:
     """To the library a registry."""
 
-    _parts: Iterable[Iterable[Metric]]
+    _parts: Iterable[Iterable[core.Metric]]
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[core.Metric]:
         return chain.from_iterable(self._parts)
 
 
@@ -53,44 +47,39 @@ class Exposition:
 
     _proxy: Proxy
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         if self._proxy.tenants is not None:
             yield from self._proxy.tenants.collect()
-        yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
+        yield core.InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
         counted, gauges = self._proxy.counted(), self._proxy.gauges()
         for name, key, reasons, what in _BY_REASON:
-            several = CounterMetricFamily(f"p2pkv_proxy_{name}", what, labels=["reason"])
+            several = core.CounterMetricFamily(f"p2pkv_proxy_{name}", what, labels=["reason"])
             for reason in reasons:
                 several.add_metric([reason], counted[f"{key}_{reason}"])
             yield several
         for name, key, what in _COUNTERS:
-            yield CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
+            yield core.CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
         for name, key, what in _GAUGES:
-            yield GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
+            yield core.GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
         instances = self._proxy.instances()
         found = Tally[tuple[str, str]]((each.role, self._proxy.state_of(each)) for each in instances)
-        states = GaugeMetricFamily(
-            "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
-        )
+        what = "Registered instances, by role and state."
+        states = core.GaugeMetricFamily("p2pkv_proxy_instances", what, labels=["role", "state"])
         for labels in product(("P", "D", "both"), STATES):
             states.add_metric(labels, found[labels])
         yield states
         for name, what, value_of in _OF_INSTANCES:
-            family = GaugeMetricFamily(f"p2pkv_proxy_{name}", what, labels=["address", "role", "rank"])
+            family = core.GaugeMetricFamily(f"p2pkv_proxy_{name}", what, labels=["address", "role", "rank"])
             for each in instances:
                 if (value := value_of(self._proxy, each)) is not None:
                     family.add_metric([each.ping.http_address, each.role, str(each.ping.dp_rank)], value)
             yield family
-        between = HistogramMetricFamily(
-            "p2pkv_proxy_inter_token_seconds",
-            "Between two pieces of a streamed answer as they come from the decode instance: mostly a token.",
-            labels=["address"],
+        what = (
+            "Between two pieces of a streamed answer as they come from the decode instance: mostly a token."
         )
-        events = CounterMetricFamily(
-            "p2pkv_proxy_stream_events",
-            "Events of streamed answers: a token each, or nearly so.",
-            labels=["address"],
-        )
+        between = core.HistogramMetricFamily("p2pkv_proxy_inter_token_seconds", what, labels=["address"])
+        what = "Events of streamed answers: a token each, or nearly so."
+        events = core.CounterMetricFamily("p2pkv_proxy_stream_events", what, labels=["address"])
         for name, gaps in self._proxy.metrics.gaps.items():
             between.add_metric([name], gaps.buckets(), gaps.total)
             events.add_metric([name], gaps.events)

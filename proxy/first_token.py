@@ -57,7 +57,6 @@ _PARSED = {"tools", "thinking"}
 _WHOLE_BLOCKS = 128
 """Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
 
-
 _CHOICE = b'"choices":[{'
 _LENGTH = b'"finish_reason":"length"'
 _LENGTH_OF_CHAT = _LENGTH + b',"stop_reason":null'
@@ -66,12 +65,8 @@ _OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n\Z)')
 
 @dataclass(frozen=True)
 class PrefillToken:
-    """P's answer: the events up to its one token.
-
-    Attributes:
-        prompt: bytes of the prompt's token ids.
-        prompt_tokens: how many these are.
-    """
+    """P's answer: the events up to its one token. `prompt`: how many bytes the prompt's token ids take, and
+    `prompt_tokens`: how many they are."""
 
     events: bytes
     choice: TextChoice
@@ -217,10 +212,6 @@ class FirstTokens:
             return "room"
         return None if decode.context else "context"
 
-    def came(self) -> None:
-        """Counts an answer that begins with P's token."""
-        self.counters.first_tokens += 1
-
     def count_from_decode(self, why: Why) -> None:
         self.from_decode[why] += 1
 
@@ -237,7 +228,7 @@ class FirstTokens:
         if why is not None:
             self.count_from_decode(why)
             return None
-        self.came()
+        self.counters.first_tokens += 1
         return token
 
     def against_token(

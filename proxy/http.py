@@ -28,6 +28,7 @@ Headers = CIMultiDict[str]
 
 # Errors.
 
+AGAIN = "try again in a few seconds."
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,12 +49,8 @@ _SENTENCES = {
 
 
 class ProxyError(Exception):
-    """A request that ends with an error of this proxy's own.
-
-    Attributes:
-        last: this connection is not used any more.
-        retry_after: for a 429, seconds; else 0.
-    """
+    """A request that ends with an error of this proxy's own; if it is the `last` one this connection is not
+    used any more. `retry_after`: for a 429, seconds; else 0."""
 
     def __init__(self, status: int, message: str, *, last: bool = False, retry_after: int = 0) -> None:
         super().__init__(message)

@@ -384,10 +384,6 @@ class RequestRecord:
         self.status = self.status or status
         self.end("answered" if status < 400 else "refused" if status < 500 else "failed")
 
-    def count(self) -> None:
-        """To be called once, at its end."""
-        self.metrics.ended(self, self.outcome or "left")
-
     def ids(self) -> dict[str, str]:
         """Its ids, those that are known."""
         ids = {"request_id": self.unique, "client_request_id": self.client_id, "trace_id": self.trace_id}

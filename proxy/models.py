@@ -115,14 +115,11 @@ class ModelLists:
         return {instance: reply for instance, reply in there.items() if reply is not None}
 
     async def _ask(self, request: web.Request, instance: Instance, unique: str) -> Reply | None:
-        headers = to_instance(request.headers, instance, unique)
+        url, headers = f"{instance.url}/v1/models", to_instance(request.headers, instance, unique)
+        within = aiohttp.ClientTimeout(total=_LIST_SECONDS)
+        asked = self._session.pooled.get(url, headers=headers, timeout=within, allow_redirects=False)
         try:
-            async with self._session.pooled.get(
-                f"{instance.url}/v1/models",
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS),
-                allow_redirects=False,
-            ) as answer:
+            async with asked as answer:
                 return await read_whole(answer)
         except (aiohttp.ClientError, OSError, CallFailed) as error:
             logger.warning("%s did not list its models: %s", instance, shown(error))
@@ -161,11 +158,9 @@ class StoredResponses:
     def find(self, shown: str, now: float) -> tuple[Instance, str]:
         """Who has it, and its id there. Raises ProxyError if no decode instance could go on with it."""
         decode, name = self._known.get(shown, (None, ""))
-        if decode is not None and decode in self._registry.routable("D", now):
-            return decode, name
-        why = (
-            "the decode instance that has it takes no requests any more"
-            if decode is not None
-            else "this proxy has not passed it on, or not since it was started"
-        )
+        why = "this proxy has not passed it on, or not since it was started"
+        if decode is not None:
+            if decode in self._registry.routable("D", now):
+                return decode, name
+            why = "the decode instance that has it takes no requests any more"
         raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

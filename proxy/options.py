@@ -56,9 +56,8 @@ def read(
         parser.error("--tenant-header needs --tenants, a file that has the tenants that the header names")
     for name, each in (arguments.tenants or {}).items():
         if not each.keys and not arguments.tenant_header and name != OTHER:
-            parser.error(
-                f"--tenants: `{name}` has no keys, and without --tenant-header no request could be its"
-            )
+            why = f"`{name}` has no keys, and without --tenant-header no request could be its"
+            parser.error(f"--tenants: {why}")
     return arguments
 
 
@@ -69,9 +68,7 @@ def keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def tenants(arguments: argparse.Namespace) -> Tenants | None:
-    if not arguments.tenants:
-        return None
-    return Tenants(arguments.tenants, arguments.tenant_header or "")
+    return Tenants(arguments.tenants, arguments.tenant_header or "") if arguments.tenants else None
 
 
 def limits(arguments: argparse.Namespace) -> Limits:

@@ -109,9 +109,6 @@ class EngineCosts:
     What an instance's scheduler reports has prompts of other proxies, too. Of this proxy's own those count
     beside it that have been placed since: `_ON_ITS_WAY` before its time, or later. Answers are this proxy's
     own: a fixed share of all, and known at once.
-
-    Attributes:
-        answers: placed here to be decoded, begun or not.
     """
 
     def __init__(self) -> None:
@@ -123,8 +120,9 @@ class EngineCosts:
         self.hand_over = LeastSquares([0.02, 0.005])
         """Seconds from P's answer to D's first event: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
+        """Answers that were placed here to be decoded, begun or not; and the prompts' tokens."""
         self._queue: deque[QueuedPrompt] = deque()
-        """The prompts that are not computed yet, the oldest first; `tokens` are theirs."""
+        """The prompts that are not computed yet, the oldest first."""
         self.report = self._reported = _NOTHING
         """The last report, and what is left of it."""
         self._new = 0, 0, 0.0
@@ -375,12 +373,11 @@ class PlacementCosts:
     def status(self) -> dict[str, Any]:
         """For /status: how far off the latest predictions were, and why the last ways were taken."""
         errors = [prediction.error(seen) for prediction, seen in self.latest]
+        latest = [*self.latest][-_SHOWN:]
         return {
             "ways": dict(self.ways),
             "median_error": median(errors) if errors else None,
-            "latest": [
-                {**each._asdict(), "first_token_seen": seen} for each, seen in [*self.latest][-_SHOWN:]
-            ],
+            "latest": [{**each._asdict(), "first_token_seen": seen} for each, seen in latest],
         }
 
     def cheapest(

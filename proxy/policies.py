@@ -80,15 +80,12 @@ class Pick(NamedTuple):
 
 
 class Policy:
-    """Picks one of at least one candidate, all P's or all D's.
-
-    Attributes:
-        help: which one it picks, for `--help`.
-        knows_prompts: `cached` has something to return.
-    """
+    """Picks one of at least one candidate, all P's or all D's."""
 
     help: ClassVar[str]
+    """Which one it picks, for `--help`."""
     knows_prompts: ClassVar[bool] = False
+    """Whether `cached` has something to return."""
 
     def __init__(self, routing: Routing | None = None) -> None:
         """For a proxy with these options."""
@@ -156,8 +153,7 @@ class PrefixAware(Policy):
 
     help = (
         "the one that has lately been given a prompt with the same beginning, and so may have that in its "
-        "cache, unless another one has much less to do; for long system prompts and for "
-        "conversations"
+        "cache, unless another one has much less to do; for long system prompts and for conversations"
     )
     knows_prompts = True
 

@@ -43,7 +43,6 @@ _DETAILS: Mapping[str, str] = {
 _NULL = b"null"
 _READ, _OF_THE_PROMPT = "cache_read_input_tokens", ("input_tokens", "cache_creation_input_tokens")
 
-
 COUNTS = {path: f'"{_DETAILS.get(path, _READ)}":'.encode() for path in PAIRED}
 """In each part of an answer that counts what was cached."""
 

@@ -288,9 +288,8 @@ class Router:
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SKIP_IF_SHORT and not prefillers:
             if near := self._with_little_left(decoders, request):
-                return Choice(
-                    None, self._pick(self._pick_decode, near, request).instance, prefill_skipped=True
-                )
+                decode = self._pick(self._pick_decode, near, request).instance
+                return Choice(None, decode, prefill_skipped=True)
             prefillers, decoders = self._able(fleet, PrefillMode.WANTED)
         if not prefillers:
             decode = self._pick(self._pick_decode, decoders, request).instance
@@ -339,9 +338,7 @@ class Router:
     ) -> Choice | None:
         policy, tokens = self._pick_prefill, request.prompt.tokens
         some, linked_pairs = self.costs.some, fleet.linked_pairs
-        near = (
-            (lambda prefill: some(self._linked(linked_pairs, prefill) or decoders)) if linked_pairs else None
-        )
+        near = (lambda each: some(self._linked(linked_pairs, each) or decoders)) if linked_pairs else None
         few = some(prefillers)
         if few is not prefillers and policy.knows_prompts:  # who has most of it may not have been drawn
             few = policy.with_holder(few, prefillers, request)
@@ -471,10 +468,8 @@ class Router:
 def _why_none(registry: Registry, role: Role) -> str:
     known = registry.known(role)
     out = {
-        "drained": sum(instance.drained for instance in known),
-        "paused by vLLM's /pause or stopping": sum(
-            instance.paused and not instance.drained for instance in known
-        ),
+        "drained": sum(each.drained for each in known),
+        "paused by vLLM's /pause or stopping": sum(each.paused and not each.drained for each in known),
     }
     unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
     why = f"of {len(known)} registered, none has answered /health with 200 lately"
@@ -492,10 +487,8 @@ def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]
     if not found:
         return "No prefill instance and decode instance that are ready serve the same model."
     nearest = min(found, key=len)
-    return (
-        "No prefill instance that is ready fits a decode instance for this model: they differ in "
-        f"{' and '.join(nearest)}."
-    )
+    what = "No prefill instance that is ready fits a decode instance for this model"
+    return f"{what}: they differ in {' and '.join(nearest)}."
 
 
 def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Instance]:

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from .access import Access, Tenants
-from .admission import Admission, Demand, RequestPlace, Retries
+from .admission import ALONE_FULL, Admission, Demand, RequestPlace, Retries
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Blame, CallEnd, Charge, RetryKind
 from .bodies import Body, BodyBudget, BodyReader, parse, response_id
@@ -63,10 +63,8 @@ class Proxy:
 
     def __post_init__(self) -> None:
         self.registry, self.clock = self.membership.registry, self.membership.clock
-        room, alone = self.limits.max_requests, self.limits.decode_alone
-        self.router = Router(
-            self.registry, self.routing, room=room, decode_alone=alone, on_error=self.metrics.predicted
-        )
+        room, alone, on_error = self.limits.max_requests, self.limits.decode_alone, self.metrics.predicted
+        self.router = Router(self.registry, self.routing, room, alone, on_error)
         self.admission = Admission(self.router, self.limits, self.counters, self.clock)
         self.intake = BodyBudget(self.limits, self.counters)
         self.active = ActiveRequests(self.counters)
@@ -139,9 +137,8 @@ class Proxy:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
             may_leave = partial(self.retries.may_leave, place, failed=active.failed, tries=tries)
-            active.attempt = attempt = Attempt(
-                self, request, body, place, may_leave, may_resend, doubted, active.transcript
-            )
+            attempt = Attempt(self, request, body, place, may_leave, may_resend, doubted, active.transcript)
+            active.attempt = attempt
             if body.stored:
                 name = response_id(attempt.request_id)
                 self.responses.note(response_id(attempt.unique), place.choice.decode, name)
@@ -234,11 +231,8 @@ class Proxy:
         self.counters.refused_alone += 1
         record.end("shed")
         logger.info("request %s is turned away: no D may take it alone", attempt.unique)
-        raise ProxyError(
-            503,
-            "The prefill instance failed, no other can serve this request, and the decode instances compute "
-            "as many prompts by themselves as they may; try again in a few seconds.",
-        )
+        why = "The prefill instance failed, no other can serve this request"
+        raise ProxyError(503, f"{why}, and {ALONE_FULL}")
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -294,6 +288,7 @@ class Proxy:
     def gauges(self) -> dict[str, int]:
         """What is held now; all 0 when nothing is under way."""
         everyone = self.instances()
+        held = (each.transcript.bytes_held for each in self.active if each.transcript is not None)
         return {
             "under_way": self.admission.under_way,
             "waiting": self.admission.waiting,
@@ -301,9 +296,7 @@ class Proxy:
             "calls": sum(instance.in_flight for instance in everyone),
             "decode_alone": sum(instance.decode_alone for instance in everyone),
             "resume_bytes": self.transcripts.held,
-            "resume_bytes_largest": max(
-                (each.transcript.bytes_held for each in self.active if each.transcript is not None), default=0
-            ),
+            "resume_bytes_largest": max(held, default=0),
             "silent": sum(instance.silent(self.clock()) for instance in everyone),
             "engines_paused": sum(instance.paused for instance in everyone),
             "breakers_open": sum(not instance.breaker.closed for instance in everyone),
@@ -368,11 +361,7 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """All requests that are under way.
-
-    Attributes:
-        stopping: no more are taken on.
-    """
+    """All requests that are under way; when it is `stopping` no more are taken on."""
 
     def __init__(self, counters: RequestCounters) -> None:
         self._counters = counters

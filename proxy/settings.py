@@ -220,17 +220,15 @@ def seconds(text: str) -> float:
 
 
 def not_negative(text: str, what: str = "number") -> float:
-    number = _float(text)
+    number = float_of(text)
     demand(0 <= number < float("inf"), f"{text!r} is no {what} of at least 0")
     return number
 
 
 def share(text: str) -> float:
-    share = _float(text)
-    demand(
-        0 < share <= 1,
-        f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone",
-    )
+    share = float_of(text)
+    rule = "expected more than 0 and at most 1; to have none, --no-decode-alone"
+    demand(0 < share <= 1, f"{text!r} is no share: {rule}")
     return share
 
 
@@ -240,8 +238,8 @@ def demand(good: object, sentence: str) -> None:
         raise argparse.ArgumentTypeError(sentence)
 
 
-def _float(text: str) -> float:
-    """-1 for what is no number: no option may be below zero."""
+def float_of(text: str) -> float:
+    """-1 for what is no number: nothing that is read so may be below zero."""
     try:
         return float(text)
     except ValueError:

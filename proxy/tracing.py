@@ -28,13 +28,8 @@ class NoTracing(Exception):
 
 
 class Spans:
-    """Sends spans to a collector.
-
-    Args:
-        endpoint: where it takes OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
-
-    Raises NoTracing if OpenTelemetry is not installed.
-    """
+    """Sends spans to a collector. `endpoint`: where it takes OTLP over HTTP, such as
+    http://127.0.0.1:4318/v1/traces. Raises NoTracing if OpenTelemetry is not installed."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -58,12 +53,9 @@ class Spans:
         self.trace: Any = trace
 
     def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
-        span = self.tracer.start_span(
-            f"POST {endpoint}" if endpoint != "/v1/models" else f"GET {endpoint}",
-            context=self.propagator.extract(headers),
-            kind=self.trace.SpanKind.SERVER,
-        )
-        return _Request(self, span)
+        name = f"{'GET' if endpoint == '/v1/models' else 'POST'} {endpoint}"
+        parent, kind = self.propagator.extract(headers), self.trace.SpanKind.SERVER
+        return _Request(self, self.tracer.start_span(name, context=parent, kind=kind))
 
     def close(self) -> None:
         self._provider.shutdown()

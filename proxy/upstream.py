@@ -149,8 +149,7 @@ def _closed_unanswered(error: Exception) -> bool:
 
 def _socket(place: AddrInfoType) -> socket.socket:
     """One whose connection breaks when the other host is gone."""
-    family, kind, protocol, *_ = place
-    made = socket.socket(family, kind, protocol)
+    made = socket.socket(*place[:3])  # its family, kind and protocol
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE_PROBES.items():
@@ -180,12 +179,8 @@ class Reply:
 
 
 class CallFailed(Exception):
-    """A call ended without a success. The message is for the client; the log has the details.
-
-    Attributes:
-        reply: the instance's own answer, if it gave a whole one.
-        detail: of an error in place of the first token, what the instance wrote.
-    """
+    """A call ended without a success. The message is for the client; the log has the details. `reply`: the
+    instance's own answer, if it gave a whole one; `detail`: what it wrote of an error in place of a token."""
 
     def __init__(self, end: CallEnd, why: str, reply: Reply | None = None, detail: str = "") -> None:
         super().__init__(why)
@@ -206,7 +201,6 @@ _LOST: dict[LossReason, tuple[CallEnd, str]] = {
     "moved": (CallEnd.STOPPED, "was drained"),
     "late": (CallEnd.LATE, "has sent no token in time"),
 }
-
 
 Begun = tuple[aiohttp.ClientResponse, bytes]
 """An answer that has begun, a success; and the start of its body, which holds the first token."""
@@ -247,13 +241,10 @@ class Call:
     async def read_answer(self, body: Content, deadline: float | None = None) -> Reply:
         """The whole answer, by the `deadline`, by the loop's clock. Raises CallFailed, also if it is no
         success."""
-        try:
-            with self._in_time(deadline):
-                reply = await read_whole(await self._open(body))
+        with self._in_time(deadline):
+            reply = await read_whole(await self._open(body))
             if gave_up(self.path, reply.body):
                 raise CallFailed(CallEnd.ABORTED, STOPPED)
-        except CallFailed as error:
-            raise self._failed(error) from error.__cause__
         self.end, self.why = CallEnd.ANSWERED, ""
         return reply
 
@@ -265,8 +256,6 @@ class Call:
                 self.end = CallEnd.ACCEPTED
                 self.known.set()
                 head = await self._first_event(response)
-        except CallFailed as error:
-            raise self._failed(error) from error.__cause__
         finally:
             self.known.set()
         self.end, self.why = CallEnd.ANSWERED, ""
@@ -274,16 +263,17 @@ class Call:
 
     async def read_rest(self, response: aiohttp.ClientResponse) -> bytes:
         """What its answer has behind the beginning. Raises CallFailed."""
-        try:
+        with self._in_time():
             return (await read_whole(response)).body
-        except CallFailed as error:
-            raise self._failed(error) from error.__cause__
 
     @contextmanager
-    def _in_time(self, deadline: float | None) -> Iterator[None]:
+    def _in_time(self, deadline: float | None = None) -> Iterator[None]:
+        """Loses the call at the deadline, if there is one; if it fails, notes why."""
         late = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self.lose, "late")
         try:
             yield
+        except CallFailed as error:
+            raise self._failed(error) from error.__cause__
         finally:
             if late is not None:
                 late.cancel()

@@ -49,7 +49,6 @@ VOUCHING_VERSION = 4
 """From this version of the pings on, an instance sends none while its engine does not get on."""
 REPLICA_VERSION = 5
 """From this version of the pings on, `replica` has the number for X-data-parallel-rank."""
-Differences = tuple[str, ...]
 
 STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
 """Of an instance, see `Instance.state`."""
@@ -424,6 +423,6 @@ MAX_COMPARED = 128
 _ORDER = attrgetter("order")
 
 
-def differences(one: Instance, other: Instance) -> Differences:
+def differences(one: Instance, other: Instance) -> tuple[str, ...]:
     """In what the pings of two that do not fit differ, by name."""
     return fit_differences(one.ping.fit, other.ping.fit) or ("the order of words",)

@@ -96,10 +96,9 @@ class ListedWatch:
     async def _look(self) -> None:
         if self._pings():
             return
+        url = f"http://{self.listed.http}/health"
         try:
-            async with self.session.get(
-                f"http://{self.listed.http}/health", timeout=_TIMEOUT, allow_redirects=False
-            ) as answer:
+            async with self.session.get(url, timeout=_TIMEOUT, allow_redirects=False) as answer:
                 trouble = "" if answer.status == 200 else f"its /health answered {answer.status}"
         except TimeoutError:
             # It may be busy. If it stays so it becomes silent, as if its pings had stopped.

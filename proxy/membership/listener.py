@@ -15,15 +15,8 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+from p2pkv.control import security
 from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping
-from p2pkv.control.security import (
-    HandshakeMonitor,
-    Members,
-    ZapHandler,
-    event_of,
-    failure_of,
-    limit_handshake,
-)
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -71,20 +64,16 @@ class Listener:
     Args:
         endpoint: where to bind, as ZMQ writes it. Raises OSError if that is not possible.
         members: whose pings are taken; None for all, in the clear.
-
-    Attributes:
-        refused: how many messages were no pings.
-        shut_out: how many connections failed in the handshake.
     """
 
-    def __init__(self, endpoint: str, take: Take, members: Members | None = None) -> None:
+    def __init__(self, endpoint: str, take: Take, members: security.Members | None = None) -> None:
         self._take = take
         self._guarded = members is not None
         self._context = zmq.asyncio.Context()
-        self._zap = ZapHandler(members, None)
+        self._zap = security.ZapHandler(members, None)
         self._asked = cast("zmq.asyncio.Socket", self._zap.open(self._context))
         self._router = self._context.socket(zmq.ROUTER)
-        self._watch = HandshakeMonitor(self._router)
+        self._watch = security.HandshakeMonitor(self._router)
         self._failures = cast("zmq.asyncio.Socket", self._watch.socket)
         try:
             _configure(self._router, ipv6="[" in endpoint)
@@ -96,8 +85,8 @@ class Listener:
             self.close()
             raise OSError(error.errno, f"cannot listen for discovery on {endpoint}: {error}") from error
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.refused = 0
-        self.shut_out = 0
+        self.refused = self.shut_out = 0
+        """How many messages were no pings, and how many connections failed in the handshake."""
         self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
 
     async def run(self) -> None:
@@ -121,9 +110,8 @@ class Listener:
         frames = await self._receive()
         try:
             if len(frames) != 2:
-                raise BadPing(
-                    f"a discovery ping is one frame without a delimiter, this had {len(frames) - 1} or more"
-                )
+                had = f"this had {len(frames) - 1} or more"
+                raise BadPing(f"a discovery ping is one frame without a delimiter, {had}")
             ping = decode_ping(frames[1])
         except BadPing as error:
             self.refused += 1
@@ -152,12 +140,11 @@ class Listener:
 
     async def _look(self) -> None:
         """Takes in one failed handshake."""
-        failure = failure_of(*event_of(await self._failures.recv_multipart()))
+        failure = security.failure_of(*security.event_of(await self._failures.recv_multipart()))
         self.shut_out += 1
         if failure.spoke:
-            self._complain(
-                f"a connection to {self.endpoint} was refused ({self.shut_out} so far): {failure.detail}"
-            )
+            refused = f"a connection to {self.endpoint} was refused"
+            self._complain(f"{refused} ({self.shut_out} so far): {failure.detail}")
 
     def close(self) -> None:
         """Frees the port. Idempotent."""
@@ -183,7 +170,7 @@ def _configure(router: zmq.asyncio.Socket, *, ipv6: bool) -> None:
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.IPV6, ipv6)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_PING_BYTES)
-    limit_handshake(router)
+    security.limit_handshake(router)
     # The original connector pings under a fixed identity: a restarted instance must not be shut out.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     # A send to a connection that is gone is an error; that is how it is found out.

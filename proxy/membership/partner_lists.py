@@ -24,7 +24,6 @@ RING_SECONDS = 1.0
 # A list that has not changed is sent again: an instance that was busy may have lost it.
 REPEAT_SECONDS = 60.0
 
-
 _Ring = list[tuple[int, str]]
 """The points of some P's, in order, and their ZMQ addresses."""
 
@@ -88,7 +87,7 @@ class LinkedPairs:
 
     def __init__(self, prefillers: Sequence[Instance], decoders: Sequence[Instance], most: int) -> None:
         self._ps = sorted(each.point for each in prefillers)
-        self._ds = sorted(decoders, key=_POINT)
+        self._ds = sorted(decoders, key=attrgetter("point"))
         self._twice, self._points = self._ds * 2, [each.point for each in self._ds]
         # Of the P's that follow it on the ring, each D takes as many as leave no P with more than `most` D's.
         self._each = max(1, min(most, most * len(self._ps) // len(self._ds)))
@@ -113,6 +112,3 @@ class LinkedPairs:
             first -= len(self._ds)
         first = max(min(first, last - self._usual), last - len(self._ds))
         return self._twice[first + len(self._ds) : last + len(self._ds)]
-
-
-_POINT = attrgetter("point")

@@ -112,11 +112,9 @@ class Prober:
                 elif not refused and self._registry.overdue(instance, now):
                     instance.lost("silent")  # it stands still with its port open
             elif refused or self._overdue(instance, now):
+                running = instance.in_flight
                 logger.warning(
-                    "%s neither pings nor answers (%r): its %d requests fail",
-                    instance,
-                    error,
-                    instance.in_flight,
+                    "%s neither pings nor answers (%r): its %d requests fail", instance, error, running
                 )
                 instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something
@@ -127,9 +125,8 @@ class Prober:
         return self._registry.overdue(self._registry.of(instance.ping) or instance, now)
 
     async def _health(self, instance: Instance) -> bool:
-        async with self._session.get(
-            f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
-        ) as answer:
+        url = f"{instance.url}/health"
+        async with self._session.get(url, timeout=_TIMEOUT, allow_redirects=False) as answer:
             return bool(answer.status == 200)
 
     async def _probe(self, instance: Instance) -> None:
@@ -149,9 +146,8 @@ class Prober:
     async def _learn_models(self, instance: Instance) -> None:
         """Those that it lists; none if it lists them only for those who have its key."""
         listed: list[_Model] = []
-        async with self._session.get(
-            f"{instance.url}/v1/models", timeout=_TIMEOUT, allow_redirects=False
-        ) as answer:
+        url = f"{instance.url}/v1/models"
+        async with self._session.get(url, timeout=_TIMEOUT, allow_redirects=False) as answer:
             try:
                 if answer.status == 200:
                     body = bytearray()

@@ -23,20 +23,7 @@ from p2pkv.control.discovery import Ping, are_alike, goodbye, lasting
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
-from .instance import (
-    LIFE,
-    ROLE_NAMES,
-    Breaker,
-    Differences,
-    Instance,
-    InstanceKey,
-    InstanceRole,
-    Kind,
-    ListedSource,
-    PingSource,
-    Role,
-    differences,
-)
+from .instance import LIFE, ROLES, Breaker, Instance, InstanceKey, ListedSource, PingSource, Role, differences
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +118,7 @@ class Registry:
     def _replace_listed(self, newcomer: Instance) -> None:
         """Who pings is left to its pings. The list may have each role of one that pings with both."""
         role, http, rank = newcomer.key
-        for each in list(ROLE_NAMES) if role == "both" else [role]:
+        for each in list(ROLES.values()) if role == "both" else [role]:
             listed = self._instances.get((each, http, rank))
             if listed and isinstance(listed.source, ListedSource) and listed.source != newcomer.source:
                 listed.source.pinged = True
@@ -160,9 +147,8 @@ class Registry:
             known.paused = paused
             if not paused:
                 known.breaker.clear()  # what failed was aborted by the pause
-            logger.warning(
-                "%s %s", known, "is paused: it gets no new requests" if paused else "has been resumed"
-            )
+            now = "is paused: it gets no new requests" if paused else "has been resumed"
+            logger.warning("%s %s", known, now)
         if isinstance(known.source, ListedSource) and known.source != source:
             known.source.pinged, known.source = True, source
             known.learn(known.names, known.context)
@@ -172,11 +158,8 @@ class Registry:
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
         for each in self._instances.values():
-            same = (
-                (newcomer.role == "both" or each.has_role(newcomer.role))
-                and each.zmq_address == newcomer.zmq_address
-                and each.url != newcomer.url
-            )
+            shares_role = newcomer.role == "both" or each.has_role(newcomer.role)
+            same = shares_role and each.zmq_address == newcomer.zmq_address and each.url != newcomer.url
             if (same or each is known) and self._holds(each, newcomer, now):
                 return each
         return None
@@ -237,11 +220,9 @@ class Registry:
             logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
         self._log_silent(now)
         self._log_misfits()
-        self._breakers = {
-            key: each
-            for key, each in self._breakers.items()
-            if key in self._instances or not each.forgettable(now)
-        }
+        past = {key for key, each in self._breakers.items() if each.forgettable(now)}
+        for key in past - self._instances.keys():
+            del self._breakers[key]
         leavers, self._leavers = self._leavers, []
         return dead + leavers
 
@@ -260,15 +241,15 @@ class Registry:
                 logger.info("%s pings again", instance)
         self._silent = silent
 
-    def misfits(self) -> dict[Instance, Differences]:
+    def misfits(self) -> dict[Instance, tuple[str, ...]]:
         """Those that fit no other although the other role has instances of their model; and in what each of
         them differs from the nearest of these."""
-        kinds: dict[tuple[InstanceRole, Kind], list[Instance]] = {}
+        kinds: dict[object, list[Instance]] = {}
         for each in self._instances.values():
             kinds.setdefault((each.role, each.kind), []).append(each)
         # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
         ones = [alike[0] for alike in kinds.values()]
-        found: dict[Instance, Differences] = {}
+        found: dict[Instance, tuple[str, ...]] = {}
         for one, alike in zip(ones, kinds.values(), strict=True):
             if one.role == "both":
                 continue  # it fits itself
@@ -342,9 +323,8 @@ class Registry:
         """Whether it pings, or its connection stands and its lease is not over."""
         if not instance.silent(now):
             return True
-        return (
-            not self.overdue(instance, now) and instance.source is not None and instance.source.is_connected()
-        )
+        source = instance.source
+        return not self.overdue(instance, now) and source is not None and source.is_connected()
 
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
