@@ -27,12 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -185,7 +180,7 @@ def make_request(
     hash_block: int = BLOCK,
     **more: Any,
 ) -> Request:
-    init_none_hash(sha256)
+    kv_cache_utils.init_none_hash(sha256)
     extra = None if params is None else {"kv_transfer_params": params}
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
     return Request(
@@ -193,7 +188,7 @@ def make_request(
         prompt_token_ids=list(prompt),
         sampling_params=sampling,
         pooling_params=None,
-        block_hasher=get_request_block_hasher(hash_block, sha256),
+        block_hasher=kv_cache_utils.get_request_block_hasher(hash_block, sha256),
         **more,
     )
 
@@ -344,11 +339,11 @@ class Instance:
         config.scheduler_config.async_scheduling = bool(ahead)
         kind = AsyncScheduler if ahead else Scheduler
         self.kv_config = self.make_kv_config(blocks)
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_config, config)
+        block_size, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(self.kv_config, config)
         self.hash_block = hash_block_size
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_config_of(0)]),
+            kv_cache_config=kv_cache_utils.generate_scheduler_kv_cache_config([self.kv_config_of(0)]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
             hash_block_size=hash_block_size,

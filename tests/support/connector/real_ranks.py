@@ -19,15 +19,9 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    CircularBufferSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
@@ -120,10 +114,10 @@ class Engine(Instance):
 
         pool.get_new_blocks = note
 
-    def make_kv_config(self, blocks: int) -> KVCacheConfig:
+    def make_kv_config(self, blocks: int) -> kv_cache_interface.KVCacheConfig:
         return self.kind.kv_config(self.config, blocks)
 
-    def kv_config_of(self, rank: int) -> KVCacheConfig:
+    def kv_config_of(self, rank: int) -> kv_cache_interface.KVCacheConfig:
         """As vLLM projects the groups of all layers onto the layers of a stage."""
         if len(self.stages) == 1:
             return self.kv_config
@@ -216,7 +210,7 @@ class Engine(Instance):
         views = self.memory[self.workers.index(worker)]
         self._poison(views, self._poisoned)
         for name, spec in self.specs.items():
-            if name in views and isinstance(spec, AttentionSpec):
+            if name in views and isinstance(spec, kv_cache_interface.AttentionSpec):
                 views[name][scheduled.new_block_ids_to_zero or []] = 0
         # Of views at one address vLLM 0.32 copies the first, so the largest has to be that.
         largest = sorted(views.values(), key=lambda view: -view[0].nbytes)
@@ -240,7 +234,7 @@ class Engine(Instance):
             for views in self.memory
             for name, view in views.items()
             for block in range(1, self.kv_config.num_blocks)
-            if isinstance(self.specs[name], AttentionSpec)
+            if isinstance(self.specs[name], kv_cache_interface.AttentionSpec)
         )
 
     # The forward.
@@ -263,9 +257,9 @@ class Engine(Instance):
                     about = f"{self.role}: {request_id}, tokens {span.start} to {stop}, layer {layer}"
                     if not write and request_id in self._across:
                         continue
-                    if isinstance(spec, MambaSpec):
+                    if isinstance(spec, kv_cache_interface.MambaSpec):
                         self._step_state(rank, layer, made, table, span, write, about)
-                    elif isinstance(spec, CircularBufferSpec):
+                    elif isinstance(spec, kv_cache_interface.CircularBufferSpec):
                         if write:
                             self._step_ring(rank, layer, made, table[0], span, about)
                     elif write:
@@ -273,7 +267,7 @@ class Engine(Instance):
                     else:
                         for seen in seen_by(spec, span, self.scheduler.requests[request_id]):
                             self._read(rank, layer, made, table, seen, about)
-            if isinstance(spec, AttentionSpec):
+            if isinstance(spec, kv_cache_interface.AttentionSpec):
                 worker.layer(name)
 
     def _place(self, rank: int) -> tuple[int, int]:
@@ -431,7 +425,7 @@ class Engine(Instance):
                 continue
             view, spec = self._layer(rank, layer)
             about = f"{self.role}: block {block} is cached as that behind {tokens} tokens, but holds others"
-            if isinstance(spec, MambaSpec):
+            if isinstance(spec, kv_cache_interface.MambaSpec):
                 assert self._is_state(rank, layer, made, block, tokens), about
                 continue
             size = spec.block_size * self._dcp
@@ -441,7 +435,7 @@ class Engine(Instance):
             assert torch.equal(rows.get([block])[: len(kept)], kept), about
 
 
-def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:
+def _spec_of(group: kv_cache_interface.KVCacheGroupSpec, name: str) -> Any:
     return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
