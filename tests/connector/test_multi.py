@@ -15,15 +15,7 @@ from vllm.v1.request import Request
 from p2pkv.connector import P2pKvConnector
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters
-from support.connector.instances import (
-    BLOCK,
-    each_pace,
-    each_policy,
-    inner_id,
-    pair_id,
-    tokens,
-    vllm_config,
-)
+from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens, vllm_config
 from support.connector.multi import OURS, MultiInstance, StoreMetadata
 
 PROMPT = tokens(100)

@@ -10,14 +10,7 @@ import pytest
 
 from p2pkv.engine import commands as do
 from support.cuda import ipc as ipc_simulated
-from support.engine.engines import (
-    Engine,
-    Forward,
-    Geometry,
-    engines,
-    on_engine_thread,
-    step,
-)
+from support.engine.engines import Engine, Forward, Geometry, engines, on_engine_thread, step
 from support.engine.fake_device import Device, DeviceCache, QueuedGpu
 from support.engine.transfers import BLOCKS, TOKENS, arrives, ask, begin, ends, load, rest, scribble, value
 from support.links.faulty import Faults, FaultyLinks
