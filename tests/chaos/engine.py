@@ -97,7 +97,6 @@ class Build:
         self, role: str, pages: list[RankPages], ranks: Sequence[Core], say: Callable[..., None],
         broken: Callable[[str], None],
     ) -> Forward:  # fmt: skip
-        """The forward thread of an engine with these ranks."""
         crew = Crew(ranks, broken, [each.layers for each in pages])
         side = PrefillSide if role == "P" else DecodeSide
         return side(crew, Memory(self.model, pages), say, broken)

@@ -28,7 +28,6 @@ each_order = pytest.mark.parametrize("store_first", [True, False], ids=["store-f
 
 
 def loads(d: MultiInstance) -> list[tuple[int, int]]:
-    """What D's workers were told to load from P."""
     return [(load.start, load.stop) for load in d.rank.said(do.Load)]
 
 

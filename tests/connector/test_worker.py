@@ -158,7 +158,6 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
 
 
 def covered(rank: FakeRank) -> dict[int, int]:
-    """How far each layer is computed, as the engine was told."""
     out = dict.fromkeys(range(len(LAYERS)), 0)
     for each in rank.said(do.Computed):
         for layer in range(each.layer, each.layer_stop):

@@ -30,7 +30,6 @@ class Pair:
         self.p, self.d, self.on_p, self.on_d = p, d, on_p, on_d
 
     def ask(self, key: str = "k", blocks: list[int] = BLOCKS, d_blocks: list[int] = D_BLOCKS) -> None:
-        """A whole prompt is computed, and D asks for it."""
         begin(self.p, self.d, key, blocks=blocks)
         load(self.d, key, blocks=d_blocks)
 

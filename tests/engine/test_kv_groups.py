@@ -33,8 +33,6 @@ D_TABLES = ([20, 11, 12, 9, 1], [8])
 
 
 class Pair(VirtualPair):
-    """A P and a D of so many ranks each."""
-
     def __init__(self, tps: tuple[int, int] = (1, 1), **options: object) -> None:
         self._made: list[RankPages] = []
         super().__init__(Geometry(tp=tps[0]), on_d=Geometry(tp=tps[1]), **options)  # type: ignore[arg-type]

@@ -95,8 +95,6 @@ def sides(
 
 @dataclass(frozen=True)
 class Sent:
-    """One piece on its way."""
-
     debt: GroupAssignment
     piece: Piece
     data: torch.Tensor

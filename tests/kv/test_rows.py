@@ -15,8 +15,6 @@ ROW = CONTENT * 2
 
 
 class Counting(StorageCopier):
-    """Remembers what it was asked for."""
-
     asked: list[Rows] = []  # noqa: RUF012
 
     def take_rows(self, flat: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:

@@ -46,8 +46,6 @@ def completion(seen: Seen, text: str = "hello", **more: Any) -> dict[str, Any]:
 
 
 def answers(make: Callable[[Seen], web.StreamResponse]) -> Behaviour:
-    """What is made of the request."""
-
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         return make(seen)
 
@@ -163,7 +161,6 @@ def with_a_p(behaviour: Behaviour, otherwise: Behaviour = answer_json) -> Behavi
 
 
 def by_kind(streamed: Behaviour, whole: Behaviour) -> Behaviour:
-    """Of a request for a stream, and of others."""
     return chosen(lambda seen: streamed if seen.body.get("stream") else whole)
 
 

@@ -83,7 +83,6 @@ class Browser:
         )
 
     async def scheme(self, name: str) -> None:
-        """Light or dark, as the user prefers."""
         await self.ask(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
         )
@@ -104,7 +103,6 @@ class Browser:
         return value
 
     async def picture(self) -> bytes:
-        """The whole page, as PNG."""
         shot = await self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 

@@ -184,7 +184,6 @@ def small(**limits: Any) -> Admission:
 
 
 async def enter(admission: Admission, leave: asyncio.Event | None = None, model: str | None = None) -> None:
-    """Gets a place, and keeps it until told to leave."""
     async with admission.place(RoutingRequest(model), paired=False):
         if leave is not None:
             await leave.wait()

@@ -46,7 +46,6 @@ def asked_of_d(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(engine: Engine, body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
-    """As D sends it."""
     return b"".join(engine.events(path, asked_of_d(body), "id-0"))
 
 

@@ -226,7 +226,6 @@ async def test_a_pod_waits_although_the_proxy_stumbles() -> None:
 
 @pytest.fixture(scope="module")
 def validators(pytestconfig: pytest.Config) -> str:
-    """A Python that has them."""
     try:
         made = environment(pytestconfig.cache.mkdir("environments"), *VALIDATORS)
     except Unavailable as error:

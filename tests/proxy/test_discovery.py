@@ -322,7 +322,6 @@ MEMBERS, OTHERS = Members(b"a secret of the tests"), Members(b"another secret of
 
 
 async def serves(deployment: Deployment) -> None:
-    """It still takes pings, and serves."""
     before = len(deployment.routable("D"))
     await deployment.add("D")
     if before == 0:

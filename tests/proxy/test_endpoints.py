@@ -230,7 +230,6 @@ async def stores(dispatch: Dispatch, decode: int, **more: Any) -> AsyncIterator[
 
 
 async def respond(deployment: Deployment, text: str, previous: str | None = None, **more: Any) -> Any:
-    """The response, as the client knows it."""
     body = {"model": "tiny", "input": text, "previous_response_id": previous, **more}
     answer = await deployment.post(body, PATH)
     said = await answer.text()

@@ -234,8 +234,6 @@ NASTY = "<img src=x onerror=alert(1)>"
 
 @dataclass
 class Watched:
-    """A proxy, and a browser on its page."""
-
     proxy: Served
     browser: Browser
 

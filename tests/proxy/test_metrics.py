@@ -330,7 +330,6 @@ def documented(head: str) -> dict[str, set[str]]:
 
 
 def shown_on(page: Page) -> dict[str, set[str]]:
-    """The metrics of a page, with their labels."""
     there: dict[str, set[str]] = {}
     for family in page.families.values():
         for sample in family.samples:

@@ -274,7 +274,6 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
 
 
 def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:
-    """A ping of the instance's, with what its scheduler has to do."""
     work = {"age": 0.0} | work
     registry.observe(msgspec.structs.replace(instance.ping, workload=Workload(**work)), now)
 

@@ -24,7 +24,6 @@ PIECE = PIECE_TOKENS * BYTES_PER_TOKEN
 
 
 def text(pieces: float, seed: int = 0) -> str:
-    """So many pieces of words that are drawn."""
     return "".join(random.Random(seed).choices("abcdefgh ", k=int(pieces * PIECE)))
 
 

@@ -100,7 +100,6 @@ def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
 
 
 def serving(*models: str) -> Router:
-    """A P and a D for each model."""
     return fleet(*((role, {"model": model}) for model in models for role in "PD"))[0]
 
 
@@ -302,7 +301,6 @@ MEMBERS = Members(b"a secret of the tests")
 
 
 def held(**more: Any) -> tuple[Registry, Instance, Line]:
-    """A registry with one instance that pinged at 0."""
     registry, line = Registry(), Line()
     return registry, join(registry, ping(incarnation="first", **more), 0.0, line), line
 

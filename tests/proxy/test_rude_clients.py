@@ -286,7 +286,6 @@ def trusted(
 
 @pytest.fixture
 async def crowded(trusted: ssl.SSLContext | None) -> AsyncIterator[Deployment]:
-    """A proxy that takes three connections."""
     async with deployed("concurrent", 1, 1, max_connections=3) as deployment:
         yield deployment
 

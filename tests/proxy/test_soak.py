@@ -46,8 +46,6 @@ def number_of(seen: proxy_behaviours.Seen) -> int:
 
 
 def token(number: int) -> proxy_behaviours.Step:
-    """An event with the token of this number."""
-
     def made(_: web.Request, seen: proxy_behaviours.Seen) -> bytes:
         text = {"id": seen.request_id, "choices": [{"text": f"{number_of(seen)}.{number} "}]}
         return f"data: {json.dumps(text)}\n\n".encode()
@@ -214,8 +212,6 @@ class Soak:
         return "left"
 
     async def quiet(self) -> None:
-        """Until nothing is under way."""
-
         async def there() -> bool:
             gauges = (await self.proxy.get("/health"))[1]["gauges"]
             return not any(gauges[name] for name in ("under_way", "waiting", "held_bytes", "calls"))

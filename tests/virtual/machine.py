@@ -48,7 +48,6 @@ class Worker:
         self._turns = Alarm(machine.clock, self._turn)
 
     def ring(self) -> None:
-        """There is something to hear."""
         self._turns.within(self.machine.jitter())
 
     def _turn(self) -> None:
@@ -84,14 +83,12 @@ class Life:
         self.forward = build.forward(machine.name[0], pages, cores, machine.say, machine.broken)
 
     def ring(self) -> None:
-        """All ranks have something to hear."""
         for worker in self.workers:
             worker.ring()
 
     # The forward thread.
 
     def order(self, order: dict[str, Any]) -> None:
-        """The forward thread is told something."""
         self.forward.order(order, self.machine.clock.now)
         self.step_in(self.machine.jitter())
         self.ring()
@@ -194,7 +191,6 @@ class Machine:
                 worker.endpoint.vanish()
 
     def stop(self) -> None:
-        """An orderly end."""
         life, self.life = self.life, None
         if life is not None:
             life.alive = False
@@ -222,7 +218,6 @@ class Machine:
         return self.draw.choice([links, [self.draw.choice(links)]])  # type: ignore[no-any-return]
 
     def note_progress(self) -> None:
-        """It can work again."""
         self.continued = self.clock.now
 
     def order(self, word: str, **details: Any) -> bool:
@@ -244,7 +239,6 @@ class Machine:
             self.broken(f"{staging} bytes of staging where {allowed} are allowed")
 
     def check_bounds(self) -> None:
-        """What must not grow without end does not."""
         for worker in self.life.workers if self.life is not None else []:
             self._check_bounds(worker.core)
 

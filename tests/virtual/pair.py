@@ -104,13 +104,10 @@ class VirtualRank:
 
 
 class VirtualEngine(engines.Engine):
-    """An engine whose waits are virtual."""
-
     pair: VirtualPair
 
     @property
     def rank(self) -> VirtualRank:
-        """The first one, or the only one."""
         rank = self.ranks[0].rank
         assert isinstance(rank, VirtualRank)
         return rank
@@ -134,7 +131,6 @@ class VirtualEngine(engines.Engine):
         self.rank.beat = Beat(steps=steps, **{"work": False} | state)
 
     def core_stops(self) -> None:
-        """Its engine core says nothing more."""
         assert self.rank.beat is not None
         self.rank.beat = None
 
@@ -163,7 +159,6 @@ class VirtualPair:
     def describe(
         self, role: str, options: Options, geometry: engines.Geometry, number: int
     ) -> tuple[list[Any], RankCache, Hello]:
-        """A rank's pages, the cache over them, and what it says of itself."""
         pages, cache = engines.make_pages(geometry, number, 0.0 if role == "P" else -1.0)
         about = engines.cache_of(geometry, cache), cache.digest_name, MemoryLinks.kind
         return pages, RankCache([cache]), engines.hello_of(options, number, geometry.world, *about)
@@ -181,7 +176,6 @@ class VirtualPair:
         return engine
 
     def more(self, role: str, geometry: engines.Geometry | None = None, **options: object) -> VirtualEngine:
-        """One more engine, at a port of its own."""
         return self.engine(role, next(self.ports), geometry, **options)
 
     def until(
@@ -194,7 +188,6 @@ class VirtualPair:
             self.clock.step()
 
     def lasts(self, condition: Callable[[], object], seconds: float) -> None:
-        """It holds now and for so long."""
         end = self.clock.now + seconds
         self.clock.after(seconds, lambda: None)
         while self.clock.now < end:
@@ -202,7 +195,6 @@ class VirtualPair:
             self.clock.step()
 
     def rest(self, *keys: str) -> None:
-        """Both sides forget these requests, and hold nothing."""
         if keys:
             transfers.ends(self.p, self.d, *keys)
         self.until(lambda: engines.at_baseline(self.p) and engines.at_baseline(self.d), what="the baseline")
@@ -238,7 +230,6 @@ class VirtualPair:
         self.until(lambda: value(self.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
 
     def served(self, key: str = "k") -> None:
-        """P computes it, D loads it, nothing is left of it, and nothing was lost on the way."""
         self.computed(key)
         self.load(key)
         self.ends_well(key)
@@ -260,5 +251,4 @@ class VirtualPair:
         assert words in failed.reason  # type: ignore[attr-defined]
 
     def kept(self) -> bool:
-        """Neither side has given the request up."""
         return not self.d.failures and not self.p.all_heard(do.BlocksFree("k"))

@@ -45,7 +45,6 @@ def pair(
 
 
 def sign(pair: deployments.Deployment, moment: str) -> Callable[[], None]:
-    """What waits until the moment has come."""
     server, name = {
         "queued": (pair.p, "vllm:prompt_tokens_total"),
         "pushing": (pair.p, "p2pkv_bytes_sent_total"),
@@ -55,7 +54,6 @@ def sign(pair: deployments.Deployment, moment: str) -> Callable[[], None]:
 
 
 def done(pair: deployments.Deployment) -> dict[str, float]:
-    """What has been computed, loaded and lost so far."""
     return {
         "computed by P": metric(pair.p, "vllm:prompt_tokens_total"),
         "loaded by D": metric(pair.d, "p2pkv_transfers_loaded_total"),
@@ -156,7 +154,6 @@ def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
 
 @contextmanager
 def out_of_action(server: VllmServer, fault: str) -> Iterator[None]:
-    """It dies, freezes or stops, and is there again in the end."""
     {"kill": server.kill, "freeze": server.freeze, "stop": server.stop}[fault]()
     try:
         yield

@@ -50,8 +50,6 @@ KINDS = {
 
 @dataclass
 class Pair(Deployment):
-    """A P and a D of a short lease, and their proxy."""
-
     kind: Kind = KINDS["window"]
     probes: Path = Path()
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
@@ -60,7 +58,6 @@ class Pair(Deployment):
         return [fleet.tokens(LENGTH, f"hybrid {next(self._numbers)}") for _ in range(count)]
 
     def alone(self, prompt: list[int], count: int = ANSWER) -> Answer:
-        """What D answers without P."""
         return fleet.complete(self.d, prompt, count)
 
     def answer(self, prompt: list[int], count: int = ANSWER) -> Answer:
@@ -71,7 +68,6 @@ class Pair(Deployment):
         fleet.assert_same(expected, got, self.kind.tie)
 
     def pushing(self) -> Callable[[], None]:
-        """What waits until P has pushed more than it has by now."""
         return grows(self.p, "p2pkv_bytes_sent_total")
 
     def works_again(self) -> None:

@@ -217,7 +217,6 @@ class Running:
         return self.folder / self.name.replace(" ", "-")
 
     def start(self, name: str) -> None:
-        """Have this family running, and no other."""
         if name == self.name and all(server.running() for server in self.servers.values()):
             return
         self.stop()
@@ -283,7 +282,6 @@ class Lane:
         return fleet.ask_pair(self.p, self.d, prompt, self.family.answer, at_once=at_once)
 
     def alone(self, prompt: list[int]) -> Answer:
-        """What a P answers by itself."""
         return fleet.complete(self.plain, prompt, self.family.answer)
 
     @property
@@ -314,7 +312,6 @@ class Lane:
         assert len(layers) >= fleet.MODEL.layers + DRAFTERS_LAYERS[self.drafter]
 
     def _drafted(self) -> tuple[float, float]:
-        """Tokens that D has guessed, and those that were right."""
         guessed, right = (
             fleet.metric(self.d, f"vllm:spec_decode_num_{each}_tokens_total")
             for each in ("draft", "accepted")

@@ -394,7 +394,6 @@ class Instance:
         self.ended[request.request_id] = "abort"
 
     def key(self, request: Request) -> str:
-        """The key of a request that the workers know."""
         known = self.ranks[0].facts
         loads = self.workers[0].loads._known
         (key,) = [key for key, load in loads.items() if load.request_id == request.request_id]
@@ -423,12 +422,10 @@ class Instance:
         return key
 
     def finish(self, *requests: Request, most: int = 60) -> None:
-        """Steps until these have ended."""
         self.run_until(lambda: all(each.request_id in self.ended for each in requests), most)
 
     @property
     def held_key(self) -> str:
-        """Of the only prompt that this P has held for a D."""
         (hold,) = self.rank.said(do.HoldPrompt)
         return str(hold.key)
 

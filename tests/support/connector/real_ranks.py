@@ -152,7 +152,6 @@ class Engine(Instance):
             connector.shutdown()
 
     def count(self, name: str) -> int:
-        """A counter of its first rank."""
         return int(self.workers[0].rank.counters.values[name])
 
     def change_weights(self, weights: int) -> None:
@@ -271,14 +270,12 @@ class Engine(Instance):
                 worker.layer(name)
 
     def _place(self, rank: int) -> tuple[int, int]:
-        """The tensor-parallel size, and the rank within its stage."""
         return self.tp, rank % self.tp
 
     def _contents(self, tokens: Sequence[int]) -> Contents:
         return Contents(tokens, self.weights)
 
     def tables(self, request_id: str) -> list[list[int]]:
-        """The block tables of a request, one for each KV group."""
         return [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
 
     def _layer(self, rank: int, layer: int) -> tuple[torch.Tensor, Any]:
@@ -300,7 +297,6 @@ class Engine(Instance):
         return [ends[each] // (run * self._dcp) * run + ends[each] % run for each in here], rows[here]
 
     def _here(self, rank: int, ends: range) -> Sequence[int]:
-        """Which of these tokens are a rank's."""
         if self._dcp == 1:
             return range(len(ends))
         turn = rank % self._dcp

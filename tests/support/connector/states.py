@@ -359,7 +359,6 @@ class Held:
         return Cache(self.side.tp, self.shapes)
 
     def page(self, layer: int) -> torch.Tensor:
-        """The bytes of this request's page."""
         return self.layers[layer].tensor[self.blocks[self.side.tables[layer]][0], 0, 0]
 
     def put(self, truth: Truth) -> None:

@@ -233,8 +233,6 @@ def other_group(cache: Cache, tp: int | None = None, **changes: Any) -> Cache:
 
 @dataclass
 class Engine:
-    """All ranks of one engine, in this process."""
-
     address: Address
     geometry: Geometry
     ranks: list[TestRank]

@@ -31,8 +31,6 @@ def common(model: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TinyRandom(TinyModel):
-    """What such models have in common."""
-
     layers: int = 4
     hidden: int = 128
     heads: int = 4

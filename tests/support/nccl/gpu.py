@@ -71,7 +71,6 @@ class SimulatedGpu:
 
     @property
     def launched(self) -> int:
-        """Kernels that have been launched and are not done."""
         with self._changed:
             return sum(map(len, self._streams.values()))
 
@@ -106,7 +105,6 @@ class SimulatedGpu:
                 self.finish(work)
 
     def wait(self, work: Work, seconds: float) -> bool:
-        """Whether the kernel is done within so many seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: work.done, seconds)
 
@@ -169,5 +167,4 @@ class Model:
         return ends
 
     def runs(self, seconds: float) -> bool:
-        """Whether a step ends within so many seconds."""
         return all(gpu.wait(end, seconds) for gpu, end in zip(self._gpus, self.step(), strict=True))
