@@ -27,10 +27,7 @@ from p2pkv.bench.prefill import prefill
 from p2pkv.cli import main
 from p2pkv.device import CudaEvent
 from p2pkv.kv.copiers import CupyLauncher
-from p2pkv.links import make_factory
-from p2pkv.links.cuda_memory import CudaMemory
-from p2pkv.links.gpu import CudaDevice, CudaStream
-from p2pkv.links.nccl_bindings import Nccl4pyNccl
+from p2pkv.links import cuda_memory, gpu, make_factory, nccl_bindings
 from support.nccl.fakes import UNIQUE_ID, fake_cupy
 from support.waiting import wait_for
 
@@ -343,11 +340,11 @@ def test_a_push_takes_no_less_than_the_wire_and_each_station_is_counted(
 @pytest.mark.parametrize(
     ("paced", "real"),
     [
-        (paced_card.PacedDevice, CudaDevice),
-        (paced_card.PacedStream, CudaStream),
+        (paced_card.PacedDevice, gpu.CudaDevice),
+        (paced_card.PacedStream, gpu.CudaStream),
         (paced_card.PacedEvent, CudaEvent),
-        (paced_card.PacedNccl, Nccl4pyNccl),
-        (paced_card.PacedMemory, CudaMemory),
+        (paced_card.PacedNccl, nccl_bindings.Nccl4pyNccl),
+        (paced_card.PacedMemory, cuda_memory.CudaMemory),
         (paced_card.PacedLauncher, CupyLauncher),
     ],
 )

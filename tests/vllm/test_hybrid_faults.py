@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv.demo import answers, client
+from p2pkv.demo import answers, client, processes, servers, tiny_model
 from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer
-from p2pkv.demo.tiny_model import TinyFiles, ensure_model
 from support.models.deepseek_v4 import TinyDeepseekV4
 from support.models.families import TinyGemma, TinyQwen
 from support.servers import fleet
@@ -34,7 +31,7 @@ class Kind:
     """`tie`: two tokens closer than this in log-probability may swap places, for roundings. `plugins`: those
     of the tests that vLLM needs for this model."""
 
-    model: TinyFiles
+    model: tiny_model.TinyFiles
     dtype: str
     tie: float
     plugins: tuple[str, ...] = ()
@@ -73,7 +70,7 @@ class Pair(Deployment):
     def works_again(self) -> None:
         """Both hold nothing; the next request is loaded from P, and its pages are P's."""
         self.rests()
-        wait_until(self.serving, "a pair that serves again", 200.0)
+        processes.wait_until(self.serving, "a pair that serves again", 200.0)
         compared, (prompt,) = Compared(self.probes), self.some(1)
         expected = [self.alone(prompt)]
         self.check(expected, [self.answer(prompt)])
@@ -88,8 +85,8 @@ def pair(
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp("hybrid-faults")
     if kind.plugins:
         fleet.needs_deepseek_v4()
-    model = ensure_model(kind.model, folder)
-    proxy = ProxyServer(log_path=folder / "proxy.log", extra_args=PROXYS)
+    model = tiny_model.ensure_model(kind.model, folder)
+    proxy = servers.ProxyServer(log_path=folder / "proxy.log", extra_args=PROXYS)
     settings = [
         *("--served-model-name", fleet.MODEL_NAME, "--dtype", kind.dtype, "--max-model-len", "1024"),
         *("--block-size", "32", "--max-num-batched-tokens", "128", "--max-num-seqs", "16"),
@@ -111,7 +108,7 @@ def pair(
         for role in ("P", "D")
     )
     with deployed(Pair(p, [d], proxy, kind=kind, probes=folder)) as made:
-        wait_until(made.serving, "a pair that serves", 100.0)
+        processes.wait_until(made.serving, "a pair that serves", 100.0)
         yield made  # type: ignore[misc]
 
 
@@ -131,7 +128,7 @@ def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) ->
     compared = Compared(pair.probes)
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(pair.answer, prompt, many) for prompt in prompts]
-        wait_until(
+        processes.wait_until(
             lambda: (
                 fleet.metric(pair.d, "vllm:num_requests_running") == 4
                 and fleet.metric(pair.d, "vllm:generation_tokens_total") - before >= 16
@@ -142,7 +139,7 @@ def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) ->
         answer = client.post(f"{pair.d.base_url}/reset_prefix_cache?reset_running_requests=true", {})
         assert answer == {"success": True}
         got = [each.result(120.0) for each in asked]
-    wait_until(
+    processes.wait_until(
         lambda: fleet.metric(pair.d, "vllm:num_preemptions_total") - preempted == 4, "four preemptions", 10.0
     )
     assert compared.spans(4) == [(0, LENGTH - 1)] * 4
