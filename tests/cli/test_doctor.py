@@ -183,8 +183,6 @@ def address() -> Address:
 
 
 class Doctor:
-    """`p2pkv doctor` in a process of its own, and what it says."""
-
     def __init__(self, log: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
         self._log = log
         with log.open("w") as out:

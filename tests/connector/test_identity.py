@@ -158,7 +158,6 @@ def written(folder: Path, weights: bytes, settings: str = "{}") -> Path:
 
 
 def adapted(path: Path | str, number: int = 1, inplace: bool = False) -> bytes:
-    """The digest of a prompt with the adapter that is there."""
     return prompt_digest(prompt(lora_request=adapter("a", str(path), number, inplace)))
 
 

@@ -202,7 +202,6 @@ def test_a_layers_memory_is_described_as_it_was(kind: str, sources: Sources) -> 
 
 
 def _imports() -> Iterator[tuple[str, str]]:
-    """What p2pkv imports from vLLM: module and name."""
     folder = Path(p2pkv.__file__).parent
     for file in sorted((folder / "connector").glob("*.py")):
         for each in ast.walk(ast.parse(file.read_text())):

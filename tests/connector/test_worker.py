@@ -340,7 +340,6 @@ def expected(key: str) -> do.Expect:
 
 
 def begun(runner: Runner, rank: FakeRank) -> None:
-    """D expects request r, and P has begun it."""
     runner.step(StepMetadata(expects=[("r", expected("k"))]))
     rank.begin("k")
 

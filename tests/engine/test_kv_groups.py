@@ -46,7 +46,6 @@ class Pair(VirtualPair):
         return pages.groups, pages.cache, hello_of(options, MODEL, pages, MemoryLinks.kind)
 
     def step(self, start: int, stop: int, layers: Sequence[int] = ALL) -> None:
-        """A forward over these tokens, or some layers of it."""
         self.p.do(do.PromptBlocks("k", P_TABLES))
         for layer in layers:
             self.on_p.compute(0, layer, P_TABLES, start, stop)

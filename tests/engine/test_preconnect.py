@@ -26,8 +26,6 @@ LONG = 200.0
 
 
 class Fleet(VirtualPair):
-    """Several engines, and what the proxy says to D."""
-
     def silent(self) -> str:
         """An address at which connections are taken, and nothing is ever said."""
         address = Address("127.0.0.1", next(self.ports))
@@ -40,7 +38,6 @@ class Fleet(VirtualPair):
         self.clock.pass_by(seconds)
 
     def linked(self, *ps: VirtualEngine) -> None:
-        """D has links to these, ahead of requests."""
         self.name(self.d, *ps)
         assert ahead(self.d) == links(self.d) == len(ps)
 
@@ -70,7 +67,6 @@ def links(engine: VirtualEngine) -> int:
 
 
 def begun(engine: VirtualEngine) -> int:
-    """How many links it has had, ever."""
     return links(engine) + value(engine, "links_aborted")
 
 

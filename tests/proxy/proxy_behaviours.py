@@ -147,8 +147,6 @@ dies_in_the_body = stream_of(
 
 
 def chosen(choose: Callable[[Seen], Behaviour]) -> Behaviour:
-    """What is chosen for each request when it has come."""
-
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         return await choose(seen)(request, seen)
 
@@ -173,7 +171,6 @@ def after(ready: asyncio.Event | Callable[[], bool], behaviour: Behaviour) -> Be
 
 
 def streams(release: asyncio.Event) -> Behaviour:
-    """Two events, the second when it may."""
     return stream_of("first", release, "second")
 
 

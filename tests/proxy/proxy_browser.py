@@ -28,7 +28,6 @@ OPTIONS = (
 
 
 def found() -> str | None:
-    """The command; None if there is no such browser here."""
     named = os.environ.get(VARIABLE)
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
@@ -96,7 +95,6 @@ class Browser:
         return result["result"].get("value")
 
     async def waits(self, expression: str) -> Any:
-        """Until it is true; its value then."""
         async with asyncio.timeout(DEADLINE):
             while not (value := await self.value(expression)):
                 await asyncio.sleep(0.05)

@@ -141,7 +141,6 @@ def fleet(
 
 
 def fail(instance: Instance, now: float = 0.0) -> None:
-    """Its breaker opens."""
     for _ in range(5):
         instance.breaker.failed(now)
 
@@ -298,7 +297,6 @@ class RawInstance(FakeInstance):
 
 @contextmanager
 def pinging(discovery: str, ping: Ping, interval: float = PING_SECONDS, **more: Any) -> Iterator[Pinger]:
-    """The proxy at `discovery` is pinged until the end of the block."""
     pinger = Pinger(discovery, ping, interval, **more)
     pinger.start()
     try:
@@ -435,7 +433,6 @@ class Deployment(Front):
         return self.app[PROXY].membership.listeners[0].refused
 
     async def newcomer(self, role: Role, *kind: Any, **options: Any) -> FakeInstance:
-        """A new instance that gets requests."""
         made = await self.add(role, *kind, **options)
         await eventually(lambda: made.http_address in self.routable(role), "the new instance")
         return made

@@ -138,7 +138,6 @@ def test_a_cut_answer_is_the_whole_one(
 
 
 def lost_after(answer: bytes, events: int) -> int:
-    """Bytes of so many events."""
     at = 0
     for _ in range(events):
         at = answer.index(b"\n\n", at) + 2

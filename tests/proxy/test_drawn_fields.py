@@ -82,7 +82,6 @@ EXAMPLES: Mapping[str, list[Any]] = {
 
 
 def fields_of(request: type[BaseModel]) -> dict[str, list[Any]]:
-    """Each field of a request, with values for it."""
     made = {}
     for name, info in request.model_fields.items():
         values = [*EXAMPLES.get(name, ()), *_values(info.annotation, info.metadata)]

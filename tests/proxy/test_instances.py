@@ -238,7 +238,6 @@ class Watched:
     browser: Browser
 
     async def shows(self, name: str) -> str:
-        """The text of one element, by its id."""
         return str(await self.browser.value(f"document.getElementById('{name}').textContent"))
 
     async def until(self, name: str, pattern: str) -> str:

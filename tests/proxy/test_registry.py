@@ -168,7 +168,6 @@ OTHER_LINK = "protocol=1, weights=aa, link=nccl 2.27.3"
 
 
 def pools(p: list[str], d: list[str], **options: Any) -> tuple[Router, list[Instance], list[Instance]]:
-    """A router, and a P and a D for each of these fingerprints."""
     roles = [(role, {"fit": fit, "model": "m"}) for role, fits in (("P", p), ("D", d)) for fit in fits]
     router, pool = fleet(*roles, **options)
     return router, pool[: len(p)], pool[len(p) :]

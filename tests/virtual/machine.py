@@ -176,7 +176,6 @@ class Machine:
     # What the run does to it.
 
     def start(self) -> None:
-        """The next incarnation."""
         self.continued = self.clock.now
         self.frozen = False
         self.life = Life(self)
@@ -232,7 +231,6 @@ class Machine:
     # What must hold at any time.
 
     def look(self, core: Core) -> None:
-        """The bounds that hold after every turn."""
         staging = core.counters.snapshot()["staging_bytes"]
         allowed = STAGING * (self._world.decode_ranks if self.name.startswith("P") else 1)
         if staging > allowed:

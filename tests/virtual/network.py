@@ -159,7 +159,6 @@ class Network:
             way.move()
 
     def connect(self, source: Endpoint, connection: Line, target: Endpoint) -> None:
-        """The connection is up: either end can speak."""
         far = Line(None)
         there = Way(self, source, target, far)
         back = Way(self, target, source, connection)

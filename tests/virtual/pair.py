@@ -181,7 +181,6 @@ class VirtualPair:
     def until(
         self, condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition"
     ) -> None:
-        """Let time pass until the condition holds. Raises AssertionError after so many seconds."""
         end = self.clock.now + seconds
         while not condition():
             assert self.clock.now <= end, f"{what} did not come true in {seconds:g} s"

@@ -143,7 +143,6 @@ class World(Run):
         self.end()
 
     def end(self) -> None:
-        """Everything heals, ends, and works."""
         self.turn_until(lambda: not self._suffering.total(), LEASE * 20)
         for machine in self.machines.values():
             for worker in machine.life.workers:

@@ -271,7 +271,6 @@ class Rolling:
         assert all(self._fit(*pair) for pair in self.pairs()), "P and D that do not fit were paired"
 
     def pairs(self) -> Counter[tuple[str, str]]:
-        """How many requests each pair of HTTP addresses has had."""
         return Counter({(each["prefill"], each["decode"]): each["total"] for each in self.status()["pairs"]})
 
     def _fit(self, p: str, d: str) -> bool:

@@ -150,7 +150,6 @@ def caches_of(
 
 
 def hello_with(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
-    """What a rank with these layers says of itself."""
     kv = kv_cache_config(layers=caches)
     cache, said = cache_of(config, Layers(caches, kv))
     return hello_of(config, options_of(config), cache, said, rank, "host")
@@ -438,7 +437,6 @@ class Instance:
         return list(group)
 
     def step(self, steps: int = 1) -> None:
-        """Schedule, run and take note, `steps` times."""
         for _ in range(steps):
             self.scheduled = self.scheduler.schedule()
             self.computed.update(self.scheduled.num_scheduled_tokens)
@@ -447,7 +445,6 @@ class Instance:
                 self._take_note()
 
     def drain(self) -> None:
-        """Take note of all steps that have been scheduled."""
         while self._running:
             self._take_note()
 
@@ -533,6 +530,5 @@ class Instance:
 def asked(
     role: str, prompt: Sequence[int], *, max_tokens: int = 4, **options: Any
 ) -> tuple[Instance, Request]:
-    """An instance that is asked for a request of P and D."""
     instance = Instance(role, **options)
     return instance, instance.ask(inner_id(pair_id()), prompt, max_tokens=max_tokens)

@@ -422,7 +422,6 @@ def seen_by(spec: KVCacheSpec, span: range, request: Request) -> list[range]:
 
 
 def heads_of(spec: AttentionSpec, tp: int, rank: int) -> range:
-    """The KV heads of the model that a rank has of this layer."""
     shared = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec | CircularBufferSpec)
     first = 0 if shared else rank * spec.num_kv_heads
     return range(first, first + spec.num_kv_heads)

@@ -227,7 +227,6 @@ class Engine(Instance):
 
     @property
     def holds_poison(self) -> bool:
-        """Whether there is some in a slot of an attention layer."""
         return any(
             bool((view[block].view(torch.uint8) == self._pattern(view, block)).all(-1).any())
             for views in self.memory
@@ -437,7 +436,6 @@ def _spec_of(group: kv_cache_interface.KVCacheGroupSpec, name: str) -> Any:
 
 @contextlib.contextmanager
 def starting() -> Iterator[Callable[..., list[Engine]]]:
-    """Starts pairs of a P and a D, which are stopped at the end."""
     with contextlib.ExitStack() as stack:
         # Blocks are small: threads of torch's would only wait for each other where processors are few.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -473,7 +471,6 @@ def starting() -> Iterator[Callable[..., list[Engine]]]:
 
 
 def run(engines: Sequence[Engine], until: Callable[[], object], seconds: float = 60.0) -> None:
-    """Steps of these, as vLLM's loops make them, until the condition holds."""
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end, [engine.ended for engine in engines]

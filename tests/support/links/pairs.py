@@ -101,12 +101,10 @@ def nccl_links(
 
 
 def simulated(links: LinkFactory) -> SimulatedNccl:
-    """The NCCL under links of `nccl_links`."""
     return _SIMULATIONS[links]
 
 
 def nccl_of(engine: Engine) -> SimulatedNccl:
-    """That of the one rank of an engine."""
     return simulated(engine.ranks[0].links)
 
 
@@ -164,7 +162,6 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def accepted(links: HostLinks, window: int) -> tuple[bytes, HostInbound, HostAcceptance]:
-    """The invitation, D's end, and what D answers."""
     invitation = links.invite()
     inbound, acceptance = links.accept(invitation, window)
     return invitation, inbound, decode_blob(acceptance, HostAcceptance)

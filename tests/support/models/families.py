@@ -43,7 +43,6 @@ class TinyRandom(TinyModel):
         return {**common(self), "intermediate_size": self.mlp, "num_key_value_heads": self.kv_heads}
 
     def build(self) -> Any:
-        """The model, with any weights."""
         raise NotImplementedError
 
     def gain(self, name: str, weight: torch.Tensor) -> float | None:

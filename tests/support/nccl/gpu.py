@@ -75,7 +75,6 @@ class SimulatedGpu:
             return sum(map(len, self._streams.values()))
 
     def submit(self, stream: int, processors: int, begin: Callable[[Work], None]) -> Work:
-        """Launch a kernel; returns at once."""
         work = Work(stream, processors, begin)
         with self._changed:
             line = self._lines[self._numbers.setdefault(stream, len(self._numbers)) % self.queues]
