@@ -381,7 +381,6 @@ def test_an_operation_ends_when_both_sides_have_begun_and_its_bytes_have_passed(
         wait_for(lambda: sent.ready() and received.ready())
         assert time.monotonic() - begin >= 0.02
     finally:
-        assert isinstance(ends[0], paced_card.Meeting)
         nccl.abort(ends[0])
     assert not ends[0].path.exists()
 

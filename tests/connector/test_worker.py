@@ -61,9 +61,6 @@ class Runner:
             self.connector.wait_for_layer_load(name)
             self.connector.save_kv_layer(name, tensor, None)
 
-    def step(self, meta: StepMetadata) -> KVConnectorOutput:
-        raise NotImplementedError
-
 
 class First(Runner):
     """V1's. `drafter`: results are polled before the drafter's forward, and the end comes after it."""
@@ -123,8 +120,7 @@ class Second(Runner):
         return self.end()
 
     def end(self) -> KVConnectorOutput:
-        told = self.active.post_forward(set())
-        return told
+        return self.active.post_forward(set())
 
 
 class SecondWithDrafter(Second):
@@ -319,7 +315,6 @@ def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make, early: bo
 def test_what_p_has_not_begun_is_held_anew_when_it_wakes_up(make: Make) -> None:
     runner, rank = make()
     meta, worker, other = prefill_step(16, first=True), runner.connector.worker, FakeRank()
-    assert worker is not None
     runner.step(StepMetadata(holds=meta.holds))
     rank.free("k")
     runner.step(StepMetadata())

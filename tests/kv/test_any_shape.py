@@ -101,7 +101,6 @@ class Sent:
 def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[list[Sent], dict[Edge, int]]:
     """P computes step by step, and cuts and gathers what is ready; also the bytes of each edge."""
     wire = row_format(case.prefill.group, case.decode.group)
-    assert wire is not None
     debts = [GroupAssignment(edge, wire) for edge in plan.edges]
     extents = [Extents({0: debt.extent(case.start, case.stop)}) for debt in debts]
     cutters, coverages = [Cutter(owed) for owed in extents], [Coverage(owed) for owed in extents]

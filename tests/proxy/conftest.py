@@ -37,8 +37,7 @@ either, concurrent, sequential = pair("concurrent", "sequential"), pair("concurr
 
 @pytest.fixture(params=["concurrent", "sequential"])
 def dispatch(request: pytest.FixtureRequest) -> Dispatch:
-    way: Dispatch = request.param
-    return way
+    return request.param
 
 
 @pytest.fixture

@@ -64,8 +64,7 @@ class Browser:
         async with asyncio.timeout(DEADLINE):
             said = await answer
         assert "error" not in said, said
-        result: dict[str, Any] = said["result"]
-        return result
+        return said["result"]
 
     async def open(self, url: str) -> None:
         await self.ask("Page.navigate", url=url)

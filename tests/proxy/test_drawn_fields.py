@@ -260,8 +260,7 @@ def without_forbidden(body: Fields) -> Fields:
 
 
 def sent(content: Any) -> Fields:
-    fields: Fields = json.loads(bytes(content))
-    return fields
+    return json.loads(bytes(content))
 
 
 def check(path: str, body: Fields) -> str:

@@ -108,9 +108,7 @@ class VirtualEngine(engines.Engine):
 
     @property
     def rank(self) -> VirtualRank:
-        rank = self.ranks[0].rank
-        assert isinstance(rank, VirtualRank)
-        return rank
+        return self.ranks[0].rank
 
     def wait(self, event: do.Event, seconds: float = 20.0) -> None:
         self.pair.until(lambda: self.all_heard(event), seconds, f"{event} on {self.address}")

@@ -452,8 +452,7 @@ class Instance:
         meta = scheduled.kv_connector_metadata
         self.metas.append(self._ours(meta))
         outputs = [self._rank_output(worker, copy.deepcopy(meta), scheduled) for worker in self.workers]
-        output = self.aggregator.aggregate(outputs)
-        return output
+        return self.aggregator.aggregate(outputs)
 
     def _ours(self, meta: Any) -> StepMetadata:
         """What the step's metadata say to our connector."""

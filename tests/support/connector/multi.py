@@ -9,7 +9,6 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -151,7 +150,6 @@ class MultiInstance(Instance):
         return [_children(multi)[0] for multi in self.multis]
 
     def _ours(self, meta: Any) -> StepMetadata:
-        assert isinstance(meta, MultiKVConnectorMetadata)
         (ours,) = [each for each in meta.metadata if isinstance(each, StepMetadata)]
         return ours
 

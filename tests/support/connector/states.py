@@ -70,10 +70,6 @@ class Recurrent:
     steps = WIDTH - 1
 
     @property
-    def form(self) -> Form:
-        raise NotImplementedError
-
-    @property
     def sizes(self) -> tuple[int, int]:
         """Channels, and elements of the recurrent state, of the whole model."""
         return sum(self.form.parts), self.form.elements
