@@ -44,7 +44,6 @@ class Crew:
             rank.do(command)
 
     def computed(self, prompts: tuple[tuple[str, int], ...], layer: int, fence: Fence) -> None:
-        """This layer of the model is computed, on the ranks that have it."""
         for rank, layers in zip(self.ranks, self._layers, strict=True):
             if layer in layers:
                 number = layer - layers.start

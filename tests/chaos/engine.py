@@ -20,12 +20,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import torch
+from chaos import decode, prefill, schedule
 from chaos.crew import Crew
-from chaos.decode import DecodeSide
 from chaos.forward import Forward
 from chaos.model import ONE_GROUP, Memory, Model, RankPages, Violation, hello_of, make_rank_pages
-from chaos.prefill import PrefillSide
-from chaos.schedule import DECODES, LEASE
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
@@ -89,7 +87,7 @@ class Build:
         return Options(
             role=role, host=outside.host, kv_port=outside.port - self.index * self.ranks,
             engine_index=self.index, engine_ranks=self.ranks, data_parallel=self.engines > 1,
-            lease_seconds=LEASE, verify=role == "P",  # it is enough that one side asks
+            lease_seconds=schedule.LEASE, verify=role == "P",  # it is enough that one side asks
             **more,
         )  # fmt: skip
 
@@ -97,9 +95,8 @@ class Build:
         self, role: str, pages: list[RankPages], ranks: Sequence[Core], say: Callable[..., None],
         broken: Callable[[str], None],
     ) -> Forward:  # fmt: skip
-        """The forward thread of an engine with these ranks."""
         crew = Crew(ranks, broken, [each.layers for each in pages])
-        side = PrefillSide if role == "P" else DecodeSide
+        side = prefill.PrefillSide if role == "P" else decode.DecodeSide
         return side(crew, Memory(self.model, pages), say, broken)
 
 
@@ -125,7 +122,7 @@ class Side:
         )
         self.links = [FaultyLinks(links(inside.host), Faults()) for _ in range(build.ranks)]
         # What a P sends in shared memory lies in the windows of the D's ranks, each within its own staging.
-        self._staging = STAGING * (MAX_TP * len(DECODES) if role == "P" else 1)
+        self._staging = STAGING * (MAX_TP * len(schedule.DECODES) if role == "P" else 1)
         room = {"staging_bytes": STAGING, "prefetch_bytes": STAGING, "chunk_bytes": 16384}
         options = build.options(role, outside, secret=SECRET, **room)
         pages = build.pages()

@@ -161,7 +161,6 @@ class LiveRun(Run):
         return True
 
     def turn(self) -> None:
-        """Hear the engines, heal what is due, look at the clock."""
         for machine, said in hear(list(self.machines.values()), 0.01):
             if said is not None:
                 self._heard(machine, said)

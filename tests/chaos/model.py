@@ -244,8 +244,6 @@ def make_rank_pages(model: Model, rank: int, tp: int, cut: int = 0) -> RankPages
 
 
 def hello_of(options: Options, model: Model, pages: RankPages, link: str, incarnation: str = "") -> Hello:
-    """What the rank says of itself."""
-
     def stages(group: Group) -> tuple[int, ...]:
         first = sum(layer < pages.cut for layer in group.layers)
         return (first, len(group.layers) - first) if pages.cut else (len(group.layers),)

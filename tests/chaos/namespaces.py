@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.engine import Build, main
-from chaos.machines import Machine
-from chaos.rough import tcp
+from chaos import engine, machines, rough
 
 from p2pkv.pairing import Address
 
@@ -158,11 +156,11 @@ def _network(pid: int) -> str:
         return ""
 
 
-class Dweller(Machine):
+class Dweller(machines.Machine):
     """An engine in a namespace, whose links are TCP: memory is shared with nobody there."""
 
     def __init__(self, name: str, cable: Cable) -> None:
-        super().__init__(name, Build(), Address(HOSTS[name[0]], PORT))
+        super().__init__(name, engine.Build(), Address(HOSTS[name[0]], PORT))
         self._cable = cable
 
     def _spawn(self, wire: Connection) -> Any:
@@ -185,4 +183,4 @@ class _Process(subprocess.Popen[bytes]):
 if __name__ == "__main__":  # a Dweller's process
     name, place, descriptor = sys.argv[1:]
     here = Address.parse(place)
-    main(name, here, here, Connection(int(descriptor)), links=tcp)
+    engine.main(name, here, here, Connection(int(descriptor)), links=rough.tcp)

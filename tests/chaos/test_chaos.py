@@ -11,17 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos.model import (
-    CANARY,
-    NULL,
-    ONE_GROUP,
-    Group,
-    Memory,
-    Model,
-    Violation,
-    kv,
-    make_rank_pages,
-)
+from chaos.model import CANARY, NULL, ONE_GROUP, Group, Memory, Model, Violation, kv, make_rank_pages
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
 
 ROOT = Path(__file__).parents[2]

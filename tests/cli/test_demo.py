@@ -16,17 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv.demo import client
+from p2pkv.demo import client, processes
 from p2pkv.demo.answers import Answer, answer_of, difference
-from p2pkv.demo.processes import (
-    Ports,
-    ServerFailed,
-    ServerProcess,
-    answers_ok,
-    free_ports,
-    group_members,
-    wait_until,
-)
 from p2pkv.demo.tiny_model import TinyLlama, default_cache_dir, ensure_model, llama_8b_geometry
 
 PAGES = {
@@ -145,8 +136,8 @@ def health_url(port: int) -> str:
     return f"http://127.0.0.1:{port}/"
 
 
-def process(tmp_path: Path, code: str, *arguments: str, port: int = 1) -> ServerProcess:
-    return ServerProcess(
+def process(tmp_path: Path, code: str, *arguments: str, port: int = 1) -> processes.ServerProcess:
+    return processes.ServerProcess(
         "demo server",
         [sys.executable, "-c", code, *arguments],
         health_url=health_url(port),
@@ -157,11 +148,11 @@ def process(tmp_path: Path, code: str, *arguments: str, port: int = 1) -> Server
 
 @pytest.fixture
 def port() -> int:
-    return free_ports()
+    return processes.free_ports()
 
 
 @pytest.fixture
-def server(tmp_path: Path, port: int) -> Iterator[ServerProcess]:
+def server(tmp_path: Path, port: int) -> Iterator[processes.ServerProcess]:
     server = process(tmp_path, SERVER, str(port), port=port)
     with server:
         server.wait_ready(30.0)
@@ -170,38 +161,40 @@ def server(tmp_path: Path, port: int) -> Iterator[ServerProcess]:
 
 
 def test_a_page_of_this_machine_is_asked_without_a_proxy(
-    server: ServerProcess, port: int, monkeypatch: pytest.MonkeyPatch
+    server: processes.ServerProcess, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports()}")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{processes.free_ports()}")
     monkeypatch.delenv("no_proxy", raising=False)
-    assert answers_ok(health_url(port))
+    assert processes.answers_ok(health_url(port))
 
 
-def test_kill_and_stop_take_the_children_along_and_the_server_can_start_again(server: ServerProcess) -> None:
+def test_kill_and_stop_take_the_children_along_and_the_server_can_start_again(
+    server: processes.ServerProcess,
+) -> None:
     killed = server.pid
-    assert len(group_members(killed)) == 2
+    assert len(processes.group_members(killed)) == 2
     server.kill()
-    assert group_members(killed) == []
+    assert processes.group_members(killed) == []
     server.start()
     server.wait_ready(30.0)
     group = server.pid
     assert group != killed
     server.stop(grace_seconds=0.5)
-    assert group_members(group) == [] and not server.running()
+    assert processes.group_members(group) == [] and not server.running()
     server.stop()
 
 
 def test_a_frozen_server_answers_again_when_thawed_and_can_be_stopped(
-    server: ServerProcess, port: int
+    server: processes.ServerProcess, port: int
 ) -> None:
     url, group = health_url(port), server.pid
     server.freeze()
-    assert not answers_ok(url, timeout_seconds=0.3)
+    assert not processes.answers_ok(url, timeout_seconds=0.3)
     server.thaw()
-    wait_until(lambda: answers_ok(url), "an answer", 10.0)
+    processes.wait_until(lambda: processes.answers_ok(url), "an answer", 10.0)
     server.freeze()
     server.stop(grace_seconds=0.5)
-    assert group_members(group) == []
+    assert processes.group_members(group) == []
 
 
 @pytest.mark.parametrize(
@@ -214,7 +207,7 @@ def test_a_frozen_server_answers_again_when_thawed_and_can_be_stopped(
 def test_a_server_that_does_not_serve_is_reported(
     tmp_path: Path, code: str, seconds: float, said: str
 ) -> None:
-    with process(tmp_path, code) as server, pytest.raises(ServerFailed, match=said):
+    with process(tmp_path, code) as server, pytest.raises(processes.ServerFailed, match=said):
         server.wait_ready(seconds)
     assert not server.running()
 
@@ -236,7 +229,7 @@ with ending_on_signals():
         group = int(demo.stdout.readline())
         demo.send_signal(number)
         assert demo.wait(30.0) == 128 + number
-    assert group_members(group) == []
+    assert processes.group_members(group) == []
 
 
 def test_processes_that_ask_for_ports_at_the_same_time_get_different_ones() -> None:
@@ -265,7 +258,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def test_ports_are_given_again_only_when_all_were_used() -> None:
-    ports = Ports(free_ports(32), blocks=1, block=32)
+    ports = processes.Ports(processes.free_ports(32), blocks=1, block=32)
     first_round = [ports.take(15) for _ in range(2)]
     assert len(set(first_round)) == 2
     assert [ports.take(15) for _ in range(2)] == first_round
@@ -274,8 +267,8 @@ def test_ports_are_given_again_only_when_all_were_used() -> None:
 
 
 def test_a_block_that_another_holds_is_left_to_it() -> None:
-    first = free_ports(32)
-    holder, other = (Ports(first, blocks=1, block=32) for _ in range(2))
+    first = processes.free_ports(32)
+    holder, other = (processes.Ports(first, blocks=1, block=32) for _ in range(2))
     holder.take(1)
     with pytest.raises(RuntimeError, match=f"all ports from {first} to {first + 31}"):
         other.take(1)
@@ -283,7 +276,7 @@ def test_a_block_that_another_holds_is_left_to_it() -> None:
 
 def test_wait_until_names_what_did_not_come() -> None:
     with pytest.raises(TimeoutError, match="the tide: not within 0"):
-        wait_until(lambda: False, "the tide", 0.0)
+        processes.wait_until(lambda: False, "the tide", 0.0)
 
 
 # The tiny model: made once for its parameters, readable, and refused with a sentence.

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,8 +184,6 @@ def address() -> Address:
 
 
 class Doctor:
-    """`p2pkv doctor` in a process of its own, and what it says."""
-
     def __init__(self, log: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
         self._log = log
         with log.open("w") as out:
@@ -370,11 +369,7 @@ def test_a_link_that_p_cannot_begin_is_a_sentence_on_both_sides(
 ) -> None:
     """NCCL's first call fails if it is told an interface that is not there."""
     links = tcp()
-
-    def refuse() -> bytes:
-        raise LinkError("no such interface")
-
-    monkeypatch.setattr(links, "invite", refuse)
+    monkeypatch.setattr(links, "invite", Mock(side_effect=LinkError("no such interface")))
     p, d = sides(links, tcp())
     assert (p.failure, d.failure) == ("no such interface", "the other side failed: no such interface")
 

@@ -20,7 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    """Starts engines of real ranks: see `real_ranks.starting`."""
     from support.connector.real_ranks import starting
 
     with starting() as start:

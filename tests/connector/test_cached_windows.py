@@ -18,7 +18,6 @@ def _sees_window(window: int, ahead: int, block: int) -> SlidingWindowSpec:
 
 
 def _manager(window: SlidingWindowSpec) -> KVCacheManager:
-    """A layer that sees all and one that sees a window."""
     block = window.block_size
     sees_all = FullAttentionSpec(**(ATTENTION | {"block_size": block}))
     config = kv_groups((["all"], sees_all), (["window"], window), blocks=200)

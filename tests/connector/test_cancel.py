@@ -112,7 +112,6 @@ STAGES = [
 
 
 def all_let_go(p: Engine, d: Engine) -> None:
-    """No request is left, and nothing is held."""
     run([p, d], lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
     run([p, d], lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
     assert p.free == p.all_free and d.free == d.all_free

@@ -7,24 +7,15 @@ from vllm.v1.core.sched.interface import PauseState
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
-from support.connector.instances import (
-    BLOCK,
-    Instance,
-    asked,
-    each_pace,
-    each_policy,
-    inner_id,
-    pair_id,
-    tokens,
-)
+from support.connector import instances
 
-PROMPT = tokens(50)
+PROMPT = instances.tokens(50)
 
 
-@each_pace
+@instances.each_pace
 def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ahead: int) -> None:
-    d, paired = asked("D", PROMPT, ranks=2, ahead=ahead)
-    alone = d.ask("cmpl-no-pair-0-12345678", tokens(20, "alone"))
+    d, paired = instances.asked("D", PROMPT, ranks=2, ahead=ahead)
+    alone = d.ask("cmpl-no-pair-0-12345678", instances.tokens(20, "alone"))
     d.step(2)
     assert alone.num_output_tokens, "a later request is served meanwhile"
     key = d.key(paired)
@@ -50,14 +41,18 @@ def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ah
 
 @pytest.mark.parametrize(
     ("cached", "length", "missing"),
-    [(2 * BLOCK + 3, 50, (2 * BLOCK, 49)), (BLOCK + 1, BLOCK + 1, (0, 0)), (0, 1, (0, 0))],
+    [
+        (2 * instances.BLOCK + 3, 50, (2 * instances.BLOCK, 49)),
+        (instances.BLOCK + 1, instances.BLOCK + 1, (0, 0)),
+        (0, 1, (0, 0)),
+    ],
 )
 def test_only_what_d_has_not_cached_is_asked_for(cached: int, length: int, missing: tuple[int, int]) -> None:
     """A prompt of which nothing is missing waits for nobody, and releases P."""
-    d = Instance("D")
+    d = instances.Instance("D")
     if cached:
         d.finish(d.ask("cmpl-first-0-12345678", PROMPT[:cached]))
-    paired = d.ask(inner_id(pair_id()), PROMPT[:length])
+    paired = d.ask(instances.inner_id(instances.pair_id()), PROMPT[:length])
     if missing == (0, 0):
         d.step(2)
         assert paired.num_output_tokens
@@ -70,12 +65,12 @@ def test_only_what_d_has_not_cached_is_asked_for(cached: int, length: int, missi
     d.assert_at_rest()
 
 
-@each_pace
-@each_policy
+@instances.each_pace
+@instances.each_policy
 @pytest.mark.parametrize("moment", ["waiting", "half-begun", "begun", "loading", "loading-on-both"])
 def test_a_transfer_that_fails_is_not_asked_for_again(moment: str, policy: str, ahead: int) -> None:
     """The prompt is computed here, or its request fails. `begun`: the failure crosses the admission."""
-    d, paired = asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
+    d, paired = instances.asked("D", PROMPT, policy=policy, ranks=2, ahead=ahead)
     if "loading" in moment:
         key = d.start_load(paired)
     elif moment == "begun":
@@ -103,12 +98,12 @@ def test_a_transfer_that_fails_is_not_asked_for_again(moment: str, policy: str, 
     d.assert_at_rest()
 
 
-@each_pace
+@instances.each_pace
 @pytest.mark.parametrize("end", ["load", "fail"])
 def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_blocks_back(
     end: str, ahead: int
 ) -> None:
-    d, paired = asked("D", PROMPT, policy="recompute", ahead=ahead)
+    d, paired = instances.asked("D", PROMPT, policy="recompute", ahead=ahead)
     key = d.begin(paired)
     d.run_until(lambda: d.blocks(paired))
     d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -132,15 +127,15 @@ def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_bl
     [
         "cmpl-plain-0-12345678",
         "cmpl-___prefill_addr_127.0.0.1:21001___decode_addr_nobody-0-12345678",
-        inner_id(pair_id(decode=Address("127.0.0.1", 21999))),
-        "cmpl-" + pair_id() + "-0-12345678-and-more",
+        instances.inner_id(instances.pair_id(decode=Address("127.0.0.1", 21999))),
+        "cmpl-" + instances.pair_id() + "-0-12345678-and-more",
     ],
     ids=["no-pair", "half-a-pair", "another-d", "unknown-ending"],
 )
 def test_a_request_that_is_not_for_this_pair_is_served_here_alone(
     request_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    d = Instance("D")
+    d = instances.Instance("D")
     with caplog.at_level("WARNING", logger="p2pkv"):
         for again in range(2):
             d.ask(f"{again}{request_id}" if again else request_id, PROMPT)

@@ -151,7 +151,6 @@ def test_a_picture_that_is_not_in_this_processs_memory_counts_by_vllms_name() ->
 
 
 def written(folder: Path, weights: bytes, settings: str = "{}") -> Path:
-    """The folder of an adapter."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_model.safetensors").write_bytes(weights)
     (folder / "adapter_config.json").write_text(settings)
@@ -159,7 +158,6 @@ def written(folder: Path, weights: bytes, settings: str = "{}") -> Path:
 
 
 def adapted(path: Path | str, number: int = 1, inplace: bool = False) -> bytes:
-    """The digest of a prompt with the adapter that is there."""
     return prompt_digest(prompt(lora_request=adapter("a", str(path), number, inplace)))
 
 

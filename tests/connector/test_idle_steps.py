@@ -31,16 +31,8 @@ from p2pkv.connector.idle_steps import (
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.vllm_patches import ENGINE_CORE, SPIN_WAIT, EngineCore, SpinWait
 from p2pkv.engine import commands as do
-from support.connector.instances import (
-    Instance,
-    asked,
-    each_pace,
-    inner_id,
-    kv_cache_config,
-    pair_id,
-    tokens,
-    vllm_config,
-)
+from support.connector import instances
+from support.connector.instances import asked
 from support.waiting import wait_for
 
 BOUND = 0.005
@@ -89,7 +81,7 @@ class TestScheduling:
         puts a request back into vLLM's queue."""
         if parallel.get("nnodes"):
             monkeypatch.setattr(describe, "refuse_what_cannot_pair", lambda config: None)
-        config = vllm_config("D")
+        config = instances.vllm_config("D")
         for name, value in parallel.items():
             setattr(config.parallel_config, name, value)
         made = P2pKvConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
@@ -118,9 +110,9 @@ class TestScheduling:
         metas = self.idle_steps(monkeypatch, **change)
         assert all(meta.idle and meta.idle_wait and not meta.wakeup_address for meta in metas)
 
-    @each_pace
+    @instances.each_pace
     def test_it_rests_after_an_idle_step_until_there_are_news(self, bell: str, ahead: int) -> None:
-        d, request = asked("D", tokens(50), ahead=ahead)
+        d, request = asked("D", instances.tokens(50), ahead=ahead)
         rests = []
         for _ in range(12):
             d.step()
@@ -130,43 +122,43 @@ class TestScheduling:
         d.rank.begin(d.key(request))
         d.step(1 + ahead)
         assert ENGINE_CORE.seconds == 0.0
-        alone = d.ask("cmpl-alone-0-00000001", tokens(20), max_tokens=1)
+        alone = d.ask("cmpl-alone-0-00000001", instances.tokens(20), max_tokens=1)
         d.run_until(lambda: alone.request_id in d.ended)
         assert not any(meta.idle for meta in d.metas if meta.work)
 
-    @each_pace
+    @instances.each_pace
     def test_d_waits_for_p_in_steps_that_compute_nothing(self, ahead: int) -> None:
-        d, _ = asked("D", tokens(50), ahead=ahead, ranks=2)
+        d, _ = asked("D", instances.tokens(50), ahead=ahead, ranks=2)
         d.step(12)
         assert d.rank.waits and max(d.rank.waits) == pytest.approx(BOUND / (1 + ahead))
         assert d.rank.waits == sorted(d.rank.waits) == d.ranks[1].waits
         assert SPIN_WAIT.idle
 
-    @each_pace
+    @instances.each_pace
     def test_news_that_comes_in_the_wait_are_told_in_the_same_step(self, ahead: int) -> None:
-        d, request = asked("D", tokens(50), ahead=ahead)
+        d, request = asked("D", instances.tokens(50), ahead=ahead)
         d.step(3)
         key = d.key(request)
         d.rank.meanwhile = lambda: None if d.rank.facts[key].offered else d.rank.begin(key)
         d.run_until(lambda: d.blocks(request), most=3 + ahead)
 
-    @each_pace
+    @instances.each_pace
     def test_no_step_waits_while_the_tokens_of_an_earlier_one_are_out(self, ahead: int) -> None:
-        d = Instance("D", ahead=ahead)
+        d = instances.Instance("D", ahead=ahead)
         out: list[bool] = []
         d.rank.meanwhile = lambda: out.append(d.computing)
-        d.ask(inner_id(pair_id()), tokens(50))
+        d.ask(instances.inner_id(instances.pair_id()), instances.tokens(50))
         for number in range(5):
-            alone = d.ask(f"cmpl-alone-0-{number:08x}", tokens(20, number), max_tokens=3)
+            alone = d.ask(f"cmpl-alone-0-{number:08x}", instances.tokens(20, number), max_tokens=3)
             d.step(1)
             assert not SPIN_WAIT.idle
             d.run_until(lambda: alone.request_id in d.ended)  # noqa: B023
             d.step(3)
         assert out and not any(out)
 
-    @each_pace
+    @instances.each_pace
     def test_p_waits_for_word_that_the_blocks_are_free(self, ahead: int) -> None:
-        p, request = asked("P", tokens(50), max_tokens=1, ahead=ahead)
+        p, request = asked("P", instances.tokens(50), max_tokens=1, ahead=ahead)
         p.run_until(lambda: request.request_id in p.ended)
         assert not p.rank.waits
         p.step(6)
@@ -176,7 +168,7 @@ class TestScheduling:
         p.run_until(lambda: request.request_id in p.reported, most=2 + ahead)
 
     def test_the_option_switches_it_off(self) -> None:
-        d, _ = asked("D", tokens(50), idle_wait_ms=0)
+        d, _ = asked("D", instances.tokens(50), idle_wait_ms=0)
         d.step(5)
         assert not d.rank.waits and not SPIN_WAIT.idle
 
@@ -270,7 +262,7 @@ class TestRest:
         core.take()
         assert rest.take_wakeup() and not rest.take_wakeup()
 
-    def hears(self, rest: EngineCore, d: Instance, number: int) -> None:
+    def hears(self, rest: EngineCore, d: instances.Instance, number: int) -> None:
         """Each rank of this D says that it has all of the load of this number."""
         core = Core()
         core.scheduler = d.scheduler
@@ -285,12 +277,12 @@ class TestRest:
         wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
         core.take()
 
-    @each_pace
+    @instances.each_pace
     @pytest.mark.parametrize("reported", [True, False])
     def test_a_load_that_all_ranks_have_said_is_not_told_twice(
         self, rest: EngineCore, reported: bool, ahead: int
     ) -> None:
-        d, request = asked("D", tokens(50), ahead=ahead, ranks=2)
+        d, request = asked("D", instances.tokens(50), ahead=ahead, ranks=2)
         key = d.start_load(request)
         load = d.rank.said(do.Load)[0]
 
@@ -311,7 +303,7 @@ class TestRest:
         d.assert_at_rest()
 
     def test_a_load_that_is_not_wanted_any_more_is_not_told(self, rest: EngineCore) -> None:
-        d, request = asked("D", tokens(50))
+        d, request = asked("D", instances.tokens(50))
         d.start_load(request)
         connector: Any = d.scheduler.connector
         connector.reset_cache()
@@ -384,7 +376,7 @@ def waits(condition: Any, waited: float) -> None:
 
 @pytest.mark.parametrize("spin", [False, True])
 def test_the_option_says_whether_vllms_processes_spin(spin: bool) -> None:
-    P2pKvConnector(vllm_config("D", spin=spin), KVConnectorRole.WORKER, kv_cache_config())
+    P2pKvConnector(instances.vllm_config("D", spin=spin), KVConnectorRole.WORKER, instances.kv_cache_config())
     assert SPIN_WAIT.spins is spin
 
 

@@ -15,15 +15,7 @@ from vllm.v1.request import Request
 from p2pkv.connector import P2pKvConnector
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters
-from support.connector.instances import (
-    BLOCK,
-    each_pace,
-    each_policy,
-    inner_id,
-    pair_id,
-    tokens,
-    vllm_config,
-)
+from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens, vllm_config
 from support.connector.multi import OURS, MultiInstance, StoreMetadata
 
 PROMPT = tokens(100)
@@ -36,7 +28,6 @@ each_order = pytest.mark.parametrize("store_first", [True, False], ids=["store-f
 
 
 def loads(d: MultiInstance) -> list[tuple[int, int]]:
-    """What D's workers were told to load from P."""
     return [(load.start, load.stop) for load in d.rank.said(do.Load)]
 
 

@@ -45,7 +45,6 @@ from support.kv.shapes import cut, rectangle
 
 
 def move(sources: list[Held], targets: list[Held], chunk: int, seed: int) -> int:
-    """Carry out the plan of these ranks; how many bytes travelled."""
     prefill, decode = sources[0].said, targets[0].said
     assert all(held.said == prefill for held in sources) and all(held.said == decode for held in targets)
     wires = row_formats(prefill, decode)

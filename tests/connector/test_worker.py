@@ -61,9 +61,6 @@ class Runner:
             self.connector.wait_for_layer_load(name)
             self.connector.save_kv_layer(name, tensor, None)
 
-    def step(self, meta: StepMetadata) -> KVConnectorOutput:
-        raise NotImplementedError
-
 
 class First(Runner):
     """V1's. `drafter`: results are polled before the drafter's forward, and the end comes after it."""
@@ -123,8 +120,7 @@ class Second(Runner):
         return self.end()
 
     def end(self) -> KVConnectorOutput:
-        told = self.active.post_forward(set())
-        return told
+        return self.active.post_forward(set())
 
 
 class SecondWithDrafter(Second):
@@ -158,7 +154,6 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
 
 
 def covered(rank: FakeRank) -> dict[int, int]:
-    """How far each layer is computed, as the engine was told."""
     out = dict.fromkeys(range(len(LAYERS)), 0)
     for each in rank.said(do.Computed):
         for layer in range(each.layer, each.layer_stop):
@@ -320,7 +315,6 @@ def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make, early: bo
 def test_what_p_has_not_begun_is_held_anew_when_it_wakes_up(make: Make) -> None:
     runner, rank = make()
     meta, worker, other = prefill_step(16, first=True), runner.connector.worker, FakeRank()
-    assert worker is not None
     runner.step(StepMetadata(holds=meta.holds))
     rank.free("k")
     runner.step(StepMetadata())
@@ -341,7 +335,6 @@ def expected(key: str) -> do.Expect:
 
 
 def begun(runner: Runner, rank: FakeRank) -> None:
-    """D expects request r, and P has begun it."""
     runner.step(StepMetadata(expects=[("r", expected("k"))]))
     rank.begin("k")
 

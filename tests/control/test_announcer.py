@@ -48,7 +48,6 @@ class Proxy:
         return self.hear_from(seconds)[1]
 
     def hear_from(self, seconds: float = 20.0) -> tuple[bytes, Ping]:
-        """A ping, and who can be answered."""
         assert self.socket.poll(int(seconds * 1000)), f"no ping in {seconds:g} s"
         sender, frame = self.socket.recv_multipart()
         return sender, decode_ping(frame)
@@ -109,7 +108,6 @@ def start(proxy: Proxy) -> Iterator[Callable[..., tuple[Peer, int]]]:
 def announcing(
     *proxies: str, ping: Ping = PING, heard: Any = lambda _: None, **more: Any
 ) -> Iterator[Announcer]:
-    """An announcer of this process."""
     announcement = Announcement(proxies=proxies, ping=ping, interval=INTERVAL, **more)
     announcer = Announcer(announcement, heard, EngineHealth)
     try:

@@ -40,7 +40,6 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def shut(endpoint: Endpoint, connection: Connection) -> list[ConnectionFailure]:
-    """Wait until the connection is shut; what was said about it."""
     end, said = time.monotonic() + DEADLINE, []
     while not connection.shut:
         assert time.monotonic() < end, "the line is still open"
@@ -91,7 +90,6 @@ def test_a_wait_below_a_millisecond_is_no_longer(endpoint: Endpoint, monkeypatch
 
 
 def joined(first: Endpoint, second: Endpoint) -> Connection:
-    """A connection from the second to the first, which has taken in one message over it."""
     connection = second.dial(first._address)
     reached(second, connection, first)
     return connection

@@ -13,7 +13,6 @@ from support.nccl import simulated as nccl_simulated
 
 @pytest.fixture
 def make_memory() -> Iterator[Make]:
-    """Makes engines over one network of memory links; stops them at the end."""
     with engine_maker(plain_links("memory")) as make:
         yield make
 

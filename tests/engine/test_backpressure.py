@@ -39,7 +39,6 @@ class Rig(VirtualPair):
         return self.all[-1]
 
     def admit(self, p: VirtualEngine, d: VirtualEngine, key: str, number: int) -> None:
-        """The prompt is computed, and its load is admitted."""
         begin(p, d, key, TOKENS, blocks_of(number), salt=number)
         transfers.load(d, key, TOKENS, blocks_of(number))
 

@@ -52,7 +52,6 @@ class Rig(VirtualPair):
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often anybody reads something of a request on D, or of a prompt on P."""
     counted: Counter[str] = Counter()
 
     def count(name: str, kind: type) -> None:
@@ -71,7 +70,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def polls(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
-    """How often each link is polled."""
     counted: Counter[object] = Counter()
 
     def count(kind: type[InboundLink] | type[OutboundLink]) -> None:

@@ -10,14 +10,7 @@ import pytest
 
 from p2pkv.engine import commands as do
 from support.cuda import ipc as ipc_simulated
-from support.engine.engines import (
-    Engine,
-    Forward,
-    Geometry,
-    engines,
-    on_engine_thread,
-    step,
-)
+from support.engine.engines import Engine, Forward, Geometry, engines, on_engine_thread, step
 from support.engine.fake_device import Device, DeviceCache, QueuedGpu
 from support.engine.transfers import BLOCKS, TOKENS, arrives, ask, begin, ends, load, rest, scribble, value
 from support.links.faulty import Faults, FaultyLinks
@@ -37,7 +30,6 @@ class Pair:
         self.p, self.d, self.on_p, self.on_d = p, d, on_p, on_d
 
     def ask(self, key: str = "k", blocks: list[int] = BLOCKS, d_blocks: list[int] = D_BLOCKS) -> None:
-        """A whole prompt is computed, and D asks for it."""
         begin(self.p, self.d, key, blocks=blocks)
         load(self.d, key, blocks=d_blocks)
 

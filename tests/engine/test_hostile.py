@@ -26,8 +26,6 @@ SECRET = b"a secret of the tests"
 
 
 class Pair:
-    """A P and a D that must go on working."""
-
     def __init__(self, p, d):
         self.p, self.d = p, d
         self._number = 0

@@ -33,8 +33,6 @@ D_TABLES = ([20, 11, 12, 9, 1], [8])
 
 
 class Pair(VirtualPair):
-    """A P and a D of so many ranks each."""
-
     def __init__(self, tps: tuple[int, int] = (1, 1), **options: object) -> None:
         self._made: list[RankPages] = []
         super().__init__(Geometry(tp=tps[0]), on_d=Geometry(tp=tps[1]), **options)  # type: ignore[arg-type]
@@ -48,7 +46,6 @@ class Pair(VirtualPair):
         return pages.groups, pages.cache, hello_of(options, MODEL, pages, MemoryLinks.kind)
 
     def step(self, start: int, stop: int, layers: Sequence[int] = ALL) -> None:
-        """A forward over these tokens, or some layers of it."""
         self.p.do(do.PromptBlocks("k", P_TABLES))
         for layer in layers:
             self.on_p.compute(0, layer, P_TABLES, start, stop)

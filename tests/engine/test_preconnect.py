@@ -12,15 +12,7 @@ from virtual.network import Endpoint
 from virtual.pair import LEASE, VirtualEngine, VirtualPair, value
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.preconnect import (
-    AT_ONCE,
-    BEAT_SECONDS,
-    FIRST_PAUSE,
-    FRESH_SECONDS,
-    LAST_PAUSE,
-    LEFT_SECONDS,
-    PATIENCE_SECONDS,
-)
+from p2pkv.engine import preconnect
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Partners, encode
 from support.engine.engines import Geometry, other_group
@@ -34,8 +26,6 @@ LONG = 200.0
 
 
 class Fleet(VirtualPair):
-    """Several engines, and what the proxy says to D."""
-
     def silent(self) -> str:
         """An address at which connections are taken, and nothing is ever said."""
         address = Address("127.0.0.1", next(self.ports))
@@ -48,7 +38,6 @@ class Fleet(VirtualPair):
         self.clock.pass_by(seconds)
 
     def linked(self, *ps: VirtualEngine) -> None:
-        """D has links to these, ahead of requests."""
         self.name(self.d, *ps)
         assert ahead(self.d) == links(self.d) == len(ps)
 
@@ -78,7 +67,6 @@ def links(engine: VirtualEngine) -> int:
 
 
 def begun(engine: VirtualEngine) -> int:
-    """How many links it has had, ever."""
     return links(engine) + value(engine, "links_aborted")
 
 
@@ -130,8 +118,8 @@ def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(fle
 
 def test_who_never_answers_holds_up_nobody(fleet: Fleet) -> None:
     p, q, d = fleet.p, fleet.more("P"), fleet.d
-    deaf = [fleet.silent() for _ in range(AT_ONCE + 1)]
-    fleet.name(d, deaf[0], p, *deaf[1:], q, seconds=FRESH_SECONDS)
+    deaf = [fleet.silent() for _ in range(preconnect.AT_ONCE + 1)]
+    fleet.name(d, deaf[0], p, *deaf[1:], q, seconds=preconnect.FRESH_SECONDS)
     assert begun(p) == 1 and begun(q) == 0
     push(q, d, "another request", salt=1)
     push(p, d, "first", salt=2)
@@ -143,7 +131,7 @@ def test_who_never_answers_gives_its_place_to_the_next(
 ) -> None:
     d, deaf = fleet.more("D", max_links=1), fleet.silent()
     with caplog.at_level(logging.INFO, "p2pkv.engine"):
-        fleet.name(d, deaf, fleet.p, seconds=PATIENCE_SECONDS)
+        fleet.name(d, deaf, fleet.p, seconds=preconnect.PATIENCE_SECONDS)
         assert ahead(d) == 0
         fleet.clock.pass_by(SOON)
         assert ahead(d) == 1
@@ -171,7 +159,7 @@ def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(fleet: Fleet) -> None:
     push(p, first, "k", salt=1)
     fleet.name(second, p)
     assert value(second, "peers") == 1 and ahead(second) == 0
-    fleet.clock.pass_by(PATIENCE_SECONDS)
+    fleet.clock.pass_by(preconnect.PATIENCE_SECONDS)
     assert value(second, "peers") == 0, "its try has an end"
     assert (begun(p), links(first), begun(second)) == (1, 1, 0)
     push(p, second, "a request needs it", salt=2)
@@ -202,7 +190,7 @@ def test_a_p_that_restarts_gets_its_link_again(fleet: Fleet) -> None:
     fleet.linked(fleet.p)
     fleet.p.rank.vanish()
     again = fleet.engine("P", fleet.p.address.port)
-    fleet.clock.pass_by(BEAT_SECONDS + FIRST_PAUSE + SOON)
+    fleet.clock.pass_by(preconnect.BEAT_SECONDS + preconnect.FIRST_PAUSE + SOON)
     assert links(again) == links(fleet.d) == 1
     push(again, fleet.d, "first", salt=1)
     assert begun(again) == 1
@@ -214,7 +202,7 @@ def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(fleet: Fleet) ->
     assert [each.rank.counters.values["links_preconnected"] for each in d.ranks] == [1, 1]
     push(p, d, "first", salt=1)
     assert value(p, "links_aborted") == value(d, "links_aborted") == 0
-    fleet.name(d, seconds=LEFT_SECONDS + SOON)
+    fleet.name(d, seconds=preconnect.LEFT_SECONDS + SOON)
     assert value(d, "partners") == 0
 
 
@@ -236,12 +224,12 @@ def test_a_partner_is_forgotten_a_while_after_it_was_named_last_however_often_ot
 ) -> None:
     p, other, d = fleet.p, fleet.more("P"), fleet.d
     fleet.linked(p)
-    fleet.name(d, seconds=LEFT_SECONDS - 1)
-    fleet.name(d, p, seconds=3 * LEFT_SECONDS)
+    fleet.name(d, seconds=preconnect.LEFT_SECONDS - 1)
+    fleet.name(d, p, seconds=3 * preconnect.LEFT_SECONDS)
     assert links(d) == begun(p) == 1, "it was named again in time"
     for _ in range(6):
         assert value(d, "links_aborted") == 0
-        fleet.name(d, other, seconds=LEFT_SECONDS / 6)
+        fleet.name(d, other, seconds=preconnect.LEFT_SECONDS / 6)
     fleet.clock.pass_by(1.0)
     assert (value(d, "links_aborted"), links(d), links(other)) == (1, 1, 1)
 
@@ -249,11 +237,11 @@ def test_a_partner_is_forgotten_a_while_after_it_was_named_last_however_often_ot
 def test_a_rank_that_a_request_has_needed_is_not_hung_up_on(fleet: Fleet) -> None:
     p, other, d = fleet.p, fleet.more("P"), fleet.d
     fleet.linked(p, other)
-    fleet.name(d, seconds=LEFT_SECONDS - 10)
+    fleet.name(d, seconds=preconnect.LEFT_SECONDS - 10)
     push(p, d, "k", salt=1)
     fleet.clock.pass_by(15.0)
     assert (begun(d), links(d), value(d, "partners")) == (2, 1, 0)
-    fleet.clock.pass_by(LEFT_SECONDS)
+    fleet.clock.pass_by(preconnect.LEFT_SECONDS)
     assert value(d, "peers") == 0, "how long it lasts is its requests' affair"
     assert begun(p) == 1
 
@@ -261,7 +249,7 @@ def test_a_rank_that_a_request_has_needed_is_not_hung_up_on(fleet: Fleet) -> Non
 def test_one_that_is_named_no_more_is_not_dialed(fleet: Fleet) -> None:
     is_unfit(fleet.p)
     fleet.name(fleet.d, fleet.p)
-    fleet.name(fleet.d, seconds=LEFT_SECONDS - 1)
+    fleet.name(fleet.d, seconds=preconnect.LEFT_SECONDS - 1)
     assert value(fleet.p, "messages_refused") == 1, "it was tried again although the proxy names it no more"
     fleet.name(fleet.d, fleet.p)
     assert value(fleet.p, "messages_refused") == 2
@@ -275,7 +263,7 @@ def test_a_p_is_up_only_with_all_of_its_links(fleet: Fleet) -> None:
     p.ranks[1].rank.steps.serving = False
     fleet.name(fleet.d, p)
     assert (ahead(fleet.d), links(fleet.d), value(fleet.d, "peers")) == (0, 1, 2)
-    fleet.clock.pass_by(PATIENCE_SECONDS - 1)
+    fleet.clock.pass_by(preconnect.PATIENCE_SECONDS - 1)
     assert value(fleet.d, "peers") == 0, "the link that is missing has had its time"
 
 
@@ -297,20 +285,22 @@ def test_the_pause_between_tries_doubles_up_to_a_bound(fleet: Fleet) -> None:
     is_unfit(fleet.p)
     fleet.name(fleet.d, fleet.p, seconds=0.0)
     pauses = [later - sooner for sooner, later in pairwise(fleet.refusals(fleet.p, 1300.0))]
-    right = [min(FIRST_PAUSE * (1 << number), LAST_PAUSE) for number in range(len(pauses))]
+    right = [
+        min(preconnect.FIRST_PAUSE * (1 << number), preconnect.LAST_PAUSE) for number in range(len(pauses))
+    ]
     assert pauses == pytest.approx(right, abs=1.0)
-    assert right[-2:] == [LAST_PAUSE] * 2
+    assert right[-2:] == [preconnect.LAST_PAUSE] * 2
 
 
 def test_once_a_link_was_up_the_pause_is_short_again(fleet: Fleet) -> None:
     mend = is_unfit(fleet.p)
-    fleet.name(fleet.d, fleet.p, seconds=7 * FIRST_PAUSE + SOON)
+    fleet.name(fleet.d, fleet.p, seconds=7 * preconnect.FIRST_PAUSE + SOON)
     mend()
-    fleet.until(lambda: ahead(fleet.d) == 1, 10 * FIRST_PAUSE)
+    fleet.until(lambda: ahead(fleet.d) == 1, 10 * preconnect.FIRST_PAUSE)
     fleet.p.rank.vanish()
     again = fleet.engine("P", fleet.p.address.port)
     is_unfit(again)
-    assert len(fleet.refusals(again, BEAT_SECONDS + FIRST_PAUSE + SOON)) == 1
+    assert len(fleet.refusals(again, preconnect.BEAT_SECONDS + preconnect.FIRST_PAUSE + SOON)) == 1
 
 
 def test_what_is_wrong_with_a_p_that_requests_need_is_their_affair(
@@ -323,5 +313,5 @@ def test_what_is_wrong_with_a_p_that_requests_need_is_their_affair(
         fleet.name(d, p, seconds=0.5)
         expect(p, d)
         fleet.until(lambda: d.failures)
-        fleet.clock.pass_by(PATIENCE_SECONDS + 1)
+        fleet.clock.pass_by(preconnect.PATIENCE_SECONDS + 1)
     assert "no transfers from" in caplog.text and "no link to P" not in caplog.text

@@ -25,7 +25,6 @@ TOKEN = 4 * 2 * 8 * 4
 
 @pytest.fixture(params=["memory", "shared-memory", "ipc", *NCCL_KINDS])
 def links(request):
-    """Those of each rank of a pair, by side and rank."""
     kind = request.param
     if kind in NCCL_KINDS:
         yield lambda side, rank: nccl_links(blocking=kind == "nccl-blocking", staging=1 << 20)

@@ -34,7 +34,6 @@ one_kind = pytest.mark.parametrize("make", ["memory"], indirect=True)
 
 
 def reasons(engine: Engine) -> dict[str, str]:
-    """Why loads have failed, by key."""
     return {event.key: event.reason for event in engine.ranks[0].events(do.LoadFailed)}
 
 

@@ -12,10 +12,8 @@ import torch
 
 from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, Memory
 from p2pkv.device import give_stream, make_recorder, own_stream, take_stream
-from p2pkv.kv import PagedCache, copiers
-from p2pkv.kv.checksum import digest_by_torch
+from p2pkv.kv import PagedCache, checksum, copiers, small_copies
 from p2pkv.kv.copiers import KernelCopier
-from p2pkv.kv.small_copies import Ring
 from support.kv.pages import POISON, check_exchange
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +75,7 @@ def test_the_checksum_is_the_one_that_torch_computes(
         digests = [cache.digest(buffer) for cache in (by_kernel, by_torch)]
         by_kernel.fence().wait()
         assert not any(digest.known for digest in digests)
-        values = {digest.value() for digest in digests} | {digest_by_torch(buffer.cpu()).value()}
+        values = {digest.value() for digest in digests} | {checksum.digest_by_torch(buffer.cpu()).value()}
         assert len(values) == 1
         said.append(values.pop())
         buffer[nbytes // 2] ^= 64
@@ -149,12 +147,12 @@ def test_a_fence_is_passed_with_the_stream() -> None:
 def test_pinned_buffers_are_freed_after_the_stream_that_used_them_was_given_back() -> None:
     """torch then records an event there. The next rank has the same stream."""
     streams: list[int] = []
-    rings: list[Ring] = []
+    rings: list[small_copies.Ring] = []
 
     def engine() -> None:
         with own_stream(cuda()):
             streams.append(torch.cuda.current_stream().cuda_stream)
-            rings.append(Ring(cuda(), torch.int32))
+            rings.append(small_copies.Ring(cuda(), torch.int32))
             rings[-1].copy(np.arange(10))
 
     for _ in range(3):

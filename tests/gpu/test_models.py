@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from gpu.servers import NAME, Setting, setting, started
 
-from p2pkv.demo import answers
-from p2pkv.demo.processes import ServerFailed
-from p2pkv.demo.tiny_model import TinyModel
+from p2pkv.demo import answers, processes, tiny_model
 from support.models.families import TinyDeepseek, TinyFalconH1, TinyGemma, TinyGptOss, TinyQwen
 
 pytestmark = [pytest.mark.vllm, pytest.mark.servers, pytest.mark.timeout(600)]
@@ -30,7 +28,7 @@ OTHER_KERNELS = 1.0
 """A tie where the KV of fp8 or of MLA has been computed in other steps."""
 
 
-def card(name: str, model: TinyModel | None = None, *more: str, **how: Any) -> Any:
+def card(name: str, model: tiny_model.TinyModel | None = None, *more: str, **how: Any) -> Any:
     return setting(f"one-gpu-{name}", pytest.mark.gpu, p="0", d="0", model=model, more=more, **how)
 
 
@@ -82,6 +80,6 @@ def test_a_pair_with_this_kind_of_cache_answers_as_a_single_server(chosen: Setti
 @pytest.mark.long
 def test_a_server_that_does_not_start_says_why_on_a_cpu(tmp_path: Path) -> None:
     chosen = Setting("cpu", p="", d="", more=("--no-such-option",))
-    with pytest.raises(ServerFailed) as failed, ExitStack() as stack:
+    with pytest.raises(processes.ServerFailed) as failed, ExitStack() as stack:
         stack.enter_context(started(chosen, tmp_path))
     assert any("--no-such-option" in note for note in failed.value.__notes__)

@@ -7,7 +7,6 @@ from support.cuda.kernels import NO_GCC, CpuLauncher, compiled
 
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
-    """The kernels, on a CPU."""
     if NO_GCC:
         pytest.skip(NO_GCC)
     return CpuLauncher(compiled(tmp_path_factory.mktemp("kernels")))

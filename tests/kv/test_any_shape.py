@@ -15,19 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from p2pkv.kv import DENSE
+from p2pkv import kv, page_packings, sharding
 from p2pkv.kv import cache as module
 from p2pkv.kv.cache import seen_as
-from p2pkv.page_packings import PACKINGS
 from p2pkv.plan import Edge, Plan, make_plan
 from p2pkv.protocol.extents import Coverage, Cutter, Extents
 from p2pkv.protocol.handshake import GroupAssignment, row_format
 from p2pkv.protocol.messages import Piece
-from p2pkv.sharding import Shape
 from support.kv.pages import LAYOUTS, TOKENS_TOGETHER
 from support.kv.shapes import BITS, Elements, Held, Side, cut, rectangle
 
-CODECS = [DENSE, *PACKINGS]
+CODECS = [kv.DENSE, *page_packings.PACKINGS]
 
 
 @dataclass(frozen=True)
@@ -82,21 +80,19 @@ def sides(
     stages = tuple(stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True))
     ratio = draw(st.sampled_from([1, 1, 2, 3]))
     kernel = draw(st.sampled_from([32, 32, 64]) if codec == "page:amx" else st.integers(1, 9))
-    layout = draw(st.sampled_from(sorted(LAYOUTS) if codec == DENSE else TOKENS_TOGETHER))
+    layout = draw(st.sampled_from(sorted(LAYOUTS) if codec == kv.DENSE else TOKENS_TOGETHER))
     tp, pcp = draw(st.sampled_from(fits)), draw(st.sampled_from([1, 1, 2]))
     copies = max(1, tp // kv_heads)
     dcps = [size for size in range(1, copies + 1) if copies % size == 0]
     dcps = [1, pcp, *([tp * pcp] if copies == tp else [])] if pcp > 1 else dcps
     dcp = draw(st.sampled_from([size for size in dcps if size <= most]))
     run = draw(st.sampled_from([size for size in range(1, kernel + 1) if kernel % size == 0]))
-    shape = Shape(stages, kv_heads, tp, pcp, dcp, run if dcp > 1 else 1)
+    shape = sharding.Shape(stages, kv_heads, tp, pcp, dcp, run if dcp > 1 else 1)
     return Side(shape, kernel * ratio, ratio, layout, codec, content, dtype)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One piece on its way."""
-
     debt: GroupAssignment
     piece: Piece
     data: torch.Tensor
@@ -105,7 +101,6 @@ class Sent:
 def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[list[Sent], dict[Edge, int]]:
     """P computes step by step, and cuts and gathers what is ready; also the bytes of each edge."""
     wire = row_format(case.prefill.group, case.decode.group)
-    assert wire is not None
     debts = [GroupAssignment(edge, wire) for edge in plan.edges]
     extents = [Extents({0: debt.extent(case.start, case.stop)}) for debt in debts]
     cutters, coverages = [Cutter(owed) for owed in extents], [Coverage(owed) for owed in extents]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2pkv.kv import PagedCache
-from p2pkv.kv.copiers import columns_on_device
-from p2pkv.kv.host import columns_on_host
-from p2pkv.kv.layouts import Columns
+from p2pkv.kv import PagedCache, copiers, host, layouts
 from support.gil import lets_others_run
 
 
@@ -28,11 +25,11 @@ def test_numpy_and_torch_take_and_put_the_same_columns(element: int, shift: int)
     """[elements, columns] in memory, from an address that is no multiple of an element's size."""
     count, elements, room = 3, 7, 5
     step = room * element
-    columns = Columns(shift + element, count, elements, element, step)
+    columns = layouts.Columns(shift + element, count, elements, element, step)
     memory = torch.randint(0, 256, (shift + (elements + 1) * step,), dtype=torch.uint8)
     source = torch.randint(0, 256, (shift + count * elements * element,), dtype=torch.uint8)[shift:]
     matrix = memory[shift : shift + elements * step].view(elements, room, element)[:, 1 : 1 + count]
-    for views in (columns_on_host, columns_on_device):
+    for views in (host.columns_on_host, copiers.columns_on_device):
         flat, out = memory.clone(), torch.zeros(shift + source.numel(), dtype=torch.uint8)[shift:]
         memory_view, dense = views(flat, columns, out)
         dense[...] = memory_view

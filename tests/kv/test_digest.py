@@ -40,8 +40,6 @@ def noise(size: int, seed: int, shift: int = 0) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def digests(request: pytest.FixtureRequest) -> Callable[[str], Callable[[torch.Tensor], Checksum]]:
-    """The function of a name in ALGORITHMS."""
-
     def named(name: str) -> Callable[[torch.Tensor], Checksum]:
         if name != "kernel":
             return {"host": digest_on_host, "torch": digest_by_torch}[name]

@@ -5,21 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2pkv.kv import PagedCache
-from p2pkv.kv.copiers import StorageCopier
-from p2pkv.kv.layouts import Rows
+from p2pkv.kv import PagedCache, copiers, layouts
 from support.kv.pages import Memory
 
 BLOCK, HEADS, CONTENT = 16, 8, 256
 ROW = CONTENT * 2
 
 
-class Counting(StorageCopier):
-    """Remembers what it was asked for."""
+class Counting(copiers.StorageCopier):
+    asked: list[layouts.Rows] = []  # noqa: RUF012
 
-    asked: list[Rows] = []  # noqa: RUF012
-
-    def take_rows(self, flat: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+    def take_rows(self, flat: torch.Tensor, rows: layouts.Rows, out: torch.Tensor) -> None:
         self.asked.append(rows)
 
 

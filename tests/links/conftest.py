@@ -13,7 +13,6 @@ from support.nccl import simulated as nccl_simulated
 
 @pytest.fixture(params=KINDS)
 def factories(request: pytest.FixtureRequest) -> Iterator[tuple[LinkFactory, LinkFactory]]:
-    """P's and D's factories, of each kind in turn."""
     pair = make_factories(request.param)
     yield pair
     for factory in pair:

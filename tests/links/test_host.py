@@ -137,7 +137,6 @@ def test_memory_that_cannot_be_had_means_tcp(shm: HostLinks, caplog, spoil, why:
 
 def test_an_invitation_from_elsewhere_is_answered_with_tcp_only(shm: HostLinks) -> None:
     invited = decode_blob(shm.invite(), HostInvitation)
-    assert invited.namespace is not None
     elsewhere = msgspec.structs.replace(invited.namespace, boot="another")
     _, answer = shm.accept(encode_blob(msgspec.structs.replace(invited, namespace=elsewhere)), WINDOW)
     assert decode_blob(answer, HostAcceptance).shared is None
@@ -145,7 +144,6 @@ def test_an_invitation_from_elsewhere_is_answered_with_tcp_only(shm: HostLinks) 
 
 def test_a_loopback_address_of_another_host_is_refused_with_a_sentence(tcp: HostLinks) -> None:
     invitation, _, acceptance = accepted(tcp, WINDOW)
-    assert acceptance.namespace is not None
     far = msgspec.structs.replace(
         acceptance, namespace=msgspec.structs.replace(acceptance.namespace, boot="another")
     )

@@ -26,7 +26,6 @@ def both(blocking: bool, **how: object) -> tuple[NcclLinks, NcclLinks]:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """Call until it raises LinkError; its sentence."""
     with pytest.raises(LinkError) as caught:
         wait_for(lambda: call() and False)
     return str(caught.value)

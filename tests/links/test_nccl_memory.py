@@ -26,7 +26,6 @@ PAGE = (DOCS / "decisions" / "nccl-memory.md").read_text()
 
 
 def rows(title: str) -> list[list[str]]:
-    """The table under this heading of the page."""
     lines = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert len(table) > 2, title

@@ -12,16 +12,7 @@ import torch
 
 from p2pkv.links import ipc_ends
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Receive, Send
-from support.links.pairs import (
-    NCCL_KINDS,
-    Peer,
-    connect,
-    links_of,
-    nccl_links,
-    receive_all,
-    send_all,
-    starting,
-)
+from support.links import pairs
 from support.waiting import wait_for
 
 SIZES = [1, 4096, 100_001, 1 << 21, (1 << 22) + 7]
@@ -34,15 +25,15 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def start(mode: str) -> Iterator[Callable[[str], Peer]]:
-    with starting() as begin:
+def start(mode: str) -> Iterator[Callable[[str], pairs.Peer]]:
+    with pairs.starting() as begin:
         yield lambda role: begin(role, mode)
 
 
 @pytest.fixture
 def links(mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkFactory]:
     monkeypatch.setattr(ipc_ends, "ORPHAN_SECONDS", 0.1)
-    made = links_of(mode, 2 * WINDOW)
+    made = pairs.links_of(mode, 2 * WINDOW)
     yield made
     wait_for(lambda: made.staging.used == 0, what="the return of all staging")
     made.close()
@@ -59,42 +50,42 @@ def outlive(poll: Callable[[], None], operation: Receive | Send, mode: str) -> N
         assert not operation.done()
 
 
-def posted(links: LinkFactory, peer: Peer) -> tuple[Inbound, Receive]:
+def posted(links: LinkFactory, peer: pairs.Peer) -> tuple[Inbound, Receive]:
     """A P has sent all sizes, and a receive of a whole window is posted."""
-    inbound = receive_all(links, peer, SIZES, WINDOW)
+    inbound = pairs.receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
     wait_for(lambda: inbound.poll() or peer.hear() == {"sent": True})
     return inbound, last
 
 
 def test_d_dies_in_mid_message_and_another_takes_its_place(
-    start: Callable[[str], Peer], links: LinkFactory, mode: str
+    start: Callable[[str], pairs.Peer], links: LinkFactory, mode: str
 ) -> None:
     """What P writes after D's death lands where it is kept until P has left it."""
     peer = start("D")
-    outbound, remote_slot = send_all(links, peer, SIZES, WINDOW)
+    outbound, remote_slot = pairs.send_all(links, peer, SIZES, WINDOW)
     assert outbound.used == 0
     peer.process.send_signal(signal.SIGSTOP)  # so that no message can be taken as a whole
     send = outbound.reserve(WINDOW, remote_slot)
-    if mode in NCCL_KINDS:
+    if mode in pairs.NCCL_KINDS:
         send.commit()
     peer.kill()
-    if mode not in NCCL_KINDS:
+    if mode not in pairs.NCCL_KINDS:
         send.buffer.fill_(1)  # no fault: the memory is still mapped
         with suppress(LinkError):
             send.commit()
     outlive(outbound.poll, send, mode)
     outbound.abort()
     assert outbound.used == 0
-    other = links_of(mode, 2 * WINDOW)
-    pair = connect((links, other), WINDOW)
+    other = pairs.links_of(mode, 2 * WINDOW)
+    pair = pairs.connect((links, other), WINDOW)
     pair.carry(WINDOW)
     pair.abort()
     wait_for(lambda: other.staging.used == 0, what="the return of the other D's staging")
     other.close()
 
 
-def test_p_dies_while_it_writes(start: Callable[[str], Peer], links: LinkFactory, mode: str) -> None:
+def test_p_dies_while_it_writes(start: Callable[[str], pairs.Peer], links: LinkFactory, mode: str) -> None:
     peer = start("P")
     inbound, last = posted(links, peer)
     peer.tell(nbytes=WINDOW, remote_slot=last.remote_slot)
@@ -109,7 +100,7 @@ def test_p_dies_while_it_writes(start: Callable[[str], Peer], links: LinkFactory
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_p_dies_before_it_joins(blocking: bool) -> None:
-    dead, links = (nccl_links(blocking=blocking, init_seconds=0.1) for _ in "PD")
+    dead, links = (pairs.nccl_links(blocking=blocking, init_seconds=0.1) for _ in "PD")
     inbound, _ = links.accept(dead.invite(), WINDOW)
     with pytest.raises(LinkError, match=r"did not come up in 0\.1 s"):
         wait_for(inbound.ready)
@@ -120,7 +111,7 @@ def test_p_dies_before_it_joins(blocking: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["ipc"], indirect=True)
 def test_a_frozen_p_that_wakes_up_writes_where_no_rank_reads(
-    start: Callable[[str], Peer], links: LinkFactory
+    start: Callable[[str], pairs.Peer], links: LinkFactory
 ) -> None:
     peer = start("P")
     inbound, last = posted(links, peer)

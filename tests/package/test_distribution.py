@@ -21,9 +21,7 @@ from environments import environment
 from packaging.requirements import Requirement
 
 import p2pkv
-from p2pkv.demo import client
-from p2pkv.demo.processes import answers_ok
-from p2pkv.demo.servers import ProxyServer
+from p2pkv.demo import client, processes, servers
 from support.bare import closure, run_clean, with_only
 from support.waiting import wait_for
 
@@ -119,11 +117,11 @@ def test_the_proxy_alone_is_small() -> None:
 
 def test_the_proxy_alone_starts(alone: Path, tmp_path: Path) -> None:
     log = tmp_path / "proxy.log"
-    proxy = ProxyServer(env={"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}, log_path=log)
+    proxy = servers.ProxyServer(env={"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}, log_path=log)
     proxy.command[:3] = [str(alone / "p2pkv-proxy")]
     with proxy:
         metrics = f"{proxy.base_url}/metrics"
-        wait_for(lambda: not proxy.running() or answers_ok(metrics), 30.0, "the proxy")
+        wait_for(lambda: not proxy.running() or processes.answers_ok(metrics), 30.0, "the proxy")
         assert f'version="{p2pkv.__version__}"' in client.get(metrics), log.read_text()
 
 

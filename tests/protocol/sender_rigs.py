@@ -10,7 +10,7 @@ from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.sender import PromptPhase, Sender, SendPhase
-from p2pkv.protocol.state_machine import Decision, SendTo, Terms, Transmit
+from p2pkv.protocol.state_machine import Decision, SendTo, Terms
 from p2pkv.sharding import Shape
 
 KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
@@ -63,7 +63,6 @@ class Rig:
             if isinstance(effect, SendTo) and isinstance(effect.message, Chunk):
                 message = effect.message
                 order = self.grant(message.chunk, message.nbytes, effect.rank, message.attempt)[0]
-                assert isinstance(order, Transmit)
                 out += self.sender.sent(order, filler)
         return out
 

@@ -60,7 +60,6 @@ class Pair:
         self.under_way: list[tuple[Piece, ...]] = []
 
     def all_at(self, tokens: int) -> dict[int, list[int]]:
-        """So many tokens are computed of every layer."""
         each = self.extents.by_group.items()
         return {group: [tokens] * (extent.layer_stop - extent.layer) for group, extent in each}
 

@@ -212,7 +212,6 @@ def test_huge_and_deep_values_are_refused_wherever_they_stand(kind: type[Any], w
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bound_is_kept(kind: type[Any]) -> None:
     info = inspect.type_info(kind)
-    assert isinstance(info, inspect.StructType)
     message = example(kind)
     for field in info.fields:
         for beyond in _beyond(field.type):

@@ -37,9 +37,7 @@ either, concurrent, sequential = pair("concurrent", "sequential"), pair("concurr
 
 @pytest.fixture(params=["concurrent", "sequential"])
 def dispatch(request: pytest.FixtureRequest) -> Dispatch:
-    """Both ways to ask P and D, one after the other."""
-    way: Dispatch = request.param
-    return way
+    return request.param
 
 
 @pytest.fixture

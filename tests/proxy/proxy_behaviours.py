@@ -46,8 +46,6 @@ def completion(seen: Seen, text: str = "hello", **more: Any) -> dict[str, Any]:
 
 
 def answers(make: Callable[[Seen], web.StreamResponse]) -> Behaviour:
-    """What is made of the request."""
-
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         return make(seen)
 
@@ -149,8 +147,6 @@ dies_in_the_body = stream_of(
 
 
 def chosen(choose: Callable[[Seen], Behaviour]) -> Behaviour:
-    """What is chosen for each request when it has come."""
-
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         return await choose(seen)(request, seen)
 
@@ -163,7 +159,6 @@ def with_a_p(behaviour: Behaviour, otherwise: Behaviour = answer_json) -> Behavi
 
 
 def by_kind(streamed: Behaviour, whole: Behaviour) -> Behaviour:
-    """Of a request for a stream, and of others."""
     return chosen(lambda seen: streamed if seen.body.get("stream") else whole)
 
 
@@ -176,7 +171,6 @@ def after(ready: asyncio.Event | Callable[[], bool], behaviour: Behaviour) -> Be
 
 
 def streams(release: asyncio.Event) -> Behaviour:
-    """Two events, the second when it may."""
     return stream_of("first", release, "second")
 
 

@@ -28,7 +28,6 @@ OPTIONS = (
 
 
 def found() -> str | None:
-    """The command; None if there is no such browser here."""
     named = os.environ.get(VARIABLE)
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
@@ -65,8 +64,7 @@ class Browser:
         async with asyncio.timeout(DEADLINE):
             said = await answer
         assert "error" not in said, said
-        result: dict[str, Any] = said["result"]
-        return result
+        return said["result"]
 
     async def open(self, url: str) -> None:
         await self.ask("Page.navigate", url=url)
@@ -83,7 +81,6 @@ class Browser:
         )
 
     async def scheme(self, name: str) -> None:
-        """Light or dark, as the user prefers."""
         await self.ask(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
         )
@@ -97,14 +94,12 @@ class Browser:
         return result["result"].get("value")
 
     async def waits(self, expression: str) -> Any:
-        """Until it is true; its value then."""
         async with asyncio.timeout(DEADLINE):
             while not (value := await self.value(expression)):
                 await asyncio.sleep(0.05)
         return value
 
     async def picture(self) -> bytes:
-        """The whole page, as PNG."""
         shot = await self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 

@@ -44,20 +44,17 @@ def ping(role: Role = "P", port: int = 8100, **more: Any) -> Ping:
 
 
 def prompt_of(fields: Mapping[str, Any]) -> Prompt:
-    """As the proxy has it of a request with these fields."""
     return Prompt({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()})
 
 
 def filter_of(
     path: str, *, streamed: bool = True, old: str = "the request's id", new: str = "the client's id"
 ) -> AnswerFilter:
-    """Of the answer of some D."""
     scrubber = Scrubber(Choice(None, join(Registry(), ping("D"))), old, new)
     return AnswerFilter(path, scrubber, streamed=streamed)
 
 
 def join(registry: Registry, message: Ping, now: float = 0.0, line: Any = None) -> Instance:
-    """A healthy instance."""
     instance = registry.observe(message, now, line)
     instance.healthy = True
     return instance
@@ -107,7 +104,6 @@ def called(*instances: FakeInstance) -> bool:
 
 
 def outcomes(instance: Instance) -> list[bool]:
-    """What its breaker has counted."""
     return [success for _, success in instance.breaker._outcomes]
 
 
@@ -145,7 +141,6 @@ def fleet(
 
 
 def fail(instance: Instance, now: float = 0.0) -> None:
-    """Its breaker opens."""
     for _ in range(5):
         instance.breaker.failed(now)
 
@@ -158,7 +153,6 @@ async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 async def quiet(deployment: Deployment) -> None:
-    """Waits until nothing is under way, and nothing is held for it."""
     try:
         await eventually(lambda: not any(held(deployment).values()))
     except AssertionError:
@@ -303,7 +297,6 @@ class RawInstance(FakeInstance):
 
 @contextmanager
 def pinging(discovery: str, ping: Ping, interval: float = PING_SECONDS, **more: Any) -> Iterator[Pinger]:
-    """The proxy at `discovery` is pinged until the end of the block."""
     pinger = Pinger(discovery, ping, interval, **more)
     pinger.start()
     try:
@@ -319,7 +312,6 @@ async def serve(cleanup: AsyncExitStack, instance: FakeInstance) -> None:
 
 
 async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A bare connection of a client."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     return await asyncio.open_connection(host, int(port))
 
@@ -366,7 +358,6 @@ class Front:
         return instance
 
     async def enlist(self, instance: FakeInstance) -> None:
-        """It starts, and begins to ping."""
         await serve(self.cleanup, instance)
         self.begin_ping(instance)
 
@@ -421,7 +412,6 @@ class Front:
             return await response.text()
 
     async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """The status and the JSON of a page."""
         async with self.client.get(self.url + path, headers=headers) as response:
             return response.status, await response.json()
 
@@ -443,7 +433,6 @@ class Deployment(Front):
         return self.app[PROXY].membership.listeners[0].refused
 
     async def newcomer(self, role: Role, *kind: Any, **options: Any) -> FakeInstance:
-        """A new instance that gets requests."""
         made = await self.add(role, *kind, **options)
         await eventually(lambda: made.http_address in self.routable(role), "the new instance")
         return made

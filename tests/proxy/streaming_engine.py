@@ -46,8 +46,6 @@ class Model:
 
 @dataclass
 class Detokenizer:
-    """Text as vLLM sends it."""
-
     stops: list[str]
     included: bool
     text: str = ""

@@ -126,7 +126,6 @@ def shown(headers: Any) -> dict[str, Any]:
 
 
 def questions() -> list[dict[str, str]]:
-    """The heads of preflights."""
     wanted = itertools.product(
         (PAGE, OTHER), ("POST", "GET", "TRACE"), (None, "authorization,x-mine", "x-other")
     )

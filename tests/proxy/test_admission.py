@@ -33,7 +33,6 @@ async def narrow() -> AsyncIterator[Deployment]:
 
 @contextmanager
 def slow(instance: FakeInstance) -> Iterator[None]:
-    """Its answers wait until the end of the block."""
     release = asyncio.Event()
     instance.behaviour = after(release, answer_json)
     yield
@@ -41,7 +40,6 @@ def slow(instance: FakeInstance) -> Iterator[None]:
 
 
 async def with_one_waiting(deployment: Deployment) -> list[asyncio.Task[int]]:
-    """The first request is at D, which is slow, and the second one waits."""
     asked = [ask(deployment, "first")]
     await eventually(lambda: len(deployment.d.requests) == 1)
     asked.append(ask(deployment, "second"))
@@ -179,12 +177,10 @@ async def test_a_body_as_deep_as_one_may_be_harms_nobody_else(narrow: Deployment
 
 
 def small(**limits: Any) -> Admission:
-    """One D, which takes one request."""
     return Admission(fleet("D", room=1)[0], Limits(**limits), RequestCounters(), lambda: 0.0)
 
 
 async def enter(admission: Admission, leave: asyncio.Event | None = None, model: str | None = None) -> None:
-    """Gets a place, and keeps it until told to leave."""
     async with admission.place(RoutingRequest(model), paired=False):
         if leave is not None:
             await leave.wait()

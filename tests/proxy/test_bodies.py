@@ -60,8 +60,7 @@ def body(**fields: Any) -> Any:
 
 
 def for_prefill(**fields: Any) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(bytes(body(**fields).for_prefill("id")))
-    return result
+    return json.loads(bytes(body(**fields).for_prefill("id")))
 
 
 KEPT = {

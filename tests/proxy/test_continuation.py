@@ -46,7 +46,6 @@ def asked_of_d(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(engine: Engine, body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
-    """As D sends it."""
     return b"".join(engine.events(path, asked_of_d(body), "id-0"))
 
 
@@ -139,7 +138,6 @@ def test_a_cut_answer_is_the_whole_one(
 
 
 def lost_after(answer: bytes, events: int) -> int:
-    """Bytes of so many events."""
     at = 0
     for _ in range(events):
         at = answer.index(b"\n\n", at) + 2

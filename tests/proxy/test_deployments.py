@@ -43,9 +43,7 @@ def manifests() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def pod_of(name: str) -> dict[str, Any]:
-    pod = manifests()["Deployment", f"p2pkv-{name}"]["spec"]["template"]["spec"]
-    assert isinstance(pod, dict)
-    return pod
+    return manifests()["Deployment", f"p2pkv-{name}"]["spec"]["template"]["spec"]
 
 
 def environ_of(container: dict[str, Any]) -> dict[str, str]:
@@ -79,9 +77,7 @@ def services(file: str = "compose.yaml") -> dict[str, Any]:
     """Those of a file for Compose, with IMAGE and MODEL set."""
     values = {"IMAGE": "registry/vllm-p2pkv:0.32.0", "MODEL": "a-model"}
     text = re.sub(r"\$\{(\w+):\?[^}]*\}", lambda m: values[m[1]], (EXAMPLES / file).read_text())
-    found = yaml.safe_load(text)
-    assert isinstance(found, dict)
-    return found
+    return yaml.safe_load(text)
 
 
 def instance(command: list[str], environ: dict[str, str]) -> Options:
@@ -226,7 +222,6 @@ async def test_a_pod_waits_although_the_proxy_stumbles() -> None:
 
 @pytest.fixture(scope="module")
 def validators(pytestconfig: pytest.Config) -> str:
-    """A Python that has them."""
     try:
         made = environment(pytestconfig.cache.mkdir("environments"), *VALIDATORS)
     except Unavailable as error:

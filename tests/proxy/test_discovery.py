@@ -117,7 +117,6 @@ def test_a_malformed_address_is_refused_where_it_is_made() -> None:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A ping with a wrong byte, cut short or not."""
     frame = bytearray(encode_ping(OURS))
     frame[draw(st.integers(0, len(frame) - 1))] = draw(st.integers(0, 255))
     return bytes(frame[: draw(st.integers(0, len(frame)))])
@@ -322,7 +321,6 @@ MEMBERS, OTHERS = Members(b"a secret of the tests"), Members(b"another secret of
 
 
 async def serves(deployment: Deployment) -> None:
-    """It still takes pings, and serves."""
     before = len(deployment.routable("D"))
     await deployment.add("D")
     if before == 0:

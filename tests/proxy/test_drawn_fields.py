@@ -82,7 +82,6 @@ EXAMPLES: Mapping[str, list[Any]] = {
 
 
 def fields_of(request: type[BaseModel]) -> dict[str, list[Any]]:
-    """Each field of a request, with values for it."""
     made = {}
     for name, info in request.model_fields.items():
         values = [*EXAMPLES.get(name, ()), *_values(info.annotation, info.metadata)]
@@ -261,8 +260,7 @@ def without_forbidden(body: Fields) -> Fields:
 
 
 def sent(content: Any) -> Fields:
-    fields: Fields = json.loads(bytes(content))
-    return fields
+    return json.loads(bytes(content))
 
 
 def check(path: str, body: Fields) -> str:

@@ -9,21 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import proxy_behaviours
 import pytest
 from aiohttp import web
-from proxy_behaviours import (
-    Behaviour,
-    Seen,
-    Step,
-    answer_error,
-    answer_json,
-    answers,
-    die,
-    dies,
-    event_stream,
-    never,
-    stream_of,
-)
 from proxy_fakes import (
     FAKE,
     Deployment,
@@ -96,7 +84,7 @@ async def test_p_computes_one_token_and_d_answers(either: Deployment, path: str)
 
 
 async def test_responses_carry_the_id_in_their_body(concurrent: Deployment) -> None:
-    concurrent.d.behaviour = answers(
+    concurrent.d.behaviour = proxy_behaviours.answers(
         lambda seen: web.json_response({"id": seen.body["request_id"], "object": "response"})
     )
     answer = await concurrent.post(body_of("/v1/responses", request_id="evil"), "/v1/responses")
@@ -126,7 +114,7 @@ async def test_errors_have_openais_form(path: str) -> None:
     async with deployed("concurrent", alone_share=0.0, retries=0) as deployment:
         answer = await deployment.post(body_of(path), path)
         assert answer.status == 503 and (await error_of(answer))["type"] == "service_unavailable_error"
-        await deployment.add("D", behaviour=dies)
+        await deployment.add("D", behaviour=proxy_behaviours.dies)
         await deployment.add("P")
         await deployment.ready(1, 1)
         answer = await deployment.post(body_of(path), path)
@@ -138,7 +126,7 @@ async def test_errors_have_openais_form(path: str) -> None:
         async with deployment.client.get(deployment.url + path) as answer:
             assert (answer.status, answer.headers["Allow"]) == (405, "POST")
             assert "does not take GET; it takes POST" in (await error_of(answer))["message"]
-        deployment.d.behaviour = answer_error(404, "no such model")
+        deployment.d.behaviour = proxy_behaviours.answer_error(404, "no such model")
         assert "no such model" in await deployment.refusal(404, body_of(path), path)
 
 
@@ -152,13 +140,15 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("failure", [die, named("error", error={"type": "internal_error", "message": "no"})])
+@pytest.mark.parametrize(
+    "failure", [proxy_behaviours.die, named("error", error={"type": "internal_error", "message": "no"})]
+)
 @pytest.mark.parametrize("path", sorted(OPENINGS))
-async def test_what_opens_an_answer_is_no_first_token(path: str, failure: Step) -> None:
+async def test_what_opens_an_answer_is_no_first_token(path: str, failure: proxy_behaviours.Step) -> None:
     """A D that dies or fails after it is one that has not begun, and another one is asked."""
     async with deployed("concurrent", prefill=1, decode=2) as deployment:
-        all_do(deployment.decodes, stream_of(OPENINGS[path], failure))
-        deployment.decodes[0].behaviour = stream_of(OPENINGS[path] + WORDS[path])
+        all_do(deployment.decodes, proxy_behaviours.stream_of(OPENINGS[path], failure))
+        deployment.decodes[0].behaviour = proxy_behaviours.stream_of(OPENINGS[path] + WORDS[path])
         for _ in range(2):
             answer = await deployment.post(body_of(path, stream=True), path)
             assert answer.status == 200
@@ -168,7 +158,7 @@ async def test_what_opens_an_answer_is_no_first_token(path: str, failure: Step) 
 
 @pytest.mark.parametrize("path", sorted(OPENINGS))
 async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deployment, path: str) -> None:
-    concurrent.d.behaviour = stream_of(OPENINGS[path] + WORDS[path], die)
+    concurrent.d.behaviour = proxy_behaviours.stream_of(OPENINGS[path] + WORDS[path], proxy_behaviours.die)
     answer = await concurrent.post(body_of(path, stream=True), path)
     said = await answer.content.read()
     last = said.removeprefix(OPENINGS[path] + WORDS[path])
@@ -179,7 +169,7 @@ async def test_an_error_in_a_stream_of_named_events_has_a_name(concurrent: Deplo
 
 
 async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: Deployment) -> None:
-    concurrent.p.behaviour = never
+    concurrent.p.behaviour = proxy_behaviours.never
     function = {"type": "function", "name": "f", "parameters": {}}
     for tools, paired in (
         ([function], True),
@@ -207,7 +197,7 @@ class Store:
     def __init__(self) -> None:
         self.made: dict[str, Any] = {}
 
-    async def __call__(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+    async def __call__(self, request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
         body = seen.body
         previous = body.get("previous_response_id")
         if previous is not None and previous not in self.made:
@@ -224,7 +214,7 @@ class Store:
             self.made[body["request_id"]] = answer["output"]
         if not body.get("stream"):
             return web.json_response(answer)
-        response = await event_stream(request)
+        response = await proxy_behaviours.event_stream(request)
         for name in ("response.created", "response.output_text.delta", "response.completed"):
             event = {"type": name, "response": answer, "delta": "x"}
             await response.write(f"event: {name}\ndata: {json.dumps(event)}\n\n".encode())
@@ -240,7 +230,6 @@ async def stores(dispatch: Dispatch, decode: int, **more: Any) -> AsyncIterator[
 
 
 async def respond(deployment: Deployment, text: str, previous: str | None = None, **more: Any) -> Any:
-    """The response, as the client knows it."""
     body = {"model": "tiny", "input": text, "previous_response_id": previous, **more}
     answer = await deployment.post(body, PATH)
     said = await answer.text()
@@ -351,17 +340,17 @@ def usage(path: str, cached: int | None) -> dict[str, Any]:
     return {"prompt_tokens": PROMPT, "completion_tokens": ANSWER, "prompt_tokens_details": details}
 
 
-def answers_with(counts: dict[str, Any]) -> Behaviour:
+def answers_with(counts: dict[str, Any]) -> proxy_behaviours.Behaviour:
     """An answer that repeats what looks like a usage, and is none."""
 
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+    async def behaviour(request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
         text = json.dumps(usage(request.path, 1))
         repeated = {"usage": {"input_tokens_details": {"cached_tokens": 1}, "cache_read_input_tokens": 1}}
         answer = {"object": "response", "tools": [repeated], "choices": [{"text": text}], "usage": counts}
         answer |= {"type": "message", "stop_reason": "x"} if request.path == "/v1/messages" else {}
         if not seen.body.get("stream"):
             return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-        response = await event_stream(request)
+        response = await proxy_behaviours.event_stream(request)
         if request.path == "/v1/responses":
             answer = {"type": "response.completed", "response": answer}
         for each in ({"choices": [{"text": text}]}, answer):
@@ -491,10 +480,12 @@ async def loads(deployment: Deployment, name: str, *instances: FakeInstance) -> 
         each.models += (name,)
 
 
-async def with_adapters(request: web.Request, seen: Seen) -> web.StreamResponse:
+async def with_adapters(request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
     serves = request.app[FAKE].models
     known = seen.body["model"] in serves
-    return await (answer_json if known else answer_error(404, "no such model"))(request, seen)
+    return await (
+        proxy_behaviours.answer_json if known else proxy_behaviours.answer_error(404, "no such model")
+    )(request, seen)
 
 
 @pytest.fixture

@@ -490,19 +490,21 @@ async def test_a_greedy_seed_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "d", "kind", "done"),
+    ("p", "d", "kind", "why"),
     [
-        ({}, {}, "unbounded", True),
-        ({}, {"first_token": 1}, "", True),
-        ({}, {"first_token": 1}, "unbounded", False),
-        ({"first_token": 0}, {}, "", False),
-        ({}, {"first_token": 0}, "", False),
+        ({}, {}, "unbounded", ""),
+        ({}, {"first_token": 1}, "", ""),
+        ({}, {"first_token": 1}, "unbounded", "instances"),
+        ({"first_token": 0}, {}, "", "instances"),
+        ({}, {"first_token": 0}, "", "instances"),
+        ({"parses": True}, {}, "", "parser"),
+        ({}, {"parses": True}, "", "parser"),
         *itertools.product([{"sampler": ""}], [{"sampler": ""}], ["", "greedy"], [None]),
         *itertools.product([{"sampler": "V1"}], [{}], ["", "greedy"], [None]),
     ],
 )
 async def test_instances_say_whether_they_can(
-    p: dict[str, Any], d: dict[str, Any], kind: str, done: bool | None
+    p: dict[str, Any], d: dict[str, Any], kind: str, why: str | None
 ) -> None:
     """A D whose model bounds answers by itself cannot be asked for the rest of one that has no bound. Those
     that draw otherwise share no sampled answer, with a seed that they may not take at all."""
@@ -511,14 +513,15 @@ async def test_instances_say_whether_they_can(
         del body["max_tokens"]
     if kind == "greedy":
         body["temperature"] = 0
-    done, draws = kind == "greedy" if done is None else done, done is not None
+    draws = why is not None
+    why = why if draws else "" if kind == "greedy" else "instances"
     engine = salt_where(None, body, CHAT)
     prompt = answer(engine, body | {"return_token_ids": True}, CHAT).prompt_ids
     context = len(prompt or ()) + DEFAULT_TOKENS
     async with pair_of(engine, p=p, d={"context": context} | d) as deployment:
         assert same(await ask(deployment, body, CHAT), answer(engine, body, CHAT))
-        assert deployment.proxy.counters.first_tokens == done
-        assert reasons(deployment) == ({} if done else {"instances": 1})
+        assert deployment.proxy.counters.first_tokens == (not why)
+        assert reasons(deployment) == ({why: 1} if why else {})
         assert draws or all("seed" not in each.body for each in deployment.p.requests)
 
 
@@ -696,16 +699,6 @@ async def test_chats_with_a_parser_are_left_to_d() -> None:
         assert reasons(deployment) == {"parser": 3}
         assert [seen.body["stream"] for seen in deployment.p.requests] == [True, False, False]
         assert all(seen.path == CHAT for seen in deployment.d.requests)
-
-
-@pytest.mark.parametrize("who", ["p", "d"])
-async def test_chats_of_an_instance_with_a_parser_are_left_to_d(who: str) -> None:
-    body = body_of(CHAT, max_tokens=9)
-    engine = salt_where(None, body, CHAT)
-    parses: dict[str, Any] = {who: {"parses": True}}
-    async with pair_of(engine, **parses) as deployment:
-        assert same(await ask(deployment, body, CHAT), answer(engine, body, CHAT))
-        assert reasons(deployment) == {"parser": 1}
 
 
 MESSAGES = "/v1/messages"

@@ -171,7 +171,6 @@ def as_events(path: str, *events: Any) -> bytes:
 
 
 def fed(path: str, chunks: Iterable[bytes], *, streamed: bool = True) -> tuple[bytes, bool]:
-    """What is passed on, and whether the answer was given up."""
     watch = filter_of(path, streamed=streamed)
     passed = b"".join([watch.feed(chunk) for chunk in chunks])
     return passed + watch.flush(), watch.given_up

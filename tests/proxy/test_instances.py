@@ -234,13 +234,10 @@ NASTY = "<img src=x onerror=alert(1)>"
 
 @dataclass
 class Watched:
-    """A proxy, and a browser on its page."""
-
     proxy: Served
     browser: Browser
 
     async def shows(self, name: str) -> str:
-        """The text of one element, by its id."""
         return str(await self.browser.value(f"document.getElementById('{name}').textContent"))
 
     async def until(self, name: str, pattern: str) -> str:

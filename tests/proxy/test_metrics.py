@@ -42,7 +42,6 @@ class Page:
         self.samples = [sample for family in self.families.values() for sample in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of the series that have these labels."""
         name = f"p2pkv_proxy_{name}"
         found = [
             sample.value
@@ -322,7 +321,6 @@ OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
 def documented(head: str) -> dict[str, set[str]]:
-    """The metrics of a table on the page, with their labels."""
     table = OPERATIONS.split(head)[1].split("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
     named = [(re.findall(r"`(\w+)`", names), set(re.findall(r"`(\w+)`", labels))) for names, labels in rows]
@@ -330,7 +328,6 @@ def documented(head: str) -> dict[str, set[str]]:
 
 
 def shown_on(page: Page) -> dict[str, set[str]]:
-    """The metrics of a page, with their labels."""
     there: dict[str, set[str]] = {}
     for family in page.families.values():
         for sample in family.samples:

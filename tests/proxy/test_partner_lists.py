@@ -32,8 +32,6 @@ class Line(proxy_fakes.Line):
 
 
 class PartnerRig:
-    """A registry, and the connections of its instances."""
-
     def __init__(self) -> None:
         self.registry = Registry()
         self.partners = PartnerLists(self.registry)

@@ -10,22 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import proxy_behaviours
 import proxy_fakes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_behaviours import (
-    Behaviour,
-    Seen,
-    after,
-    answer_error,
-    answer_json,
-    chosen,
-    dies,
-    dies_before_a_token,
-    never_a_token,
-    streams_at_once,
-)
+from proxy_behaviours import after
 from proxy_fakes import deployed, join, ping, prompt_of
 from test_resume import COMPLETION, ask, generates, same, whole
 
@@ -255,9 +245,7 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
     now, places = 0.0, []
 
     def progress_of(number: int) -> PlacedRequest:
-        progress = places[number % len(places)].progress
-        assert progress is not None
-        return progress
+        return places[number % len(places)].progress
 
     for kind, tokens, later in events:
         now += later
@@ -284,7 +272,6 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
 
 
 def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:
-    """A ping of the instance's, with what its scheduler has to do."""
     work = {"age": 0.0} | work
     registry.observe(msgspec.structs.replace(instance.ping, workload=Workload(**work)), now)
 
@@ -390,11 +377,16 @@ def test_a_ping_of_the_version_before_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("victim", "failure"),
     [
-        *itertools.product(["whole", "P", "D"], [dies, dies_before_a_token, answer_error(500)]),
+        *itertools.product(
+            ["whole", "P", "D"],
+            [proxy_behaviours.dies, proxy_behaviours.dies_before_a_token, proxy_behaviours.answer_error(500)],
+        ),
         *itertools.product(["whole", "D"], [generates(lost_after=9)]),
     ],
 )
-async def test_a_request_goes_to_no_instance_that_has_failed_it(victim: str, failure: Behaviour) -> None:
+async def test_a_request_goes_to_no_instance_that_has_failed_it(
+    victim: str, failure: proxy_behaviours.Behaviour
+) -> None:
     """By cost alone it would come back: the victim stays the cheapest one."""
     async with deployed("concurrent", routing=AUTO) as pool:
         fakes = [await pool.add("both") for _ in range(3)]  # type: ignore[arg-type]
@@ -408,14 +400,14 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(victim: str, fai
             learned(pool.proxy.router, each, prompt, step)
         lost = fakes[victim == "D"]
 
-        def as_vllm(seen: Seen) -> Behaviour:
+        def as_vllm(seen: proxy_behaviours.Seen) -> proxy_behaviours.Behaviour:
             """It waits for the KV of the P that is lost."""
             pair = find_pair(seen.request_id)
             waits = pair is not None and str(pair.prefill) == lost.zmq_address
-            return never_a_token if waits else generates()
+            return proxy_behaviours.never_a_token if waits else generates()
 
         for fake in fakes:
-            fake.behaviour = failure if fake is lost else chosen(as_vllm)
+            fake.behaviour = failure if fake is lost else proxy_behaviours.chosen(as_vllm)
         assert same(await ask(pool, COMPLETION), whole(COMPLETION))
         assert len({each.request_id for each in lost.requests}) == 1
         ways = pool.proxy.router.costs.ways
@@ -426,7 +418,7 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(victim: str, fai
 async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
     async with deployed("concurrent", routing=AUTO) as pool:
         for _ in range(2):
-            await pool.add("both", behaviour=streams_at_once)  # type: ignore[arg-type]
+            await pool.add("both", behaviour=proxy_behaviours.streams_at_once)  # type: ignore[arg-type]
         await pool.ready(2, 2)
         await pool.serves(8, stream=True)
         page = (await pool.get("/status"))[1]["placement"]
@@ -456,7 +448,7 @@ async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that
     async with deployed("concurrent", routing=AUTO) as pool:
         release = asyncio.Event()
         one = await pool.add("both")  # type: ignore[arg-type]
-        one.behaviour = after(release, answer_json)
+        one.behaviour = after(release, proxy_behaviours.answer_json)
         await pool.ready(1, 1)
         (instance,) = pool.registry.known("D")
         engine = pool.proxy.router.costs.of(instance)

@@ -24,7 +24,6 @@ PIECE = PIECE_TOKENS * BYTES_PER_TOKEN
 
 
 def text(pieces: float, seed: int = 0) -> str:
-    """So many pieces of words that are drawn."""
     return "".join(random.Random(seed).choices("abcdefgh ", k=int(pieces * PIECE)))
 
 
@@ -41,7 +40,6 @@ def chain(fields: dict[str, Any]) -> Chain:
 
 
 def common(one: dict[str, Any], other: dict[str, Any]) -> int:
-    """How many pieces two prompts have in common from their beginning."""
     pairs = zip(chain(one), chain(other), strict=False)
     return next(
         (depth for depth, (a, b) in enumerate(pairs) if a != b), min(len(chain(one)), len(chain(other)))

@@ -129,8 +129,6 @@ def stream(release: asyncio.Event) -> Behaviour:
 
 
 async def waits(proxy: Served, **wanted: int) -> None:
-    """Until the gauges are as wanted."""
-
     async def there() -> bool:
         found: dict[str, int] = (await proxy.get("/health"))[1]["gauges"]
         return wanted.items() <= found.items()

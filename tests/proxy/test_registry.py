@@ -100,7 +100,6 @@ def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
 
 
 def serving(*models: str) -> Router:
-    """A P and a D for each model."""
     return fleet(*((role, {"model": model}) for model in models for role in "PD"))[0]
 
 
@@ -169,7 +168,6 @@ OTHER_LINK = "protocol=1, weights=aa, link=nccl 2.27.3"
 
 
 def pools(p: list[str], d: list[str], **options: Any) -> tuple[Router, list[Instance], list[Instance]]:
-    """A router, and a P and a D for each of these fingerprints."""
     roles = [(role, {"fit": fit, "model": "m"}) for role, fits in (("P", p), ("D", d)) for fit in fits]
     router, pool = fleet(*roles, **options)
     return router, pool[: len(p)], pool[len(p) :]
@@ -302,7 +300,6 @@ MEMBERS = Members(b"a secret of the tests")
 
 
 def held(**more: Any) -> tuple[Registry, Instance, Line]:
-    """A registry with one instance that pinged at 0."""
     registry, line = Registry(), Line()
     return registry, join(registry, ping(incarnation="first", **more), 0.0, line), line
 

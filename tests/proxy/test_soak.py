@@ -18,26 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import proxy_behaviours
 import psutil
 import pytest
 from aiohttp import web
-from proxy_behaviours import (
-    DONE,
-    Behaviour,
-    Seen,
-    Step,
-    a_moment,
-    after,
-    answer_error,
-    answer_json,
-    answers,
-    by_kind,
-    dies_before_a_token,
-    dies_in_the_body,
-    given_up_event,
-    stops,
-    stream_of,
-)
 from proxy_fakes import Deployment, FakeInstance, all_do, connect, deployed, held, quiet
 from proxy_process import Served, served
 from soak_peer import objects_of_requests
@@ -56,57 +40,63 @@ CLOSED_FOR = 60
 OPTIONS = ("--max-requests", "14", "--max-waiting", "30", "--alone-share", "1")
 
 
-def number_of(seen: Seen) -> int:
+def number_of(seen: proxy_behaviours.Seen) -> int:
     """Which request it is: the answer repeats it."""
     return int(seen.body["prompt"].split()[1])
 
 
-def token(number: int) -> Step:
-    """An event with the token of this number."""
-
-    def made(_: web.Request, seen: Seen) -> bytes:
+def token(number: int) -> proxy_behaviours.Step:
+    def made(_: web.Request, seen: proxy_behaviours.Seen) -> bytes:
         text = {"id": seen.request_id, "choices": [{"text": f"{number_of(seen)}.{number} "}]}
         return f"data: {json.dumps(text)}\n\n".encode()
 
     return made
 
 
-def answer(seen: Seen) -> web.Response:
+def answer(seen: proxy_behaviours.Seen) -> web.Response:
     return web.json_response({"id": seen.request_id, "choices": [{"text": f"answer {number_of(seen)}"}]})
 
 
-def reset(request: web.Request, _: Seen) -> None:
+def reset(request: web.Request, _: proxy_behaviours.Seen) -> None:
     """A connection that ends with RST."""
     held: socket.socket = request.transport.get_extra_info("socket")
     held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     request.transport.abort()
 
 
-async def resets(request: web.Request, seen: Seen) -> web.StreamResponse:
+async def resets(request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
     reset(request, seen)
     return web.Response()
 
 
-async def is_slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+async def is_slow(request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
     await asyncio.sleep(0.15)
     return await right(request, seen)
 
 
 TOKENS = [token(number) for number in range(EVENTS)]
-right = by_kind(stream_of(*(step for each in TOKENS for step in (each, a_moment)), DONE), answers(answer))
-ANYHOW: dict[str, Behaviour] = {
+right = proxy_behaviours.by_kind(
+    proxy_behaviours.stream_of(
+        *(step for each in TOKENS for step in (each, proxy_behaviours.a_moment)), proxy_behaviours.DONE
+    ),
+    proxy_behaviours.answers(answer),
+)
+ANYHOW: dict[str, proxy_behaviours.Behaviour] = {
     "reset": resets,
-    "500": answer_error(500),
-    "503": answer_error(503),
-    "400": answer_error(400),
+    "500": proxy_behaviours.answer_error(500),
+    "503": proxy_behaviours.answer_error(503),
+    "400": proxy_behaviours.answer_error(400),
     "slow": is_slow,
-    "given up": by_kind(stream_of(TOKENS[0], given_up_event, DONE), stops),
+    "given up": proxy_behaviours.by_kind(
+        proxy_behaviours.stream_of(TOKENS[0], proxy_behaviours.given_up_event, proxy_behaviours.DONE),
+        proxy_behaviours.stops,
+    ),
 }
-STREAMED: dict[str, Behaviour] = {
-    "stream broken": stream_of(*TOKENS[: EVENTS // 2], reset),
-    "no token": dies_before_a_token,
+STREAMED: dict[str, proxy_behaviours.Behaviour] = {
+    "stream broken": proxy_behaviours.stream_of(*TOKENS[: EVENTS // 2], reset),
+    "no token": proxy_behaviours.dies_before_a_token,
 }
-WHOLE: dict[str, Behaviour] = {"half a body": dies_in_the_body}
+WHOLE: dict[str, proxy_behaviours.Behaviour] = {"half a body": proxy_behaviours.dies_in_the_body}
 
 
 @dataclass(frozen=True)
@@ -146,7 +136,7 @@ class Soak:
     def process(self) -> psutil.Process:
         return psutil.Process(self.proxy.command.process.pid)
 
-    async def behave(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+    async def behave(self, request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
         """An instance's answer: four in five are right."""
         if self.dice.random() < 0.8:
             return await right(request, seen)
@@ -222,8 +212,6 @@ class Soak:
         return "left"
 
     async def quiet(self) -> None:
-        """Until nothing is under way."""
-
         async def there() -> bool:
             gauges = (await self.proxy.get("/health"))[1]["gauges"]
             return not any(gauges[name] for name in ("under_way", "waiting", "held_bytes", "calls"))
@@ -298,7 +286,7 @@ async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 1000.0)
     before, release = objects_of_requests(), asyncio.Event()
-    concurrent.p.behaviour = after(release, answer_json)
+    concurrent.p.behaviour = proxy_behaviours.after(release, proxy_behaviours.answer_json)
     assert (await concurrent.post()).status == 200
     assert held(concurrent)["lingering"] == 1
     assert objects_of_requests() > before, "the call to P is still open"
@@ -354,7 +342,7 @@ async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch
     async def add(role: Role) -> FakeInstance:
         made = await deployment.add(role)
         if role == "D":
-            made.behaviour = stream_of(*paced, DONE)
+            made.behaviour = proxy_behaviours.stream_of(*paced, proxy_behaviours.DONE)
         await eventually(lambda: bool(made.requests), "the newcomer gets requests")
         return made
 
@@ -362,7 +350,7 @@ async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch
         deployed(dispatch, 2, 2, guard=Access(TOKEN)) as deployment,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
     ):
-        all_do(deployment.decodes, stream_of(*paced, DONE))
+        all_do(deployment.decodes, proxy_behaviours.stream_of(*paced, proxy_behaviours.DONE))
         clients = [asyncio.create_task(one_client(client)) for _ in range(STREAMS)]
         roles: tuple[Role, ...] = ("P", "D")
         for role in roles:

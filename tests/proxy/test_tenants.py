@@ -335,7 +335,6 @@ def house(alice: TenantSettings, header: str = "", **others: TenantSettings) -> 
 
 @pytest.fixture
 async def one_each() -> AsyncIterator[Deployment]:
-    """Alice may have one request under way."""
     async with deployed("concurrent", 1, 1, **house(TenantSettings(requests=1))) as deployment:
         yield deployment
 

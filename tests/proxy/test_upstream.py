@@ -42,8 +42,6 @@ class Answer:
 
 
 class Session:
-    """A client whose requests end as `post` does."""
-
     def __init__(self, post: Callable[[], Awaitable[Answer]]) -> None:
         self._post = post
 

@@ -73,7 +73,6 @@ def _span(text: str, name: str) -> tuple[int, int]:
             raise Stale(f"there is no {name}")
         node = inner[0]
     lines = text.splitlines(keepends=True)
-    assert isinstance(node, DEFINITIONS)
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     return len("".join(lines[: first - 1])), len("".join(lines[: node.end_lineno]))
 

@@ -67,7 +67,6 @@ file that `--config` names (`max-requests = 64`); the earlier of these wins.
 def declared() -> dict[str, list[str]]:
     """Unit, same and meaning of each field of Options, from the text below it."""
     (made,) = ast.parse(inspect.getsource(Options)).body
-    assert isinstance(made, ast.ClassDef)
     return {
         ast.unparse(node.target): ast.literal_eval(after.value).replace("\n    ", " ").split(" | ")
         for node, after in zip(made.body, made.body[1:], strict=False)

@@ -18,16 +18,13 @@ class Clock:
         self._due: list[tuple[float, int, Act]] = []
 
     def after(self, seconds: float, act: Act) -> None:
-        """Have this done in so many seconds."""
         heapq.heappush(self._due, (self.now + max(0.0, seconds), next(self._numbers), act))
 
     def step(self) -> None:
-        """Do what is due next."""
         self.now, _, act = heapq.heappop(self._due)
         act()
 
     def pass_by(self, seconds: float) -> None:
-        """Let so much time pass."""
         end = self.now + seconds
         self.after(seconds, lambda: None)
         while self.now < end:
@@ -50,7 +47,6 @@ class Alarm:
             self._clock.after(seconds, lambda: self._ring(due))
 
     def clear(self) -> None:
-        """Nothing is asked for."""
         self._due = float("inf")
 
     def _ring(self, due: float) -> None:

@@ -55,14 +55,12 @@ def kill(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 
 def restart(world: World, machine: Machine, draw: random.Random) -> Heal:
-    """An orderly end; started again."""
     machine.stop()
     world.jobs.lose(machine)
     return draw.uniform(0.05, 1.0), machine.start
 
 
 def freeze(world: World, machine: Machine, draw: random.Random) -> Heal:
-    """All threads stand still."""
     machine.freeze()
     return draw.uniform(*draw.choice([SHORT, LONG])), machine.thaw
 
@@ -146,7 +144,6 @@ def deafen(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 
 def fill_queues(world: World, machine: Machine, draw: random.Random) -> Heal:
-    """The next messages of a connection find no room."""
     ways = world.network.of(machine.name)
     if ways:
         draw.choice(ways).connection.refuses = draw.randint(1, FULL)
@@ -162,7 +159,6 @@ def replay(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 
 def slow_down(world: World, machine: Machine, draw: random.Random) -> Heal:
-    """Messages take long."""
     world.network.slow = draw.uniform(0.01, 0.3)
     return draw.uniform(0.2, LEASE), lambda: setattr(world.network, "slow", 0.0)
 

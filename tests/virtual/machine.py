@@ -48,7 +48,6 @@ class Worker:
         self._turns = Alarm(machine.clock, self._turn)
 
     def ring(self) -> None:
-        """There is something to hear."""
         self._turns.within(self.machine.jitter())
 
     def _turn(self) -> None:
@@ -84,14 +83,12 @@ class Life:
         self.forward = build.forward(machine.name[0], pages, cores, machine.say, machine.broken)
 
     def ring(self) -> None:
-        """All ranks have something to hear."""
         for worker in self.workers:
             worker.ring()
 
     # The forward thread.
 
     def order(self, order: dict[str, Any]) -> None:
-        """The forward thread is told something."""
         self.forward.order(order, self.machine.clock.now)
         self.step_in(self.machine.jitter())
         self.ring()
@@ -179,7 +176,6 @@ class Machine:
     # What the run does to it.
 
     def start(self) -> None:
-        """The next incarnation."""
         self.continued = self.clock.now
         self.frozen = False
         self.life = Life(self)
@@ -194,7 +190,6 @@ class Machine:
                 worker.endpoint.vanish()
 
     def stop(self) -> None:
-        """An orderly end."""
         life, self.life = self.life, None
         if life is not None:
             life.alive = False
@@ -222,7 +217,6 @@ class Machine:
         return self.draw.choice([links, [self.draw.choice(links)]])  # type: ignore[no-any-return]
 
     def note_progress(self) -> None:
-        """It can work again."""
         self.continued = self.clock.now
 
     def order(self, word: str, **details: Any) -> bool:
@@ -237,14 +231,12 @@ class Machine:
     # What must hold at any time.
 
     def look(self, core: Core) -> None:
-        """The bounds that hold after every turn."""
         staging = core.counters.snapshot()["staging_bytes"]
         allowed = STAGING * (self._world.decode_ranks if self.name.startswith("P") else 1)
         if staging > allowed:
             self.broken(f"{staging} bytes of staging where {allowed} are allowed")
 
     def check_bounds(self) -> None:
-        """What must not grow without end does not."""
         for worker in self.life.workers if self.life is not None else []:
             self._check_bounds(worker.core)
 

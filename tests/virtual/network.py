@@ -69,7 +69,6 @@ class Line:
 
     @property
     def holding(self) -> int:
-        """Messages that are held."""
         return len(self._held)
 
     def takes_several(self, does: bool) -> None:
@@ -160,7 +159,6 @@ class Network:
             way.move()
 
     def connect(self, source: Endpoint, connection: Line, target: Endpoint) -> None:
-        """The connection is up: either end can speak."""
         far = Line(None)
         there = Way(self, source, target, far)
         back = Way(self, target, source, connection)
@@ -182,7 +180,6 @@ class Network:
                 )
 
     def of(self, name: str) -> list[Way]:
-        """The ways to and from this endpoint."""
         return [way for way in self.ways if name in (way.source.name, way.target.name)]
 
 
@@ -268,7 +265,6 @@ class Endpoint:
             self._ring()
 
     def lost(self, connection: Line) -> None:
-        """The connection of this connection has ended."""
         if connection.way is None or not connection.way.dead or not self.listens:
             return
         connection.way = None

@@ -22,19 +22,7 @@ from p2pkv.engine.core_liveness import Beat
 from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Hello
-from support.engine import transfers
-from support.engine.engines import (
-    DEFAULTS,
-    Engine,
-    Geometry,
-    TestRank,
-    at_baseline,
-    cache_of,
-    hello_of,
-    make_pages,
-    prefill,
-    step,
-)
+from support.engine import engines, transfers
 from support.engine.transfers import BLOCKS, TOKENS, value
 from support.links.faulty import Faults, FaultyLinks
 from support.links.memory import MemoryLinks, MemoryNetwork
@@ -58,10 +46,16 @@ class VirtualRank:
     """A core whose turns come by the clock, unless its thread stands still until `still_until`."""
 
     def __init__(
-        self, role: str, port: int, pair: VirtualPair, geometry: Geometry, number: int, **options: object
+        self,
+        role: str,
+        port: int,
+        pair: VirtualPair,
+        geometry: engines.Geometry,
+        number: int,
+        **options: object,
     ) -> None:
         own = "both" if pair.both else role
-        opts = Options(role=own, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
+        opts = Options(role=own, host="127.0.0.1", kv_port=port, **engines.DEFAULTS | options)  # type: ignore[arg-type]
         self.wires = FaultyLinks(pair.wires.rank(opts.staging_bytes), Faults())
         name = f"{role} {pair.draw.getrandbits(64):x}"
         self.pages, cache, hello = pair.describe(role, opts, geometry, number)
@@ -109,17 +103,12 @@ class VirtualRank:
         self.endpoint.vanish()
 
 
-class VirtualEngine(Engine):
-    """An engine whose waits are virtual."""
-
+class VirtualEngine(engines.Engine):
     pair: VirtualPair
 
     @property
     def rank(self) -> VirtualRank:
-        """The first one, or the only one."""
-        rank = self.ranks[0].rank
-        assert isinstance(rank, VirtualRank)
-        return rank
+        return self.ranks[0].rank
 
     def wait(self, event: do.Event, seconds: float = 20.0) -> None:
         self.pair.until(lambda: self.all_heard(event), seconds, f"{event} on {self.address}")
@@ -140,7 +129,6 @@ class VirtualEngine(Engine):
         self.rank.beat = Beat(steps=steps, **{"work": False} | state)
 
     def core_stops(self) -> None:
-        """Its engine core says nothing more."""
         assert self.rank.beat is not None
         self.rank.beat = None
 
@@ -151,13 +139,13 @@ class VirtualPair:
 
     def __init__(
         self,
-        geometry: Geometry | None = None,
+        geometry: engines.Geometry | None = None,
         both: bool = False,
-        on_d: Geometry | None = None,
+        on_d: engines.Geometry | None = None,
         **options: object,
     ) -> None:
         self.both = both
-        self.geometry = geometry or Geometry()
+        self.geometry = geometry or engines.Geometry()
         self.draw = random.Random(1)
         self.clock = Clock()
         self.network = Network(self.clock, self.draw, lambda *_: None)
@@ -167,40 +155,36 @@ class VirtualPair:
         self.p, self.d = self.engine("P", 7000), self.engine("D", 7010, on_d)
 
     def describe(
-        self, role: str, options: Options, geometry: Geometry, number: int
+        self, role: str, options: Options, geometry: engines.Geometry, number: int
     ) -> tuple[list[Any], RankCache, Hello]:
-        """A rank's pages, the cache over them, and what it says of itself."""
-        pages, cache = make_pages(geometry, number, 0.0 if role == "P" else -1.0)
-        about = cache_of(geometry, cache), cache.digest_name, MemoryLinks.kind
-        return pages, RankCache([cache]), hello_of(options, number, geometry.world, *about)
+        pages, cache = engines.make_pages(geometry, number, 0.0 if role == "P" else -1.0)
+        about = engines.cache_of(geometry, cache), cache.digest_name, MemoryLinks.kind
+        return pages, RankCache([cache]), engines.hello_of(options, number, geometry.world, *about)
 
     def engine(
-        self, role: str, port: int, geometry: Geometry | None = None, **options: object
+        self, role: str, port: int, geometry: engines.Geometry | None = None, **options: object
     ) -> VirtualEngine:
         """One more engine, with options of its own; at a port that was another's, its next incarnation."""
         geometry, ranks = geometry or self.geometry, []
         for number in range(geometry.world):
             rank: Any = VirtualRank(role, port, self, geometry, number, **self.options | options)
-            ranks.append(TestRank(geometry, rank, rank.pages, rank.hello, rank.wires))
+            ranks.append(engines.TestRank(geometry, rank, rank.pages, rank.hello, rank.wires))
         engine = VirtualEngine(Address("127.0.0.1", port), geometry, ranks)
         engine.pair = self
         return engine
 
-    def more(self, role: str, geometry: Geometry | None = None, **options: object) -> VirtualEngine:
-        """One more engine, at a port of its own."""
+    def more(self, role: str, geometry: engines.Geometry | None = None, **options: object) -> VirtualEngine:
         return self.engine(role, next(self.ports), geometry, **options)
 
     def until(
         self, condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition"
     ) -> None:
-        """Let time pass until the condition holds. Raises AssertionError after so many seconds."""
         end = self.clock.now + seconds
         while not condition():
             assert self.clock.now <= end, f"{what} did not come true in {seconds:g} s"
             self.clock.step()
 
     def lasts(self, condition: Callable[[], object], seconds: float) -> None:
-        """It holds now and for so long."""
         end = self.clock.now + seconds
         self.clock.after(seconds, lambda: None)
         while self.clock.now < end:
@@ -208,10 +192,9 @@ class VirtualPair:
             self.clock.step()
 
     def rest(self, *keys: str) -> None:
-        """Both sides forget these requests, and hold nothing."""
         if keys:
             transfers.ends(self.p, self.d, *keys)
-        self.until(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")
+        self.until(lambda: engines.at_baseline(self.p) and engines.at_baseline(self.d), what="the baseline")
 
     # One prompt of 96 tokens: what P and D are told of it, and how far it has come.
 
@@ -219,7 +202,7 @@ class VirtualPair:
         transfers.expect(self.p, self.d, key, tokens=tokens)
 
     def computed(self, key: str = "k") -> None:
-        prefill(self.p, key, self.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+        engines.prefill(self.p, key, self.d.address, TOKENS, BLOCKS, chunk=TOKENS)
 
     def offered(self) -> None:
         """P has computed what D waits for, and D has no blocks for it yet."""
@@ -240,11 +223,10 @@ class VirtualPair:
     def half_a_push(self) -> None:
         """D waits for 96 tokens, of which 48 are computed and pushed."""
         transfers.ask(self.p, self.d)
-        step(self.p, "k", BLOCKS, 0, HALF)
+        engines.step(self.p, "k", BLOCKS, 0, HALF)
         self.until(lambda: value(self.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
 
     def served(self, key: str = "k") -> None:
-        """P computes it, D loads it, nothing is left of it, and nothing was lost on the way."""
         self.computed(key)
         self.load(key)
         self.ends_well(key)
@@ -266,5 +248,4 @@ class VirtualPair:
         assert words in failed.reason  # type: ignore[attr-defined]
 
     def kept(self) -> bool:
-        """Neither side has given the request up."""
         return not self.d.failures and not self.p.all_heard(do.BlocksFree("k"))

@@ -4,18 +4,7 @@ one whose step hangs. And each state of a transfer ends by itself, however livel
 from __future__ import annotations
 
 import pytest
-from virtual.pair import (
-    BLOCKS,
-    GRACE,
-    HALF,
-    LEASE,
-    LONG,
-    STALL,
-    TOKENS,
-    VirtualEngine,
-    VirtualPair,
-    value,
-)
+from virtual.pair import BLOCKS, GRACE, HALF, LEASE, LONG, STALL, TOKENS, VirtualEngine, VirtualPair, value
 
 from p2pkv.engine import commands as do
 from support.engine.engines import step

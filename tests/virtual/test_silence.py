@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from virtual.pair import (
-    BLOCKS,
-    GRACE,
-    HALF,
-    LEASE,
-    LONG,
-    STALL,
-    TOKENS,
-    VirtualPair,
-    value,
-)
+from virtual.pair import BLOCKS, GRACE, HALF, LEASE, LONG, STALL, TOKENS, VirtualPair, value
 
 from p2pkv.engine import commands as do
 from support.engine.engines import step, wrong_cells

@@ -71,7 +71,6 @@ class Walk(RuleBasedStateMachine):
 
     @rule(moves=st.integers(1, 40))
     def move(self, moves: int) -> None:
-        """One thing after the other happens."""
         for _ in range(moves):
             self.world.clock.step()
 

@@ -120,7 +120,6 @@ class World(Run):
         return self._hash.hexdigest()
 
     def note(self, *words: object) -> None:
-        """Something has happened."""
         line = f"{self.now:.6f} {' '.join(map(repr, words))}"
         self._hash.update(line.encode())
         self._last.append(line)
@@ -144,7 +143,6 @@ class World(Run):
         self.end()
 
     def end(self) -> None:
-        """Everything heals, ends, and works."""
         self.turn_until(lambda: not self._suffering.total(), LEASE * 20)
         for machine in self.machines.values():
             for worker in machine.life.workers:
@@ -174,7 +172,6 @@ class World(Run):
             self.clock.step()
 
     def wait(self, seconds: float) -> None:
-        """Let so much time pass."""
         self.clock.pass_by(seconds)
 
     # The faults.

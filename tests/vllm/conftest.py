@@ -56,13 +56,11 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the model that all servers serve."""
     return ensure_model(MODEL, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where servers write their logs."""
     return tmp_path_factory.mktemp("logs")
 
 
@@ -77,7 +75,6 @@ class FleetKeeper:
         self._taker: VllmServer | None = None
 
     def fleet(self) -> Fleet:
-        """The fleet, all of it running."""
         if self._fleet is None or not all(server.running() for server in self._fleet.servers):
             self.stop()
             self._fleet = start_fleet(self._model, self._logs, self._stack)
@@ -103,7 +100,6 @@ class FleetKeeper:
         return self._taker
 
     def stop(self) -> None:
-        """Stop whatever runs."""
         self._taker = None
         if self._fleet is not None:
             for server in self._fleet.servers:
@@ -114,7 +110,6 @@ class FleetKeeper:
 
 @pytest.fixture(scope="session")
 def fleet_keeper(tiny_model: Path, logs: Path) -> Iterator[FleetKeeper]:
-    """Stops the shared servers at the end of the session."""
     keeper = FleetKeeper(tiny_model, logs)
     try:
         yield keeper

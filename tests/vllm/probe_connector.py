@@ -127,7 +127,6 @@ class ProbeConnector(P2pKvConnector):
         self, cache: PagedCache, said: KvGroup, shape: Shape, blocks: Blocks, start: int, stop: int
     ) -> dict[str, Any]:
         """What the pages of one KV group hold of tokens [start, stop), or of those that are in its window."""
-        assert self.worker is not None
         unit = cache.unit_tokens if cache.codec == DENSE else 1
         start, stop = RowFormat(DENSE, unit, 1, said.once, said.window, said.block, said.chunked).needed(
             start, stop

@@ -84,7 +84,6 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Start
 
 
 def wait_for(proxy: ProxyServer, *roles: str) -> None:
-    """Until instances of these roles have registered."""
     known(proxy, *(sum(role in ("both", fixed) for role in roles) for fixed in "PD"))
 
 

@@ -16,17 +16,8 @@ from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 from support.models.families import TinyMoe
+from support.servers import deployments
 from support.servers.data_parallel import answered, engines
-from support.servers.deployments import (
-    PROXYS,
-    TOKEN,
-    Deployment,
-    cores_of,
-    deployed,
-    instance,
-    started_again,
-    works_after,
-)
 from support.servers.fleet import needs_cpu_build, plugin_environment
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -40,7 +31,7 @@ def started(
     fleet_keeper: Any,
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Deployment]:
+) -> Iterator[deployments.Deployment]:
     fleet_keeper.stop()
     logs = tmp_path_factory.mktemp("data-parallel-faults")
     lockstep, model, env = request.param == "experts", tiny_model, dict[str, str]()
@@ -50,28 +41,30 @@ def started(
     proxy = ProxyServer(
         prefill=ENGINES,
         log_path=logs / "proxy.log",
-        extra_args=[*PROXYS, "--decode-policy", "round_robin"],
-        env={"P2PKV_PROXY_ADMIN_TOKEN": TOKEN},
+        extra_args=[*deployments.PROXYS, "--decode-policy", "round_robin"],
+        env={"P2PKV_PROXY_ADMIN_TOKEN": deployments.TOKEN},
     )
 
     def server(role: str, name: str, size: int = ENGINES) -> VllmServer:
         more = ("--dtype", "float32", "--max-model-len", "1024", *engines(size))
-        return instance(proxy, model, logs, role, name=name, ranks=size, more_args=more, env=env)
+        return deployments.instance(proxy, model, logs, role, name=name, ranks=size, more_args=more, env=env)
 
-    made = Deployment(server("P", "P"), [server("D", "D"), server("D", "other", 1)], proxy, ENGINES, lockstep)
-    with deployed(made):
+    made = deployments.Deployment(
+        server("P", "P"), [server("D", "D"), server("D", "other", 1)], proxy, ENGINES, lockstep
+    )
+    with deployments.deployed(made):
         wait_until(made.ready, "all engines", 90.0)
         yield made
 
 
 @pytest.mark.parametrize("rank", range(ENGINES))
 @pytest.mark.parametrize("who", ["P", "D"])
-def test_one_engine_is_frozen(trio: Deployment, who: str, rank: int) -> None:
+def test_one_engine_is_frozen(trio: deployments.Deployment, who: str, rank: int) -> None:
     victim, survivor = (trio.victim(each) for each in (who, "D" if who == "P" else "P"))
     prompts = trio.prompts(f"frozen {who} {rank}")
     expected = trio.expected(prompts)
-    works = works_after(victim)
-    core = cores_of(victim)[rank]
+    works = deployments.works_after(victim)
+    core = deployments.cores_of(victim)[rank]
 
     def freeze() -> None:
         works()
@@ -96,16 +89,16 @@ def test_one_engine_is_frozen(trio: Deployment, who: str, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", range(ENGINES))
 @pytest.mark.parametrize("who", ["P", "D"])
-def test_one_engine_is_killed(trio: Deployment, who: str, rank: int) -> None:
+def test_one_engine_is_killed(trio: deployments.Deployment, who: str, rank: int) -> None:
     """vLLM ends the whole server then; others answer."""
     victim, survivor = (trio.victim(each) for each in (who, "D" if who == "P" else "P"))
     prompts = trio.prompts(f"killed {who} {rank}")
     expected = trio.expected(prompts)
-    works = works_after(victim)
+    works = deployments.works_after(victim)
 
     def kill() -> None:
         works()
-        cores_of(victim)[rank].kill()
+        deployments.cores_of(victim)[rank].kill()
 
     try:
         trio.are_answered(prompts, expected, kill)
@@ -114,5 +107,5 @@ def test_one_engine_is_killed(trio: Deployment, who: str, rank: int) -> None:
         trio.are_answered(more, trio.expected(more))
         trio.rests(survivor, trio.ds[-1])
     finally:
-        started_again(victim)
+        deployments.started_again(victim)
     trio.is_as_before(f"killed {who} {rank}")

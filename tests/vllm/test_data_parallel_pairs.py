@@ -139,7 +139,6 @@ class Group:
         at_rest(self.d, self.way.d)
 
     def answered(self) -> list[dict[str, float]]:
-        """By P's engines and by D's."""
         return [
             {f"{url} {engine}": count for url in urls for engine, count in answered(url).items()}
             for urls in self.urls

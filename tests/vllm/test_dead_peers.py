@@ -19,52 +19,41 @@ from p2pkv.demo import client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
-from support.servers.deployments import (
-    LEASE,
-    LENGTH,
-    PROXYS,
-    PROXYS_LEASE,
-    SHORT,
-    TOKENS,
-    Deployment,
-    deployed,
-    grows,
-    instance,
-)
+from support.servers import deployments
 from support.servers.fleet import assert_same, complete, metric, worker_of
 
 pytestmark = pytest.mark.long
 
 PROMPTS = 16
-FREEZE_SECONDS = LEASE * 2 / 3
+FREEZE_SECONDS = deployments.LEASE * 2 / 3
 # Whoever computes a prompt again, or decodes on, needs two cores to itself for this long.
 WORK_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
-def pair(fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def pair(
+    fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[deployments.Deployment]:
     """A P and a D, which are judged by their leases alone."""
     fleet_keeper.stop()
     logs = tmp_path_factory.mktemp("dead-peers")
-    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=PROXYS)
-    config = {name: SHORT[name] for name in ("lease_seconds", "chunk_bytes")}
-    p, d = (instance(proxy, tiny_model, logs, role, extra_config=config) for role in "PD")
-    with deployed(Deployment(p, [d], proxy)) as made:
+    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=deployments.PROXYS)
+    config = {name: deployments.SHORT[name] for name in ("lease_seconds", "chunk_bytes")}
+    p, d = (deployments.instance(proxy, tiny_model, logs, role, extra_config=config) for role in "PD")
+    with deployments.deployed(deployments.Deployment(p, [d], proxy)) as made:
         yield made
 
 
-def sign(pair: Deployment, moment: str) -> Callable[[], None]:
-    """What waits until the moment has come."""
+def sign(pair: deployments.Deployment, moment: str) -> Callable[[], None]:
     server, name = {
         "queued": (pair.p, "vllm:prompt_tokens_total"),
         "pushing": (pair.p, "p2pkv_bytes_sent_total"),
         "decoding": (pair.d, "vllm:generation_tokens_total"),
     }[moment]
-    return grows(server, name)
+    return deployments.grows(server, name)
 
 
-def done(pair: Deployment) -> dict[str, float]:
-    """What has been computed, loaded and lost so far."""
+def done(pair: deployments.Deployment) -> dict[str, float]:
     return {
         "computed by P": metric(pair.p, "vllm:prompt_tokens_total"),
         "loaded by D": metric(pair.d, "p2pkv_transfers_loaded_total"),
@@ -83,7 +72,7 @@ def ends(asked: list[Future[Any]], struck: float) -> list[tuple[Answer | Excepti
 @pytest.mark.parametrize("who", ["P", "D"])
 @pytest.mark.parametrize("fault", ["freeze", "kill", "stop"])
 def test_all_requests_end_and_the_survivor_goes_on(
-    pair: Deployment, servers_on_failure: Callable[..., None], fault: str, who: str, moment: str
+    pair: deployments.Deployment, servers_on_failure: Callable[..., None], fault: str, who: str, moment: str
 ) -> None:
     servers_on_failure(pair.p, pair.d)
     wait_until(pair.serving, "a pair that serves", 200.0)
@@ -98,11 +87,11 @@ def test_all_requests_end_and_the_survivor_goes_on(
         with out_of_action(victim, fault):
             ended = ends(asked, struck)
             frozen_d = (fault, who) == ("freeze", "D")  # which only the proxy can give up
-            lease = PROXYS_LEASE if frozen_d else LEASE
+            lease = deployments.PROXYS_LEASE if frozen_d else deployments.LEASE
             check_ends(expected, ended, lease)
             if who == "P":
                 assert [what for what, _ in ended if isinstance(what, Exception)] == []
-            assert_same(expected[:1], [complete(survivor, prompts[0], TOKENS)])
+            assert_same(expected[:1], [complete(survivor, prompts[0], deployments.TOKENS)])
             pair.rests(survivor)
     if fault != "freeze":
         victim.wait_ready()
@@ -118,7 +107,7 @@ def test_all_requests_end_and_the_survivor_goes_on(
 @pytest.mark.parametrize("what", ["instance", "worker"])
 @pytest.mark.parametrize("who", ["P", "D"])
 def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
-    pair: Deployment, servers_on_failure: Callable[..., None], who: str, what: str, moment: str
+    pair: deployments.Deployment, servers_on_failure: Callable[..., None], who: str, what: str, moment: str
 ) -> None:
     servers_on_failure(pair.p, pair.d)
     victim = pair.victim(who)
@@ -154,13 +143,17 @@ def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
     assert_same(expected, [each for each in ended if isinstance(each, Answer)])
     # Each prompt was computed by P, once, and loaded by D, once.
     grown = {name: value - before[name] for name, value in done(pair).items()}
-    assert grown == {"computed by P": PROMPTS * LENGTH, "loaded by D": PROMPTS, "failed on D": 0, "alone": 0}
+    assert grown == {
+        "computed by P": PROMPTS * deployments.LENGTH,
+        "loaded by D": PROMPTS,
+        "failed on D": 0,
+        "alone": 0,
+    }
     pair.rests()
 
 
 @contextmanager
 def out_of_action(server: VllmServer, fault: str) -> Iterator[None]:
-    """It dies, freezes or stops, and is there again in the end."""
     {"kill": server.kill, "freeze": server.freeze, "stop": server.stop}[fault]()
     try:
         yield

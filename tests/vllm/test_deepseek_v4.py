@@ -15,24 +15,8 @@ from p2pkv.demo.answers import Answer
 from p2pkv.demo.servers import ProxyServer, Role, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 from support.models.deepseek_v4 import TinyDeepseekV4
+from support.servers import fleet
 from support.servers.data_parallel import answered, engines, known
-from support.servers.fleet import (
-    DISPATCHES,
-    FORKED,
-    MODEL_NAME,
-    Hits,
-    ask_all,
-    ask_pair,
-    assert_same,
-    at_rest,
-    complete,
-    each_of,
-    needs_deepseek_v4,
-    plugin_environment,
-    probing_server,
-    start_all,
-    tokens,
-)
 from support.servers.probes import Compared
 
 pytestmark = pytest.mark.long
@@ -44,7 +28,7 @@ TIE = 0.05
 
 
 ARGUMENTS = (
-    *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
+    *("--served-model-name", fleet.MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
     *("--max-num-batched-tokens", "512"),
 )
 
@@ -55,7 +39,7 @@ def server(
     return VllmServer(
         ensure_model(TinyDeepseekV4(), folder),
         extra_args=(*ARGUMENTS, *settings),
-        env=plugin_environment(*plugins, *FORKED),
+        env=fleet.plugin_environment(*plugins, *fleet.FORKED),
         name=name,
         log_path=folder / f"{name}.log",
     )
@@ -63,7 +47,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    needs_deepseek_v4()
+    fleet.needs_deepseek_v4()
     return tmp_path_factory.mktemp("deepseek_v4")
 
 
@@ -79,13 +63,13 @@ def test_an_answer_is_repeated_and_depends_on_the_whole_prompt(
     v4: VllmServer, servers_on_failure: Callable[..., None], length: int
 ) -> None:
     servers_on_failure(v4)
-    prompt = tokens(length, "v4")
-    first = complete(v4, prompt)
+    prompt = fleet.tokens(length, "v4")
+    first = fleet.complete(v4, prompt)
     # vLLM caches prefixes of this model in blocks of 256 tokens, and computes one token at least.
-    with Hits(v4, (length - 1) // 256 * 256):
-        assert complete(v4, prompt) == first
+    with fleet.Hits(v4, (length - 1) // 256 * 256):
+        assert fleet.complete(v4, prompt) == first
     prompt[2] = 300 if prompt[2] != 300 else 301
-    assert complete(v4, prompt).tokens != first.tokens
+    assert fleet.complete(v4, prompt).tokens != first.tokens
 
 
 # P and D.
@@ -112,10 +96,10 @@ class Pair:
         rank and with two answer 5 alike, and the first token's log-probabilities differ by up to 2.8: sums
         of bfloat16 in another order, and their differences are rounded to steps of fp8 in the cache.
         """
-        return self.ask(prompt, at_once=False) if self.sizes != (1, 1) else complete(self.plain, prompt)
+        return self.ask(prompt, at_once=False) if self.sizes != (1, 1) else fleet.complete(self.plain, prompt)
 
     def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
-        answer = ask_pair(self.p, self.d, prompt, at_once=at_once)
+        answer = fleet.ask_pair(self.p, self.d, prompt, at_once=at_once)
         assert all(map(isfinite, answer.margins)), "D has read what was not sent"
         return answer
 
@@ -127,11 +111,11 @@ def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterat
     probes.mkdir()
 
     def server(role: Role, tp: int) -> VllmServer:
-        return probing_server(
+        return fleet.probing_server(
             ensure_model(TinyDeepseekV4(), folder),
             role,
             probes,
-            plugins=("deepseek_v4", *FORKED),
+            plugins=("deepseek_v4", *fleet.FORKED),
             ranks=tp,
             extra_args=(*ARGUMENTS, "--tensor-parallel-size", str(tp)),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
@@ -139,7 +123,7 @@ def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterat
 
     with ExitStack() as stack:
         p, d = (server(*each) for each in zip("PD", sizes, strict=True))
-        start_all(stack, p, d)
+        fleet.start_all(stack, p, d)
         yield Pair(p, d, v4, sizes, probes)
 
 
@@ -148,7 +132,7 @@ def pair(both: Pair, v4: VllmServer, servers_on_failure: Callable[..., None]) ->
     servers_on_failure(both.p, both.d, v4)
     yield both
     for each, ranks in zip((both.p, both.d), both.sizes, strict=True):
-        at_rest(each, ranks)
+        fleet.at_rest(each, ranks)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
@@ -156,44 +140,44 @@ def pair(both: Pair, v4: VllmServer, servers_on_failure: Callable[..., None]) ->
 def test_d_holds_what_p_has_computed_and_answers_as_one_server(
     pair: Pair, length: int, at_once: bool
 ) -> None:
-    prompt, compared = tokens(length, f"pair {length} {at_once} {pair.sizes}"), Compared(pair.probes)
+    prompt, compared = fleet.tokens(length, f"pair {length} {at_once} {pair.sizes}"), Compared(pair.probes)
     got = pair.ask(prompt, at_once=at_once)
     assert compared.spans(1) == [(0, length - 1)]
-    assert_same([pair.expected(prompt)], [got], TIE)
+    fleet.assert_same([pair.expected(prompt)], [got], TIE)
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("length", [703, 3000])
 def test_a_prompt_half_cached(pair: Pair, length: int, side: str) -> None:
     """On P, whose windows before the prefix have gone; on D, where the windows at its end are its own."""
-    prompt, cached = tokens(length, f"cached {length} {side} {pair.sizes}"), length // 512 * 256
+    prompt, cached = fleet.tokens(length, f"cached {length} {side} {pair.sizes}"), length // 512 * 256
     server = pair.p if side == "P" else pair.d
-    complete(server, [*prompt[:cached], 299])
+    fleet.complete(server, [*prompt[:cached], 299])
     compared = Compared(pair.probes)
-    with Hits(server, cached):
+    with fleet.Hits(server, cached):
         got = pair.ask(prompt)
     assert compared.spans(1) == [(cached if side == "D" else 0, length - 1)]
-    assert_same([pair.expected(prompt)], [got], TIE)
+    fleet.assert_same([pair.expected(prompt)], [got], TIE)
 
 
 def test_what_has_come_is_a_prefix_for_others(pair: Pair, v4: VllmServer) -> None:
     """Where it ends with whole blocks, so that the windows at their end have come too."""
-    prompt = tokens(514, f"prefix {pair.sizes}")
+    prompt = fleet.tokens(514, f"prefix {pair.sizes}")
     pair.ask(prompt)
-    other = [*prompt[:512], *tokens(9, "other")]
-    with Hits(pair.d, 512):
-        got = complete(pair.d, other)
+    other = [*prompt[:512], *fleet.tokens(9, "other")]
+    with fleet.Hits(pair.d, 512):
+        got = fleet.complete(pair.d, other)
     if pair.sizes == (1, 1):  # else D's KV of the first 512 tokens is another: see `expected`
-        assert_same([complete(v4, other)], [got], TIE)
+        fleet.assert_same([fleet.complete(v4, other)], [got], TIE)
 
 
 def test_sixteen_at_once(pair: Pair) -> None:
-    prompts = [tokens(40 + 61 * number, f"several {number} {pair.sizes}") for number in range(16)]
+    prompts = [fleet.tokens(40 + 61 * number, f"several {number} {pair.sizes}") for number in range(16)]
     compared = Compared(pair.probes)
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(pair.ask, prompts))
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
-    assert_same([pair.expected(prompt) for prompt in prompts], got, TIE)
+    fleet.assert_same([pair.expected(prompt) for prompt in prompts], got, TIE)
 
 
 ENGINES = 2
@@ -207,16 +191,16 @@ def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: 
     plugins, settings = ("deepseek_v4", "moe_dp"), engines(ENGINES)
     proxies = [
         ProxyServer(dispatch=each, prefill=ENGINES, log_path=tmp_path / f"proxy-{each}.log")
-        for each in DISPATCHES
+        for each in fleet.DISPATCHES
     ]
     pair = [
-        probing_server(
+        fleet.probing_server(
             ensure_model(TinyDeepseekV4(), folder),
             role,
             tmp_path,
             plugins=plugins,
             ranks=ENGINES,
-            proxy=each_of(*(each.discovery for each in proxies)),
+            proxy=fleet.each_of(*(each.discovery for each in proxies)),
             extra_args=(*ARGUMENTS, *settings),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
         )
@@ -227,12 +211,12 @@ def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: 
     for proxy in proxies:
         known(proxy, ENGINES, ENGINES)
         lengths = [length for length in (20, 300, 703) for _ in range(PER_LENGTH)]
-        prompts = [tokens(each, f"{proxy.base_url} {number}") for number, each in enumerate(lengths)]
+        prompts = [fleet.tokens(each, f"{proxy.base_url} {number}") for number, each in enumerate(lengths)]
         compared = Compared(tmp_path)
-        got = ask_all(proxy.base_url, prompts, at_once=len(prompts))
+        got = fleet.ask_all(proxy.base_url, prompts, at_once=len(prompts))
         assert compared.spans(len(prompts)) == sorted((0, length - 1) for length in lengths)
-        assert_same(ask_all(plain.base_url, prompts, at_once=1), got, TIE)
+        fleet.assert_same(fleet.ask_all(plain.base_url, prompts, at_once=1), got, TIE)
     for each in pair:
-        at_rest(each, ENGINES)
+        fleet.at_rest(each, ENGINES)
         counts = answered(each.base_url)
         assert len(counts) == ENGINES and min(counts.values()) >= PER_LENGTH, counts

@@ -69,8 +69,6 @@ def started(
 
 
 def asked_elsewhere(trio: Deployment, victim: VllmServer, prompt: list[int], expected: Answer) -> None:
-    """A new request is answered, and not by this one."""
-
     def chosen() -> int:
         mine = victim.base_url.removeprefix("http://")
         pairs = trio.page("status")["pairs"]

@@ -214,7 +214,6 @@ def from_p_or_late(trio: Deployment) -> float:
 
 
 def missed(trio: Deployment, why: str) -> float:
-    """First tokens that D has drawn, of this reason."""
     name = f'p2pkv_proxy_first_tokens_from_decode_total{{reason="{why}"}} '
     lines = client.get(f"{trio.proxy.base_url}/metrics").splitlines()
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))

@@ -13,23 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv.demo import answers, client
+from p2pkv.demo import answers, client, processes, servers, tiny_model
 from p2pkv.demo.answers import Answer
-from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer
-from p2pkv.demo.tiny_model import TinyFiles, ensure_model
 from support.models.deepseek_v4 import TinyDeepseekV4
 from support.models.families import TinyGemma, TinyQwen
+from support.servers import fleet
 from support.servers.deployments import LEASE, PROXYS, Deployment, deployed, grows
-from support.servers.fleet import (
-    MODEL_NAME,
-    assert_same,
-    complete,
-    metric,
-    needs_deepseek_v4,
-    probing_server,
-    tokens,
-)
 from support.servers.probes import Compared
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -42,7 +31,7 @@ class Kind:
     """`tie`: two tokens closer than this in log-probability may swap places, for roundings. `plugins`: those
     of the tests that vLLM needs for this model."""
 
-    model: TinyFiles
+    model: tiny_model.TinyFiles
     dtype: str
     tie: float
     plugins: tuple[str, ...] = ()
@@ -58,34 +47,30 @@ KINDS = {
 
 @dataclass
 class Pair(Deployment):
-    """A P and a D of a short lease, and their proxy."""
-
     kind: Kind = KINDS["window"]
     probes: Path = Path()
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
 
     def some(self, count: int = PROMPTS) -> list[list[int]]:
-        return [tokens(LENGTH, f"hybrid {next(self._numbers)}") for _ in range(count)]
+        return [fleet.tokens(LENGTH, f"hybrid {next(self._numbers)}") for _ in range(count)]
 
     def alone(self, prompt: list[int], count: int = ANSWER) -> Answer:
-        """What D answers without P."""
-        return complete(self.d, prompt, count)
+        return fleet.complete(self.d, prompt, count)
 
     def answer(self, prompt: list[int], count: int = ANSWER) -> Answer:
-        return complete(self.proxy, prompt, count)
+        return fleet.complete(self.proxy, prompt, count)
 
     def check(self, expected: list[Answer], got: list[Answer]) -> None:
         assert [len(each.tokens) for each in got] == [len(each.tokens) for each in expected]
-        assert_same(expected, got, self.kind.tie)
+        fleet.assert_same(expected, got, self.kind.tie)
 
     def pushing(self) -> Callable[[], None]:
-        """What waits until P has pushed more than it has by now."""
         return grows(self.p, "p2pkv_bytes_sent_total")
 
     def works_again(self) -> None:
         """Both hold nothing; the next request is loaded from P, and its pages are P's."""
         self.rests()
-        wait_until(self.serving, "a pair that serves again", 200.0)
+        processes.wait_until(self.serving, "a pair that serves again", 200.0)
         compared, (prompt,) = Compared(self.probes), self.some(1)
         expected = [self.alone(prompt)]
         self.check(expected, [self.answer(prompt)])
@@ -99,17 +84,17 @@ def pair(
     fleet_keeper.stop()
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp("hybrid-faults")
     if kind.plugins:
-        needs_deepseek_v4()
-    model = ensure_model(kind.model, folder)
-    proxy = ProxyServer(log_path=folder / "proxy.log", extra_args=PROXYS)
+        fleet.needs_deepseek_v4()
+    model = tiny_model.ensure_model(kind.model, folder)
+    proxy = servers.ProxyServer(log_path=folder / "proxy.log", extra_args=PROXYS)
     settings = [
-        *("--served-model-name", MODEL_NAME, "--dtype", kind.dtype, "--max-model-len", "1024"),
+        *("--served-model-name", fleet.MODEL_NAME, "--dtype", kind.dtype, "--max-model-len", "1024"),
         *("--block-size", "32", "--max-num-batched-tokens", "128", "--max-num-seqs", "16"),
         # Every prompt is computed by P, and moved as a whole.
         "--no-enable-prefix-caching",
     ]
     p, d = (
-        probing_server(
+        fleet.probing_server(
             model,
             role,
             folder,
@@ -123,7 +108,7 @@ def pair(
         for role in ("P", "D")
     )
     with deployed(Pair(p, [d], proxy, kind=kind, probes=folder)) as made:
-        wait_until(made.serving, "a pair that serves", 100.0)
+        processes.wait_until(made.serving, "a pair that serves", 100.0)
         yield made  # type: ignore[misc]
 
 
@@ -138,15 +123,15 @@ def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) ->
     prompts, many = pair.some(4), 100
     expected = [pair.alone(prompt, many) for prompt in prompts]
     preempted, before = (
-        metric(pair.d, f"vllm:{name}_total") for name in ("num_preemptions", "generation_tokens")
+        fleet.metric(pair.d, f"vllm:{name}_total") for name in ("num_preemptions", "generation_tokens")
     )
     compared = Compared(pair.probes)
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(pair.answer, prompt, many) for prompt in prompts]
-        wait_until(
+        processes.wait_until(
             lambda: (
-                metric(pair.d, "vllm:num_requests_running") == 4
-                and metric(pair.d, "vllm:generation_tokens_total") - before >= 16
+                fleet.metric(pair.d, "vllm:num_requests_running") == 4
+                and fleet.metric(pair.d, "vllm:generation_tokens_total") - before >= 16
             ),
             "four requests that D decodes",
             60.0,
@@ -154,8 +139,8 @@ def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) ->
         answer = client.post(f"{pair.d.base_url}/reset_prefix_cache?reset_running_requests=true", {})
         assert answer == {"success": True}
         got = [each.result(120.0) for each in asked]
-    wait_until(
-        lambda: metric(pair.d, "vllm:num_preemptions_total") - preempted == 4, "four preemptions", 10.0
+    processes.wait_until(
+        lambda: fleet.metric(pair.d, "vllm:num_preemptions_total") - preempted == 4, "four preemptions", 10.0
     )
     assert compared.spans(4) == [(0, LENGTH - 1)] * 4
     pair.check(expected, got)
@@ -169,7 +154,7 @@ def test_p_fails_while_it_pushes_and_d_computes_what_has_not_come(
     servers_on_failure(pair.p, pair.d)
     prompts = pair.some()
     expected = [pair.alone(prompt) for prompt in prompts]
-    failed, pushed = metric(pair.d, "p2pkv_transfers_failed_total"), pair.pushing()
+    failed, pushed = fleet.metric(pair.d, "p2pkv_transfers_failed_total"), pair.pushing()
     with ThreadPoolExecutor(PROMPTS) as pool:
         asked = [pool.submit(pair.answer, prompt) for prompt in prompts]
         pushed()
@@ -178,7 +163,9 @@ def test_p_fails_while_it_pushes_and_d_computes_what_has_not_come(
             got = [each.result(120.0) for each in asked]
         finally:
             (pair.p.thaw if fault == "freeze" else pair.p.start)()
-    assert metric(pair.d, "p2pkv_transfers_failed_total") > failed, "P failed when it had pushed everything"
+    assert fleet.metric(pair.d, "p2pkv_transfers_failed_total") > failed, (
+        "P failed when it had pushed everything"
+    )
     pair.check(expected, got)
     if fault == "kill":
         pair.p.wait_ready()

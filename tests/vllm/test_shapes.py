@@ -26,20 +26,7 @@ from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 from support.models.eagle import TinyEagle
 from support.models.families import TinyDeepseek, TinyFalconH1, TinyGemma, TinyGptOss, TinyLfm2, TinyQwen
-from support.servers.fleet import (
-    FORKED,
-    MODEL,
-    MODEL_NAME,
-    Hits,
-    ask_pair,
-    assert_same,
-    at_rest,
-    complete,
-    metric,
-    probing_server,
-    start_all,
-    tokens,
-)
+from support.servers import fleet
 from support.servers.probes import Compared, notes
 
 CHUNK = 256
@@ -49,10 +36,10 @@ CHUNK = 256
 class Copy:
     """The tiny Llama itself, but with other bytes in its KV: its keys are longer by a little."""
 
-    name = f"copy-of-{MODEL.name}"
+    name = f"copy-of-{fleet.MODEL.name}"
 
     def write(self, directory: Path) -> None:
-        MODEL.write(directory)
+        fleet.MODEL.write(directory)
         file = directory / "model.safetensors"
         weights = {
             name: weight * (1 + 2**-12) if "k_proj" in name else weight
@@ -67,7 +54,7 @@ DRAFTERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "draft_model": lambda models: {"model": str(ensure_model(Copy(), models))},
 }
 """What vLLM's --speculative-config says of each method; the models are written to the folder."""
-DRAFTERS_LAYERS = {"ngram": 0, "eagle": 1, "draft_model": MODEL.layers}
+DRAFTERS_LAYERS = {"ngram": 0, "eagle": 1, "draft_model": fleet.MODEL.layers}
 """With KV, beside the model's."""
 
 
@@ -124,7 +111,7 @@ ROUNDINGS = 1.0
 """A tie of kernels in bfloat16."""
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 FAMILIES = {
-    "4 heads": Family(MODEL, ((LARGE, SPLIT), (SPLIT, SPLIT), (SPLIT, LARGE))),
+    "4 heads": Family(fleet.MODEL, ((LARGE, SPLIT), (SPLIT, SPLIT), (SPLIT, LARGE))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
     # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
     # Where D caches prefixes, P's blocks have to be as large as D's, or larger.
@@ -194,9 +181,9 @@ FAMILIES = {
         "bfloat16",
         tie=inf,
     ),
-    "n-gram": Family(MODEL, ((SMALL, NGRAM), (NGRAM, NGRAM)), plain=SMALL, answer=16),
-    "EAGLE": Family(MODEL, ((EAGLE, EAGLE),), dropped=32, plain=SMALL, answer=16),
-    "draft model": Family(MODEL, ((COPY, COPY),), plain=SMALL, answer=16),
+    "n-gram": Family(fleet.MODEL, ((SMALL, NGRAM), (NGRAM, NGRAM)), plain=SMALL, answer=16),
+    "EAGLE": Family(fleet.MODEL, ((EAGLE, EAGLE),), dropped=32, plain=SMALL, answer=16),
+    "draft model": Family(fleet.MODEL, ((COPY, COPY),), plain=SMALL, answer=16),
 }
 IN_MAKE_TEST = ("4 heads", "window")
 """Families of which `make test` has the first pair: tests/engine/test_many_ranks.py has the other shapes. All
@@ -230,7 +217,6 @@ class Running:
         return self.folder / self.name.replace(" ", "-")
 
     def start(self, name: str) -> None:
-        """Have this family running, and no other."""
         if name == self.name and all(server.running() for server in self.servers.values()):
             return
         self.stop()
@@ -242,14 +228,14 @@ class Running:
                 if (role, instance) not in self.servers:
                     self.servers[role, instance] = self._server(model, family, role, instance)
         try:
-            start_all(self.stack, *self.servers.values())
+            fleet.start_all(self.stack, *self.servers.values())
         except BaseException:
             self.stop()  # so that the next test starts them anew
             raise
 
     def _server(self, model: Path, family: Family, role: str, instance: Instance) -> VllmServer:
         settings = [
-            *("--served-model-name", MODEL_NAME, "--dtype", family.dtype, "--max-model-len", "1024"),
+            *("--served-model-name", fleet.MODEL_NAME, "--dtype", family.dtype, "--max-model-len", "1024"),
             *("--block-size", str(instance.block), "--max-num-batched-tokens", str(CHUNK)),
             *("--max-num-seqs", "16", "--tensor-parallel-size", str(instance.tp), *family.settings),
         ]
@@ -258,11 +244,11 @@ class Running:
         if method := instance.drafter:
             guesses = {"method": method, "num_speculative_tokens": 3, **DRAFTERS[method](self.folder)}
             settings += ["--speculative-config", json.dumps(guesses)]
-        return probing_server(
+        return fleet.probing_server(
             model,
             role,
             self.probes,
-            plugins=() if instance.drafter else FORKED,  # in a fork the n-gram drafter may hang
+            plugins=() if instance.drafter else fleet.FORKED,  # in a fork the n-gram drafter may hang
             name=f"{role}-{instance.name}",
             ranks=instance.tp,
             extra_args=settings,
@@ -290,14 +276,13 @@ class Lane:
 
     def prompt(self, length: int, seed: str) -> list[int]:
         """One in which a drafter finds what it has seen before."""
-        return (tokens(20, seed) * length)[:length] if self.drafter else tokens(length, seed)
+        return (fleet.tokens(20, seed) * length)[:length] if self.drafter else fleet.tokens(length, seed)
 
     def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
-        return ask_pair(self.p, self.d, prompt, self.family.answer, at_once=at_once)
+        return fleet.ask_pair(self.p, self.d, prompt, self.family.answer, at_once=at_once)
 
     def alone(self, prompt: list[int]) -> Answer:
-        """What a P answers by itself."""
-        return complete(self.plain, prompt, self.family.answer)
+        return fleet.complete(self.plain, prompt, self.family.answer)
 
     @property
     def tie(self) -> float:
@@ -305,7 +290,7 @@ class Lane:
         return answers.TIE if self.shapes[0].tp == self.shapes[1].tp else self.family.tie
 
     def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
-        assert_same([self.alone(prompt) for prompt in prompts], got, self.family.tie)
+        fleet.assert_same([self.alone(prompt) for prompt in prompts], got, self.family.tie)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -324,12 +309,12 @@ class Lane:
             for note in ranks.values()
             for group, layer, _ in note.hashes
         }
-        assert len(layers) >= MODEL.layers + DRAFTERS_LAYERS[self.drafter]
+        assert len(layers) >= fleet.MODEL.layers + DRAFTERS_LAYERS[self.drafter]
 
     def _drafted(self) -> tuple[float, float]:
-        """Tokens that D has guessed, and those that were right."""
         guessed, right = (
-            metric(self.d, f"vllm:spec_decode_num_{each}_tokens_total") for each in ("draft", "accepted")
+            fleet.metric(self.d, f"vllm:spec_decode_num_{each}_tokens_total")
+            for each in ("draft", "accepted")
         )
         return guessed, right
 
@@ -366,7 +351,7 @@ def lane(running: Running, servers_on_failure, pair: tuple[str, Instance, Instan
     plain = running.servers["P", FAMILIES[name].plain or prefill]
     yield Lane(FAMILIES[name], p, d, plain, (prefill, decode), running.probes)
     for server, instance in ((p, prefill), (d, decode)):
-        at_rest(server, instance.tp)
+        fleet.at_rest(server, instance.tp)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
@@ -389,18 +374,18 @@ def _needs_prefixes(lane: Lane) -> None:
 def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequest) -> None:
     _needs_prefixes(lane)
     cached, server = lane.family.cached, lane.p if side == "P" else lane.d
-    prompt = tokens(CHUNK * 2 + 33, request.node.name)
+    prompt = fleet.tokens(CHUNK * 2 + 33, request.node.name)
     first = [*prompt[:cached], 299]
-    before = complete(server, first, 1)
+    before = fleet.complete(server, first, 1)
     compared = Compared(lane.probes)
     hits = cached - lane.family.dropped
-    with Hits(server, hits):
+    with fleet.Hits(server, hits):
         got = lane.ask(prompt)
     assert compared.spans(1) == [(hits if side == "D" else 0, len(prompt) - 1)]
     lane.check([prompt], [got])
     # What was cached is as it was, although a request has written behind it.
-    with Hits(server, hits):
-        assert_same([before], [complete(server, first, 1)])
+    with fleet.Hits(server, hits):
+        fleet.assert_same([before], [fleet.complete(server, first, 1)])
 
 
 @pytest.mark.parametrize("more", [0, 38])
@@ -410,14 +395,14 @@ def test_what_has_come_is_a_prefix_for_others(lane: Lane, more: int, request: py
     _needs_prefixes(lane)
     stop, block = lane.family.cached + more, lane.shapes[1].block
     whole = stop // block * block
-    first = tokens(stop + 1, request.node.name)
+    first = fleet.tokens(stop + 1, request.node.name)
     compared = Compared(lane.probes)
     lane.ask(first)
     assert compared.spans(1) == [(0, stop)]
-    other = [*first[:whole], *tokens(3, f"{request.node.name} other")]
-    with Hits(lane.d, 0 if lane.family.states and whole < stop else whole - lane.family.dropped):
-        got = complete(lane.d, other, lane.family.answer)
-    assert_same([lane.alone(other)], [got], lane.tie)
+    other = [*first[:whole], *fleet.tokens(3, f"{request.node.name} other")]
+    with fleet.Hits(lane.d, 0 if lane.family.states and whole < stop else whole - lane.family.dropped):
+        got = fleet.complete(lane.d, other, lane.family.answer)
+    fleet.assert_same([lane.alone(other)], [got], lane.tie)
 
 
 def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:

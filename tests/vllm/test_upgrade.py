@@ -73,7 +73,6 @@ class Release:
         return self.home / "bin" / "python"
 
     def run_by(self, server: ServerProcess) -> None:
-        """Let this release run the server, which has not started."""
         server.command[0] = str(self.python)
 
 
@@ -182,7 +181,6 @@ class Streams:
         self._lock = threading.Lock()
 
     def expect_answers_of(self, server: VllmServer) -> None:
-        """Ask this one, by itself, for each answer."""
         self._expected = ask_all(server.base_url, self._prompts, at_once=STREAMS, max_tokens=TOKENS)
 
     @contextmanager
@@ -240,7 +238,6 @@ class Rolling:
         return json.loads(client.get(f"{self.proxy.base_url}/status"))
 
     def leave(self, server: VllmServer) -> None:
-        """Drain it, and stop it when it may be stopped."""
         order(self.proxy, server, "drain")
         wait_until(lambda: states(self.proxy, server) == ["drained"], f"{server.name} without work", 60.0)
         self.loaded += loaded(server)
@@ -249,7 +246,6 @@ class Rolling:
         wait_until(lambda: not states(self.proxy, server), f"the end of {server.name} at the proxy", 60.0)
 
     def join(self, server: VllmServer, by: Release) -> None:
-        """Wait until an instance that has been started gets requests."""
         server.wait_ready(READY_SECONDS)
         # It pings when it is warm.
         wait_until(lambda: states(self.proxy, server) == ["ready"], f"{server.name} at the proxy", 200.0)
@@ -275,7 +271,6 @@ class Rolling:
         assert all(self._fit(*pair) for pair in self.pairs()), "P and D that do not fit were paired"
 
     def pairs(self) -> Counter[tuple[str, str]]:
-        """How many requests each pair of HTTP addresses has had."""
         return Counter({(each["prefill"], each["decode"]): each["total"] for each in self.status()["pairs"]})
 
     def _fit(self, p: str, d: str) -> bool:

@@ -27,12 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -155,7 +150,6 @@ def caches_of(
 
 
 def hello_with(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
-    """What a rank with these layers says of itself."""
     kv = kv_cache_config(layers=caches)
     cache, said = cache_of(config, Layers(caches, kv))
     return hello_of(config, options_of(config), cache, said, rank, "host")
@@ -185,7 +179,7 @@ def make_request(
     hash_block: int = BLOCK,
     **more: Any,
 ) -> Request:
-    init_none_hash(sha256)
+    kv_cache_utils.init_none_hash(sha256)
     extra = None if params is None else {"kv_transfer_params": params}
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
     return Request(
@@ -193,7 +187,7 @@ def make_request(
         prompt_token_ids=list(prompt),
         sampling_params=sampling,
         pooling_params=None,
-        block_hasher=get_request_block_hasher(hash_block, sha256),
+        block_hasher=kv_cache_utils.get_request_block_hasher(hash_block, sha256),
         **more,
     )
 
@@ -344,11 +338,11 @@ class Instance:
         config.scheduler_config.async_scheduling = bool(ahead)
         kind = AsyncScheduler if ahead else Scheduler
         self.kv_config = self.make_kv_config(blocks)
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_config, config)
+        block_size, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(self.kv_config, config)
         self.hash_block = hash_block_size
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_config_of(0)]),
+            kv_cache_config=kv_cache_utils.generate_scheduler_kv_cache_config([self.kv_config_of(0)]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
             hash_block_size=hash_block_size,
@@ -399,7 +393,6 @@ class Instance:
         self.ended[request.request_id] = "abort"
 
     def key(self, request: Request) -> str:
-        """The key of a request that the workers know."""
         known = self.ranks[0].facts
         loads = self.workers[0].loads._known
         (key,) = [key for key, load in loads.items() if load.request_id == request.request_id]
@@ -428,12 +421,10 @@ class Instance:
         return key
 
     def finish(self, *requests: Request, most: int = 60) -> None:
-        """Steps until these have ended."""
         self.run_until(lambda: all(each.request_id in self.ended for each in requests), most)
 
     @property
     def held_key(self) -> str:
-        """Of the only prompt that this P has held for a D."""
         (hold,) = self.rank.said(do.HoldPrompt)
         return str(hold.key)
 
@@ -446,7 +437,6 @@ class Instance:
         return list(group)
 
     def step(self, steps: int = 1) -> None:
-        """Schedule, run and take note, `steps` times."""
         for _ in range(steps):
             self.scheduled = self.scheduler.schedule()
             self.computed.update(self.scheduled.num_scheduled_tokens)
@@ -455,7 +445,6 @@ class Instance:
                 self._take_note()
 
     def drain(self) -> None:
-        """Take note of all steps that have been scheduled."""
         while self._running:
             self._take_note()
 
@@ -463,8 +452,7 @@ class Instance:
         meta = scheduled.kv_connector_metadata
         self.metas.append(self._ours(meta))
         outputs = [self._rank_output(worker, copy.deepcopy(meta), scheduled) for worker in self.workers]
-        output = self.aggregator.aggregate(outputs)
-        return output
+        return self.aggregator.aggregate(outputs)
 
     def _ours(self, meta: Any) -> StepMetadata:
         """What the step's metadata say to our connector."""
@@ -541,6 +529,5 @@ class Instance:
 def asked(
     role: str, prompt: Sequence[int], *, max_tokens: int = 4, **options: Any
 ) -> tuple[Instance, Request]:
-    """An instance that is asked for a request of P and D."""
     instance = Instance(role, **options)
     return instance, instance.ask(inner_id(pair_id()), prompt, max_tokens=max_tokens)

@@ -50,7 +50,6 @@ MakeSpec = Callable[[int, int], KVCacheSpec]
 
 
 def planned(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    """The KV cache that vLLM plans for these layers."""
     groups = planning.get_kv_cache_groups(config, specs)
     return planning.get_kv_cache_config_from_groups(config, groups, 1 << 30)
 
@@ -80,7 +79,6 @@ class Kind:
     replayed: int = 0
 
     def specs(self, tp: int) -> dict[str, KVCacheSpec]:
-        """By the layers' names."""
         made = [make(self.block, tp) for make in self.layers]
         return {
             f"model.layers.{number}.{'mixer' if isinstance(spec, MambaSpec) else 'self_attn.attn'}": spec
@@ -424,7 +422,6 @@ def seen_by(spec: KVCacheSpec, span: range, request: Request) -> list[range]:
 
 
 def heads_of(spec: AttentionSpec, tp: int, rank: int) -> range:
-    """The KV heads of the model that a rank has of this layer."""
     shared = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec | CircularBufferSpec)
     first = 0 if shared else rank * spec.num_kv_heads
     return range(first, first + spec.num_kv_heads)

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -28,12 +22,12 @@ OURS = "p2pkv.connector.multi"
 
 
 @dataclass
-class StoreMetadata(KVConnectorMetadata):
+class StoreMetadata(base.KVConnectorMetadata):
     loads: list[tuple[str, list[int]]] = field(default_factory=list)
     """Requests whose load begins with this step, and the blocks that it fills."""
 
 
-class StoreConnector(KVConnectorBase_V1):
+class StoreConnector(base.KVConnectorBase_V1):
     """Stands for a connector that keeps prompts beside the engine. Tests set what it holds and how it acts.
 
     Attributes, of the scheduler's half:
@@ -104,9 +98,9 @@ class StoreConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None: ...
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         saved, came, self.saved, self.came = self.saved, self.came, set(), set()
-        return KVConnectorTransferResults(finished_sending=saved, finished_recving=came)
+        return base.KVConnectorTransferResults(finished_sending=saved, finished_recving=came)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -144,7 +138,7 @@ class MultiInstance(Instance):
         self.multis = []
         for worker in self.workers:
             multi = KVConnectorFactory.create_connector(
-                self.config, KVConnectorRole.WORKER, kv_cache_config()
+                self.config, base.KVConnectorRole.WORKER, kv_cache_config()
             )
             _children(multi)[1].worker = worker
             self.multis.append(multi)
@@ -156,7 +150,6 @@ class MultiInstance(Instance):
         return [_children(multi)[0] for multi in self.multis]
 
     def _ours(self, meta: Any) -> StepMetadata:
-        assert isinstance(meta, MultiKVConnectorMetadata)
         (ours,) = [each for each in meta.metadata if isinstance(each, StepMetadata)]
         return ours
 

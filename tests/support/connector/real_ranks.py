@@ -19,15 +19,9 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    CircularBufferSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
@@ -120,10 +114,10 @@ class Engine(Instance):
 
         pool.get_new_blocks = note
 
-    def make_kv_config(self, blocks: int) -> KVCacheConfig:
+    def make_kv_config(self, blocks: int) -> kv_cache_interface.KVCacheConfig:
         return self.kind.kv_config(self.config, blocks)
 
-    def kv_config_of(self, rank: int) -> KVCacheConfig:
+    def kv_config_of(self, rank: int) -> kv_cache_interface.KVCacheConfig:
         """As vLLM projects the groups of all layers onto the layers of a stage."""
         if len(self.stages) == 1:
             return self.kv_config
@@ -158,7 +152,6 @@ class Engine(Instance):
             connector.shutdown()
 
     def count(self, name: str) -> int:
-        """A counter of its first rank."""
         return int(self.workers[0].rank.counters.values[name])
 
     def change_weights(self, weights: int) -> None:
@@ -216,7 +209,7 @@ class Engine(Instance):
         views = self.memory[self.workers.index(worker)]
         self._poison(views, self._poisoned)
         for name, spec in self.specs.items():
-            if name in views and isinstance(spec, AttentionSpec):
+            if name in views and isinstance(spec, kv_cache_interface.AttentionSpec):
                 views[name][scheduled.new_block_ids_to_zero or []] = 0
         # Of views at one address vLLM 0.32 copies the first, so the largest has to be that.
         largest = sorted(views.values(), key=lambda view: -view[0].nbytes)
@@ -234,13 +227,12 @@ class Engine(Instance):
 
     @property
     def holds_poison(self) -> bool:
-        """Whether there is some in a slot of an attention layer."""
         return any(
             bool((view[block].view(torch.uint8) == self._pattern(view, block)).all(-1).any())
             for views in self.memory
             for name, view in views.items()
             for block in range(1, self.kv_config.num_blocks)
-            if isinstance(self.specs[name], AttentionSpec)
+            if isinstance(self.specs[name], kv_cache_interface.AttentionSpec)
         )
 
     # The forward.
@@ -263,9 +255,9 @@ class Engine(Instance):
                     about = f"{self.role}: {request_id}, tokens {span.start} to {stop}, layer {layer}"
                     if not write and request_id in self._across:
                         continue
-                    if isinstance(spec, MambaSpec):
+                    if isinstance(spec, kv_cache_interface.MambaSpec):
                         self._step_state(rank, layer, made, table, span, write, about)
-                    elif isinstance(spec, CircularBufferSpec):
+                    elif isinstance(spec, kv_cache_interface.CircularBufferSpec):
                         if write:
                             self._step_ring(rank, layer, made, table[0], span, about)
                     elif write:
@@ -273,18 +265,16 @@ class Engine(Instance):
                     else:
                         for seen in seen_by(spec, span, self.scheduler.requests[request_id]):
                             self._read(rank, layer, made, table, seen, about)
-            if isinstance(spec, AttentionSpec):
+            if isinstance(spec, kv_cache_interface.AttentionSpec):
                 worker.layer(name)
 
     def _place(self, rank: int) -> tuple[int, int]:
-        """The tensor-parallel size, and the rank within its stage."""
         return self.tp, rank % self.tp
 
     def _contents(self, tokens: Sequence[int]) -> Contents:
         return Contents(tokens, self.weights)
 
     def tables(self, request_id: str) -> list[list[int]]:
-        """The block tables of a request, one for each KV group."""
         return [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
 
     def _layer(self, rank: int, layer: int) -> tuple[torch.Tensor, Any]:
@@ -306,7 +296,6 @@ class Engine(Instance):
         return [ends[each] // (run * self._dcp) * run + ends[each] % run for each in here], rows[here]
 
     def _here(self, rank: int, ends: range) -> Sequence[int]:
-        """Which of these tokens are a rank's."""
         if self._dcp == 1:
             return range(len(ends))
         turn = rank % self._dcp
@@ -431,7 +420,7 @@ class Engine(Instance):
                 continue
             view, spec = self._layer(rank, layer)
             about = f"{self.role}: block {block} is cached as that behind {tokens} tokens, but holds others"
-            if isinstance(spec, MambaSpec):
+            if isinstance(spec, kv_cache_interface.MambaSpec):
                 assert self._is_state(rank, layer, made, block, tokens), about
                 continue
             size = spec.block_size * self._dcp
@@ -441,13 +430,12 @@ class Engine(Instance):
             assert torch.equal(rows.get([block])[: len(kept)], kept), about
 
 
-def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:
+def _spec_of(group: kv_cache_interface.KVCacheGroupSpec, name: str) -> Any:
     return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[Callable[..., list[Engine]]]:
-    """Starts pairs of a P and a D, which are stopped at the end."""
     with contextlib.ExitStack() as stack:
         # Blocks are small: threads of torch's would only wait for each other where processors are few.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -483,7 +471,6 @@ def starting() -> Iterator[Callable[..., list[Engine]]]:
 
 
 def run(engines: Sequence[Engine], until: Callable[[], object], seconds: float = 60.0) -> None:
-    """Steps of these, as vLLM's loops make them, until the condition holds."""
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end, [engine.ended for engine in engines]

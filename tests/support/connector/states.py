@@ -70,10 +70,6 @@ class Recurrent:
     steps = WIDTH - 1
 
     @property
-    def form(self) -> Form:
-        raise NotImplementedError
-
-    @property
     def sizes(self) -> tuple[int, int]:
         """Channels, and elements of the recurrent state, of the whole model."""
         return sum(self.form.parts), self.form.elements
@@ -359,7 +355,6 @@ class Held:
         return Cache(self.side.tp, self.shapes)
 
     def page(self, layer: int) -> torch.Tensor:
-        """The bytes of this request's page."""
         return self.layers[layer].tensor[self.blocks[self.side.tables[layer]][0], 0, 0]
 
     def put(self, truth: Truth) -> None:

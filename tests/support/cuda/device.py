@@ -210,7 +210,6 @@ class SimulatedDriver:
                     self.synchronize(stream)
 
     def synchronize(self, stream: int) -> None:
-        """Do all that the stream holds."""
         with self._lock:
             while self._advance(stream):
                 pass
@@ -220,7 +219,6 @@ class SimulatedDriver:
             self.memory.append(memory)
 
     def find(self, address: int) -> Memory | None:
-        """The memory at this address."""
         with self._lock:
             return next((each for each in self.memory if each.start <= address < each.stop), None)
 
@@ -240,7 +238,6 @@ class SimulatedDriver:
 
     @property
     def busy(self) -> list[str]:
-        """What has been queued and not been done."""
         with self._lock:
             return [work.what for queued in self._queues.values() for work in queued]
 

@@ -12,9 +12,7 @@ from unittest import mock
 
 import torch
 
-from p2pkv.kv import cache
-from p2pkv.kv.copiers import KernelCopier, kernel_source
-from p2pkv.kv.layouts import LayerPages
+from p2pkv.kv import cache, copiers, layouts
 
 BEFORE = """
 #include <stddef.h>
@@ -58,7 +56,7 @@ NO_GCC = "" if shutil.which("gcc") else "gcc is not installed, and it compiles t
 def compiled(folder: Path) -> ctypes.CDLL:
     """The kernels as a shared library. Raises CalledProcessError if gcc refuses the text."""
     text, library = folder / "kernels.c", folder / "kernels.so"
-    text.write_text(BEFORE + kernel_source() + AFTER)
+    text.write_text(BEFORE + copiers.kernel_source() + AFTER)
     flags = ["-O2", "-fno-strict-aliasing", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused-function"]
     subprocess.run(["gcc", *flags, "-o", str(library), str(text)], check=True, capture_output=True, text=True)
     return ctypes.CDLL(str(library))
@@ -93,8 +91,8 @@ class CpuLauncher:
     def moving(self) -> Iterator[None]:
         """Caches that are made meanwhile copy with these kernels."""
 
-        def copier(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> KernelCopier:
-            return KernelCopier(pages, tensors, self)
+        def copier(pages: list[layouts.LayerPages], tensors: Sequence[torch.Tensor]) -> copiers.KernelCopier:
+            return copiers.KernelCopier(pages, tensors, self)
 
         with mock.patch.object(cache, "copier_of", copier):
             yield

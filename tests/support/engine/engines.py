@@ -233,8 +233,6 @@ def other_group(cache: Cache, tp: int | None = None, **changes: Any) -> Cache:
 
 @dataclass
 class Engine:
-    """All ranks of one engine, in this process."""
-
     address: Address
     geometry: Geometry
     ranks: list[TestRank]
@@ -337,7 +335,6 @@ def wrong_cells(
 def prefill(
     engine: Engine, key: str, decode: Address, tokens: int, blocks: list[int], chunk: int, salt: int = 0
 ) -> None:
-    """A whole chunked prefill, layer by layer, with all the hooks."""
     engine.do(do.OfferPrompt(key, decode, tokens, b"digest"))
     for start in range(0, tokens, chunk):
         step(engine, key, blocks, start, min(tokens, start + chunk), salt)

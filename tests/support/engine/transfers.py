@@ -15,7 +15,6 @@ BLOCKS = list(range(6))
 
 
 def expect(p: Engine | Address, d: Engine, *keys: str, tokens: int = TOKENS) -> None:
-    """D waits for prompts of these names."""
     for key in keys or ("k",):
         d.do(do.Expect(key, getattr(p, "address", p), tokens, b"digest"))
 
@@ -68,7 +67,6 @@ def arrives(
 
 
 def ends(p: Engine, d: Engine, *keys: str) -> None:
-    """P's blocks are free, and both forget the request."""
     for key in keys or ("k",):
         p.wait(do.BlocksFree(key))
         for engine in (p, d):
@@ -78,7 +76,6 @@ def ends(p: Engine, d: Engine, *keys: str) -> None:
 def push(
     p: Engine, d: Engine, key: str = "k", salt: int = 0, tokens: int = 32, blocks: list[int] = BLOCKS
 ) -> None:
-    """One request from beginning to end."""
     begin(p, d, key, tokens, blocks, salt)
     load(d, key, tokens, blocks)
     arrives(d, key, tokens, blocks, salt=salt)
@@ -86,7 +83,6 @@ def push(
 
 
 def rest(*engines: Engine) -> None:
-    """Wait until these hold nothing, and nothing is under way."""
     busy = lambda each: [rank.rank.counters.snapshot() for rank in each.ranks]  # noqa: E731
     wait_for(lambda: all(map(at_baseline, engines)), what=f"the baseline of {[*map(busy, engines)]}")
 
@@ -105,7 +101,6 @@ def failure(d: Engine, key: str = "k", seconds: float = 10.0) -> str:
 
 
 def value(engine: Engine, name: str) -> int:
-    """A counter or gauge, of all its ranks together."""
     return sum(each.rank.counters.snapshot()[name] for each in engine.ranks)
 
 

@@ -96,7 +96,6 @@ class Memory:
         )
 
     def tables(self, tokens: int, seed: int) -> list[list[int]]:
-        """Random block tables of a request of so many tokens, one for each group."""
         order = torch.Generator().manual_seed(seed)
         count = -(-tokens // self.block_size)
         return [

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from p2pkv import page_packings, plan, sharding
 from p2pkv.kv import DENSE, PagedCache
-from p2pkv.page_packings import packing_of
-from p2pkv.plan import Edge
 from p2pkv.protocol.extents import Computed, Cutter
 from p2pkv.protocol.messages import KvGroup, Piece
-from p2pkv.sharding import Shape
 from support.kv.pages import LAYOUTS
 
 BITS = {
@@ -42,7 +40,7 @@ def cut(cutter: Cutter, computed: Computed, limit: int) -> tuple[Piece, ...]:
 class Side:
     """How one engine lays a model's cache out. `ratio`: kernel blocks in a block."""
 
-    shape: Shape
+    shape: sharding.Shape
     block: int
     ratio: int
     layout: str
@@ -122,7 +120,7 @@ class Held:
         if self.side.codec == DENSE:
             return plain.copy() if plain is self._pages else plain
         out = np.empty_like(plain)
-        packing_of(self.side.codec).unpack(out, plain.reshape(*plain.shape[:3], -1))
+        page_packings.packing_of(self.side.codec).unpack(out, plain.reshape(*plain.shape[:3], -1))
         return out
 
     def put(self, dense: Elements, layers: slice, start: int, stop: int, cells: Elements) -> None:
@@ -140,11 +138,11 @@ class Held:
             self._pages[...] = dense
             return
         packed = np.empty((*dense.shape[:3], self.side.kernel * self.side.content), dense.dtype)
-        packing_of(self.side.codec).pack(packed, dense)
+        page_packings.packing_of(self.side.codec).pack(packed, dense)
         self._pages[...] = packed.reshape(dense.shape)
 
 
-def rectangle(edge: Edge, piece: Piece, on_source: bool) -> tuple[Interval, Interval, Interval]:
+def rectangle(edge: plan.Edge, piece: Piece, on_source: bool) -> tuple[Interval, Interval, Interval]:
     """Layers, tokens and heads of a piece in the cache of the rank at this end of the edge."""
     first, head = edge.target_layer, edge.target_head
     if on_source:

@@ -111,7 +111,6 @@ class _Fate:
 
     @property
     def still(self) -> bool:
-        """Whether this end stands still now."""
         return self._factory.frozen
 
     def check(self) -> None:

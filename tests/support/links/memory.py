@@ -96,8 +96,6 @@ class MemoryLinks(LinkFactory):
 
 
 class MemoryReceive:
-    """One posted receive."""
-
     def __init__(self, link: MemoryInbound, sequence: int, offset: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.remote_slot = sequence
@@ -170,8 +168,6 @@ class MemoryInbound(Inbound):
 
 
 class MemorySend:
-    """One send."""
-
     def __init__(self, link: MemoryOutbound, sequence: int, nbytes: int) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.sequence = sequence

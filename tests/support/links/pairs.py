@@ -47,7 +47,6 @@ PEER = Path(__file__).with_name("peer.py")
 
 
 def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
-    """P's and D's factories of this kind."""
     if kind not in ("memory", "faulty"):
         return links_of(kind), links_of(kind)
     network = MemoryNetwork()
@@ -72,7 +71,6 @@ def links_of(kind: str, staging: int = 4 * STAGING) -> LinkFactory:
 def ipc_links(
     staging: int = STAGING, *, card: bytes = CARD, receives: bool = True, gpu: SimulatedCard | None = None
 ) -> IpcLinks:
-    """CUDA IPC links of one rank on a simulated device."""
     gpu = gpu or SimulatedCard()
     return IpcLinks(gpu, SimulatedMemory(gpu, card), staging, receives)
 
@@ -103,19 +101,15 @@ def nccl_links(
 
 
 def simulated(links: LinkFactory) -> SimulatedNccl:
-    """The NCCL under links of `nccl_links`."""
     return _SIMULATIONS[links]
 
 
 def nccl_of(engine: Engine) -> SimulatedNccl:
-    """That of the one rank of an engine."""
     return simulated(engine.ranks[0].links)
 
 
 @dataclass
 class Pair:
-    """Both ends of one link."""
-
     outbound: Outbound
     inbound: Inbound
 
@@ -124,11 +118,9 @@ class Pair:
         self.inbound.poll()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Poll both ends until the condition holds."""
         wait_for(lambda: self.poll() or condition())
 
     def begin(self, nbytes: int) -> tuple[Receive, Send]:
-        """A receive and the send that belongs to it."""
         receive = self.inbound.post(nbytes)
         send = self.outbound.reserve(nbytes, receive.remote_slot)
         return receive, send
@@ -170,7 +162,6 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def accepted(links: HostLinks, window: int) -> tuple[bytes, HostInbound, HostAcceptance]:
-    """The invitation, D's end, and what D answers."""
     invitation = links.invite()
     inbound, acceptance = links.accept(invitation, window)
     return invitation, inbound, decode_blob(acceptance, HostAcceptance)

@@ -31,8 +31,6 @@ def common(model: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TinyRandom(TinyModel):
-    """What such models have in common."""
-
     layers: int = 4
     hidden: int = 128
     heads: int = 4
@@ -45,7 +43,6 @@ class TinyRandom(TinyModel):
         return {**common(self), "intermediate_size": self.mlp, "num_key_value_heads": self.kv_heads}
 
     def build(self) -> Any:
-        """The model, with any weights."""
         raise NotImplementedError
 
     def gain(self, name: str, weight: torch.Tensor) -> float | None:

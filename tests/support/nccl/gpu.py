@@ -71,12 +71,10 @@ class SimulatedGpu:
 
     @property
     def launched(self) -> int:
-        """Kernels that have been launched and are not done."""
         with self._changed:
             return sum(map(len, self._streams.values()))
 
     def submit(self, stream: int, processors: int, begin: Callable[[Work], None]) -> Work:
-        """Launch a kernel; returns at once."""
         work = Work(stream, processors, begin)
         with self._changed:
             line = self._lines[self._numbers.setdefault(stream, len(self._numbers)) % self.queues]
@@ -106,7 +104,6 @@ class SimulatedGpu:
                 self.finish(work)
 
     def wait(self, work: Work, seconds: float) -> bool:
-        """Whether the kernel is done within so many seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: work.done, seconds)
 
@@ -169,5 +166,4 @@ class Model:
         return ends
 
     def runs(self, seconds: float) -> bool:
-        """Whether a step ends within so many seconds."""
         return all(gpu.wait(end, seconds) for gpu, end in zip(self._gpus, self.step(), strict=True))

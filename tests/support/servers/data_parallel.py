@@ -31,7 +31,6 @@ def answered(base_url: str) -> dict[str, float]:
 
 
 def known(proxy: ProxyServer, prefill: int, decode: int) -> None:
-    """Wait until the proxy has so many engines."""
     health = f"{proxy.base_url}/health?prefill={prefill}&decode={decode}"
     wait_until(lambda: answers_ok(health), f"{prefill} prefill and {decode} decode engines", 90.0)
 

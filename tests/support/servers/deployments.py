@@ -69,7 +69,6 @@ def states(proxy: ProxyServer, server: VllmServer) -> list[str]:
 
 
 def order(proxy: ProxyServer, server: VllmServer, what: str) -> None:
-    """Drain or resume all engines of this HTTP server."""
     url = f"{proxy.base_url}/instances/{http_address(server)}/{what}"
     client.post(url, {}, headers={"Authorization": f"Bearer {TOKEN}"})
 
@@ -81,7 +80,6 @@ def grows(server: VllmServer, name: str) -> Callable[[], None]:
 
 
 def works_after(server: VllmServer) -> Callable[[], None]:
-    """What waits until the server has computed more than it has by now."""
     return grows(server, "vllm:prompt_tokens_total" if server.role == "P" else "vllm:generation_tokens_total")
 
 
@@ -132,7 +130,6 @@ class Deployment:
             return error, time.monotonic()
 
     def expected(self, prompts: Sequence[list[int]]) -> list[Answer]:
-        """What the last D answers by itself."""
         return [complete(self.ds[-1], each, TOKENS) for each in prompts]
 
     def are_answered(
@@ -172,7 +169,6 @@ class Deployment:
         return self.ready()
 
     def serving(self) -> bool:
-        """Whether there is a P and a D that may be tried."""
         with contextlib.suppress(client.RequestFailed, http.client.HTTPException, OSError):
             health = self.page("health")
             return bool(health["prefill"] and health["decode"])

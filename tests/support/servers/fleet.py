@@ -79,7 +79,6 @@ class Fleet:
 
 
 def python_path(*folders: str) -> str:
-    """PYTHONPATH of a process that also finds modules in these folders."""
     return os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
 
 
@@ -142,7 +141,6 @@ def forked(model: Path, logs: Path, name: str, **options: Any) -> VllmServer:
 
 
 def by_vllm_serve(server: VllmServer, *options: str) -> VllmServer:
-    """The same server, started with `vllm serve` and these options, too."""
     module = server.command.index("vllm.entrypoints.openai.api_server")
     server.command[module - 1 : module + 1] = [str(Path(PROBE_FOLDER, "vllm_serve.py")), *options]
     return server
@@ -157,7 +155,6 @@ def start_all(stack: ExitStack, *servers: ServerProcess) -> None:
 
 
 def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
-    """Start all five side by side and wait until each serves; `stack` stops them."""
     concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")
     sequential = ProxyServer(dispatch="sequential", log_path=logs / "proxy-sequential.log")
     spare = LOOPBACK, free_ports()
@@ -203,7 +200,6 @@ def complete(
     model: str = MODEL_NAME,
     **more: Any,
 ) -> Answer:
-    """The answer to one prompt. `more`: of the request."""
     return answers.complete(at.base_url, model, prompt, max_tokens=count, **more)[0]
 
 
@@ -242,8 +238,6 @@ def ask_all(
 
 
 class Caller:
-    """One request, and the power to hang up."""
-
     def __init__(self, base_url: str, prompt: list[int], headers: dict[str, str] | None = None, **more: Any):
         body = {"model": MODEL_NAME, "prompt": prompt, **answers.GREEDY, **more}
         self._connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=60)
@@ -261,13 +255,10 @@ class Caller:
 
 
 def letters(prompt: Sequence[int]) -> str:
-    """A text with one for each token."""
     return "".join(chr(97 + token % 26) for token in prompt)
 
 
 def chat_all(base_url: str, texts: Sequence[str], *, at_once: int) -> list[Answer]:
-    """As `ask_all`, with chats."""
-
     def ask(text: str) -> Answer:
         return answers.chat(base_url, MODEL_NAME, [{"role": "user", "content": text}])[0]
 
@@ -400,7 +391,6 @@ def assert_at_rest(fleet: Fleet) -> None:
 
 
 def at_rest(server: VllmServer, ranks: int = 1, seconds: float = 20.0) -> None:
-    """`assert_at_rest` for one server."""
     busy: dict[str, float] = {}
 
     def is_at_rest() -> bool:
@@ -437,7 +427,6 @@ def _held(name: str, value: float) -> bool:
 
 
 def worker_of(server: VllmServer) -> psutil.Process:
-    """The process of its only rank."""
     (worker,) = (
         child
         for child in psutil.Process(server.pid).children(recursive=True)

@@ -92,7 +92,6 @@ class Compared:
 
 
 def _whole(ranks: dict[int, Note]) -> bool:
-    """Whether every rank has written its note."""
     return bool(ranks) and len(ranks) == next(iter(ranks.values())).world
 
 
