@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """What the budget of CONTRIBUTING.md weighs: lines of code and words of pages, each beside its limit.
 
-It fails nothing. A limit is only ever lowered. The aims: p2pkv 20,000 lines, proxy 8,000, tests 48,000,
+It fails where something weighs more. A limit is only ever lowered. The aims: p2pkv 20,000 lines, proxy 8,000, tests 48,000,
 benchmarks 4,500; README.md and docs/ 22,000 words.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,15 @@ def weighed() -> list[tuple[str, int, int]]:
     ]
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """The exit status: 1 if anything is over its limit."""
+    status = 0
     for what, weight, limit in weighed():
         over = f"  over by {weight - limit:,}" if weight > limit else ""
         print(f"budget: {what:40} {weight:7,} of {limit:7,}{over}")
+        status |= weight > limit
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
