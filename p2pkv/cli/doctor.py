@@ -115,12 +115,12 @@ def examine() -> Iterator[Finding]:
     yield Finding("p2pkv", f"{p2pkv.__version__}, Python {platform.python_version()}")
     for look in (_torch, _vllm, _plugin, _packages, _zmq, _proxy):
         yield look()
-    for link, usable in {"host link": _host_link, "NCCL link": _nccl, "IPC link": _ipc}.items():
+    of_torch = {"host link": _host_link, "NCCL link": _nccl, "IPC link": _ipc, "MPS": _mps}
+    for about, usable in of_torch.items():
         try:
             yield usable()
-        except ImportError as error:
-            yield Finding(link, f"not usable ({error})")
-    yield _mps()
+        except (ImportError, OSError) as error:  # as of `_torch`
+            yield Finding(about, f"not usable ({error})")
     yield _cuda_environment()
 
 
@@ -250,10 +250,8 @@ def ipc_sentence(drivers: Sequence[CudaMemory]) -> str:
 
 def _mps() -> Finding:
     """Whether two servers on one card would take turns, and whether some do."""
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        return Finding("MPS", f"not looked for ({error})")
+    import torch
+
     from p2pkv.links import mps_check
 
     if not torch.cuda.is_available():

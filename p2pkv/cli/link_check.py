@@ -178,14 +178,11 @@ _decoder = msgspec.msgpack.Decoder(CheckRequest | Invite | Accept | Granted | Ch
 
 def compare(mine: PeerReport, theirs: PeerReport) -> Iterator[Finding]:
     """What the two sides are, and whether they fit."""
-    sides = "this side", "the other"
-    for what, one, two, advice in (
-        ("p2pkv", mine.p2pkv, theirs.p2pkv, "install the same version on both"),
-        ("protocol", str(mine.protocol), str(theirs.protocol), "install the same version of p2pkv on both"),
-        ("vLLM", mine.vllm, theirs.vllm, "install the same version on both"),
-        ("link", mine.link, theirs.link, SAME_NCCL),
-    ):
-        yield same(what, one, two, sides, advice)
+    sides, of_p2pkv = ("this side", "the other"), "install the same version of p2pkv on both"
+    yield same("p2pkv", mine.p2pkv, theirs.p2pkv, sides, "install the same version on both")
+    yield same("protocol", str(mine.protocol), str(theirs.protocol), sides, of_p2pkv)
+    yield same("vLLM", mine.vllm, theirs.vllm, sides, "install the same version on both")
+    yield same("link", mine.link, theirs.link, sides, SAME_NCCL)
     yield Finding("network", f"this side by {mine.way}, the other by {theirs.way}")
     for name in sorted({*mine.network, *theirs.network}):
         one, two = (each.network.get(name, "not set") for each in (mine, theirs))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+from vllm.version import __version_tuple__ as version
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.layouts import plane_of
@@ -110,8 +111,6 @@ def _slot_heads(name: str, spec: Any) -> int:
 
 
 def _planes(name: str, spec: Any) -> tuple[int, ...]:
-    from vllm.version import __version_tuple__ as version
-
     width = getattr(spec, "state_content_bytes", None)
     if getattr(spec, "model_version", None) is not None:
         if width is None:  # numbers of the cache's own type, one row after the other

@@ -466,10 +466,10 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         return self.worker.loads.spoilt() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        return self.worker.worker_metadata() if self.worker is not None else None
+        return self.worker.loads.worker_metadata() if self.worker is not None else None
 
     def get_kv_connector_stats(self) -> P2pKvStats | None:
-        return self.worker.stats() if self.worker is not None else None
+        return self.worker.deltas.since() if self.worker is not None else None
 
     def shutdown(self) -> None:
         if self._announcer is not None:

@@ -350,8 +350,7 @@ def prompt_digest(request: Request, without: int = 0) -> bytes:
         position = feature.mm_position
         add("media", f"{feature.modality}@{position.offset}+{position.length}".encode())
         add("contents", _contents(feature))
-    if request.lora_request is not None:
-        lora = request.lora_request
+    if (lora := request.lora_request) is not None:
         add("adapter", f"{lora.lora_name}@{adapter_fingerprint(lora)}".encode())
     if request.cache_salt:
         add("salt", request.cache_salt.encode())

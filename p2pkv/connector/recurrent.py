@@ -258,10 +258,6 @@ def _check_kind(name: str, spec: Any) -> Callable[[Sizes], Form]:
             f"{name} keeps its state in mamba_cache_mode {spec.mamba_cache_mode!r}: this version of p2pkv "
             "knows 'none' and 'align'; set --mamba-cache-mode to one of them"
         )
-    if len(spec.shapes) > 2:
-        raise ConfigError(
-            f"{name} keeps {len(spec.shapes)} states for a request, and p2pkv expected at most 2: {_BESIDE}"
-        )
     return STATE_KINDS[kind]
 
 

@@ -222,21 +222,16 @@ class ProducerScheduler(ConnectorScheduler):
                     prompt.announced = 0
                     meta.revoked.append(prompt.paired.key)
         fresh = cache(partial(self._fresh, output))  # once, and only if it is needed
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        for request_id in output.num_scheduled_tokens:
             if (prompt := self._prompts.get(request_id)) is None:
                 continue
             prompt.filling = False
             if not prompt.stale and prompt.announced < prompt.request.num_prompt_tokens:
-                self._prefill(meta, prompt, scheduled, output, fresh)
+                self._prefill(meta, prompt, output, fresh)
         return meta
 
     def _prefill(
-        self,
-        meta: StepMetadata,
-        prompt: _Prompt,
-        scheduled: int,
-        output: SchedulerOutput,
-        fresh: Callable[[], set[int]],
+        self, meta: StepMetadata, prompt: _Prompt, output: SchedulerOutput, fresh: Callable[[], set[int]]
     ) -> None:
         request, key, tokens = prompt.request, prompt.paired.key, prompt.request.num_prompt_tokens
         if not prompt.offered:
@@ -253,7 +248,7 @@ class ProducerScheduler(ConnectorScheduler):
         prompt.unannounced = None
         # After a preemption even tokens of the answer may be cached.
         start = min(request.num_computed_tokens, tokens)
-        stop = min(request.num_computed_tokens + scheduled, tokens)
+        stop = min(request.num_computed_tokens + output.num_scheduled_tokens[request.request_id], tokens)
         cached = self._settled(fresh(), blocks, start) if start > prompt.announced else 0
         prompt.announced = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))

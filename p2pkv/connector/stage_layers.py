@@ -111,15 +111,14 @@ def over_stages(
                 if described.shape.once is once:
                     of_kind.setdefault(described.kind, [None] * len(stages))[number] = described
     here = {group.described.kind: (group.cache, group.numbers) for group in groups}
-    caches, numbers, shapes = list[PagedCache](), list[Sequence[int]](), list[KvGroup]()
-    for kind, parts in of_kind.items():
-        shape = _whole(parts)
+    shapes = tuple(map(_whole, of_kind.values()))
+    caches, numbers = list[PagedCache](), list[Sequence[int]]()
+    for kind, shape in zip(of_kind, shapes, strict=True):
         absent = PagedCache.without_layers(shape.unit_tokens, shape.row_bytes, shape.codec, device)
         cache, own = here.get(kind, (absent, ()))
         caches.append(cache)
         numbers.append(own)
-        shapes.append(shape)
-    return RankCache(caches, numbers), tuple(shapes)
+    return RankCache(caches, numbers), shapes
 
 
 def _whole(parts: Sequence[Described | None]) -> KvGroup:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from p2pkv.connector.idle_steps import WakeupSender
-from p2pkv.connector.metadata import CounterDeltas, EndedRequest, P2pKvStats, StepMetadata, WorkerMetadata
+from p2pkv.connector.metadata import CounterDeltas, EndedRequest, StepMetadata, WorkerMetadata
 from p2pkv.connector.vllm_patches import SPIN_WAIT
 from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
@@ -183,10 +183,10 @@ class Loads:
         results, self._results = self._results, KVConnectorTransferResults()
         return results
 
-    def worker_metadata(self) -> WorkerMetadata:
-        """What the scheduler's side must learn besides, since the last call."""
+    def worker_metadata(self) -> WorkerMetadata | None:
+        """What the scheduler's side must learn besides, since the last call; None: nothing."""
         metadata, self._metadata = self._metadata, WorkerMetadata()
-        return metadata
+        return metadata if metadata.begun or metadata.failed else None
 
 
 class SleepingRank:
@@ -229,7 +229,7 @@ class Worker:
         self._hooks = hooks
         self.record = make_recorder(device)
         self._computed = ComputedLayers(self._layers, self.record)
-        self._deltas = CounterDeltas(rank.counters)
+        self.deltas = CounterDeltas(rank.counters)
         # P, by key: prompts that the engine knows (None: they are offered), requests that vLLM has ended and
         # waits for, and prompts whose blocks are free.
         self._held: dict[str, do.HoldPrompt | None] = {}
@@ -357,20 +357,13 @@ class Worker:
             else:
                 self.loads.note(event)
 
-    def worker_metadata(self) -> WorkerMetadata | None:
-        metadata = self.loads.worker_metadata()
-        return metadata if metadata.begun or metadata.failed else None
-
-    def stats(self) -> P2pKvStats | None:
-        return self._deltas.since()
-
     def sleep(self) -> None:
         """Give the rank up, with its links and its memory: nothing reads or writes blocks any more."""
         self._take_events()
         self.rank.stop()  # which ends all transfers: `wake` decides what follows
         self._postponed.clear()
         self.rank = self.loads.rank = SleepingRank()
-        self._deltas = CounterDeltas(self.rank.counters)
+        self.deltas = CounterDeltas(self.rank.counters)
         _collect()
 
     def wake(self, rank: Rank) -> None:
@@ -381,7 +374,7 @@ class Worker:
             else:  # P has not begun it
                 self._free.discard(key)
                 rank.do(hold)
-        self._deltas = CounterDeltas(rank.counters)
+        self.deltas = CounterDeltas(rank.counters)
         rank.call_on_event(self._wakeup.send)
         self.loads.wake(rank)
 

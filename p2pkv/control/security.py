@@ -124,12 +124,11 @@ class ZapHandler:
         """What to send back, and why the connection is refused; "" if it is not."""
         if len(request) < _FIELDS:
             return [], ""
-        path, version, number = request[:2], request[2], request[3]
         # A socket for both families puts IPv4 into IPv6.
         address = request[5].decode("ascii", "replace").removeprefix("::ffff:")
         refusal = self._refusal(address, request[7], request[_FIELDS:])
         status = (b"400", b"not admitted") if refusal else (b"200", b"")
-        return [*path, version, number, *status, b"" if refusal else b"member", b""], refusal
+        return [*request[:4], *status, b"" if refusal else b"member", b""], refusal
 
     def _refusal(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
         if self._allowed is not None and not self._allowed.admits(address):

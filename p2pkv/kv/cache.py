@@ -207,12 +207,7 @@ class PagedCache:
 
     def check(self, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables) -> None:
         """Raises the ValueErrors of gather and scatter, except the one about the buffer."""
-        _check_interval("layers", layers, self.layers)
-        _check_interval("heads", heads, self.heads)
-        units = self._units(tokens)
-        for span in self._spans:
-            if max(layers[0], span.first) < min(layers[1], span.stop) and units[0] < units[1]:
-                self._table(span, units, blocks)
+        self._cuts(layers, tokens, heads, blocks)
 
     def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
         """A gather or scatter of this rectangle will come: do what needs no buffer. Raises as they do."""

@@ -121,14 +121,10 @@ class ColumnCopier:
         self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor], element: int, step: int
     ) -> None:
         """`element`: bytes of an element."""
-        self._copy: Callable[[Any, Any], object]
-        self._views: Callable[[torch.Tensor, Columns, torch.Tensor], tuple[Any, Any]]
-        rows: HostCopier | StorageCopier
-        if tensors[0].device.type == "cpu":
-            rows, self._views, self._copy = HostCopier(pages, tensors), columns_on_host, np.copyto
-        else:
-            rows, self._views = StorageCopier(pages, tensors), columns_on_device
-            self._copy = torch.Tensor.copy_
+        on_host = tensors[0].device.type == "cpu"
+        rows = HostCopier(pages, tensors) if on_host else StorageCopier(pages, tensors)
+        self._views: Callable[..., tuple[Any, Any]] = columns_on_host if on_host else columns_on_device
+        self._copy: Callable[[Any, Any], object] = np.copyto if on_host else torch.Tensor.copy_
         self.spans, self.digest_name = rows.spans, rows.digest_name
         self.digest, self.warm_up, self.prepare = rows.digest, rows.warm_up, rows.prepare
         self._flat = {page.storage: flat_bytes(one) for page, one in zip(pages, tensors, strict=True)}

@@ -121,10 +121,9 @@ class Uploads:
 
         Nobody may write to the array later, or hand it in on another stream: it may not be copied again.
         """
-        known = self._recent.find(array)
         if self._device.type == "cpu":
-            made = (0, torch.from_numpy(array).to(self._dtype)) if known is None else known
-            return self._recent.add(array, made)[1] if known is None else made[1]
+            return self._recent.of(array, lambda: (0, torch.from_numpy(array).to(self._dtype)))[1]
+        known = self._recent.find(array)
         if known is not None and self._ring.holds(known[0]):
             return known[1]
         if len(array) <= self._ring.segment:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import struct
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
@@ -62,15 +61,10 @@ def allocate(driver: CudaMemory, nbytes: int) -> ExportedBlock:
             raise MemoryError(str(error)) from None
         raise
     try:
-        fd = driver.export_fd(handle)
-        try:
-            tensor = _mapped(driver, handle, whole)
-        except BaseException:
-            os.close(fd)
-            raise
+        tensor = _mapped(driver, handle, whole)
+        return ExportedBlock(tensor[:nbytes], driver.export_fd(handle), whole)
     finally:
         driver.drop(handle)
-    return ExportedBlock(tensor[:nbytes], fd, whole)
 
 
 def open_block(driver: CudaMemory, fd: int, nbytes: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ class HostLinks(base.GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]
             nonce=nonce,
             window=window,
             namespace=this_namespace(),
-            shared=inbound.offer(),
+            shared=inbound.offered,
             host=self.host,
             port=inbound.port,
         )
@@ -184,6 +184,7 @@ class HostInbound(base.Inbound):
         self.lost: str | None = None
         self._peer_nonce, nonce = nonces
         self._arena: Arena | None = memory.create_arena(window, nonce, shared=shared)
+        self.offered = self._arena.offer()
         listener = listen(host)
         self.port = int(listener.getsockname()[1])
         self._door = HandshakeListener(listener, nonce, MAGIC)
@@ -191,10 +192,6 @@ class HostInbound(base.Inbound):
         self._next = 0
         self._live: dict[int, HostReceive] = {}
         self._released: list[HostReceive] = []  # before their bytes had arrived
-
-    def offer(self) -> SharedArena | None:
-        """What a P on this host needs to open the arena; None if it cannot."""
-        return None if self._arena is None else self._arena.offer()
 
     def post(self, nbytes: int) -> HostReceive | None:
         self.guard.check()
@@ -208,8 +205,7 @@ class HostInbound(base.Inbound):
         offset = self._arena.pool.take(nbytes, self.share)
         if offset is None:
             return None
-        receive = HostReceive(self, self._arena, sequence, offset, nbytes)
-        self._live[sequence] = receive
+        receive = self._live[sequence] = HostReceive(self, self._arena, sequence, offset, nbytes)
         self._next += 1
         return receive
 

@@ -171,9 +171,7 @@ class TcpOutbound(Outbound):
         assert self._pool is not None
         self._pool.check(nbytes)
         from_remote_slot(remote_slot, self._next, self.guard)
-        if not self.share.grants(nbytes):
-            return None
-        offset = self._pool.take(nbytes, self.share)
+        offset = self._pool.take(nbytes, self.share) if self.share.grants(nbytes) else None
         if offset is None:
             return None
         send = TcpSend(self, self._next, offset, self._pool.tensor(offset, nbytes))
@@ -260,8 +258,7 @@ class TcpOutbound(Outbound):
             )
         assert self._pool is not None
         for _ in range(count - self.taken):
-            send = self._unfinished.popleft()
-            self._pool.give(send.offset)
+            self._pool.give(self._unfinished.popleft().offset)
         self.taken = count
 
 

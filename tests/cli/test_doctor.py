@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -118,6 +119,11 @@ def test_no_binding_is_a_fault_with_a_device(patch: pytest.MonkeyPatch, device: 
     assert found.ok is not device
     said = "extra cuda12 or cuda13" if device else "not usable: no binding to NCCL works here"
     assert said in found.sentence
+
+
+def test_a_library_that_torch_lacks_is_named(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("p2pkv.cli.doctor._nccl", lambda: ctypes.CDLL("libnothing.so"))
+    assert "not usable (libnothing.so" in nccl().sentence
 
 
 @pytest.mark.parametrize("device", [True, False])

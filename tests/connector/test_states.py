@@ -155,7 +155,7 @@ STRANGE = [
         {"shapes": ((3, 96), (16, 4, 2), (16, 5, 4), (16, 5), (8, 5, 2)), "dtypes": (torch.float32,) * 5},
         {},
         1,
-        "keeps 5 states for a request, and p2pkv expected at most 2.*--use-replayssm",
+        "keeps 5 states for a request, and p2pkv expected 2.*--use-replayssm",
     ),
     (ShortConv(8), {"mamba_cache_mode": "all"}, {}, 1, "mamba_cache_mode 'all'.*knows 'none' and 'align'"),
     (ShortConv(8), {"mamba_type": SimpleNamespace(name="NEW")}, {}, 1, "of kind NEW"),

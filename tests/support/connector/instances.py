@@ -485,7 +485,7 @@ class Instance:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=worker.loads.spoilt(),
-            kv_connector_worker_meta=worker.worker_metadata(),
+            kv_connector_worker_meta=worker.loads.worker_metadata(),
         )
 
     def prepare_blocks(self, worker: Worker, scheduled: SchedulerOutput) -> None:
