@@ -23,8 +23,9 @@ pytestmark = pytest.mark.long
 
 LENGTHS = (20, 300, 255, 256, 257, 700, 703, 3000)
 """Around a block of 256 tokens; in two steps; and where the indexer leaves rows out."""
-TIE = 0.05
-"""Roundings of bfloat16, where a prompt is computed in other steps."""
+TIE = 0.15
+"""Roundings of bfloat16, where a prompt is computed in other steps: 0.115 on an Intel Xeon, where a plain
+server that computes the last of 256 tokens in a step of its own answers as the pair does."""
 
 
 ARGUMENTS = (
