@@ -365,10 +365,14 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
     granted: deque[Granted] = deque()
     sends: deque[Send] = deque()
     contents: torch.Tensor | None = None
-    end = time.monotonic() + seconds
+    lost: LinkError | None = None
+    left, end = COMPARED + TIMED, time.monotonic() + seconds
     while True:
         other.poll(PAUSE_SECONDS)
-        outbound.poll()
+        try:
+            outbound.poll()
+        except LinkError as error:
+            lost = error
         for message in other.messages():
             if isinstance(message, CheckResult):
                 return message.rate
@@ -387,6 +391,9 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
             sends.append(send)
         while sends and sends[0].done():
             sends.popleft()
+            left -= 1
+        if lost is not None and left:  # else the other side has all: its result is on the way
+            raise lost
         if time.monotonic() > end:
             raise CheckFailed("the other side has granted nothing more, and has sent no reason")
 
