@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +190,23 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         first_day.main(["--only", "no such step", "--out", str(tmp_path)])
     assert "no step no such step; there are environment, driver" in capsys.readouterr().err
+
+
+def test_programs_that_tell_of_limits_are_asked() -> None:
+    assert first_day._asked(sys.executable, "-c", "print('Link 0: 25 GB/s')") == "Link 0: 25 GB/s\n"
+    assert first_day._asked(sys.executable, "-c", "raise SystemExit(9)") == ""
+    assert first_day._asked("a program that is not installed") == ""
+
+
+def test_first_day_is_a_script_that_writes_its_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")  # so that what the script sets ends with this test
+    monkeypatch.setattr(sys, "argv", ["first_day.py", "--only", "environment", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(first_day.__file__, run_name="__main__")
+    assert ended.value.code == 0
+    (found,) = json.loads((tmp_path / "first_day.json").read_text())["steps"]
+    assert found["outcome"] == "passed" and any(line.startswith("torch ") for line in found["output"])
+    assert "| environment |" in (tmp_path / "first_day.md").read_text()
+    assert "<td>environment</td>" in (tmp_path / "first_day.html").read_text()

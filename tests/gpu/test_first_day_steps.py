@@ -240,6 +240,17 @@ def test_figures_that_are_worth_nothing(
     assert words in said and bool(said) is bool(words)
 
 
+def test_a_load_that_is_not_answered_is_an_error() -> None:
+    prompts = first_tokens.Prompts(1000)
+    nowhere = first_tokens.System("http://127.0.0.1:1")
+    load = first_tokens.Load(nowhere, prompts, first_tokens.ON_A_CPU)
+    load.answered = -1
+    load._prompts = []
+    load.at(first_tokens.LOAD_AT)
+    with pytest.raises(RuntimeError, match="-1 of 0 long prompts"):
+        load.finish(True)
+
+
 @pytest.mark.vllm
 @pytest.mark.servers
 @pytest.mark.long

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 from types import SimpleNamespace
 
 import pytest
+import torch
 from gpu import conftest, needs
 
 
@@ -28,6 +30,42 @@ def test_an_old_python_is_refused(
     monkeypatch.setattr(needs, "sys", SimpleNamespace(version_info=(3, 10), version="3.10.1 (main)"))
     assert needs.main() == 1
     assert "Python 3.11 or newer, not 3.10.1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "devices"), [(0, "no CUDA devices"), (1, "1 CUDA device")])
+def test_what_will_be_skipped_is_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int, devices: str
+) -> None:
+    cuda = SimpleNamespace(
+        is_available=lambda: count > 0, device_count=lambda: count, get_device_name=lambda number: "H100"
+    )
+    found = SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda="12.9"), cuda=cuda)
+    monkeypatch.setattr(needs, "importlib", SimpleNamespace(import_module=lambda name: found))
+    without(monkeypatch, "cupy", "msgspec", "zmq")
+    assert needs.main() == 0
+    said = capsys.readouterr().out
+    assert f"torch 2.13.0, CUDA 12.9, devices: {count}" in said and ("H100" in said) == bool(count)
+    assert "CuPy is missing" in said and f"{devices}: what needs more will be skipped" in said
+    files = "test_push.py, test_bench_gpu.py, test_servers.py, test_models.py, test_first_day_steps"
+    assert f"msgspec and pyzmq missing: {files}" in said
+
+
+def test_needs_is_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(needs.__file__, run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"torch {torch.__version__}")
+
+
+def test_a_file_whose_imports_are_missing_is_skipped_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    without(monkeypatch, "zmq")
+    file = conftest.pytest_pycollect_makemodule(conftest.HERE / "test_push.py", request.session)
+    assert file is not None
+    with pytest.raises(pytest.skip.Exception, match=r"test_push\.py needs pyzmq, not installed here"):
+        file.collect()
+    assert conftest.pytest_pycollect_makemodule(conftest.HERE / "test_kernels.py", request.session) is None
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,11 @@ def test_wrong_bytes_would_be_noticed(both: Messages) -> None:
         both.push(SIZES[0])
 
 
-def test_all_of_it_on_a_cpu() -> None:
+@pytest.mark.parametrize("both", [pytest.param(CPU, id="cpu")], indirect=True)
+def test_all_of_it_on_a_cpu(both: Messages) -> None:
     """With one pair of processes: each takes seconds to start."""
-    with messages(*CPU, SIZES, TOTAL, lease_seconds=LEASE_SECONDS) as both:
-        test_bytes_on_d_equal_bytes_on_p(both)
-        test_the_bare_link_carries_every_size(both)
-        test_d_is_killed_in_mid_transfer_and_comes_back(both)
-        test_an_aborted_prompt_frees_its_pages_at_once(both)
-        test_wrong_bytes_would_be_noticed(both)
+    test_bytes_on_d_equal_bytes_on_p(both)
+    test_the_bare_link_carries_every_size(both)
+    test_d_is_killed_in_mid_transfer_and_comes_back(both)
+    test_an_aborted_prompt_frees_its_pages_at_once(both)
+    test_wrong_bytes_would_be_noticed(both)

@@ -40,8 +40,7 @@ def test_each_file_runs_or_says_what_it_lacks(python: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     files = "test_push.py, test_bench_gpu.py, test_servers.py, test_models.py, test_first_day_steps.py"
     assert f"msgspec and pyzmq missing: {files} will be" in done.stdout
-    assert "-d wheels msgspec pyzmq\n" in done.stdout and "CuPy is missing" in done.stdout
-    assert "devices: 0\n" in done.stdout and "no CUDA devices: what needs more will be skipped" in done.stdout
+    assert "-d wheels msgspec pyzmq\n" in done.stdout
     skipped = re.findall(r"^SKIPPED \[\d+\] \S+ (.+)$", done.stdout, re.M)
     for file, modules in FILES.items():
         wheels = f"{file} needs msgspec and pyzmq, not installed here: carry the wheels"
@@ -80,6 +79,3 @@ def test_the_first_day_does_what_it_can(python: Path, tmp_path: Path) -> None:
     lines = "\n".join(said[1]["output"])
     assert "packages:  msgspec and xxhash are missing; `pip install msgspec xxhash`" in lines
     assert "NCCL link: not usable (No module named 'msgspec')" in lines
-    assert any(line.startswith("torch ") for line in said[0]["output"])
-    assert "| environment |" in (tmp_path / "first_day.md").read_text()
-    assert "<td>environment</td>" in (tmp_path / "first_day.html").read_text()
