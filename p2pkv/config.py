@@ -135,8 +135,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     most `max_links`, never in place of a used one"""
 
     nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
-    """channels | yes | the most channels of an NCCL communicator (32 at most with nccl4py); more take more
-    GPU memory. With CuPy p2pkv sets NCCL's environment, which has no effect if vLLM has used NCCL before"""
+    """channels | yes | the most channels of an NCCL communicator (32 at most); more take more GPU memory"""
 
     nccl_in_flight: Annotated[int, Meta(ge=1, le=8)] = 1
     """launches | no | launches of an NCCL link that are on the device at a time while no other link of the

@@ -73,7 +73,7 @@ OURS = ("NCCL_", "P2PKV_", "CUDA_", "VLLM_API_KEY")
 
 @pytest.fixture(autouse=True)
 def the_environment() -> Iterator[None]:
-    """p2pkv tells CuPy's NCCL through it how many channels to use; nobody else is to find that there."""
+    """p2pkv tells NCCL through it that two ranks may share a GPU; nobody else is to find that there."""
     before = _environment()
     yield
     after = _environment()

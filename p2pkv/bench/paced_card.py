@@ -353,8 +353,6 @@ class PacedOperation(Work):
 class PacedNccl(Nccl):
     """Two ranks' operations on the clock."""
 
-    blocking = False
-
     def __init__(self, device: PacedDevice) -> None:
         self._device = device
         self.binding = "no binding"

@@ -69,10 +69,7 @@ class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
     the sizes of buffers that the environment sets, so that peers with others are refused at the handshake."""
 
     blobs = NcclInvitation, NcclAcceptance
-    too_many_stuck = (
-        "calls to NCCL never returned in this process, for peers that were absent or died; restart it, and "
-        "install nccl4py, whose calls can be given up"
-    )
+    too_many_stuck = "calls to NCCL never returned in this process, for peers that died; restart it"
 
     def __init__(
         self,

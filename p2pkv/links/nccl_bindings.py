@@ -1,4 +1,4 @@
-"""NCCL as p2pkv uses it: a few calls that take raw integers, and the two Python bindings that make them.
+"""NCCL as p2pkv uses it: a few calls that take raw integers, made by nccl4py, NVIDIA's own Python binding.
 
 One owner thread per device makes these calls, except those that may block. `init` and the first message
 wait for as long as the peer is absent, and `abort` may wait for ever. They run on helper threads, and never
@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 SUCCESS, IN_PROGRESS = 0, 7
 """The two results that are no errors, numbered as NCCL does."""
 
 UNIQUE_ID_BYTES = 128
 UINT8 = 1
-"""NCCL's number for the type uint8, which every binding takes as it is."""
-
-CHANNEL_VARIABLES = ("NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+"""NCCL's number for the type uint8."""
 
 MOST_CTAS = 32
-"""The most channels that p2pkv asks for, and what a communicator counts for whose channels it could not set.
-NCCL's own bound (MAXCHANNELS) is 64 since 2.25, 32 before; that sends and receives between two ranks use no
-more than 32 is an assumption."""
+"""The most channels that p2pkv asks for. NCCL's own bound (MAXCHANNELS) is 64 since 2.25, 32 before; that
+sends and receives between two ranks use no more than 32 is an assumption."""
 
 MAX_CTAS = "NCCL_MAX_CTAS"
 """NCCL's variable that overrides a communicator's configuration: envConfigOverride in init.cc."""
@@ -64,31 +58,21 @@ Comm = Any
 
 
 class Nccl(ABC):
-    """NCCL through one binding: name and version of the Python package. Pointers and streams are integers.
+    """NCCL through one binding. Pointers and streams are integers. No call blocks: `init`, `send` and `recv`
+    are complete when `async_error` says IN_PROGRESS no more; until then nothing else may be asked of that
+    communicator.
 
     Attributes:
-        blocking: True if `init` returns a communicator that is complete, and `send` and `recv` return
-            when NCCL has launched them. False if they return at once and `async_error` says
-            IN_PROGRESS until that is so; until then nothing else may be asked of that communicator.
+        binding: name and version of the Python package.
         channels: multiprocessors that a kernel of one communicator may hold.
     """
 
     binding: str
-    blocking: bool
     channels: int
-    group_calls: tuple[str, str]
-    """The library's names of ncclGroupStart and ncclGroupEnd."""
 
-    def __init__(self, library: Any, error: type[Exception], binding: str, channels: int) -> None:
-        """`error`: what the library raises where NCCL refuses a call."""
-        self._nccl = library
-        self._error = error
-        self.binding = binding
-        self.channels = channels
-
+    @abstractmethod
     def version(self) -> int:
         """The loaded library's number, 23203 for 2.32.3."""
-        return int(self._nccl.get_version())
 
     @abstractmethod
     def unique_id(self) -> bytes:
@@ -106,16 +90,10 @@ class Nccl(ABC):
     def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
         """Queue a receive into device memory on a CUDA stream. Raises NcclError."""
 
-    @contextmanager
-    def group(self) -> Iterator[None]:
+    @abstractmethod
+    def group(self) -> AbstractContextManager[None]:
         """The sends, or the receives, that are queued within are launched together, by one kernel, at the end
         of it; the peer must group its own in the same way (NVIDIA/nccl issue 1279). Raises NcclError."""
-        start, end = (getattr(self._nccl, name) for name in self.group_calls)
-        self._call("group_start", start)
-        try:
-            yield
-        finally:
-            self._call("group_end", end)
 
     @abstractmethod
     def async_error(self, comm: Comm) -> int:
@@ -124,14 +102,6 @@ class Nccl(ABC):
     @abstractmethod
     def abort(self, comm: Comm) -> None:
         """End the communicator and all that it has queued; it means nothing afterwards."""
-
-    def _call(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
-        try:
-            return call(*arguments)
-        except self._error as error:
-            raise NcclError(name, int(getattr(error, "status", 0)), str(error)) from None
-        except KeyError as error:  # CuPy has no name for this result
-            raise NcclError(name, int(error.args[0]), "a result that CuPy has no name for") from None
 
     def describe(self) -> str:
         """Version, binding and library in one phrase."""
@@ -151,22 +121,6 @@ def library_paths() -> list[str]:
         return ["path unknown: no /proc here"]
     found = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libnccl.so" in line}
     return sorted(found) or ["library linked in"]
-
-
-def load_nccl(channels: int = 8) -> Nccl:
-    """NCCL through nccl4py where that is installed, as it starts communicators without blocking, aborts them
-    cleanly, and bounds their channels one by one; else through CuPy. `channels`: the most of a communicator.
-    Raises NcclMissing with what was wrong with each."""
-    reasons: list[str] = []
-    for make in (make_nccl4py, make_cupy):
-        try:
-            return make(channels)
-        except NcclMissing as missing:
-            reasons.append(str(missing))
-    raise NcclMissing(
-        f"no binding to NCCL works here: {'; '.join(reasons)}. Install p2pkv with its extra cuda12 or "
-        "cuda13 (CuPy), and nccl4py beside it if you can"
-    )
 
 
 def allow_shared_gpus(nccl: Nccl) -> None:
@@ -201,37 +155,42 @@ def _variable(variable: str) -> int | None:
     return int(value) if value.isdecimal() and int(value) > 0 else None
 
 
-# nccl4py, NVIDIA's own binding: non-blocking, so that a communicator can always be aborted.
-# Only its low-level module is used: `nccl.core` would need cuda-bindings and its own buffer objects.
+# nccl4py's communicators do not block, so that one can always be aborted. Only its low-level module is used:
+# `nccl.core` would need cuda-bindings and its own buffer objects.
 
 
-def make_nccl4py(channels: int) -> Nccl4pyNccl:
-    """Load nccl4py. Raises NcclMissing with a sentence."""
+def load_nccl(channels: int = 8) -> Nccl4pyNccl:
+    """NCCL through nccl4py. `channels`: the most of a communicator. Raises NcclMissing with a sentence."""
     try:
         nccl = importlib.import_module("nccl.bindings.nccl")
         version = importlib.metadata.version("nccl4py")
     except Exception as error:  # its loader raises its own for a missing library
-        raise NcclMissing(f"nccl4py cannot be imported ({error})") from None
+        raise NcclMissing(
+            f"nccl4py cannot be imported ({error}); install p2pkv with its extra cuda12 or cuda13"
+        ) from None
     missing = [name for name in NEEDED if not hasattr(nccl, name)]
     if missing:
         raise NcclMissing(f"nccl4py {version} lacks {', '.join(missing)}; p2pkv is written for nccl4py 0.6")
     try:
         nccl.get_version()
     except Exception as error:  # the library is loaded at the first call
-        raise NcclMissing(f"nccl4py {version} finds no NCCL library ({error})") from None
+        raise NcclMissing(
+            f"nccl4py {version} finds no NCCL library ({error}); install nvidia-nccl-cu12 or -cu13"
+        ) from None
     return Nccl4pyNccl(nccl, f"nccl4py {version}", channels)
 
 
 class Nccl4pyNccl(Nccl):
     """The calls of `nccl.bindings.nccl`, nccl4py 0.6."""
 
-    blocking = False
-    group_calls = "group_start", "group_end"
-
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
-        self._channels = min(channels, MOST_CTAS)
-        channels = _power_of_two(_variable(MAX_CTAS) or self._channels)
-        super().__init__(nccl, nccl.NCCLError, binding, channels)
+        self._nccl = nccl
+        self._most = min(channels, MOST_CTAS)
+        self.binding = binding
+        self.channels = _power_of_two(_variable(MAX_CTAS) or self._most)
+
+    def version(self) -> int:
+        return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
         return bytes(self._call("get_unique_id", self._nccl.get_unique_id))
@@ -240,7 +199,7 @@ class Nccl4pyNccl(Nccl):
         """Begins it; the binding takes NCCL's "in progress" for success, here and in all calls."""
         config = self._nccl.Config()
         config.blocking = 0
-        config.max_ctas = self._channels
+        config.max_ctas = self._most
         config.nvls_ctas = 1  # for multicasts, which two ranks never do: less memory, see nccl_memory
         name = self._nccl.UniqueId.from_buffer(unique_id)
         init = self._nccl.comm_init_rank_config
@@ -258,90 +217,16 @@ class Nccl4pyNccl(Nccl):
     def abort(self, comm: Comm) -> None:
         self._call("comm_abort", self._nccl.comm_abort, comm)
 
-
-# CuPy, p2pkv's stated dependency on a GPU: complete, and blocking. It knows no non-blocking communicators.
-# It destroys one whose object is collected, which may wait for a dead peer: so objects are kept until an
-# abort has come back.
-
-
-def make_cupy(channels: int) -> CupyNccl:
-    """Load CuPy's binding. Raises NcclMissing with a sentence. CuPy cannot give a communicator its number of
-    channels, so the environment must, before NCCL is first used; what the user has set there stays."""
-    try:
-        cupy = importlib.import_module("cupy")
-        nccl = importlib.import_module("cupy.cuda.nccl")
-    except Exception as error:  # CuPy raises its own for a missing CUDA library
-        raise NcclMissing(f"CuPy cannot be imported ({error})") from None
-    if not nccl.available:
-        raise NcclMissing(f"CuPy {cupy.__version__} finds no NCCL library; install nvidia-nccl-cu12 or -cu13")
-    return CupyNccl(nccl, f"CuPy {cupy.__version__}", _set_channels(channels))
-
-
-class CupyNccl(Nccl):
-    """The calls of `cupy.cuda.nccl`, CuPy 13 or 14."""
-
-    blocking = True
-    group_calls = "groupStart", "groupEnd"
-
-    def __init__(self, nccl: Any, binding: str, channels: int) -> None:
-        super().__init__(nccl, nccl.NcclError, binding, channels)
-        self._kept: set[Comm] = set()
-
-    def unique_id(self) -> bytes:
-        """CuPy 14 gives bytes, CuPy 13 a tuple of signed numbers."""
-        name = self._call("get_unique_id", self._nccl.get_unique_id)
-        return name if isinstance(name, bytes) else bytes(part & 0xFF for part in name)
-
-    def init(self, ranks: int, unique_id: bytes, rank: int) -> Comm:
-        name: object = unique_id
-        if int(self.binding.split()[1].split(".")[0]) < 14:
-            name = tuple(part - 256 if part > 127 else part for part in unique_id)
-        comm = self._call("init", self._nccl.NcclCommunicator, ranks, name, rank)
-        self._kept.add(comm)
-        return comm
-
-    def send(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
-        self._call("send", comm.send, ptr, nbytes, UINT8, peer, stream)
-
-    def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
-        self._call("recv", comm.recv, ptr, nbytes, UINT8, peer, stream)
-
-    def async_error(self, comm: Comm) -> int:
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        self._call("group_start", self._nccl.group_start)
         try:
-            self._call("async_error", comm.check_async_error)
-        except NcclError as error:
-            return error.status
-        return SUCCESS
+            yield
+        finally:
+            self._call("group_end", self._nccl.group_end)
 
-    def abort(self, comm: Comm) -> None:
-        self._call("abort", comm.abort)
-        self._kept.discard(comm)
-
-
-def _set_channels(channels: int) -> int:
-    """Tell NCCL. Returns what a communicator counts for: all that it may have, where that came too late."""
-    wanted = str(channels)
-    for variable in CHANNEL_VARIABLES:
-        os.environ.setdefault(variable, wanted)
-    different = {name: os.environ[name] for name in CHANNEL_VARIABLES if os.environ[name] != wanted}
-    if different:
-        logger.warning("nccl_num_channels is %s, but the environment's %s stays", wanted, different)
-        return _power_of_two(max(_variable(name) or MOST_CTAS for name in CHANNEL_VARIABLES))
-    if _nccl_in_use():
-        settings = " and ".join(f"{name}={wanted}" for name in CHANNEL_VARIABLES)
-        logger.warning(
-            f"nccl_num_channels={wanted} comes too late: vLLM has used NCCL already, which reads its "
-            f"environment once. Each link counts as {MOST_CTAS} channels, so fewer links may be busy at "
-            f"once. Install nccl4py, or set {settings} before vLLM starts"
-        )
-        return MOST_CTAS
-    return _power_of_two(channels)
-
-
-def _nccl_in_use() -> bool:
-    """Whether torch runs collectives over NCCL here. vLLM names the backend in a lone worker, too."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())):
-        return False
-    return dist.get_world_size() > 1
+    def _call(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return call(*arguments)
+        except self._nccl.NCCLError as error:
+            raise NcclError(name, int(getattr(error, "status", 0)), str(error)) from None

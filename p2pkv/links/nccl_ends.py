@@ -253,8 +253,6 @@ class NcclEnd(LinkEnd):
             after = group[-1].after if self._most > 1 else None
             self._opening.queue(comm, [operation.buffer for operation in group], after)
         self._time(group)
-        if self.shared.nccl.blocking:
-            self._record()
         return True
 
     def _next_group(self) -> int:

@@ -28,7 +28,7 @@ from support.cuda.ipc import SimulatedGpu, SimulatedMemory
 from support.engine.engines import Geometry, engines, make_engine
 from support.links.memory import MemoryNetwork
 from support.links.pairs import nccl_links
-from support.nccl.fakes import fake_cupy, install
+from support.nccl.fakes import fake_nccl4py, install
 from support.waiting import wait_for
 
 SECRET = "a secret of the tests"
@@ -117,7 +117,7 @@ def test_no_binding_is_a_fault_with_a_device(patch: pytest.MonkeyPatch, device: 
     patch.setattr(torch.cuda, "device_count", lambda: 0)
     found = nccl()
     assert found.ok is not device
-    said = "extra cuda12 or cuda13" if device else "not usable: no binding to NCCL works here"
+    said = "extra cuda12 or cuda13" if device else "not usable: nccl4py cannot be imported"
     assert said in found.sentence
 
 
@@ -128,12 +128,12 @@ def test_a_library_that_torch_lacks_is_named(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", [True, False])
 def test_version_binding_and_library_are_shown(patch: pytest.MonkeyPatch, device: bool) -> None:
-    cupy, module, _ = fake_cupy("14.2.0")
-    install(patch, cupy=cupy, cupy__cuda__nccl=module)
+    module, _ = fake_nccl4py()
+    install(patch, nccl__bindings__nccl=module)
     patch.setattr(torch.cuda, "is_available", lambda: device)
     patch.setattr(torch.cuda, "device_count", lambda: 0)
     found = nccl()
-    assert found.ok and "NCCL 2.32.3 through CuPy 14.2.0 (" in found.sentence
+    assert found.ok and "NCCL 2.32.3 through nccl4py 0.6.0 (" in found.sentence
     assert ("torch finds no CUDA device" in found.sentence) is not device
 
 
@@ -289,15 +289,11 @@ def tcp() -> HostLinks:
     return HostLinks("127.0.0.1", link_check.STAGING_BYTES, shared_memory=False)
 
 
-def nccl_end(blocking: bool, version: int = 23203) -> LinkFactory:
-    return nccl_links(blocking=blocking, version=version, staging=link_check.STAGING_BYTES)
+def nccl_end(version: int = 23203) -> LinkFactory:
+    return nccl_links(version=version, staging=link_check.STAGING_BYTES)
 
 
-@pytest.mark.parametrize(
-    ("make", "way"),
-    [(tcp, "tcp"), (lambda: nccl_end(True), "nccl 2.32.3"), (lambda: nccl_end(False), "nccl 2.32.3")],
-    ids=["tcp", "nccl-blocking", "nccl-polled"],
-)
+@pytest.mark.parametrize(("make", "way"), [(tcp, "tcp"), (nccl_end, "nccl 2.32.3")])
 def test_every_kind_of_link(
     make: Callable[[], LinkFactory], way: str, sides: Callable[..., tuple[Side, Side]]
 ) -> None:
@@ -327,7 +323,7 @@ def test_two_versions_of_nccl_are_named_and_no_link_is_built(
     sides: Callable[..., tuple[Side, Side]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    p, d = sides(nccl_end(True, 23203), nccl_end(True, 22809))
+    p, d = sides(nccl_end(23203), nccl_end(22809))
     assert (p.failure, d.failure) == ("", "")
     for side, here, there in ((p, "2.32.3", "2.28.9"), (d, "2.28.9", "2.32.3")):
         found = side.about("link")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.engine.engines import Engine, Geometry, Make, engine_maker, make_engine, plain_links
-from support.links.pairs import NCCL_KINDS, nccl_links
+from support.links.pairs import nccl_links
 from support.nccl import simulated as nccl_simulated
 
 
@@ -17,13 +17,13 @@ def make_memory() -> Iterator[Make]:
         yield make
 
 
-@pytest.fixture(params=NCCL_KINDS)
-def make_nccl(request: pytest.FixtureRequest) -> Iterator[Make]:
+@pytest.fixture
+def make_nccl() -> Iterator[Make]:
     """Makes engines of one rank on simulated devices, with NCCL of a `version`; stops them at the end."""
     made: list[Engine] = []
 
     def make(role: str, *, version: int = 22809, **options: object) -> Engine:
-        links = nccl_links(version=version, blocking=request.param == "nccl-blocking", staging=1 << 20)
+        links = nccl_links(version=version, staging=1 << 20)
         made.append(make_engine(role, Geometry(), lambda rank: links, **{"lease_seconds": 4.0, **options}))
         return made[-1]
 

@@ -32,11 +32,10 @@ from support.cuda.device import CUDA, CardMemory, CardNccl, SimulatedCuda
 from support.cuda.kernels import NO_GCC, CpuLauncher, compiled
 from support.engine.engines import Geometry, engine_maker, make_pages, soon_on_engine_thread
 from support.engine.transfers import arrives, begin, half, load
-from support.links.pairs import NCCL_KINDS
 from support.nccl import simulated as nccl_simulated
 from support.waiting import wait_for
 
-KINDS = ("ipc", *NCCL_KINDS)
+KINDS = ("ipc", "nccl")
 GEOMETRY = Geometry()
 TABLE = list(range(6))
 CUT = (0, 4), (0, 90), (0, 2)
@@ -82,7 +81,7 @@ def links_of(cuda: SimulatedCuda, kind: str, receives: bool) -> LinkFactory:
     on = CudaDevice(CUDA)
     if kind == "ipc":
         return IpcLinks(on, CardMemory(cuda), STAGING, receives)
-    return NcclLinks(CardNccl(cuda, blocking=kind == "nccl-blocking"), on, STAGING, 20.0)
+    return NcclLinks(CardNccl(cuda), on, STAGING, 20.0)
 
 
 class OwnThread:

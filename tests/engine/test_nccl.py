@@ -17,7 +17,6 @@ from support.links.pairs import nccl_of
 from support.waiting import wait_for
 
 TOKENS = 32
-one_kind = pytest.mark.parametrize("make_nccl", ["nccl-polled"], indirect=True)
 
 
 def test_a_link_that_failed_to_come_up_is_built_anew(make_nccl: Make) -> None:
@@ -97,7 +96,6 @@ def test_a_turn_that_hangs_for_a_lease_has_its_links_broken(
     assert rescued.is_set()
 
 
-@one_kind
 def test_a_link_may_take_longer_to_come_up_than_a_lease(make_nccl: Make) -> None:
     p, d = make_nccl("P", lease_seconds=1.0), make_nccl("D", lease_seconds=1.0)
     assert p.ranks[0].links.build_seconds > 5

@@ -5,7 +5,6 @@ Not verified on a GPU: see tests/support/nccl/gpu.py for the rules of the simula
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import pytest
 from p2pkv.engine import commands as do
 from support.engine.engines import Engine, Geometry, hold_back, make_engine, vanish
 from support.engine.transfers import arrives, begin, load, push, value
-from support.links.pairs import NCCL_KINDS, nccl_links, simulated
+from support.links.pairs import nccl_links
 from support.nccl import simulated as nccl_simulated
 from support.nccl.gpu import Model, SimulatedGpu
 from support.waiting import wait_for
@@ -32,7 +31,6 @@ class Cluster:
     """Engines on simulated devices. Of one hardware queue each, if no more are asked for: all streams share
     it."""
 
-    blocking: bool
     processors: int = 132
     queues: int = 1
     made: list[Engine] = field(default_factory=list)
@@ -40,10 +38,7 @@ class Cluster:
 
     def engine(self, role: str, geometry: Geometry = TP2, **options: object) -> Engine:
         gpus = [SimulatedGpu(self.queues, self.processors) for _ in range(geometry.world)]
-        links = [
-            nccl_links(blocking=self.blocking, gpu=gpu, processors=self.processors, staging=1 << 20)
-            for gpu in gpus
-        ]
+        links = [nccl_links(gpu=gpu, processors=self.processors, staging=1 << 20) for gpu in gpus]
         engine = make_engine(role, geometry, links.__getitem__, **{"lease_seconds": 4.0, **options})
         self.made.append(engine)
         self.gpus[id(engine)] = gpus
@@ -64,9 +59,9 @@ class Cluster:
         nccl_simulated.let_go()
 
 
-@pytest.fixture(params=NCCL_KINDS)
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(request.param == "nccl-blocking")
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
     yield made
     made.close()
 
@@ -101,21 +96,14 @@ def test_d_computes_while_p_is_held_up_and_when_it_is_killed(cluster: Cluster) -
 
 
 @pytest.mark.parametrize("processors", [32, 132])
-@pytest.mark.parametrize(
-    ("cluster", "queues", "launches_wait"),
-    [("nccl-blocking", 1, True), *((kind, queues, False) for kind in NCCL_KINDS for queues in (1, 3))],
-    indirect=["cluster"],
-)
+@pytest.mark.parametrize("queues", [1, 3])
 def test_ranks_that_compute_and_push_never_wait_in_a_circle(
-    cluster: Cluster, queues: int, processors: int, launches_wait: bool
+    cluster: Cluster, queues: int, processors: int
 ) -> None:
     """A link from each of two ranks to each of two others. With 32 multiprocessors a rank may have one of
-    them on its device at once. `launches_wait`: as with CUDA_LAUNCH_BLOCKING=1, a call returns when the
-    device is done."""
+    them on its device at once."""
     cluster.queues, cluster.processors = queues, processors
     p, d = cluster.engine("P", Geometry(layers=(2, 2)), chunk_bytes=1024), cluster.engine("D")
-    for rank in itertools.chain(p.ranks, d.ranks):
-        simulated(rank.links).launches_wait = launches_wait
     over = threading.Event()
 
     def compute(model: Model) -> None:
@@ -138,21 +126,12 @@ def test_ranks_that_compute_and_push_never_wait_in_a_circle(
             each.result(SECONDS)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "launches_wait"),
-    [*((kind, False) for kind in NCCL_KINDS), ("nccl-blocking", True)],
-    indirect=["cluster"],
-)
-def test_a_p_that_is_held_up_does_not_keep_another_from_sending(
-    cluster: Cluster, launches_wait: bool
-) -> None:
-    """D's multiprocessors suffice for one link at a time; or launches block, as with CUDA_LAUNCH_BLOCKING=1,
-    and what one P has not decided does not hold up what the other sends."""
-    cluster.processors = 132 if launches_wait else 32
+def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster) -> None:
+    """D's multiprocessors suffice for one link at a time, and what one P has not decided does not hold up
+    what the other sends."""
+    cluster.processors = 32
     first, second = (cluster.engine("P", TP1, lease_seconds=3.0) for _ in range(2))
     d = cluster.engine("D", TP1, lease_seconds=3.0)
-    for rank in itertools.chain(first.ranks, second.ranks, d.ranks):
-        simulated(rank.links).launches_wait = launches_wait
     push(second, d, "to build the link", salt=1)
     release = held(cluster, first, d, "k")
     try:

@@ -14,7 +14,7 @@ from p2pkv.engine.from_prefill import PostedReceive
 from support.cuda import ipc as ipc_simulated
 from support.engine.engines import Geometry, engines, plain_links, prefill, step, wrong_cells
 from support.engine.transfers import arrives, ask, begin, ends, expect, load, rest, scribble, value
-from support.links.pairs import NCCL_KINDS, ipc_links, nccl_links
+from support.links.pairs import ipc_links, nccl_links
 from support.nccl import simulated as nccl_simulated
 from support.waiting import wait_for
 
@@ -23,11 +23,11 @@ TOKEN = 4 * 2 * 8 * 4
 """Bytes of one."""
 
 
-@pytest.fixture(params=["memory", "shared-memory", "ipc", *NCCL_KINDS])
+@pytest.fixture(params=["memory", "shared-memory", "ipc", "nccl"])
 def links(request):
     kind = request.param
-    if kind in NCCL_KINDS:
-        yield lambda side, rank: nccl_links(blocking=kind == "nccl-blocking", staging=1 << 20)
+    if kind == "nccl":
+        yield lambda side, rank: nccl_links(staging=1 << 20)
     elif kind == "ipc":
         yield lambda side, rank: ipc_links(1 << 20, receives=side == "D")
     else:

@@ -7,7 +7,7 @@ import pytest
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from support.cuda import ipc as ipc_simulated
-from support.links.pairs import HOST_WINDOW, KINDS, NCCL_KINDS, make_factories
+from support.links.pairs import HOST_WINDOW, KINDS, make_factories
 from support.nccl import simulated as nccl_simulated
 
 
@@ -17,12 +17,6 @@ def factories(request: pytest.FixtureRequest) -> Iterator[tuple[LinkFactory, Lin
     yield pair
     for factory in pair:
         factory.close()
-
-
-@pytest.fixture(params=NCCL_KINDS)
-def blocking(request: pytest.FixtureRequest) -> bool:
-    """Of the bindings of NCCL."""
-    return request.param == "nccl-blocking"
 
 
 @pytest.fixture

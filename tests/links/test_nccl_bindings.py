@@ -1,4 +1,4 @@
-"""The two bindings: what they ask of the real modules, and how they refuse where there is none."""
+"""What is asked of nccl4py, and how it is refused where it is missing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,8 +19,6 @@ from p2pkv import device
 from p2pkv.links import gpu, make_factory, nccl_bindings
 from p2pkv.links.nccl_bindings import (
     IN_PROGRESS,
-    SUCCESS,
-    Nccl,
     NcclError,
     NcclMissing,
     library_paths,
@@ -26,28 +26,22 @@ from p2pkv.links.nccl_bindings import (
     version_name,
 )
 from support.cuda.device import MOST_URGENT, SimulatedCuda
-from support.nccl.fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
+from support.nccl.fakes import UNIQUE_ID, Asked, FakeNcclError, fake_cupy, fake_nccl4py, install
 
-NOBODY = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__nccl": None}
+NOBODY = {"nccl": None, "nccl__bindings": None, "nccl__bindings__nccl": None}
 
 
 @pytest.fixture
 def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """No binding is installed, and no number of channels is set."""
+    """nccl4py is not installed, and no number of channels is set."""
     install(monkeypatch, **NOBODY)
-    for name in (*nccl_bindings.CHANNEL_VARIABLES, nccl_bindings.MAX_CTAS, nccl_bindings.SHARED_GPU):
+    for name in (nccl_bindings.MAX_CTAS, nccl_bindings.SHARED_GPU):
         monkeypatch.setenv(name, "8")
         monkeypatch.delenv(name)
     return monkeypatch
 
 
-def give_cupy(patch: pytest.MonkeyPatch, version: str = "14.2.0", **how: bool):
-    cupy, nccl, asked = fake_cupy(version, **how)
-    install(patch, cupy=cupy, cupy__cuda__nccl=nccl)
-    return asked
-
-
-def give_nccl4py(patch: pytest.MonkeyPatch):
+def give_nccl4py(patch: pytest.MonkeyPatch) -> tuple[ModuleType, Asked]:
     module, asked = fake_nccl4py()
     install(patch, nccl__bindings__nccl=module)
     true = importlib.metadata.version
@@ -55,51 +49,31 @@ def give_nccl4py(patch: pytest.MonkeyPatch):
     return module, asked
 
 
-def test_unique_ids_of_cupy_13_are_signed_numbers(patch: pytest.MonkeyPatch) -> None:
-    asked = give_cupy(patch, "13.6.0")
-    nccl = nccl_bindings.make_cupy(8)
-    assert nccl.unique_id() == UNIQUE_ID
-    nccl.init(2, UNIQUE_ID, 0)
-    name = asked.calls[-1][2]
-    assert isinstance(name, tuple) and min(name) < 0 and bytes(part & 0xFF for part in name) == UNIQUE_ID
-
-
-@pytest.mark.parametrize("binding", ["cupy", "nccl4py"])
-def test_the_calls_that_reach_a_binding(patch: pytest.MonkeyPatch, binding: str) -> None:
-    cupy = binding == "cupy"
-    asked = give_cupy(patch) if cupy else give_nccl4py(patch)[1]
-    nccl = nccl_bindings.make_cupy(8) if cupy else nccl_bindings.make_nccl4py(64)
-    assert (nccl.blocking, nccl.binding) == (cupy, "CuPy 14.2.0" if cupy else "nccl4py 0.6.0")
-    assert nccl.version() == 23203 and nccl.unique_id() == UNIQUE_ID
+def test_the_calls_that_reach_it(patch: pytest.MonkeyPatch) -> None:
+    asked = give_nccl4py(patch)[1]
+    nccl = load_nccl(64)
+    assert (nccl.binding, nccl.version(), nccl.unique_id()) == ("nccl4py 0.6.0", 23203, UNIQUE_ID)
     comm = nccl.init(2, UNIQUE_ID, 1)
     nccl.send(1000, 64, 1, comm, 7)
     with nccl.group():
         nccl.recv(2000, 65, 0, comm, 8)
-    assert nccl.async_error(comm) == (SUCCESS if cupy else IN_PROGRESS)
+    assert nccl.async_error(comm) == IN_PROGRESS
     nccl.abort(comm)
-    on = () if cupy else ("a Comm",)
     assert [call for call in asked.calls if call[0] != "get_version"] == [
         ("get_unique_id",),
-        (
-            "init",
-            2,
-            UNIQUE_ID,
-            1,
-            *(() if cupy else (0, 32, 1)),
-        ),  # does not block; NCCL takes no more than 32
-        ("send", 1000, 64, 1, 1, *on, 7),
-        ("groupStart" if cupy else "group_start",),
-        ("recv", 2000, 65, 1, 0, *on, 8),
-        ("groupEnd" if cupy else "group_end",),
-        ("check_async_error" if cupy else "comm_get_async_error", *on),
-        ("abort" if cupy else "comm_abort", *on),
+        ("init", 2, UNIQUE_ID, 1, 0, 32, 1),  # does not block; NCCL takes no more than 32
+        ("send", 1000, 64, 1, 1, comm, 7),
+        ("group_start",),
+        ("recv", 2000, 65, 1, 0, comm, 8),
+        ("group_end",),
+        ("comm_get_async_error", comm),
+        ("comm_abort", comm),
     ]
 
 
-@pytest.mark.parametrize("binding", ["cupy", "nccl4py"])
-def test_errors_become_sentences(patch: pytest.MonkeyPatch, binding: str) -> None:
-    asked = give_cupy(patch) if binding == "cupy" else give_nccl4py(patch)[1]
-    nccl: Nccl = load_nccl()
+def test_errors_become_sentences(patch: pytest.MonkeyPatch) -> None:
+    asked = give_nccl4py(patch)[1]
+    nccl = load_nccl()
     asked.fail["init"] = FakeNcclError(2)
     with pytest.raises(NcclError, match=r"failed with result 2: fake error 2") as caught:
         nccl.init(2, UNIQUE_ID, 0)
@@ -110,95 +84,43 @@ def test_errors_become_sentences(patch: pytest.MonkeyPatch, binding: str) -> Non
         nccl.send(1, 1, 1, comm, 1)
 
 
-@pytest.mark.parametrize("binding", ["cupy", "nccl4py"])
-def test_a_group_ends_when_a_call_within_it_fails(patch: pytest.MonkeyPatch, binding: str) -> None:
+def test_a_group_ends_when_a_call_within_it_fails(patch: pytest.MonkeyPatch) -> None:
     """Else what the thread calls next, for any communicator, would be launched never."""
-    asked = give_cupy(patch) if binding == "cupy" else give_nccl4py(patch)[1]
-    nccl: Nccl = load_nccl()
+    asked = give_nccl4py(patch)[1]
+    nccl = load_nccl()
     comm = nccl.init(2, UNIQUE_ID, 0)
-    start, end = nccl.group_calls
     asked.fail["send"] = FakeNcclError(5)
     with pytest.raises(NcclError, match="send failed with result 5"), nccl.group():
         nccl.send(1, 1, 1, comm, 1)
-    assert [name for name, *_ in asked.calls[-3:]] == [start, "send", end]
-    asked.fail[end] = FakeNcclError(1)
+    assert [name for name, *_ in asked.calls[-3:]] == ["group_start", "send", "group_end"]
+    asked.fail["group_end"] = FakeNcclError(1)
     with pytest.raises(NcclError, match="group_end failed with result 1"), nccl.group():
         nccl.send(1, 1, 1, comm, 1)
 
 
-def test_a_result_that_cupy_cannot_name(patch: pytest.MonkeyPatch) -> None:
-    asked = give_cupy(patch)
-    nccl = nccl_bindings.make_cupy(8)
-    comm = nccl.init(2, UNIQUE_ID, 0)
-    asked.fail["check_async_error"] = KeyError(6)
-    assert nccl.async_error(comm) == 6
-    asked.fail["check_async_error"] = FakeNcclError(2)
-    assert nccl.async_error(comm) == 2
-
-
-def test_nccl4py_is_chosen_where_it_works(patch: pytest.MonkeyPatch) -> None:
-    give_cupy(patch)
-    assert load_nccl().binding.startswith("CuPy")
-    module, asked = give_nccl4py(patch)
-    assert load_nccl().binding.startswith("nccl4py")
-    asked.fail["get_version"] = OSError("no libnccl.so.2")
-    assert load_nccl().binding.startswith("CuPy")
-    del module.comm_init_rank_config
-    assert load_nccl().binding.startswith("CuPy")
-    with pytest.raises(NcclMissing, match=r"0\.6\.0 lacks comm_init_rank_config; .* nccl4py 0\.6"):
-        nccl_bindings.make_nccl4py(8)
-
-
-def test_no_binding_is_a_sentence(patch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NcclMissing, match=r"nccl4py cannot.*CuPy cannot.*extra cuda12 or cuda13"):
-        load_nccl()
-    give_cupy(patch, available=False)
-    with pytest.raises(NcclMissing, match=r"CuPy 14\.2\.0 finds no NCCL library; install nvidia-nccl"):
+def test_what_is_missing_is_a_sentence(patch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NcclMissing, match=r"nccl4py cannot be imported \(.*extra cuda12 or cuda13"):
         load_nccl()
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     for kind in ("auto", "nccl"):
-        with pytest.raises(ValueError, match="no binding to NCCL works here"):
+        with pytest.raises(ValueError, match="nccl4py cannot be imported"):
             make_factory(kind, host="127.0.0.1", staging_bytes=1 << 20)
-
-
-def test_channels_go_through_the_environment_with_cupy(
-    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    give_cupy(patch)
-    assert nccl_bindings.make_cupy(4).channels == 4
-    assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
-    assert caplog.messages == []
-    assert nccl_bindings.make_cupy(5).channels == 4
-    assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
-    assert "nccl_num_channels is 5, but the environment's" in caplog.messages[0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_channels_that_come_too_late_are_warned_of_where_somebody_uses_nccl(
-    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int
-) -> None:
-    """Each of vLLM's workers names NCCL as its backend, also one without others."""
-    give_cupy(patch)
-    patch.setattr(torch.distributed, "is_initialized", lambda: True)
-    patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    found = nccl_bindings.make_cupy(4)
-    if ranks == 1:
-        assert caplog.messages == [] and found.channels == 4
-        return
-    assert found.channels == nccl_bindings.MOST_CTAS
-    assert "nccl_num_channels=4 comes too late" in caplog.messages[0]
-    assert "Each link counts as 32 channels" in caplog.messages[0]
-    assert "set NCCL_MAX_NCHANNELS=4 and NCCL_MIN_NCHANNELS=4 before vLLM starts" in caplog.messages[0]
+    module, asked = give_nccl4py(patch)
+    asked.fail["get_version"] = OSError("no libnccl.so.2")
+    with pytest.raises(NcclMissing, match=r"nccl4py 0\.6\.0 finds no NCCL library \(no lib.*nvidia-nccl"):
+        load_nccl()
+    del module.comm_init_rank_config
+    with pytest.raises(NcclMissing, match=r"0\.6\.0 lacks comm_init_rank_config; .* nccl4py 0\.6"):
+        load_nccl()
 
 
 @pytest.mark.parametrize(
     ("asked", "variable", "counted"),
     [(8, "", 8), (12, "", 16), (64, "", 32), (8, "16", 16), (8, "2", 2), (8, "x", 8)],
 )
-def test_channels_with_nccl4py_count_as_nccl_would_use_them(
+def test_channels_count_as_nccl_would_use_them(
     patch: pytest.MonkeyPatch, asked: int, variable: str, counted: int
 ) -> None:
     """Powers of two for sends and receives; the environment's number comes before the configuration's."""
@@ -293,7 +215,7 @@ def parameters(call: Callable[..., object], doc: str | None) -> list[str]:
     return [name for name in names if name != "self"]
 
 
-def real(name: str) -> object:
+def real(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -301,16 +223,15 @@ def real(name: str) -> object:
 
 
 def test_cupy_is_as_the_fake_says() -> None:
+    """What `p2pkv bench` compares a link with."""
     module = real("cupy.cuda.nccl")
-    _, fake, _ = fake_cupy("14.2.0")
-    for name in ("send", "recv", "check_async_error", "abort"):
+    fake = fake_cupy("14.2.0")[1]
+    for name in ("send", "recv", "abort"):
         true, ours = getattr(module.NcclCommunicator, name), getattr(fake.NcclCommunicator, name)
         assert parameters(true, true.__doc__) == parameters(ours, None), name
     init = parameters(module.NcclCommunicator, module.NcclCommunicator.__doc__)
     assert init == parameters(fake.NcclCommunicator, None)
-    for name in ("get_version", "get_unique_id", "groupStart", "groupEnd", "NcclError"):
-        assert callable(getattr(module, name))
-    assert module.NCCL_UINT8 == 1
+    assert callable(module.get_unique_id)
 
 
 def test_nccl4py_is_as_the_fake_says() -> None:
@@ -329,16 +250,11 @@ def test_nccl4py_is_as_the_fake_says() -> None:
     assert name == UNIQUE_ID
 
 
-@pytest.mark.parametrize("make", [nccl_bindings.make_cupy, nccl_bindings.make_nccl4py])
-def test_the_real_bindings_refuse_politely_without_a_device(
-    make: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_real_binding_refuses_politely_without_a_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    for name in (*nccl_bindings.CHANNEL_VARIABLES, nccl_bindings.MAX_CTAS, nccl_bindings.SHARED_GPU):
-        monkeypatch.setenv(name, "8")
     try:
-        nccl = make(8)
+        nccl = load_nccl()
     except NcclMissing as missing:
         pytest.skip(str(missing))
     assert "libnccl" in nccl.describe()

@@ -104,7 +104,6 @@ class Mesh:
 
     def __init__(
         self,
-        blocking: bool,
         *,
         queues: int = 1,
         announced: bool = True,
@@ -117,7 +116,6 @@ class Mesh:
         self.ranks: list[list[NcclLinks]] = [
             [
                 nccl_links(
-                    blocking=blocking,
                     gpu=gpu,
                     announced=announced,
                     processors=processors,
@@ -174,9 +172,9 @@ class Mesh:
 
 @pytest.mark.parametrize("queues", [1, 8])
 @pytest.mark.parametrize("announced", [True, False])
-def test_d_computes_while_p_decides(blocking: bool, queues: int, announced: bool) -> None:
+def test_d_computes_while_p_decides(queues: int, announced: bool) -> None:
     """D has granted, and P, which is held up, has sent nothing: D's steps go on, over both of its ranks."""
-    mesh = Mesh(blocking, queues=queues, announced=announced)
+    mesh = Mesh(queues=queues, announced=announced)
     model = mesh.model("D")
     mesh.grant()
     for _ in range(3):
@@ -186,15 +184,15 @@ def test_d_computes_while_p_decides(blocking: bool, queues: int, announced: bool
     assert model.runs(SECONDS)
 
 
-def test_links_that_are_not_announced_hold_one_operation_each(blocking: bool) -> None:
-    mesh = Mesh(blocking, announced=False)
+def test_links_that_are_not_announced_hold_one_operation_each() -> None:
+    mesh = Mesh(announced=False)
     mesh.grant()
     assert mesh.occupied("D") == len(mesh.lines) * 8
     mesh.deliver(AHEAD)
 
 
-def test_d_computes_on_when_p_is_killed_after_it_announced(blocking: bool) -> None:
-    mesh = Mesh(blocking)
+def test_d_computes_on_when_p_is_killed_after_it_announced() -> None:
+    mesh = Mesh()
     model = mesh.model("D")
     mesh.grant()
     for line in mesh.lines.values():
@@ -208,8 +206,8 @@ def test_d_computes_on_when_p_is_killed_after_it_announced(blocking: bool) -> No
     wait_for(lambda: mesh.occupied("D") == 0 and all(d.staging.used == 0 for d in mesh.ranks[1]))
 
 
-def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> None:
-    mesh = Mesh(blocking)
+def test_p_computes_on_when_d_is_killed_before_it_launches() -> None:
+    mesh = Mesh()
     model = mesh.model("P")
     mesh.grant()
     for line in mesh.lines.values():
@@ -226,14 +224,14 @@ def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> No
 
 
 @pytest.mark.parametrize("group_bytes", [0, WINDOW])
-def test_steps_of_tensor_parallel_ranks_close_no_cycle(blocking: bool, group_bytes: int) -> None:
+def test_steps_of_tensor_parallel_ranks_close_no_cycle(group_bytes: int) -> None:
     """P sends two messages to each rank of D, whose steps meet in an all-reduce.
 
     A cycle, if two receives or sends of a link are launched at once: D 0's step waits behind its second
     receive, that for P's first send to it, that stands behind P's second send to D 1, that waits for the
     first, that for D 1's receive, that stands behind D 1's step, and that waits in the all-reduce for D 0.
     """
-    mesh = Mesh(blocking, sides=(1, 2), group_bytes=group_bytes)
+    mesh = Mesh(sides=(1, 2), group_bytes=group_bytes)
     first, second = mesh.lines[0, 0], mesh.lines[0, 1]
     for line in (first, second):
         line.grant(2)
@@ -273,8 +271,8 @@ def test_ends_get_multiprocessors_in_the_order_in_which_they_asked() -> None:
     assert busy.turn_of("b") and busy.enter("b") and not busy.contended
 
 
-def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
-    mesh = Mesh(blocking, sides=(1, 2), processors=32)
+def test_a_link_announces_ahead_only_while_none_waits() -> None:
+    mesh = Mesh(sides=(1, 2), processors=32)
     first, second = mesh.lines.values()
     mesh.grant()
     for line in (first, second):
@@ -290,11 +288,11 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
                first.arrived == second.arrived == AHEAD)  # fmt: skip
 
 
-def test_ranks_that_announce_to_several_before_they_launch_never_wait_in_a_circle(blocking: bool) -> None:
+def test_ranks_that_announce_to_several_before_they_launch_never_wait_in_a_circle() -> None:
     """Each rank may have one link on its device. In one turn of P its links announce one after the other, and
     are launched when all `Sent` messages are out. Both of P's ranks begin with another link, and each of D's
     with the one of which P launches the other's first."""
-    mesh = Mesh(blocking, processors=32)
+    mesh = Mesh(processors=32)
     mesh.grant(1)
     for line in mesh.lines.values():
         line.decide()
@@ -309,9 +307,9 @@ def test_ranks_that_announce_to_several_before_they_launch_never_wait_in_a_circl
     mesh.deliver(1)
 
 
-def test_an_end_that_has_announced_keeps_its_turn(blocking: bool) -> None:
+def test_an_end_that_has_announced_keeps_its_turn() -> None:
     """What it announced ahead is launched before another link, although the first is done by then."""
-    mesh = Mesh(blocking, sides=(1, 2), processors=32)
+    mesh = Mesh(sides=(1, 2), processors=32)
     first, second = mesh.lines.values()
     mesh.grant(2)
     for line in (first, second):
@@ -328,9 +326,9 @@ def test_an_end_that_has_announced_keeps_its_turn(blocking: bool) -> None:
     wait_for(lambda: first.turn_of_p() or second.turn_of_p() or second.turn_of_d() or second.arrived == 2)
 
 
-def test_sends_that_are_ready_together_are_one_launch(blocking: bool) -> None:
+def test_sends_that_are_ready_together_are_one_launch() -> None:
     """Up to so many bytes, and on both sides alike, as the simulation of NCCL demands."""
-    mesh = Mesh(blocking, sides=(1, 1), group_bytes=3 * NBYTES)
+    mesh = Mesh(sides=(1, 1), group_bytes=3 * NBYTES)
     (line,) = mesh.lines.values()
     mesh.grant(5)
     while line.decide():
@@ -341,8 +339,8 @@ def test_sends_that_are_ready_together_are_one_launch(blocking: bool) -> None:
         assert simulated(rank).groups == [1, 3, 2], "the first one is that of the handshake"
 
 
-def test_a_link_launches_ahead_only_while_it_is_busy_alone(blocking: bool) -> None:
-    mesh = Mesh(blocking, queues=8, sides=(1, 2), in_flight=2)
+def test_a_link_launches_ahead_only_while_it_is_busy_alone() -> None:
+    mesh = Mesh(queues=8, sides=(1, 2), in_flight=2)
     first, second = mesh.lines.values()
     (gpu,) = mesh.gpus[0]
     mesh.grant()
@@ -366,11 +364,11 @@ def test_a_link_launches_ahead_only_while_it_is_busy_alone(blocking: bool) -> No
     mesh.deliver(AHEAD + 2)
 
 
-def test_ranks_that_launch_ahead_never_wait_in_a_circle(blocking: bool) -> None:
+def test_ranks_that_launch_ahead_never_wait_in_a_circle() -> None:
     """On P all streams share one queue, and of two sends of a link that are launched the second holds it up.
     D has multiprocessors for one link. Both of P's ranks begin with another link, and each of D's with the
     one that P's ranks launch last."""
-    mesh = Mesh(blocking, queues=1, in_flight=2)
+    mesh = Mesh(queues=1, in_flight=2)
     for rank in mesh.ranks[1]:
         rank.shared.busy.most = 1
     mesh.grant(2)
@@ -386,12 +384,9 @@ def test_ranks_that_launch_ahead_never_wait_in_a_circle(blocking: bool) -> None:
     mesh.deliver(2)
 
 
-def test_ranks_of_both_roles_launch_nothing_ahead(blocking: bool) -> None:
+def test_ranks_of_both_roles_launch_nothing_ahead() -> None:
     """Else each one's receive could wait behind its second send, and that for the other one's receive."""
-    ranks = [
-        nccl_links(blocking=blocking, gpu=SimulatedGpu(1), announced=True, in_flight=2, group_bytes=0)
-        for _ in range(2)
-    ]
+    ranks = [nccl_links(gpu=SimulatedGpu(1), announced=True, in_flight=2, group_bytes=0) for _ in range(2)]
     for rank in ranks:
         rank.carry_both_ways()
     pairs = [connect((p, d), WINDOW) for p, d in (ranks, reversed(ranks))]

@@ -11,8 +11,8 @@ from support.nccl.simulated import SimulatedNccl
 from support.waiting import wait_for
 
 
-def raw_pair(blocking: bool = True) -> tuple[SimulatedNccl, int, SimulatedNccl, int]:
-    p, d = SimulatedNccl(blocking=blocking), SimulatedNccl(blocking=blocking)
+def raw_pair() -> tuple[SimulatedNccl, int, SimulatedNccl, int]:
+    p, d = SimulatedNccl(), SimulatedNccl()
     name, joined = p.unique_id(), []
     thread = threading.Thread(target=lambda: joined.append(d.init(2, name, 1)))
     thread.start()
@@ -42,7 +42,7 @@ def test_the_simulation_finds_a_second_thread() -> None:
 
 
 def test_the_simulation_finds_calls_during_a_launch_and_after_an_abort() -> None:
-    p, comm, d, other = raw_pair(blocking=False)
+    p, comm, d, other = raw_pair()
     wait_for(lambda: p.async_error(comm) == SUCCESS and d.async_error(other) == SUCCESS)
     buffer = torch.zeros(64, dtype=torch.uint8)
     p.send(buffer.data_ptr(), 64, 1, comm, 1)
@@ -56,7 +56,7 @@ def test_the_simulation_finds_calls_during_a_launch_and_after_an_abort() -> None
 
 
 def test_the_simulation_finds_sizes_that_differ() -> None:
-    p, comm, d, other = raw_pair(blocking=False)
+    p, comm, d, other = raw_pair()
     wait_for(lambda: p.async_error(comm) != IN_PROGRESS and d.async_error(other) != IN_PROGRESS)
     buffers = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     p.send(buffers[0].data_ptr(), 64, 1, comm, 1)

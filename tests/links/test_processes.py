@@ -19,7 +19,7 @@ SIZES = [1, 4096, 100_001, 1 << 21, (1 << 22) + 7]
 WINDOW = 1 << 23
 
 
-@pytest.fixture(params=["ipc", "nccl-polled"])
+@pytest.fixture(params=["ipc", "nccl"])
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -67,10 +67,10 @@ def test_d_dies_in_mid_message_and_another_takes_its_place(
     assert outbound.used == 0
     peer.process.send_signal(signal.SIGSTOP)  # so that no message can be taken as a whole
     send = outbound.reserve(WINDOW, remote_slot)
-    if mode in pairs.NCCL_KINDS:
+    if mode == "nccl":
         send.commit()
     peer.kill()
-    if mode not in pairs.NCCL_KINDS:
+    if mode != "nccl":
         send.buffer.fill_(1)  # no fault: the memory is still mapped
         with suppress(LinkError):
             send.commit()
@@ -98,15 +98,14 @@ def test_p_dies_while_it_writes(start: Callable[[str], pairs.Peer], links: LinkF
         assert links.staging.used == WINDOW, "kernels of a process that was killed may run on for a moment"
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_p_dies_before_it_joins(blocking: bool) -> None:
-    dead, links = (pairs.nccl_links(blocking=blocking, init_seconds=0.1) for _ in "PD")
+def test_p_dies_before_it_joins() -> None:
+    dead, links = (pairs.nccl_links(init_seconds=0.1) for _ in "PD")
     inbound, _ = links.accept(dead.invite(), WINDOW)
     with pytest.raises(LinkError, match=r"did not come up in 0\.1 s"):
         wait_for(inbound.ready)
     inbound.abort()
     links.close()
-    wait_for(lambda: links.stuck == blocking)
+    wait_for(lambda: links.stuck == 0)
 
 
 @pytest.mark.parametrize("mode", ["ipc"], indirect=True)

@@ -482,8 +482,8 @@ class CardMemory(SimulatedMemory):
 class CardNccl(SimulatedNccl):
     """NCCL whose kernels are on the device's streams until their peer has done its part, or an abort."""
 
-    def __init__(self, cuda: SimulatedCuda, blocking: bool) -> None:
-        super().__init__(blocking=blocking)
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        super().__init__()
         self._driver = cuda.driver
 
     def _launch(self, comm: Comm, ops: list[Op]) -> None:

@@ -34,8 +34,7 @@ from support.nccl.gpu import SimulatedGpu
 from support.nccl.simulated import SimulatedDevice, SimulatedNccl
 from support.waiting import wait_for
 
-NCCL_KINDS = ("nccl-blocking", "nccl-polled")
-OWN_WAYS = {"host": ("shared-memory", "tcp"), "ipc": ("ipc",), "nccl": NCCL_KINDS}
+OWN_WAYS = {"host": ("shared-memory", "tcp"), "ipc": ("ipc",), "nccl": ("nccl",)}
 """Registered kinds that `make_factories` makes in another way than `make_factory` does."""
 KINDS = ("memory", "faulty", *(way for name in link_kinds.KINDS for way in OWN_WAYS.get(name, (name,))))
 """All that the contract tests try: a kind that is registered is among them."""
@@ -59,8 +58,8 @@ def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
 def links_of(kind: str, staging: int = 4 * STAGING) -> LinkFactory:
     """Those of one rank, of a kind that leaves its process. Raises ValueError for one that is not registered,
     or needs a GPU."""
-    if kind in NCCL_KINDS:
-        return nccl_links(blocking=kind == "nccl-blocking", staging=staging)
+    if kind == "nccl":
+        return nccl_links(staging=staging)
     if kind == "ipc":
         return ipc_links(staging)
     if kind in OWN_WAYS["host"]:
@@ -81,7 +80,6 @@ _SIMULATIONS: WeakKeyDictionary[LinkFactory, SimulatedNccl] = WeakKeyDictionary(
 def nccl_links(
     *,
     version: int = 22809,
-    blocking: bool = True,
     staging: int = 4 * STAGING,
     init_seconds: float = DEADLINE,
     processors: int = 512,
@@ -92,7 +90,7 @@ def nccl_links(
     group_bytes: int = 64 << 20,
 ) -> NcclLinks:
     """NCCL links of one rank on a simulated device of its own; with `gpu`, one whose streams share it."""
-    nccl = SimulatedNccl(version=version, blocking=blocking, gpu=gpu, channels=channels)
+    nccl = SimulatedNccl(version=version, gpu=gpu, channels=channels)
     device = SimulatedDevice(nccl, processors=processors)
     links = NcclLinks(nccl, device, staging, init_seconds, in_flight, group_bytes)
     links.announced = announced

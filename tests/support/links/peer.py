@@ -1,6 +1,6 @@
 """The other end of a link, in a process of its own.
 
-`python peer.py P|D shared-memory|tcp|ipc|nccl-blocking|nccl-polled`; JSON lines both ways.
+`python peer.py P|D shared-memory|tcp|ipc|nccl`; JSON lines both ways.
 """
 
 from __future__ import annotations

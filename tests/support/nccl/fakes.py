@@ -47,7 +47,7 @@ class Asked:
         return staticmethod(called)
 
 
-def fake_cupy(version: str, *, available: bool = True) -> tuple[types.ModuleType, types.ModuleType, Asked]:
+def fake_cupy(version: str) -> tuple[types.ModuleType, types.ModuleType, Asked]:
     """`cupy` and `cupy.cuda.nccl`; before version 14 unique ids are tuples of signed numbers."""
     asked = Asked()
     as_bytes = int(version.split(".")[0]) >= 14
@@ -58,17 +58,14 @@ def fake_cupy(version: str, *, available: bool = True) -> tuple[types.ModuleType
 
         send = asked.function("send", "sendbuf count datatype peer stream")
         recv = asked.function("recv", "recvbuf count datatype peer stream")
-        check_async_error = asked.function("check_async_error")
         abort = asked.function("abort")
 
     signed = tuple(part - 256 if part > 127 else part for part in UNIQUE_ID)
     nccl, cupy = types.ModuleType("cupy.cuda.nccl"), types.ModuleType("cupy")
     vars(nccl).update(
-        available=available, NcclError=FakeNcclError, NcclCommunicator=NcclCommunicator,
-        get_version=lambda: 23203,
+        NcclCommunicator=NcclCommunicator,
         get_unique_id=asked.function("get_unique_id", answer=UNIQUE_ID if as_bytes else signed),
-        groupStart=asked.function("groupStart"), groupEnd=asked.function("groupEnd"),
-    )  # fmt: skip
+    )
     vars(cupy).update(__version__=version)
     return cupy, nccl, asked
 

@@ -107,7 +107,7 @@ class SimulatedNccl(Nccl):
         fails_with: what `async_error` says of every communicator, if not None.
         abort_hangs: whether `abort` waits until `let_go`.
         launches_wait: whether `send` and `recv` return only when the device has done them, as with
-            CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
+            CUDA_LAUNCH_BLOCKING=1.
         joins: `init` waits until this is set.
         refuses: how many groups it refuses at the second operation.
         gpu: whose queues and multiprocessors the operations take; None: there is room for all of them.
@@ -118,14 +118,12 @@ class SimulatedNccl(Nccl):
         self,
         *,
         version: int = 22809,
-        blocking: bool = True,
         gpu: GpuQueues | None = None,
         channels: int = 8,
     ) -> None:
         self.gpu = gpu
         self.channels = channels
         self.binding = "a simulation"
-        self.blocking = blocking
         self.violations: list[str] = []
         self.fails_with: int | None = None
         self.abort_hangs = False
@@ -191,12 +189,7 @@ class SimulatedNccl(Nccl):
         if ranks != 2:
             raise NcclError("init", 4, "only two ranks are simulated")
         comm = Comm(threading.get_ident(), rank)
-        if self.blocking:
-            self._join(comm, unique_id)
-            if comm.line is None:
-                raise NcclError("init", 2, "the simulation is over")
-        else:
-            threading.Thread(target=self._join, args=(comm, unique_id), daemon=True).start()
+        threading.Thread(target=self._join, args=(comm, unique_id), daemon=True).start()
         number = next(self._numbers)
         self._comms[number] = comm
         return number
@@ -338,11 +331,9 @@ class SimulatedNccl(Nccl):
             self._violate("one stream for two communicators: the simulation keeps no order between them")
         self._streams[op.stream] = number
         first, comm.first = comm.first, False
-        if self.blocking:
-            if first:
-                self._meet(comm)
+        if self.launches_wait:
             self._launch(comm, ops)
-            while self.launches_wait and not op.done and not self._ended(comm):
+            while not op.done and not self._ended(comm):
                 comm.gone.wait(TICK)
             return
         comm.launching, comm.polls = ops, LAUNCH_POLLS
