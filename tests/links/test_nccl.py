@@ -62,7 +62,7 @@ def test_ready_means_that_a_message_has_gone_through(blocking: bool) -> None:
 def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -> None:
     p, d = both(blocking, init_seconds=0.05)
     inbound, _ = d.accept(p.invite(), WINDOW)
-    reason = error_of(inbound.poll)
+    reason = error_of(inbound.ready)
     assert "NCCL did not come up in 0.05 s: the peer is absent" in reason
     with pytest.raises(LinkError, match="did not come up"):
         inbound.post(10)
