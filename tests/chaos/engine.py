@@ -10,10 +10,10 @@ import json
 import logging
 import random
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -238,11 +238,8 @@ class Side:
 
     def stop(self) -> bool:
         """End every rank; whether all have ended."""
-        stoppers = [threading.Thread(target=rank.stop) for rank in self.ranks]
-        for stopper in stoppers:
-            stopper.start()
-        for stopper in stoppers:
-            stopper.join()
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            list(pool.map(Rank.stop, self.ranks))
         return not any(rank.alive for rank in self.ranks)
 
 

@@ -100,11 +100,7 @@ def test_a_message_ends_a_short_wait(endpoint: Endpoint) -> None:
         connection = joined(endpoint, other)
         for number in range(50):
             assert connection.send(b"%d" % number)
-            end = time.monotonic() + DEADLINE
-            while not (heard := [data for _, data in endpoint.receive()]):
-                assert time.monotonic() < end, "the message did not come"
-                endpoint.wait(0.0009)
-            assert heard == [b"%d" % number]
+            assert heard(endpoint, 1, 0.0009) == [b"%d" % number]
 
 
 def test_messages_that_are_held_go_out_together_and_in_order(endpoint: Endpoint) -> None:
@@ -128,11 +124,11 @@ def test_messages_that_are_held_go_out_together_and_in_order(endpoint: Endpoint)
         assert connection.flush() and not connection.hold(b"x") and not connection.send(b"x")
 
 
-def heard(endpoint: Endpoint, count: int) -> list[bytes]:
+def heard(endpoint: Endpoint, count: int, pause: float = 0.05) -> list[bytes]:
     found, end = list[bytes](), time.monotonic() + DEADLINE
     while len(found) < count:
         assert time.monotonic() < end, f"only {len(found)} of {count} messages came"
-        endpoint.wait(0.05)
+        endpoint.wait(pause)
         found += [data for _, data in endpoint.receive()]
     return found
 

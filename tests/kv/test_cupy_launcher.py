@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,14 +111,8 @@ def test_threads_do_not_share_their_arguments(monkeypatch: pytest.MonkeyPatch) -
         return 0
 
     monkeypatch.setattr(launcher, "_submit", submit)
-    threads = [
-        threading.Thread(target=launcher.launch, args=("p2pkv_digest", 1, (1, 1), [number] * 3))
-        for number in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda number: launcher.launch("p2pkv_digest", 1, (1, 1), [number] * 3), range(2)))
     assert sorted(found) == [[0] * 3, [1] * 3]
 
 

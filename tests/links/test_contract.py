@@ -10,7 +10,7 @@ import torch
 
 from p2pkv.links import host, ipc, nccl
 from p2pkv.links.base import LinkError, LinkFactory, SetupBlob
-from support.links.pairs import KINDS, connect, make_factories
+from support.links.pairs import KINDS, connect, from_another_thread, make_factories
 from support.waiting import wait_for
 
 Factories = tuple[LinkFactory, LinkFactory]
@@ -143,19 +143,7 @@ def test_a_late_write_lands_nowhere(factories: Factories) -> None:
 def test_each_end_belongs_to_one_thread(factories: Factories) -> None:
     pair = connect(factories, WINDOW)
     pair.poll()
-    caught: list[str] = []
-
-    def intrude() -> None:
-        for call in (pair.inbound.poll, pair.outbound.poll, pair.inbound.abort):
-            try:
-                call()
-            except RuntimeError as error:
-                caught.append(str(error))
-
-    thread = threading.Thread(target=intrude, name="intruder")
-    thread.start()
-    thread.join(10)
-    assert len(caught) == 3
+    caught = from_another_thread(pair.inbound.poll, pair.outbound.poll, pair.inbound.abort)
     assert all("intruder" in text and threading.current_thread().name in text for text in caught)
 
 

@@ -14,7 +14,7 @@ from p2pkv.bench.nccl import PARTS, parts_of, parts_table
 from p2pkv.links import nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
-from support.links.pairs import connect, nccl_links, simulated
+from support.links.pairs import connect, from_another_thread, nccl_links, simulated
 from support.nccl.simulated import SimulatedDevice, SimulatedEvent, SimulatedNccl
 from support.waiting import wait_for
 
@@ -62,7 +62,7 @@ def test_ready_means_that_a_message_has_gone_through() -> None:
 def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh() -> None:
     p, d = both(init_seconds=0.05)
     inbound, _ = d.accept(p.invite(), WINDOW)
-    reason = error_of(inbound.poll)
+    reason = error_of(inbound.ready)
     assert "NCCL did not come up in 0.05 s: the peer is absent" in reason
     with pytest.raises(LinkError, match="did not come up"):
         inbound.post(10)
@@ -259,21 +259,11 @@ def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_second_thread_is_refused_even_on_another_link() -> None:
     factories = both()
-    first, second = connect(factories, WINDOW), None
+    first = connect(factories, WINDOW)
     first.poll()
     second = connect(factories, WINDOW, ready=False)
-    caught: list[str] = []
-
-    def intrude() -> None:
-        for call in (second.inbound.poll, second.outbound.abort, second.inbound.ready):
-            with pytest.raises(RuntimeError, match=r"NCCL on simulated:0 belongs to thread") as error:
-                call()
-            caught.append(str(error.value))
-
-    thread = threading.Thread(target=intrude, name="intruder")
-    thread.start()
-    thread.join(10)
-    assert len(caught) == 3 and all("intruder" in text for text in caught)
+    caught = from_another_thread(second.inbound.poll, second.outbound.abort, second.inbound.ready)
+    assert all("NCCL on simulated:0 belongs to thread" in text and "intruder" in text for text in caught)
     second.abort()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -13,12 +13,10 @@ from support.waiting import wait_for
 
 def raw_pair() -> tuple[SimulatedNccl, int, SimulatedNccl, int]:
     p, d = SimulatedNccl(), SimulatedNccl()
-    name, joined = p.unique_id(), []
-    thread = threading.Thread(target=lambda: joined.append(d.init(2, name, 1)))
-    thread.start()
-    comm = p.init(2, name, 0)
-    thread.join(10)
-    return p, comm, d, joined[0]
+    name = p.unique_id()
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(d.init, 2, name, 1)
+        return p, p.init(2, name, 0), d, joined.result(10)
 
 
 def violations(*simulations: SimulatedNccl) -> list[str]:
@@ -32,9 +30,8 @@ def violations(*simulations: SimulatedNccl) -> list[str]:
 def test_the_simulation_finds_a_second_thread() -> None:
     p, first, d, _ = raw_pair()
     assert p.async_error(first) == SUCCESS
-    thread = threading.Thread(target=lambda: p.async_error(first), name="owner")
-    thread.start()
-    thread.join(10)
+    with ThreadPoolExecutor(1, "owner") as pool:
+        pool.submit(p.async_error, first).result(10)
     assert violations(p, d) == []  # handed over, once
     p.async_error(first)
     (found,) = violations(p, d)

@@ -98,16 +98,6 @@ def test_p_dies_while_it_writes(start: Callable[[str], pairs.Peer], links: LinkF
         assert links.staging.used == WINDOW, "kernels of a process that was killed may run on for a moment"
 
 
-def test_p_dies_before_it_joins() -> None:
-    dead, links = (pairs.nccl_links(init_seconds=0.1) for _ in "PD")
-    inbound, _ = links.accept(dead.invite(), WINDOW)
-    with pytest.raises(LinkError, match=r"did not come up in 0\.1 s"):
-        wait_for(inbound.ready)
-    inbound.abort()
-    links.close()
-    wait_for(lambda: links.stuck == 0)
-
-
 @pytest.mark.parametrize("mode", ["ipc"], indirect=True)
 def test_a_frozen_p_that_wakes_up_writes_where_no_rank_reads(
     start: Callable[[str], pairs.Peer], links: LinkFactory

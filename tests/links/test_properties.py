@@ -31,7 +31,8 @@ class Conversation:
         self.received: dict[int, bool] = {}
 
     def step(self) -> bool:
-        self.dice.choice((self.post, self.reserve, self.fill, self.take, self.poll_p, self.poll_d))()
+        p, d = self.pair.outbound, self.pair.inbound
+        self.dice.choice((self.post, self.reserve, self.fill, self.take, p.poll, d.poll))()
         self.sent = [send for send in self.sent if not send.done()]
         return len(self.received) == len(self.sizes) and not self.sent
 
@@ -66,12 +67,6 @@ class Conversation:
                 self.posted.popleft()
                 self.received[message] = torch.equal(receive.buffer, noise(self.sizes[message], message))
                 receive.release()
-
-    def poll_p(self) -> None:
-        self.pair.outbound.poll()
-
-    def poll_d(self) -> None:
-        self.pair.inbound.poll()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 from protocol import receiver_rigs as d_side
-from protocol.sender_rigs import KEY, TERMS, TOKENS, WHOLE, Rig, grant, offer, sent
+from protocol.sender_rigs import KEY, TERMS, TOKENS, WHOLE, Rig, computed, grant, offer, offered, sent
 from protocol.test_extents import several_extents
 
 from p2pkv.protocol import messages
@@ -23,9 +23,7 @@ BYTES = 27
 
 def ready() -> Rig:
     """D has claimed the prompt, which is computed, and was told that it may cut it."""
-    rig = Rig()
-    rig.offer()
-    rig.compute()
+    rig = computed()
     assert rig.claim() == [SendTo(0, offer(ready=True))]
     return rig
 
@@ -38,21 +36,17 @@ def wanted(*cut: tuple[Piece, ...], ahead: bool = False) -> Want:
 
 
 def test_p_offers_the_prompt_again_once_it_is_computed_if_d_has_not_asked() -> None:
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     assert rig.claim() == [SendTo(0, offer())], "it is not computed"
     assert rig.compute() == [SendTo(0, offer(ready=True))]
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     rig.claim()
     rig.want()
     assert [type(said.message) for said in rig.compute() if isinstance(said, SendTo)] == [Chunk]
 
 
 def test_p_says_so_when_the_link_is_up() -> None:
-    rig = Rig()
-    rig.offer()
-    rig.compute()
+    rig = computed()
     assert rig.claim(limit=0) == [SendTo(0, offer())]
     assert rig.claim(limit=1 << 20) == [SendTo(0, offer(ready=True))]
     assert rig.claim(limit=1 << 20) == []
@@ -104,14 +98,11 @@ def test_p_refuses_pieces_that_it_would_not_cut(cut: list[tuple[Piece, ...]], wh
 
 
 def test_p_refuses_a_cut_that_it_did_not_offer_or_that_is_too_large() -> None:
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     rig.claim()
     with pytest.raises(RemoteProtocolError, match="is not ready"):
         rig.sender.want(0, wanted(WHOLE.pieces), 0.0)
-    rig = Rig()
-    rig.offer()
-    rig.compute()
+    rig = computed()
     rig.claim(limit=BYTES)
     with pytest.raises(RemoteProtocolError, match="54 bytes was cut where 27 are allowed"):
         rig.sender.want(0, wanted(WHOLE.pieces), 0.0)

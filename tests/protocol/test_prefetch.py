@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from protocol import receiver_rigs as d_side
-from protocol.sender_rigs import LEASE, TOKENS, Rig, grant, offer, sent
+from protocol.sender_rigs import LEASE, TOKENS, Rig, grant, offer, offered, sent
 
 from p2pkv.protocol import receiver
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Want
@@ -17,8 +17,7 @@ from p2pkv.protocol.state_machine import Finished, Offered, Released, RemoteProt
 
 def pushed() -> Rig:
     """All of a prompt has been pushed ahead, and P is done with it."""
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     rig.claim()
     rig.want(0, TOKENS, prefetch=True)
     assert rig.carry(rig.compute())[0] == SendTo(0, sent(0))
@@ -50,8 +49,7 @@ def withdraw(rig: Rig, how: str) -> None:
 @pytest.mark.parametrize("how", ["let go", "lost", "silence"])
 def test_what_d_has_said_before_it_heard_of_that_brings_nothing_back(how: str) -> None:
     """Its chunks are counted from 0 again only under another attempt, or D would take none of them."""
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     rig.claim()
     rig.want(0, TOKENS, prefetch=True)
     (announced,) = rig.compute()
@@ -75,8 +73,7 @@ def test_a_later_claim_is_not_touched_by_words_about_an_earlier_one() -> None:
 
 
 def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     rig.claim(attempt=7)
     rig.want(0, TOKENS, attempt=7, prefetch=True)
     rig.sender.unlinked(0, "its link broke")
@@ -93,8 +90,7 @@ def test_a_d_that_has_all_of_it_releases_what_was_withdrawn() -> None:
 
 
 def test_d_may_let_go_before_it_has_wanted_any_of_it() -> None:
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     rig.claim()
     assert rig.want(0, 0, prefetch=True) == []
     assert rig.states == (PromptPhase.OFFERED, [])

@@ -224,9 +224,7 @@ def test_tokens_computed_before_the_offer_are_an_error_of_ours() -> None:
 
 
 def test_an_abort_is_said_to_every_open_leg_once() -> None:
-    rig = Rig(expects=(0, 1))
-    rig.offer()
-    rig.claim(0)
+    rig = claimed()
     rig.claim(1, attempt=4)
     rig.cancel(0)
     assert rig.sender.abort("client left") == [
@@ -241,9 +239,7 @@ def test_an_abort_is_said_to_every_open_leg_once() -> None:
 
 
 def test_a_cancel_of_every_target_releases_the_pages_once_the_prefill_has_begun() -> None:
-    rig = Rig(expects=(0, 1))
-    rig.offer()
-    rig.claim(0)
+    rig = claimed()
     rig.claim(1)
     assert rig.cancel(0) == []
     assert rig.cancel(1) == [Released(), Finished(False, "D cancelled: enough")]
@@ -254,9 +250,7 @@ def test_a_cancel_of_every_target_releases_the_pages_once_the_prefill_has_begun(
 
 
 def test_a_lost_target_ends_its_leg_only() -> None:
-    rig = Rig(expects=(0, 1))
-    rig.offer()
-    rig.claim(0)
+    rig = claimed()
     rig.claim(1)
     assert rig.sender.lost(0, "gone") == [SendTo(0, Failed(KEY, 1, "gone"))]
     assert rig.sender.lost(0, "gone") == [] == rig.sender.lost(7, "never seen")
@@ -275,8 +269,7 @@ def test_a_link_that_breaks_costs_what_it_carried_and_not_what_waits() -> None:
 
 
 def test_a_lost_target_that_had_everything_in_flight_hears_of_it_and_the_outcome_stays() -> None:
-    rig = Rig()
-    rig.offer()
+    rig = offered()
     rig.claim()
     rig.want()
     assert rig.carry(rig.compute())[-1] == Finished(True)

@@ -17,7 +17,7 @@ from types import FrameType
 
 sys.path.append(str(Path(__file__).parents[1]))  # where this is run by itself
 
-from proxy_behaviours import streams
+from proxy_behaviours import streams_at_once
 from proxy_fakes import Deployment, deployed, quiet
 
 import p2pkv_proxy
@@ -50,9 +50,7 @@ async def files_of_one(deployment: Deployment) -> Counter[str]:
 async def files_passed() -> Counter[str]:
     """The files that every request passes, and how many calls the shortest of the traces had in each."""
     async with deployed("concurrent", 1, 1) as deployment:
-        release = asyncio.Event()
-        release.set()
-        deployment.d.behaviour = streams(release)
+        deployment.d.behaviour = streams_at_once
         for pinger in deployment.pingers.values():
             pinger._interval = 1000.0
         await files_of_one(deployment)

@@ -24,10 +24,7 @@ def ownerships(draw: st.DrawFn, size: int) -> Ownership:
     return Ownership(tuple(draw(st.permutations(parts + replicas))))
 
 
-@st.composite
-def two_ownerships(draw: st.DrawFn) -> tuple[Ownership, Ownership]:
-    size = draw(st.integers(1, 40))
-    return draw(ownerships(size)), draw(ownerships(size))
+two_ownerships = st.integers(1, 40).flatmap(lambda size: st.tuples(ownerships(size), ownerships(size)))
 
 
 class TestInterval:
@@ -50,7 +47,7 @@ class TestOwnership:
 
 
 class TestOverlaps:
-    @given(sides=two_ownerships())
+    @given(sides=two_ownerships)
     @budget
     def test_each_target_cell_is_met_once_at_the_right_places(
         self, sides: tuple[Ownership, Ownership]

@@ -132,11 +132,3 @@ def test_p_to_its_end_then_d_by_hand(fleet: Fleet) -> None:
     pair = complete(fleet.d, prompt, headers=headers, **on_d)
     assert_same([complete(fleet.single, prompt)], [pair])
     assert_moved(traffic, (0, len(prompt) - 1))
-
-
-def test_a_request_without_a_pair_is_served_by_d_alone(fleet: Fleet) -> None:
-    prompt = tokens(CHUNK + 5, "no pair")
-    traffic = Traffic(fleet)
-    local = answers.complete(fleet.d.base_url, MODEL_NAME, prompt)
-    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), local)
-    assert traffic.scattered(at_least=0) == 0

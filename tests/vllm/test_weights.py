@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,18 +99,13 @@ def load(servers: Servers, name: str) -> Iterator[None]:
                 return
             turn += 1
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(AT_ONCE)]
-    for thread in threads:
-        thread.start()
-    try:
+    with ThreadPoolExecutor(AT_ONCE) as pool, ExitStack() as stack:
+        stack.callback(over.set)
+        pool.map(ask, range(AT_ONCE))
         wait_until(lambda: len(done) >= AT_ONCE or bool(broken), "the load", 60.0)
         yield
         before = len(done)
         wait_until(lambda: len(done) >= before + AT_ONCE or bool(broken), "the load afterwards", 60.0)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(120.0)
     assert not broken
     servers.rest()
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,11 +249,8 @@ class Engine:
         wait_for(lambda: self.all_heard(event), seconds, f"{event} on all ranks of {self.address}")
 
     def stop(self) -> None:
-        stoppers = [threading.Thread(target=each.rank.stop) for each in self.ranks]
-        for stopper in stoppers:
-            stopper.start()
-        for stopper in stoppers:
-            stopper.join()
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            list(pool.map(lambda each: each.rank.stop(), self.ranks))
 
 
 def make_engine(role: str, geometry: Geometry, links: Callable[[int], LinkFactory], **options: Any) -> Engine:

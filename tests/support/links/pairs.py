@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +225,12 @@ def starting() -> Iterator[Callable[..., Peer]]:
     for peer in peers:
         if peer.process.poll() is None:
             peer.kill()
+
+
+def from_another_thread(*calls: Callable[[], object]) -> list[str]:
+    """What each call is told there, which may make none of them."""
+    with ThreadPoolExecutor(1, "intruder") as pool:
+        return [str(pool.submit(call).exception(10)) for call in calls]
 
 
 def send_sizes(outbound: Outbound, sizes: list[int], remote_slots: list[int]) -> None:
