@@ -32,10 +32,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 # Fields of a request that the continuation repeats.
 SAME = {
-    "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
-    "min_p", "model", "priority", "repetition_penalty", "return_tokens_as_token_ids", "seed",
-    "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids",
-    "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user",
+    "allowed_token_ids", "cache_salt", "chat_template_kwargs", "ignore_eos",
+    "include_stop_str_in_output", "logit_bias", "min_p", "model", "priority", "reasoning_effort",
+    "repetition_penalty", "return_tokens_as_token_ids", "seed", "session_id", "skip_special_tokens",
+    "spaces_between_special_tokens", "stop", "stop_token_ids", "stream_interval", "stream_options",
+    "temperature", "top_k", "top_p", "user",
 }  # fmt: skip
 # Those that count tokens, or that the two endpoints name otherwise.
 _TRANSLATED = {
@@ -44,9 +45,8 @@ _TRANSLATED = {
 }  # fmt: skip
 # Those that make the prompt's tokens, or change nothing of the answer.
 _OF_THE_PROMPT = {
-    "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",
-    "continue_final_message", "messages", "metadata", "prompt", "reasoning_effort", "store",
-    "truncate_prompt_tokens", "truncation_side",
+    "add_generation_prompt", "add_special_tokens", "chat_template", "continue_final_message",
+    "messages", "metadata", "prompt", "store", "truncate_prompt_tokens", "truncation_side",
 }  # fmt: skip
 # Those with which an answer can go on elsewhere only if they have one of these values.
 _ONLY: Mapping[str, tuple[Any, ...]] = {

@@ -85,7 +85,7 @@ def cut_answer(
         assert transcript.possible and not last
         former = stream if isinstance(stream, Continuation) else None
         stream = Continuation(transcript, CONTEXT, former)
-        asked, at_path = json.loads(bytes(stream.body.for_decode("x"))), COMPLETIONS
+        asked, at_path = json.loads(bytes(stream.body.for_decode("x"))), stream.body.path
     return got
 
 
@@ -107,6 +107,7 @@ BODIES = st.fixed_dictionaries(
         ),
         "min_tokens": st.integers(0, 3),
         "temperature": st.just(0),
+        "return_tokens_as_token_ids": st.booleans(),
     },
 )
 
@@ -114,7 +115,7 @@ BODIES = st.fixed_dictionaries(
 @given(
     path=st.sampled_from([CHAT, COMPLETIONS]),
     more=BODIES,
-    logprobs=st.none() | st.integers(0, 3),
+    logprobs=st.none() | st.integers(-1, 3),
     salt=st.integers(0, 1000),
     chunks=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=3, max_size=3),
     cuts=st.tuples(st.integers(1, 6000), st.integers(1, 4000)),
