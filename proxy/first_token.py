@@ -194,8 +194,7 @@ class FirstTokens:
             return "request"
         unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
         drawn = fields.get("seed") is not None and not wanted.greedy
-        spaces = fields.get("spaces_between_special_tokens") is False
-        inexact = drawn or spaces or (unbounded and not wanted.chat)
+        inexact = drawn or (unbounded and not wanted.chat)
         if inexact or not (unbounded or most >= max(1, least)):
             return "request"
         if wanted.chat and (prefill.ping.parses or decode.ping.parses or body.model in self._parsed):

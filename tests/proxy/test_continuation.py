@@ -243,9 +243,12 @@ TEXT_PART, PICTURE = {"type": "text", "text": "a"}, {"type": "image_url", "image
         {"structured_outputs": {"regex": "a*"}},
         {"use_beam_search": True},
         {"stop": 7},
+        {"spaces_between_special_tokens": "no"},
+        {"tool_choice": None, "messages": [{"role": "user", "content": "hi"}]},
         {"logit_bias": {str(each): 1 for each in range(5000)}},
         {"a_field_of_tomorrow": 1},
         {"messages": [{"role": "user", "content": [TEXT_PART, PICTURE]}]},
+        {"messages": [{"role": "user", "content": [{"image_url": "data:"}]}]},
     ],
     ids=lambda more: next(iter(more)),
 )

@@ -45,7 +45,7 @@ from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transc
 from test_resume import ask, same
 
 from p2pkv.first_token import FirstToken
-from p2pkv_proxy import first_token
+from p2pkv_proxy import first_token, relay
 from p2pkv_proxy.access import OTHER, Tenants
 from p2pkv_proxy.attempt import Attempt, Dispatch
 from p2pkv_proxy.bodies import parse
@@ -476,6 +476,25 @@ async def test_the_first_event_of_a_long_prompt_comes_in_pieces(greedy: bool) ->
         deployment.d.behaviour = behind_p(deployment, chosen(in_pieces))
         assert same(await ask(deployment, body), answer(engine, body))
         assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
+
+
+@pytest.mark.parametrize("longest", [300, 1 << 20])
+async def test_an_event_of_d_may_be_long(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a client that reads slowly are, with many tokens. One that is too long ends the stream."""
+    monkeypatch.setattr(relay, "LONGEST_EVENT", 300)
+    monkeypatch.setattr(relay, "_LONGEST_READ", longest, raising=False)
+    body = body_of(COMPLETIONS, max_tokens=9, logprobs=3)
+    engine = salt_where(None, body)
+    slow = Engine(engine.model, (4,))
+
+    def in_pieces(seen: Seen) -> Behaviour:
+        events = b"".join(slow.events(seen.path, seen.body, seen.request_id))
+        return stream_of(*(step for each in pieces(events, [301]) for step in (each, a_pause)))
+
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = chosen(in_pieces)
+        got = await ask(deployment, body)
+        assert (got.error is not None) if longest == 300 else same(got, answer(engine, body))
 
 
 async def a_pause(*_: object) -> None:

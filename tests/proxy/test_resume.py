@@ -232,6 +232,14 @@ async def test_a_d_that_dies_within_a_long_first_event_is_no_loss() -> None:
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
 
 
+async def test_a_first_event_may_have_a_million_tokens() -> None:
+    """Which the client has not asked for."""
+    body = COMPLETION | {"prompt": [*range(1_000_000, 1_400_000)], "max_tokens": 3}
+    async with deployed("concurrent", 1, 1, max_body=8 << 20) as deployment:
+        all_do(deployment.decodes, generates())
+        assert same(await ask(deployment, body), whole(body))
+
+
 async def test_a_d_that_dies_within_an_endless_first_event_leaves_an_error() -> None:
     """The event is not held until it is whole, so the answer has begun; and nothing is known of it."""
     async with deployed("concurrent", 1, 2) as deployment:
