@@ -172,29 +172,21 @@ def _logprobs(
     """All alternatives have the same text, as parts of characters have none. There are 4 in all (-1)."""
     texts = [_PIECES.get(each, b"").decode("utf-8", "replace") for each in ids]
     tokens = [f"token_id:{each}" if as_ids else text for each, text in zip(ids, texts, strict=True)]
-    values = [-each / 64 for each in ids]
-    tops = [
-        [(token + "~" * (at > 0), value - at) for at in range(top % 5)]
-        for token, value in zip(tokens, values, strict=True)
-    ]
-    if chat:
-        rows = []
-        for token, text, value, others in zip(tokens, texts, values, tops, strict=True):
-            listed = {"top_logprobs": [_chat_token(*each) for each in others]}
-            rows.append(_chat_token(token, value) | {"bytes": list(text.encode())} | listed)
-        return {"content": rows}, offset
-    offsets = []
-    for token in tokens:
+    rows, names, values, offsets = [], [], [-each / 64 for each in ids], []
+    for token, text, value in zip(tokens, texts, values, strict=True):
+        others = [(token + "~" * (at > 0), value - at) for at in range(max(1, top % 5))]
+        listed = [_chat_token(*each, each[0]) for each in others[: top % 5]]
+        rows.append(_chat_token(token, value, text) | {"top_logprobs": listed})
+        names.append(dict(others))
         offsets.append(offset)
         offset += len(token)
-    names = [
-        dict(others) or {token: value} for token, value, others in zip(tokens, values, tops, strict=True)
-    ]
+    if chat:
+        return {"content": rows}, 0
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": names}, offset
 
 
-def _chat_token(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+def _chat_token(token: str, value: float, text: str) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(text.encode())}
 
 
 def _usage(prompt: int, answer: int) -> dict[str, int]:

@@ -467,13 +467,9 @@ async def test_the_first_event_of_a_long_prompt_comes_in_pieces(greedy: bool) ->
     body["prompt"] = [*range(100_000, 120_000)]
     engine = salt_where(None, body)
 
-    def in_pieces(seen: Seen) -> Behaviour:
-        data = b"".join(engine.events(seen.path, seen.body, seen.request_id))
-        return stream_of(*(step for each in pieces(data, [30_000]) for step in (each, a_pause)))
-
     async with pair_of(engine, d={"context": 1 << 16}) as deployment:
-        deployment.p.behaviour = chosen(in_pieces)
-        deployment.d.behaviour = behind_p(deployment, chosen(in_pieces))
+        deployment.p.behaviour = in_pieces(engine, 30_000)
+        deployment.d.behaviour = behind_p(deployment, in_pieces(engine, 30_000))
         assert same(await ask(deployment, body), answer(engine, body))
         assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
 
@@ -485,16 +481,20 @@ async def test_an_event_of_d_may_be_long(longest: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(relay, "_LONGEST_READ", longest, raising=False)
     body = body_of(COMPLETIONS, max_tokens=9, logprobs=3)
     engine = salt_where(None, body)
-    slow = Engine(engine.model, (4,))
-
-    def in_pieces(seen: Seen) -> Behaviour:
-        events = b"".join(slow.events(seen.path, seen.body, seen.request_id))
-        return stream_of(*(step for each in pieces(events, [301]) for step in (each, a_pause)))
-
     async with pair_of(engine) as deployment:
-        deployment.d.behaviour = chosen(in_pieces)
+        deployment.d.behaviour = in_pieces(Engine(engine.model, (4,)), 301)
         got = await ask(deployment, body)
         assert (got.error is not None) if longest == 300 else same(got, answer(engine, body))
+
+
+def in_pieces(engine: Engine, size: int) -> Behaviour:
+    """Its events, cut anywhere."""
+
+    def cut(seen: Seen) -> Behaviour:
+        data = b"".join(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(*(step for each in pieces(data, [size]) for step in (each, a_pause)))
+
+    return chosen(cut)
 
 
 async def a_pause(*_: object) -> None:
