@@ -447,11 +447,12 @@ async def test_where_it_is_not_exact_or_not_to_be_it_is_not_done(case: str) -> N
         ({"max_tokens": 0}, "request"),
         ({"max_completion_tokens": 0}, "request"),
         ({"max_tokens": None, "min_tokens": CONTEXT}, "context"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "parser"),
     ],
     ids=str,
 )
 async def test_what_d_alone_can_judge_of_a_chat(fields: dict[str, Any], why: str, greedy: bool) -> None:
-    """vLLM refuses it, and would answer P's part of it."""
+    """vLLM refuses all but the last, and would answer P's part of them."""
     body = body_of(CHAT) | fields | ({"temperature": 0} if greedy else {})
     engine = salt_where(None, body | {"max_tokens": 9}, CHAT)
     async with pair_of(engine) as deployment:
