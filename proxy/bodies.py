@@ -135,6 +135,7 @@ class Body:
         self.prompt = Prompt(fields)
         self.streams = path in PAIRED and _switch(_small(fields, "stream")) is True
         self._released = released
+        self._ids: Raw | None = None
         self._made: list[Content] | None = []
         """What may still be sent; None once the bytes are let go."""
 
@@ -209,13 +210,18 @@ class Body:
             return self._changed(more)
         return self._with_fields(self._raw)
 
+    def become_chat(self) -> None:
+        """Its `prompt`, token ids, is that of a chat, which vLLM takes in place of messages."""
+        self.path, self._raw, self._ids = "/v1/chat/completions", None, self.fields.pop("prompt")
+        self.fields["messages"] = Raw(b'[{"role":"user","content":""}]')
+
     def go_on_from(self, name: str) -> None:
         """D knows the response that this one goes on with by this id."""
         self.previous_name = name
 
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
-        self._raw, self.fields = None, {}
+        self._raw, self._ids, self.fields = None, None, {}
         self.prompt.let_go()
         # Tracebacks of tries that failed may keep these until Python's garbage collector comes by.
         for content in self._made or ():
@@ -230,6 +236,9 @@ class Body:
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
         """The client's fields, without some, and with others or other values."""
         kept = {name: value for name, value in self.fields.items() if name not in left_out}
+        if self._ids is not None:
+            params = changes.get("kv_transfer_params") or {}
+            changes = changes | {"kv_transfer_params": params | {"prompt_token_ids": self._ids}}
         made = _object(kept | {name: msgspec.json.encode(value) for name, value in changes.items()})
         return self._with_fields(*made)
 

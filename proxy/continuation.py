@@ -1,8 +1,9 @@
 """The rest of a streamed answer, from another instance than its beginning. No IO.
 
 That instance is asked for a completion of the prompt and the answer's tokens up to the resume point, see
-transcript.py. Its events become those of the first one. What the client has beyond that point comes again,
-and is not sent a second time; if it comes otherwise, as it may with sampling, the answer cannot go on.
+transcript.py; if the client sees log-probabilities of a chat, for a chat with these tokens. Its events become
+those of the first one. What the client has beyond that point comes again, and is not sent a second time; if
+it comes otherwise, as it may with sampling, the answer cannot go on.
 """
 
 from __future__ import annotations
@@ -59,12 +60,15 @@ class Continuation:
         left = wanted.most_tokens(context - self._transcript.prompt_tokens) - self.before
         asked |= {"max_tokens": left, "stream": True, "return_token_ids": True}
         asked["min_tokens"] = max(0, wanted.least_tokens - self.before)
-        if not wanted.chat:
-            asked["logprobs"] = fields.get("logprobs")
-        elif fields.get("logprobs"):
-            asked["logprobs"] = fields.get("top_logprobs") or 0
+        # A completion's log-probabilities name tokens by their text alone, which several may share.
+        chat = wanted.chat and bool(fields.get("logprobs"))
+        if chat or not wanted.chat:
+            asked |= {name: fields[name] for name in ("logprobs", "top_logprobs") if name in fields}
         prompt = b'{"prompt":[' + self._transcript.all_ids + b"],"
-        return parse(prompt + msgspec.json.encode(asked)[1:], COMPLETIONS)
+        body = parse(prompt + msgspec.json.encode(asked)[1:], COMPLETIONS)
+        if chat:
+            body.become_chat()
+        return body
 
     def feed(self, chunk: bytes) -> bytes:
         """As `Transcript.feed`. Raises Diverged."""
@@ -88,8 +92,11 @@ class Continuation:
     def _choice(self, choice: Fields) -> Fields | None:
         """The choice as the client gets it; None if the client has all of it."""
         wanted = self._wanted
-        ids, text, logprobs = choice.get("token_ids") or [], choice["text"], choice.get("logprobs")
-        finish = choice.get("finish_reason")
+        ids, logprobs = choice.get("token_ids") or [], choice.get("logprobs")
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        text, finish = delta.get("content") or "", choice.get("finish_reason")
+        if any(value for name, value in delta.items() if name not in ("role", "content")):
+            raise Diverged  # what went before was plain text
         again = self._ids[: len(ids)]
         if ids[: len(again)] != again:
             if self._chars or wanted.shows_tokens:
@@ -108,7 +115,7 @@ class Continuation:
         """A choice in the form of the client's endpoint."""
         if not self._wanted.chat:
             return {**choice, "text": text, "logprobs": logprobs, "prompt_token_ids": None, "token_ids": ids}
-        made = {"index": 0, "delta": {"content": text}, "logprobs": _of_chat(logprobs, self._transcript)}
+        made = {"index": 0, "delta": {"content": text}, "logprobs": logprobs}
         made["finish_reason"] = finish = choice.get("finish_reason")
         if finish is not None:
             made["stop_reason"] = choice.get("stop_reason")
@@ -196,20 +203,3 @@ def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:
     if "text_offset" in made:
         made["text_offset"] = [each + offset for each in made["text_offset"]]
     return made
-
-
-def _of_chat(logprobs: Fields | None, transcript: Transcript) -> Fields | None:
-    """Log-probabilities as /v1/chat/completions writes them."""
-    if logprobs is None:
-        return None
-    most = transcript.wanted.fields.get("top_logprobs") or 0
-    tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
-    content = []
-    for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):
-        listed = [_of_token(*each) for each in list((top or {}).items())[:most]]
-        content.append({**_of_token(token, value), "top_logprobs": listed})
-    return {"content": content}
-
-
-def _of_token(token: str, value: float | None) -> Fields:
-    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "replace"))}

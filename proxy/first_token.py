@@ -54,6 +54,9 @@ REASONS: dict[Why, str] = {
 _PARSED = {"tools", "thinking"}
 """Fields with which an answer has parts that are no text."""
 
+_CALLS = rb'"tool_calls"\s*:\s*\['
+"""Behind calls of tools a model may write others, which vLLM takes out of a chat's text, asked for or not."""
+
 _WHOLE_BLOCKS = 128
 """Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
 
@@ -194,12 +197,11 @@ class FirstTokens:
             return "request"
         unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
         drawn = fields.get("seed") is not None and not wanted.greedy
-        spaces = fields.get("spaces_between_special_tokens") is False
-        nameless = wanted.chat and fields.get("logprobs") and fields.get("return_tokens_as_token_ids")
-        inexact = drawn or spaces or nameless or (unbounded and not wanted.chat)
+        inexact = drawn or (unbounded and not wanted.chat)
         if inexact or not (unbounded or most >= max(1, least)):
             return "request"
-        if wanted.chat and (prefill.ping.parses or decode.ping.parses or body.model in self._parsed):
+        parses = prefill.ping.parses or decode.ping.parses or body.model in self._parsed
+        if wanted.chat and (parses or re.search(_CALLS, body.fields["messages"])):
             return "parser"
         levels = prefill.ping.first_token, decode.ping.first_token
         if not all(levels) or (unbounded and decode.ping.first_token < 2):

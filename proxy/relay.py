@@ -11,6 +11,7 @@ from functools import cached_property
 from time import monotonic
 
 import aiohttp
+import msgspec
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -27,6 +28,8 @@ from .upstream import ABORTED, EVENT_END, EVENT_STREAM, LONGEST_EVENT, SIGNS, ST
 logger = logging.getLogger(__name__)
 
 _CRLF_END = b"\r\n\r\n"
+_LONGEST_READ = 16 << 20
+"""Bytes of an event of which the client may not get all: it may have a long prompt's token ids."""
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
 
@@ -78,7 +81,8 @@ class Relay:
     diverged: bool = field(init=False, default=False)
 
     def __post_init__(self, former: Relay | None) -> None:
-        self._filter = AnswerFilter(self.request.path, self.scrubber, streamed=self.pace is not None)
+        longest = LONGEST_EVENT if self.transcript is None else _LONGEST_READ
+        self._filter = AnswerFilter(self.request.path, self.scrubber, self.pace is not None, longest)
         self._stream = self.continuation or self.transcript
         self._counts = COUNTS.get(self.request.path, b"\0")
         if former is not None:  # whose P computed the client's prompt
@@ -180,7 +184,7 @@ class Relay:
                 chunk = await content.readany()
                 if pace is not None and chunk:
                     pace.chunk_arrived(chunk)
-        except Diverged as error:
+        except (Diverged, msgspec.MsgspecError) as error:
             if isinstance(stream, RepeatedAnswer):
                 self.diverged = True
                 return False
@@ -234,7 +238,7 @@ class Relay:
         if self.answer.content_type != EVENT_STREAM:
             hang_up(self.request)
             return
-        if self.transcript is None or not self.transcript.possible:
+        if self.continuation is None and (self.transcript is None or not self.transcript.possible):
             await self._send(self._filter.flush())
         between_events = self._sent.endswith((EVENT_END, _CRLF_END))
         error = self._error or error_event(self._status, self._why, named=self.request.path in NAMED_EVENTS)
@@ -354,9 +358,9 @@ class AnswerFilter:
     that is, all goes on but what may be the beginning of the id.
     """
 
-    def __init__(self, path: str, scrubber: Scrubber, *, streamed: bool) -> None:
+    def __init__(self, path: str, scrubber: Scrubber, streamed: bool, longest: int = LONGEST_EVENT) -> None:
         self.given_up = False
-        self._streamed = streamed
+        self._streamed, self._longest_event = streamed, longest
         self._sign = SIGNS.get(path)
         self._ids = [(old.encode(), new.encode()) for old, new in scrubber.ids]
         self._longest = max(len(ABORTED), *(len(old) for old, _ in self._ids))
@@ -368,7 +372,7 @@ class AnswerFilter:
             return b""
         text = self._rest + chunk
         end = _end_of_events(text) if self._streamed else 0
-        if not self._streamed or len(text) - end > LONGEST_EVENT:
+        if not self._streamed or len(text) - end > self._longest_event:
             whole = max(text.rfind(old) + len(old) if old in text else 0 for old, _ in self._ids)
             end = len(text) - min(len(text) - whole, self._longest - 1)
         if self._sign is not None and self._sign in text:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Raw
 
 from .bodies import Body, Fields, plain
 from .upstream import EVENT_END, is_servers_error
@@ -32,10 +31,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 # Fields of a request that the continuation repeats.
 SAME = {
-    "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
-    "min_p", "model", "priority", "repetition_penalty", "return_tokens_as_token_ids", "seed",
-    "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids",
-    "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user",
+    "allowed_token_ids", "cache_salt", "chat_template_kwargs", "ignore_eos",
+    "include_stop_str_in_output", "logit_bias", "min_p", "model", "priority", "reasoning_effort",
+    "repetition_penalty", "return_tokens_as_token_ids", "seed", "session_id", "skip_special_tokens",
+    "stop", "stop_token_ids", "stream_interval", "stream_options", "temperature", "top_k", "top_p",
+    "user",
 }  # fmt: skip
 # Those that count tokens, or that the two endpoints name otherwise.
 _TRANSLATED = {
@@ -44,9 +44,8 @@ _TRANSLATED = {
 }  # fmt: skip
 # Those that make the prompt's tokens, or change nothing of the answer.
 _OF_THE_PROMPT = {
-    "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",
-    "continue_final_message", "messages", "metadata", "prompt", "reasoning_effort", "store",
-    "truncate_prompt_tokens", "truncation_side",
+    "add_generation_prompt", "add_special_tokens", "chat_template", "continue_final_message",
+    "messages", "metadata", "prompt", "store", "truncate_prompt_tokens", "truncation_side",
 }  # fmt: skip
 # Those with which an answer can go on elsewhere only if they have one of these values.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -59,8 +58,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
+    "spaces_between_special_tokens": (None, True),
     "suffix": (None, ""),
-    "tool_choice": (None, "none"),
+    "tool_choice": ("none",),
     "tools": (None, []),
     "use_beam_search": (None, False),
 }
@@ -76,7 +76,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 class _ContentPart(msgspec.Struct):
-    type: str = "text"
+    type: Literal["text"]  # vLLM knows pictures without it
 
 
 class _ChatMessage(msgspec.Struct):
@@ -123,8 +123,9 @@ class Wanted:
         try:
             if any(msgspec.json.decode(raw[name]) not in _ONLY[name] for name in _ONLY.keys() & raw.keys()):
                 return None
-            if chat and not _is_text(views["messages"]):
-                return None
+            # Refused: no picture has its tokens in the prompt's ids alone.
+            if chat and re.search(rb'"content"\s*:\s*\[', views["messages"]):
+                _messages.decode(views["messages"])
             stops = _stops.decode(raw.get("stop", b"null")) or []
         except (msgspec.MsgspecError, RecursionError, KeyError, ValueError):
             return None
@@ -167,14 +168,6 @@ class Wanted:
             if self.fields.get(name) is not None:
                 return index(self.fields[name])
         return context if self.chat else _DEFAULT_MAX_TOKENS
-
-
-def _is_text(messages: Raw) -> bool:
-    """Whether nothing but text is in these messages: no picture has its tokens in the prompt's ids alone."""
-    if re.search(rb'"type"', messages) is None:
-        return True
-    contents = [each.content for each in _messages.decode(messages) if isinstance(each.content, list)]
-    return all(isinstance(part, str) or part.type == "text" for parts in contents for part in parts)
 
 
 _IDS, PROMPT_IDS = b'"token_ids":[', b'"prompt_token_ids":['
@@ -336,12 +329,12 @@ class Transcript:
 
     def _passed(self, event: bytes) -> bytes:
         at = event.find(_IDS)
-        if at < 0:
+        end = event.find(b"]", at)
+        if min(at, end) < 0:
             return self.without_tokens(event)
         first = not self.head
         if first:
             self._begin(event)
-        end = event.find(b"]", at)
         self.finished = ENDS in event
         if self.possible and not (self.finished or GOES_ON in event):
             self.drop()  # the answer may end with it, and nothing says so

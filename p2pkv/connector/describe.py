@@ -151,11 +151,9 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
 def computes_last_token(config: KVCacheConfig) -> bool:
     """Whether P computes the whole prompt. Where layers see a window or keep a state, P leaves the last token
     to D: once P has computed it, vLLM frees what D needs to compute it, and a state is that after it."""
-    for group in config.kv_cache_groups:
-        for name in group.layer_names or ("",):  # all of its layers may lie on other stages
-            if _window(spec := _spec_of(group, name)) or keeps_state(spec):
-                return False
-    return True
+    # A group without a name: all of its layers may lie on other stages.
+    specs = (_spec_of(group, name) for group in config.kv_cache_groups for name in group.layer_names or ("",))
+    return not any(_window(spec) or keeps_state(spec) for spec in specs)
 
 
 def prompt_tail(config: VllmConfig) -> int:
@@ -167,13 +165,16 @@ def prompt_tail(config: VllmConfig) -> int:
 
 def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Options) -> int:
     """What the ping says of it. Where layers see a window or keep a state, or a drafter reads ahead, the
-    token that P computes is not the one behind the whole prompt, or D needs more than that. Penalties that
-    the model's own configuration sets count tokens of the answer."""
-    defaults = config.model_config.get_diff_sampling_param()
-    penalties = defaults.get("presence_penalty") or defaults.get("frequency_penalty")
-    if not computes_last_token(kv_config) or prompt_tail(config) > 1 or penalties:
-        return 0
-    return 1 if options.decodes and defaults.get("max_tokens") else 2
+    token that P computes is not the one behind the whole prompt, or D needs more than that. What the server
+    itself sets may count tokens of the answer: penalties, logits processors, a watermark, a bound of all."""
+    model, defaults = config.model_config, config.model_config.get_diff_sampling_param()
+    counts = any(defaults.get(f"{name}_penalty") for name in ("presence", "frequency"))
+    counts |= bool(model.logits_processors or config.watermark_config)
+    bounds = options.decodes and defaults.get("max_tokens")
+    of_all = model.override_generation_config.get("max_new_tokens")
+    counts |= bool(bounds and (of_all or model.generation_config not in ("auto", "vllm")))
+    first = computes_last_token(kv_config) and prompt_tail(config) == 1 and not counts
+    return (1 if bounds else 2) if first else 0
 
 
 def sampler(config: VllmConfig) -> str:

@@ -631,24 +631,30 @@ OF_64 = SlidingWindowSpec(
 
 
 @pytest.mark.parametrize(
-    ("role", "spec", "defaults", "level"),
+    ("role", "spec", "defaults", "more", "level"),
     [
-        ("P", FULL, {}, 2),
-        ("D", FULL, {}, 2),
-        ("P", OF_64, {}, 0),
-        ("D", OF_64, {}, 0),
-        ("P", FULL, {"max_new_tokens": 9}, 2),
-        ("D", FULL, {"max_new_tokens": 9}, 1),
-        ("P", FULL, {"presence_penalty": 0.5}, 0),
-        ("D", FULL, {"frequency_penalty": 0.5}, 0),
-        ("D", FULL, {"temperature": 0.7}, 2),
+        ("P", FULL, {}, {}, 2),
+        ("D", FULL, {}, {}, 2),
+        ("P", OF_64, {}, {}, 0),
+        ("D", OF_64, {}, {}, 0),
+        ("P", FULL, {"max_new_tokens": 9}, {}, 2),
+        ("D", FULL, {"max_new_tokens": 9}, {}, 1),
+        ("D", FULL, {"max_new_tokens": 9}, {"generation_config": "a/folder"}, 0),
+        ("D", FULL, {}, {"override_generation_config": {"max_new_tokens": 9}}, 0),
+        ("P", FULL, {}, {"override_generation_config": {"presence_penalty": 0.5}}, 0),
+        ("D", FULL, {"frequency_penalty": 0.5}, {}, 0),
+        ("D", FULL, {"temperature": 0.7}, {}, 2),
+        ("D", FULL, {}, {"logits_processors": ["a.module:Processor"]}, 0),
+        ("D", FULL, {}, {"watermark_config": {"key": 5}}, 0),
     ],
 )
 def test_the_ping_says_whether_ps_token_is_the_first(
-    role: str, spec: Any, defaults: dict[str, Any], level: int
+    role: str, spec: Any, defaults: dict[str, Any], more: dict[str, Any], level: int
 ) -> None:
+    """`defaults`: of the model; `more`: the server's options."""
     config = vllm_config(role)
-    config.model_config.override_generation_config = defaults
+    for name, value in {"try_get_generation_config": defaults.copy, **more}.items():
+        setattr(config if name == "watermark_config" else config.model_config, name, value)
     assert first_token_level(config, kv_cache_config(spec=spec), options_of(config)) == level
 
 

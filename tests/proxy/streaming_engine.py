@@ -86,7 +86,8 @@ class Engine:
 
     def events(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
         chat = path == "/v1/chat/completions"
-        prompt = _prompt_ids(body["messages"] if chat else body["prompt"])
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        prompt = given or _prompt_ids(body["messages"] if chat else body["prompt"])
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion.chunk" if chat else "text_completion",
@@ -105,7 +106,8 @@ class Engine:
             logprobs: dict[str, Any] | None = None
             if body.get("logprobs") if chat else body.get("logprobs") is not None:
                 top = int(body.get("top_logprobs") or 0) if chat else int(body["logprobs"])
-                logprobs, offset = _logprobs(ids, top, offset, chat=chat)
+                as_ids = bool(body.get("return_tokens_as_token_ids"))
+                logprobs, offset = _logprobs(ids, top, offset, chat=chat, as_ids=as_ids)
             said = {"delta": {"content": text}} if chat else {"text": text}
             choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish}
             if finish or not chat:
@@ -164,34 +166,27 @@ def _prompt_ids(prompt: Any) -> list[int]:
     return [1, *(100 + ord(each) for each in text)]
 
 
-def _logprobs(ids: list[int], top: int, offset: int, *, chat: bool) -> tuple[dict[str, Any], int]:
-    tokens = [_PIECES.get(each, b"").decode("utf-8", "replace") for each in ids]
-    values = [-each / 64 for each in ids]
-    tops = [
-        {f"{token}~{at}" if at else token: value - at for at in range(top)}
-        for token, value in zip(tokens, values, strict=True)
-    ]
-    if chat:
-        rows = []
-        for token, value, others in zip(tokens, values, tops, strict=True):
-            listed = [_chat_token(*each) for each in others.items()]
-            rows.append(_chat_token(token, value) | {"top_logprobs": listed})
-        return {"content": rows}, offset
-    offsets = []
-    for token in tokens:
+def _logprobs(
+    ids: list[int], top: int, offset: int, *, chat: bool, as_ids: bool
+) -> tuple[dict[str, Any], int]:
+    """All alternatives have the same text, as parts of characters have none. There are 4 in all (-1)."""
+    texts = [_PIECES.get(each, b"").decode("utf-8", "replace") for each in ids]
+    tokens = [f"token_id:{each}" if as_ids else text for each, text in zip(ids, texts, strict=True)]
+    rows, names, values, offsets = [], [], [-each / 64 for each in ids], []
+    for token, text, value in zip(tokens, texts, values, strict=True):
+        others = [(token + "~" * (at > 0), value - at) for at in range(max(1, top % 5))]
+        listed = [_chat_token(*each, each[0]) for each in others[: top % 5]]
+        rows.append(_chat_token(token, value, text) | {"top_logprobs": listed})
+        names.append(dict(others))
         offsets.append(offset)
         offset += len(token)
-    listed = [others or {token: value} for token, value, others in zip(tokens, values, tops, strict=True)]
-    return {
-        "text_offset": offsets,
-        "token_logprobs": values,
-        "tokens": tokens,
-        "top_logprobs": listed,
-    }, offset
+    if chat:
+        return {"content": rows}, 0
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": names}, offset
 
 
-def _chat_token(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+def _chat_token(token: str, value: float, text: str) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(text.encode())}
 
 
 def _usage(prompt: int, answer: int) -> dict[str, int]:

@@ -85,7 +85,7 @@ def cut_answer(
         assert transcript.possible and not last
         former = stream if isinstance(stream, Continuation) else None
         stream = Continuation(transcript, CONTEXT, former)
-        asked, at_path = json.loads(bytes(stream.body.for_decode("x"))), COMPLETIONS
+        asked, at_path = json.loads(bytes(stream.body.for_decode("x"))), stream.body.path
     return got
 
 
@@ -107,6 +107,7 @@ BODIES = st.fixed_dictionaries(
         ),
         "min_tokens": st.integers(0, 3),
         "temperature": st.just(0),
+        "return_tokens_as_token_ids": st.booleans(),
     },
 )
 
@@ -114,7 +115,7 @@ BODIES = st.fixed_dictionaries(
 @given(
     path=st.sampled_from([CHAT, COMPLETIONS]),
     more=BODIES,
-    logprobs=st.none() | st.integers(0, 3),
+    logprobs=st.none() | st.integers(-1, 3),
     salt=st.integers(0, 1000),
     chunks=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=3, max_size=3),
     cuts=st.tuples(st.integers(1, 6000), st.integers(1, 4000)),
@@ -242,9 +243,12 @@ TEXT_PART, PICTURE = {"type": "text", "text": "a"}, {"type": "image_url", "image
         {"structured_outputs": {"regex": "a*"}},
         {"use_beam_search": True},
         {"stop": 7},
+        {"spaces_between_special_tokens": "no"},
+        {"tool_choice": None, "messages": [{"role": "user", "content": "hi"}]},
         {"logit_bias": {str(each): 1 for each in range(5000)}},
         {"a_field_of_tomorrow": 1},
         {"messages": [{"role": "user", "content": [TEXT_PART, PICTURE]}]},
+        {"messages": [{"role": "user", "content": [{"image_url": "data:"}]}]},
     ],
     ids=lambda more: next(iter(more)),
 )

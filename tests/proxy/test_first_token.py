@@ -45,7 +45,7 @@ from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transc
 from test_resume import ask, same
 
 from p2pkv.first_token import FirstToken
-from p2pkv_proxy import first_token
+from p2pkv_proxy import first_token, relay
 from p2pkv_proxy.access import OTHER, Tenants
 from p2pkv_proxy.attempt import Attempt, Dispatch
 from p2pkv_proxy.bodies import parse
@@ -104,7 +104,8 @@ def handed_on(
         goes_on: Continuation | RepeatedAnswer = RepeatedAnswer(transcript, token.choice)
         asked_of_d = json.loads(bytes(request.for_decode("x", token_ids=True)))
     else:
-        path, goes_on = COMPLETIONS, Continuation(transcript, CONTEXT, None)
+        goes_on = Continuation(transcript, CONTEXT, None)
+        path = goes_on.body.path
         asked_of_d = json.loads(bytes(goes_on.body.for_decode("x")))
     relay = filter_of(path)
     events = b"".join(rest.events(path, asked_of_d, "id-1")).replace(b"id-1", b"id-0")
@@ -117,7 +118,7 @@ def handed_on(
     path=st.sampled_from([CHAT, COMPLETIONS]),
     more=BODIES,
     most=st.integers(1, 30),
-    logprobs=st.none() | st.integers(0, 3),
+    logprobs=st.none() | st.integers(-1, 3),
     salt=st.integers(0, 10_000),
     at_once=st.booleans(),
     chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -281,22 +282,25 @@ BEHIND_P = [("sequential", True), ("sequential", False), ("concurrent", False)]
 """Dispatch, and whether the request is greedy, with which D is asked for the rest."""
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("path", "names"), [(COMPLETIONS, False), (CHAT, False), (CHAT, True)])
 @pytest.mark.parametrize(("dispatch", "greedy"), BEHIND_P)
-async def test_d_is_asked_for_the_rest(path: str, greedy: bool, dispatch: Dispatch) -> None:
+async def test_d_is_asked_for_the_rest(path: str, names: bool, greedy: bool, dispatch: Dispatch) -> None:
     body = body_of(path, max_tokens=12, **USAGE) | ({"temperature": 0} if greedy else {})
+    body |= {"logprobs": True, "top_logprobs": 3} if names else {}
     engine = salt_where(None, body, path)
     async with pair_of(engine, dispatch=dispatch) as deployment:
         assert same(await ask(deployment, body, path), answer(engine, body, path))
         (first,), (rest,) = deployment.p.requests, deployment.d.requests
-        assert (first.path, rest.path) == (path, COMPLETIONS)
+        assert (first.path, rest.path) == (path, path if names else COMPLETIONS)
         assert first.request_id == rest.request_id
         assert first.body[PARAMS] == {"first_token": "handed_on"}
-        assert rest.body[PARAMS] == {"first_token": "in_prompt"}
+        said = rest.body[PARAMS]
+        given = said.pop("prompt_token_ids", rest.body.get("prompt"))
+        assert said == {"first_token": "in_prompt"}
         assert (first.body["max_tokens"], rest.body["max_tokens"]) == (1, 11)
         assert ("seed" in first.body, "seed" in rest.body) == (not greedy, False)
         ids = answer(engine, body | {"return_token_ids": True}, path)
-        assert rest.body["prompt"] == [*(ids.prompt_ids or ()), ids.ids[0]]
+        assert given == [*(ids.prompt_ids or ()), ids.ids[0]]
         assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
         page = await deployment.text("/metrics")
         assert "p2pkv_proxy_first_tokens_from_prefill_total 1.0" in page
@@ -443,13 +447,12 @@ async def test_where_it_is_not_exact_or_not_to_be_it_is_not_done(case: str) -> N
         ({"max_tokens": 0}, "request"),
         ({"max_completion_tokens": 0}, "request"),
         ({"max_tokens": None, "min_tokens": CONTEXT}, "context"),
-        ({"logprobs": True, "return_tokens_as_token_ids": True}, "request"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "parser"),
     ],
     ids=str,
 )
 async def test_what_d_alone_can_judge_of_a_chat(fields: dict[str, Any], why: str, greedy: bool) -> None:
-    """vLLM refuses all but the last, and would answer P's part of them. Of the last a completion, as which
-    D would be asked for the rest, has no bytes of tokens."""
+    """vLLM refuses all but the last, and would answer P's part of them."""
     body = body_of(CHAT) | fields | ({"temperature": 0} if greedy else {})
     engine = salt_where(None, body | {"max_tokens": 9}, CHAT)
     async with pair_of(engine) as deployment:
@@ -465,15 +468,34 @@ async def test_the_first_event_of_a_long_prompt_comes_in_pieces(greedy: bool) ->
     body["prompt"] = [*range(100_000, 120_000)]
     engine = salt_where(None, body)
 
-    def in_pieces(seen: Seen) -> Behaviour:
-        data = b"".join(engine.events(seen.path, seen.body, seen.request_id))
-        return stream_of(*(step for each in pieces(data, [30_000]) for step in (each, a_pause)))
-
     async with pair_of(engine, d={"context": 1 << 16}) as deployment:
-        deployment.p.behaviour = chosen(in_pieces)
-        deployment.d.behaviour = behind_p(deployment, chosen(in_pieces))
+        deployment.p.behaviour = in_pieces(engine, 30_000)
+        deployment.d.behaviour = behind_p(deployment, in_pieces(engine, 30_000))
         assert same(await ask(deployment, body), answer(engine, body))
         assert deployment.proxy.counters.first_tokens == 1 and not reasons(deployment)
+
+
+@pytest.mark.parametrize("longest", [300, 1 << 20])
+async def test_an_event_of_d_may_be_long(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a client that reads slowly are, with many tokens. One that is too long ends the stream."""
+    monkeypatch.setattr(relay, "LONGEST_EVENT", 300)
+    monkeypatch.setattr(relay, "_LONGEST_READ", longest, raising=False)
+    body = body_of(COMPLETIONS, max_tokens=9, logprobs=3)
+    engine = salt_where(None, body)
+    async with pair_of(engine) as deployment:
+        deployment.d.behaviour = in_pieces(Engine(engine.model, (4,)), 301)
+        got = await ask(deployment, body)
+        assert (got.error is not None) if longest == 300 else same(got, answer(engine, body))
+
+
+def in_pieces(engine: Engine, size: int) -> Behaviour:
+    """Its events, cut anywhere."""
+
+    def cut(seen: Seen) -> Behaviour:
+        data = b"".join(engine.events(seen.path, seen.body, seen.request_id))
+        return stream_of(*(step for each in pieces(data, [size]) for step in (each, a_pause)))
+
+    return chosen(cut)
 
 
 async def a_pause(*_: object) -> None:

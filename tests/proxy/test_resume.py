@@ -115,6 +115,7 @@ LOST: dict[str, tuple[str, dict[str, Any], int, list[Behaviour]]] = {
         for name, loss in {"dies": DIES, "fails": FAILS, "gives up": GIVES_UP, "hangs": HANGS}.items()
     },
     "a chat": (CHAT, CHATTED, 1, [generates(lost_after=9)]),
+    "its names": (CHAT, CHATTED | {"logprobs": True, "top_logprobs": 3}, 1, [generates(lost_after=9)]),
     "two are lost": (COMPLETIONS, COMPLETION, 1, [generates(lost_after=5)] * 2),
     "without a P": (COMPLETIONS, COMPLETION, 0, [generates(lost_after=5)]),
     "no usage": (COMPLETIONS, WITH_USAGE, 1, [generates(lost_after=-2)]),
@@ -134,8 +135,9 @@ async def test_a_stream_outlives_its_d(dispatch: Dispatch, how: str) -> None:
         assert asked(deployment.decodes) == [0 if how.startswith("no ") else 1, *[1] * len(lost)]
         if prefill and len(lost) == 1 and not how.startswith("no "):
             first, second = deployment.p.requests
-            assert first.path == path and second.path == COMPLETIONS
-            assert second.body["max_tokens"] == 1 and len(second.body["prompt"]) > 8
+            assert first.path == path and second.path == (CHAT if "logprobs" in body else COMPLETIONS)
+            given = second.body.get("kv_transfer_params", {}).get("prompt_token_ids")
+            assert second.body["max_tokens"] == 1 and len(given or second.body["prompt"]) > 8
             assert deployment.proxy.counters.resumed == 1
 
 
@@ -227,6 +229,14 @@ async def test_a_d_that_dies_within_a_long_first_event_is_no_loss() -> None:
     async with deployed("concurrent", 1, 2) as deployment:
         take_turns(deployment.decodes, dies_within_its_first_event(200_000, a_moment), generates())
         assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+
+
+async def test_a_first_event_may_have_a_million_tokens() -> None:
+    """Which the client has not asked for."""
+    body = COMPLETION | {"prompt": [*range(1_000_000, 1_400_000)], "max_tokens": 3}
+    async with deployed("concurrent", 1, 1, max_body=8 << 20) as deployment:
+        all_do(deployment.decodes, generates())
+        assert same(await ask(deployment, body), whole(body))
 
 
 async def test_a_d_that_dies_within_an_endless_first_event_leaves_an_error() -> None:
