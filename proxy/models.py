@@ -89,11 +89,13 @@ class ModelLists:
             if (models := _models_in(reply)) is None:
                 continue
             names = frozenset(str(model.get("id")) for model in models)
-            lengths = [length for model in models if isinstance(length := model.get("max_model_len"), int)]
+            lengths = (length for model in models if isinstance(length := model.get("max_model_len"), int))
+            context = max(lengths, default=0)
             for each in everyone:
-                if each.url == asked.url and each.names != names.union(filter(None, [each.ping.model])):
+                known = each.names, each.context
+                if each.url == asked.url and known != (names.union(filter(None, [each.ping.model])), context):
                     logger.info("%s now serves %s", each, ", ".join(sorted(names)))
-                    each.learn(names, max(lengths, default=0))
+                    each.learn(names, context)
 
     async def _replies_of(
         self, request: web.Request, instances: Sequence[Instance], unique: str

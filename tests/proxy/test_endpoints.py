@@ -463,6 +463,13 @@ async def test_what_is_remembered_is_for_those_who_show_the_key(
     assert await listed(lonely, "a key") == (200, ["tiny", "other", "one"])
 
 
+async def test_a_list_that_only_a_client_s_key_opens_tells_the_context(lonely: Deployment) -> None:
+    """Without that a chat without a bound does not go on elsewhere, and its first token is never P's."""
+    known = lonely.known(await lonely.newcomer("D", key="a key", context=4096))
+    await lonely.serves(1, headers={"Authorization": "Bearer a key"})
+    await eventually(lambda: known.context == 4096)
+
+
 async def test_if_none_answers_it_is_a_502(lonely: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     await two(lonely)
     monkeypatch.setattr("p2pkv_proxy.models._LIST_SECONDS", 0.3)
