@@ -204,6 +204,12 @@ class _FleetCache:
         self._alike = all(len({each.names for each in side}) <= 1 for side in sides)
         self._fleets: dict[str | None, _Fleet] = {}
 
+    @cached_property
+    def bases(self) -> dict[str, str]:
+        """By name of a model or adapter, the model whose weights a D has that serves it; "": of any other."""
+        found = {name: each.ping.model or min(each.names) for each in self.decoders for name in each.names}
+        return {**found, "": min(found.values(), default="")}
+
     def _state(self, instance: Instance, now: float) -> tuple[bool, bool, bool]:
         return self.registry.alive(instance, now), instance.silent(now), instance.breaker.admits(now)
 
@@ -428,6 +434,11 @@ class Router:
         """Whether an instance has listed this model, as far as any is known to list models."""
         names = self._fleet_cache(now).names
         return model is None or not names or model in names
+
+    def base_of(self, model: str | None, now: float) -> str:
+        """The base model of a D that may serve this one; "" if none is known."""
+        bases = self._fleet_cache(now).bases
+        return bases.get(model or "", bases[""])
 
     def longest_context(self, now: float) -> int | None:
         """Tokens of any model's context, at most; None if that is not known."""
