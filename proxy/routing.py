@@ -197,7 +197,7 @@ class _FleetCache:
         self._until = min(well, default=float("inf"))
         self.prefillers = registry.routable("P", now)
         self.decoders = registry.routable("D", now)
-        self.names = frozenset().union(*(each.names for each in candidates))
+        self.names = frozenset().union(*(each.names for each in self.decoders))
         contexts = [each.context for each in self.decoders]
         self.context = max(contexts) if contexts and all(contexts) else None
         sides = self.prefillers, self.decoders
@@ -225,8 +225,13 @@ class _FleetCache:
         """For this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
         if not self.decoders:
             raise NoInstance(_why_none(self.registry, "D"))
-        if self._alike and model not in self.names:
-            model = None  # see `_serving`: as for a request that names none
+        if model not in self.names:
+            everyone = (each for role in ROLES.values() for each in self.registry.known(role))
+            served = any(each.serves(model) for each in self.decoders)
+            if not served and any(model in each.names for each in everyone):
+                raise NoInstance(f"No decode instance that serves the model `{model}` is ready.")
+            if self._alike:
+                model = None  # see `_serving`: as for a request that names none
         known = None if avoid else self._fleets.get(model)
         if known is None:
             known = _Fleet(self, model, avoid)
