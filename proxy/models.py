@@ -149,20 +149,21 @@ class StoredResponses:
 
     def __init__(self, registry: Registry, most: int = MAX_RESPONSES) -> None:
         self._registry, self._most = registry, most
-        self._known: OrderedDict[str, tuple[Instance, str]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     def note(self, shown: str, decode: Instance, name: str) -> None:
         """This instance is about to make it."""
-        self._known[shown] = decode, name
+        self._known[shown] = decode.cache, name
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def find(self, shown: str, now: float) -> tuple[Instance, str]:
-        """Who has it, and its id there. Raises ProxyError if no decode instance could go on with it."""
-        decode, name = self._known.get(shown, (None, ""))
+    def find(self, shown: str) -> tuple[Instance, str]:
+        """Who has it, and its id there. Raises ProxyError if no decode instance has it any more."""
+        holder, name = self._known.get(shown, ("", ""))
         why = "this proxy has not passed it on, or not since it was started"
-        if decode is not None:
-            if decode in self._registry.routable("D", now):
-                return decode, name
-            why = "the decode instance that has it takes no requests any more"
+        if holder:
+            for each in self._registry.known("D"):
+                if each.cache == holder:
+                    return each, name
+            why = "the decode instance that has it is gone"
         raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

@@ -94,7 +94,7 @@ class Proxy:
             session = request.headers.get(self.routing.session_header, "")
             only, asked = None, 0
             if body.previous:
-                only, name = self.responses.find(body.previous, self.clock())
+                only, name = self.responses.find(body.previous)
                 body.go_on_from(name)
             context = self.router.longest_context(self.clock())
             if context is not None and body.one_prompt and request.path in PAIRED:

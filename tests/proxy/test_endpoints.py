@@ -263,9 +263,15 @@ async def test_it_is_said_why_one_cannot_go_on(dispatch: Dispatch) -> None:
         why = await deployment.refusal(400, {**body, "previous_response_id": "resp_" + "0" * 32}, PATH)
         assert "not found" in why and "this proxy has not passed it on" in why
         (holder,) = (each for each in deployment.decodes if each.requests)
+        known = deployment.known(holder)
+        known.drained = True
+        await deployment.refusal(503, {**body, "previous_response_id": first}, PATH)
+        del deployment.registry._instances[known.key]  # as if its pings had been lost for a while
+        await deployment.ready(1, 2)
+        await deployment.serves(1, {**body, "previous_response_id": first}, PATH)
         await deployment.goodbye(holder)
         why = await deployment.refusal(400, {**body, "previous_response_id": first}, PATH)
-        assert first in why and "takes no requests any more" in why
+        assert first in why and "is gone" in why
         (other,) = (each for each in deployment.decodes if each is not holder)
         assert not other.requests, "it could only have said that it does not know it"
 
@@ -299,9 +305,9 @@ def test_the_oldest_are_forgotten() -> None:
     decode, stored = join(registry, ping("D")), StoredResponses(registry, most=2)
     for number in range(3):
         stored.note(f"resp_{number}", decode, f"resp_at_d_{number}")
-    assert stored.find("resp_2", 0.0) == (decode, "resp_at_d_2")
+    assert stored.find("resp_2") == (decode, "resp_at_d_2")
     with pytest.raises(ProxyError, match="'resp_0' not found"):
-        stored.find("resp_0", 0.0)
+        stored.find("resp_0")
 
 
 def cut(text: bytes, size: int) -> Iterator[bytes]:
