@@ -223,6 +223,8 @@ class Admission:
     async def move_in_time(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
         """As `move`, but waits for room, before all who have no place yet. False if there will be none."""
         place.sent()  # P need not expect it meanwhile
+        if place.progress is not None:
+            place.progress.leave(self._clock())
         number = next(self._numbers) - _BEFORE_ALL
         try:
             await self._queue(_Waiter(number, place.request, mode, place, avoid))

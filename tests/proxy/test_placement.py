@@ -271,6 +271,23 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
         assert (engine.answers, len(engine._queue), engine.tokens) == (0, 0, 0)
 
 
+async def test_who_waits_to_go_on_elsewhere_counts_as_no_prompt_meanwhile() -> None:
+    router, (p, *both) = fleet("P", "D", "D")
+    router._registry.limit_places(1)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: 0.0)
+    async with admission.place(request(500), paired=True) as place:
+        elsewhere = PrefillMode.WANTED, frozenset({lost := place.choice.decode})
+        (other,) = (each for each in both if each is not lost)
+        other.count_place(1, decode_alone=False)
+        assert not admission.move(place, *elsewhere)
+        waits = asyncio.create_task(admission.move_in_time(place, *elsewhere))
+        await eventually(lambda: admission.waiting == 1)
+        assert router.costs.of(p).tokens == router.costs.of(lost).answers == 0
+        other.count_place(-1, decode_alone=False)
+        admission.advance()
+        assert await waits and router.costs.of(p).tokens == 500
+
+
 def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:
     work = {"age": 0.0} | work
     registry.observe(msgspec.structs.replace(instance.ping, workload=Workload(**work)), now)
