@@ -120,6 +120,16 @@ def learned(router: Router, instance: Instance, prompt: float, step: float) -> E
     return engine
 
 
+def test_one_that_is_new_is_taken_for_as_fast_as_those_that_are_known() -> None:
+    """Much faster than the first weights say; else it would wait for its first request until these are busy."""
+    router, pool = fleet("both", "both")
+    engine = router.costs.of(pool[0])
+    for _ in range(50):
+        engine.prompt.learn(0.004, 1.0, 1.0, 0.0)
+        engine.step.learn(0.007, 1.0, 0.0, 0.0)
+    assert {router.choose(request(256), 0.0).decode for _ in pool} == {*pool}
+
+
 def test_an_idle_pool_serves_a_request_whole() -> None:
     router, pool = fleet("both", "both")
     for each in pool:
