@@ -121,7 +121,7 @@ def learned(router: Router, instance: Instance, prompt: float, step: float) -> E
 
 
 def test_one_that_is_new_is_taken_for_as_fast_as_those_that_are_known() -> None:
-    """Much faster than the first weights say; else it would wait for its first request until these are busy."""
+    """Much faster than the first weights say; else it would get nothing until these are busy."""
     router, pool = fleet("both", "both")
     engine = router.costs.of(pool[0])
     for _ in range(50):
