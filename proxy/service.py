@@ -171,6 +171,8 @@ class Proxy:
             culprit = outcome.culprit
             assert culprit is not None
             active.note_failure(outcome)
+            if outcome.response.status == 404:  # as below, of a P
+                self._look_at_models(request)
             doubted += ((culprit, outcome.verdict.charge),)
             decides, alone = again is RetryKind.ALONE, self.limits.decode_alone > 0
             if decides and alone and self.admission.move_to_decode_alone(place, active.failed):

@@ -537,6 +537,21 @@ async def test_an_adapter_that_is_unloaded_at_one_is_served_by_the_other(unlike:
     await unlike.serves(4, model="late")
 
 
+async def test_a_p_that_has_an_adapter_no_more_is_not_asked_for_it_again(unlike: Deployment) -> None:
+    """Others that have it would show up its refusals as failures."""
+    await loads(unlike, "late", *unlike.instances)
+    await unlike.serves(4, model="late")
+    unlike.prefills[0].models = ("tiny",)
+
+    async def waits_for_p(request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
+        await asyncio.sleep(0.1)
+        return await with_adapters(request, seen)
+
+    all_do(unlike.decodes, waits_for_p)
+    await unlike.serves(4, model="late")
+    await eventually(lambda: "late" not in unlike.known(unlike.prefills[0]).names)
+
+
 async def test_a_name_that_nobody_has_is_looked_for_once_for_all_who_ask(unlike: Deployment) -> None:
     await loads(unlike, "late")
     for _ in range(2):
