@@ -537,8 +537,11 @@ async def test_an_adapter_that_is_unloaded_at_one_is_served_by_the_other(unlike:
     await unlike.serves(4, model="late")
 
 
-async def test_a_p_that_has_an_adapter_no_more_is_not_asked_for_it_again(unlike: Deployment) -> None:
+async def test_a_p_that_has_an_adapter_no_more_is_not_asked_for_it_again(
+    unlike: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others that have it would show up its refusals as failures."""
+    monkeypatch.setattr("p2pkv_proxy.attempt._VERDICT_SECONDS", 0.01)
     await loads(unlike, "late", *unlike.instances)
     await unlike.serves(4, model="late")
     unlike.prefills[0].models = ("tiny",)
