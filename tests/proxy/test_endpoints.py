@@ -544,15 +544,11 @@ async def test_a_p_that_has_an_adapter_no_more_is_not_asked_for_it_again(
     monkeypatch.setattr("p2pkv_proxy.attempt._VERDICT_SECONDS", 0.01)
     await loads(unlike, "late", *unlike.instances)
     await unlike.serves(4, model="late")
-    unlike.prefills[0].models = ("tiny",)
-
-    async def waits_for_p(request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
-        return await with_adapters(request, seen)
-
-    all_do(unlike.decodes, waits_for_p)
-    await unlike.serves(4, model="late")
-    await eventually(lambda: "late" not in unlike.known(unlike.prefills[0]).names)
+    for each in unlike.prefills:
+        each.models = ("tiny",)
+    all_do(unlike.decodes, proxy_behaviours.with_a_p(proxy_behaviours.never, with_adapters))
+    await unlike.serves(1, model="late")
+    await eventually(lambda: not any("late" in unlike.known(each).names for each in unlike.prefills))
 
 
 async def test_a_name_that_nobody_has_is_looked_for_once_for_all_who_ask(unlike: Deployment) -> None:
