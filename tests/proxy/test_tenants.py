@@ -46,10 +46,8 @@ def some(*weights: float) -> list[Tenant]:
     return [made.by_name[name] for name in every]
 
 
-def request(
-    of: Tenant, tokens: int = 4, asked: int = 0, model: str | None = None, base: str = ""
-) -> RoutingRequest:
-    return RoutingRequest(model, prompt_of({"prompt": [7] * tokens}), "", of, asked, base=base)
+def request(of: Tenant, tokens: int = 4, asked: int = 0, model: str | None = None) -> RoutingRequest:
+    return RoutingRequest(model, prompt_of({"prompt": [7] * tokens}), "", of, asked)
 
 
 async def order(admission: Admission, asked: list[RoutingRequest]) -> list[RoutingRequest]:
@@ -135,7 +133,7 @@ async def test_who_waits_for_a_slow_model_is_not_ahead_by_what_others_used_of_a_
     got = list[Tenant]()
 
     async def enter(who: Tenant, model: str) -> None:
-        asked = request(who, model=model, base=router.base_of(model, 0.0))
+        asked = RoutingRequest(model, tenant=who, base=router.base_of(model, 0.0))
         async with admission.place(asked, paired=False):
             got.append(who)
 
