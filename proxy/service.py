@@ -184,6 +184,8 @@ class Proxy:
                 tries += not uncounted
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
+            if outcome.moved:
+                continue  # others have no room any more: it stays
             if decides or culprit is not attempt.choice.prefill or not alone:
                 return outcome.response
             if not self.admission.move_to_decode_alone(place, active.failed):
