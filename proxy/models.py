@@ -160,10 +160,9 @@ class StoredResponses:
     def find(self, shown: str) -> tuple[Instance, str]:
         """Who has it, and its id there. Raises ProxyError if no decode instance has it any more."""
         holder, name = self._known.get(shown, ("", ""))
-        why = "this proxy has not passed it on, or not since it was started"
-        if holder:
-            for each in self._registry.known("D"):
-                if each.cache == holder:
-                    return each, name
-            why = "the decode instance that has it is gone"
+        for each in self._registry.known("D"):
+            if each.cache == holder:
+                return each, name
+        unknown = "this proxy has not passed it on, or not since it was started"
+        why = "the decode instance that has it is gone" if holder else unknown
         raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

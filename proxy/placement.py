@@ -106,13 +106,6 @@ class LeastSquares:
 
 
 _NOTHING = WorkloadReport(Workload(), float("-inf"))
-FirstWeights = tuple[list[float], list[float], list[float]]
-"""Of a prompt, of a step and of a hand-over. Instances of one model and size share them, or one that is new
-would get no request while it seems slower than those that are known."""
-
-
-def _first_weights() -> FirstWeights:
-    return [0.01, 0.05, 0.02], [0.02, 0.01, 0.05], [0.02, 0.005]
 
 
 class EngineCosts:
@@ -120,17 +113,16 @@ class EngineCosts:
 
     What an instance's scheduler reports has prompts of other proxies, too. Of this proxy's own those count
     beside it that have been placed since: `_ON_ITS_WAY` before its time, or later. Answers are this proxy's
-    own: a fixed share of all, and known at once.
+    own: a fixed share of all, and known at once. What is not learned yet is as of those that are `like` it.
     """
 
-    def __init__(self, first: FirstWeights | None = None) -> None:
-        prompt, step, hand_over = first or _first_weights()
-        self.prompt = LeastSquares(prompt)
+    def __init__(self, like: EngineCosts | None = None) -> None:
+        self.prompt: LeastSquares = LeastSquares(like.prompt.weights if like else [0.01, 0.05, 0.02])
         """Seconds of a prompt: of any, for each 256 tokens, and for these with 16 answers beside them."""
-        self.step = LeastSquares(step)
+        self.step: LeastSquares = LeastSquares(like.step.weights if like else [0.02, 0.01, 0.05])
         """Seconds between two tokens of an answer: of any, for each 16 answers, and by the share of its time
         that prompts took."""
-        self.hand_over = LeastSquares(hand_over)
+        self.hand_over: LeastSquares = LeastSquares(like.hand_over.weights if like else [0.02, 0.005])
         """Seconds from P's answer to D's first event: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
         """Answers that were placed here to be decoded, begun or not; and the prompts' tokens."""
@@ -374,13 +366,14 @@ class PlacementCosts:
     ways: Counter[Way] = field(default_factory=Counter)
     dice: random.Random = field(default_factory=random.Random)
     _engines: WeakKeyDictionary[Instance, EngineCosts] = field(default_factory=WeakKeyDictionary)
-    _first: dict[tuple[str, int], FirstWeights] = field(default_factory=lambda: defaultdict(_first_weights))
+    _alike: dict[tuple[str, int], EngineCosts] = field(default_factory=lambda: defaultdict(EngineCosts))
+    """What those of one model and size share: one that is new would get nothing if it seemed slower."""
 
     def of(self, instance: Instance) -> EngineCosts:
         found = self._engines.get(instance)
         if found is None:
-            first = self._first[instance.ping.model, instance.ping.tp_size]
-            found = self._engines[instance] = EngineCosts(first)
+            like = self._alike[instance.ping.model, instance.ping.tp_size]
+            found = self._engines[instance] = EngineCosts(like)
         if instance.report is not found.report and instance.report is not None:
             found.follow(instance.report)
         return found
