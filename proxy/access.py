@@ -4,7 +4,8 @@ proxy takes on, and who of those that wait goes next.
 A tenant is an API key or several, or what a gateway in front names in a header. One that has as much as it
 may gets a 429 with Retry-After. Of those that wait for a place, who has used least of its share goes next:
 each place costs a tenant the tokens of the prompt and of the answer, divided by its weight. Who comes back
-after a pause begins with the cost at which places are given out now, so nobody saves up.
+after a pause begins with the cost at which places are given out now, so nobody saves up. What instances of
+one base model cost is compared apart, as other models are served faster or slower.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import re
 import time
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,20 +149,13 @@ def read_tenants(path: str) -> dict[str, TenantSettings]:
 
 
 @dataclass(eq=False)
-class _Now:
-    """The cost at which places are given out now, of which no tenant that comes may have used less."""
-
-    cost: float = 0.0
-
-
-@dataclass(eq=False)
 class Tenant:
     """One tenant, and what it has and uses.
 
     Attributes:
-        used: what its places have cost it; who of those that wait has least goes next.
+        used: by base model, what its places have cost it; who of those that wait has least goes next.
         under_way: its requests, those that wait for a place among them.
-        waiting: of these, those that wait.
+        waiting: of these, those that wait, by base model.
         answer: tokens of an answer, on the average of the latest.
         prompt_tokens: how many have been let in so far.
         refused: with 429, by reason.
@@ -169,10 +164,11 @@ class Tenant:
     name: str
     settings: TenantSettings
     _clock: Callable[[], float]
-    _now: _Now = field(default_factory=_Now)
-    used: float = 0.0
+    _now: defaultdict[str, float]
+    """By base model, the cost at which places are given out now: no tenant that comes may have used less."""
+    used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     under_way: int = 0
-    waiting: int = 0
+    waiting: Tally[str] = field(default_factory=Tally)
     answer: float = _ANSWER
     prompt_tokens: int = 0
     refused: Tally[str] = field(default_factory=Tally)
@@ -211,23 +207,23 @@ class Tenant:
             self._left -= tokens
         self.prompt_tokens += tokens
 
-    def wait(self, more: int) -> None:
+    def wait(self, base: str, more: int) -> None:
         """So many more of its requests wait for a place; -1: one has stopped waiting."""
-        self._come()
-        self.waiting += more
+        self._come(base)
+        self.waiting[base] += more
 
-    def pay(self, prompt: int, asked: int) -> float:
+    def pay(self, base: str, prompt: int, asked: int) -> float:
         """One of its requests gets a place, which `asked` for so many tokens (0: for any). Returns how many
         its answer is taken to have."""
-        self._come()
-        self._now.cost = max(self._now.cost, self.used)
+        self._come(base)
+        self._now[base] = max(self._now[base], self.used[base])
         expected = min(asked or math.inf, self.answer)
-        self.used += (1 + prompt + expected) / self.settings.weight
+        self.used[base] += (1 + prompt + expected) / self.settings.weight
         return expected
 
-    def settle(self, expected: float, came: int) -> None:
+    def settle(self, base: str, expected: float, came: int) -> None:
         """An answer had so many tokens, where `expected` ones were paid for."""
-        self.used += (came - expected) / self.settings.weight
+        self.used[base] += (came - expected) / self.settings.weight
         self.answer += _RECENT * (came - self.answer)
 
     def crowd_out(self) -> ProxyError:
@@ -238,15 +234,15 @@ class Tenant:
     @property
     def crowd(self) -> float:
         """How many of its requests wait, for its share."""
-        return self.waiting / self.settings.weight
+        return self.waiting.total() / self.settings.weight
 
-    def _come(self) -> None:
-        if not self.waiting:
-            self.used = max(self.used, self._now.cost)
+    def _come(self, base: str) -> None:
+        if not self.waiting[base]:
+            self.used[base] = max(self.used[base], self._now[base])
 
     def _place_seconds(self) -> int:
         """Seconds until the next one of its requests ends, on average."""
-        return min(_LONGEST_WAIT, math.ceil(self._seconds / max(1, self.under_way - self.waiting)))
+        return min(_LONGEST_WAIT, math.ceil(self._seconds / max(1, self.under_way - self.waiting.total())))
 
     def _full(self, reason: str, why: str, seconds: int) -> ProxyError:
         self.refused[reason] += 1
@@ -268,7 +264,7 @@ class Tenants:
         header: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        now = _Now()
+        now = defaultdict[str, float](float)
         every = {OTHER: TenantSettings(), **settings}
         self.by_name = {name: Tenant(name, each, clock, now) for name, each in every.items()}
         self._by_key = {digest(key): self.by_name[name] for name in every for key in every[name].keys}
@@ -296,7 +292,7 @@ class Tenants:
         for name, each in self.by_name.items():
             tokens.add_metric([name], each.prompt_tokens)
             running.add_metric([name], each.under_way)
-            waiting.add_metric([name], each.waiting)
+            waiting.add_metric([name], each.waiting.total())
             for reason in ("requests", "tokens", "queue"):
                 refused.add_metric([name, reason], each.refused[reason])
         return tokens, refused, running, waiting

@@ -106,7 +106,7 @@ class RequestPlace:
         """Its tenant pays for what came in place of what was expected, if that is known."""
         came = self._whole + sum(each.events for each in self._paces)
         if self.request.tenant is not None and came:
-            self.request.tenant.settle(self.paid, came)
+            self.request.tenant.settle(self.request.base, self.paid, came)
 
     def sent(self) -> None:
         """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
@@ -151,7 +151,7 @@ class _Waiter:
 
     @property
     def used(self) -> float:
-        return 0.0 if self.tenant is None else self.tenant.used
+        return 0.0 if self.tenant is None else self.tenant.used[self.request.base]
 
 
 @dataclass(eq=False)
@@ -223,6 +223,8 @@ class Admission:
     async def move_in_time(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
         """As `move`, but waits for room, before all who have no place yet. False if there will be none."""
         place.sent()  # P need not expect it meanwhile
+        if place.progress is not None:
+            place.progress.leave(self._clock())
         number = next(self._numbers) - _BEFORE_ALL
         try:
             await self._queue(_Waiter(number, place.request, mode, place, avoid))
@@ -273,7 +275,7 @@ class Admission:
         placed = waiter.placed
         self._queues.setdefault(waiter.line, {})[waiter] = None
         if waiter.tenant is not None:
-            waiter.tenant.wait(1)
+            waiter.tenant.wait(waiter.request.base, 1)
         try:
             self.advance()
             if placed.done():
@@ -309,7 +311,7 @@ class Admission:
         """Raises as `Router.choose`."""
         place = RequestPlace(request, mode, self._router.choose(request, self._clock(), mode=mode))
         if request.tenant is not None:
-            place.paid = request.tenant.pay(request.prompt.tokens, request.asked)
+            place.paid = request.tenant.pay(request.base, request.prompt.tokens, request.asked)
         self._take(place)
         self._count(place.choice)
         return place
@@ -319,7 +321,7 @@ class Admission:
         if waiter in queue:
             del queue[waiter]
             if waiter.tenant is not None:
-                waiter.tenant.wait(-1)
+                waiter.tenant.wait(waiter.request.base, -1)
         if not queue:
             self._queues.pop(waiter.line, None)
 

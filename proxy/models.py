@@ -89,11 +89,13 @@ class ModelLists:
             if (models := _models_in(reply)) is None:
                 continue
             names = frozenset(str(model.get("id")) for model in models)
-            lengths = [length for model in models if isinstance(length := model.get("max_model_len"), int)]
+            lengths = (length for model in models if isinstance(length := model.get("max_model_len"), int))
+            context = max(lengths, default=0)
             for each in everyone:
-                if each.url == asked.url and each.names != names.union(filter(None, [each.ping.model])):
+                known = each.names, each.context
+                if each.url == asked.url and known != (names.union(filter(None, [each.ping.model])), context):
                     logger.info("%s now serves %s", each, ", ".join(sorted(names)))
-                    each.learn(names, max(lengths, default=0))
+                    each.learn(names, context)
 
     async def _replies_of(
         self, request: web.Request, instances: Sequence[Instance], unique: str
@@ -147,20 +149,20 @@ class StoredResponses:
 
     def __init__(self, registry: Registry, most: int = MAX_RESPONSES) -> None:
         self._registry, self._most = registry, most
-        self._known: OrderedDict[str, tuple[Instance, str]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     def note(self, shown: str, decode: Instance, name: str) -> None:
         """This instance is about to make it."""
-        self._known[shown] = decode, name
+        self._known[shown] = decode.cache, name
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def find(self, shown: str, now: float) -> tuple[Instance, str]:
-        """Who has it, and its id there. Raises ProxyError if no decode instance could go on with it."""
-        decode, name = self._known.get(shown, (None, ""))
-        why = "this proxy has not passed it on, or not since it was started"
-        if decode is not None:
-            if decode in self._registry.routable("D", now):
-                return decode, name
-            why = "the decode instance that has it takes no requests any more"
+    def find(self, shown: str) -> tuple[Instance, str]:
+        """Who has it, and its id there. Raises ProxyError if no decode instance has it any more."""
+        holder, name = self._known.get(shown, ("", ""))
+        for each in self._registry.known("D"):
+            if each.cache == holder:
+                return each, name
+        unknown = "this proxy has not passed it on, or not since it was started"
+        why = "the decode instance that has it is gone" if holder else unknown
         raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

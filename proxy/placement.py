@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -58,20 +58,24 @@ _ON_ITS_WAY = 0.05
 class LeastSquares:
     """A linear prediction, by least squares: each observation counts 2% less than the next one. No weight is
     below zero, since nothing here gets faster by having more to do; and what the observations do not decide
-    stays near the first `weights`."""
+    stays near the first `weights`. These are the list's: all that share one have, until they have learned by
+    themselves, what the last of them did."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self.weights = list(weights)
+    def __init__(self, weights: list[float]) -> None:
+        self.weights = self._shared = weights
         self._columns = range(len(self.weights))
         self._products = [[_RIDGE * (row == column) for column in self._columns] for row in self._columns]
         """Of the features with each other, and in `_seen` with the observations, summed."""
-        self._seen = [_RIDGE * weight for weight in weights]
-        self._first = list(self._seen)
+        self._first = [_RIDGE * weight for weight in weights]
+        self._seen = list(self._first)
 
     def predict(self, *features: float) -> float:
         return sum(map(float.__mul__, self.weights, features))
 
     def learn(self, seen: float, *features: float) -> None:
+        if self.weights is self._shared:
+            self._first = [_RIDGE * weight for weight in self._shared]
+            self._seen = list(self._first)
         # One stall of the machine must not decide what is predicted for a minute.
         seen = min(seen, 4.0 * self.predict(*features) + 0.1)
         for row, feature in enumerate(features):
@@ -81,6 +85,7 @@ class LeastSquares:
             products[row] += (1.0 - _FORGET) * _RIDGE
             self._seen[row] = _FORGET * self._seen[row] + feature * seen + (1.0 - _FORGET) * self._first[row]
         self.weights = self._solved(list(self._columns))
+        self._shared[:] = self.weights
 
     def _solved(self, used: list[int]) -> list[float]:
         """The best weights, if those of all columns but these are zero; by Cholesky's elimination."""
@@ -108,16 +113,16 @@ class EngineCosts:
 
     What an instance's scheduler reports has prompts of other proxies, too. Of this proxy's own those count
     beside it that have been placed since: `_ON_ITS_WAY` before its time, or later. Answers are this proxy's
-    own: a fixed share of all, and known at once.
+    own: a fixed share of all, and known at once. What is not learned yet is as of those that are `like` it.
     """
 
-    def __init__(self) -> None:
-        self.prompt = LeastSquares([0.01, 0.05, 0.02])
+    def __init__(self, like: EngineCosts | None = None) -> None:
+        self.prompt: LeastSquares = LeastSquares(like.prompt.weights if like else [0.01, 0.05, 0.02])
         """Seconds of a prompt: of any, for each 256 tokens, and for these with 16 answers beside them."""
-        self.step = LeastSquares([0.02, 0.01, 0.05])
+        self.step: LeastSquares = LeastSquares(like.step.weights if like else [0.02, 0.01, 0.05])
         """Seconds between two tokens of an answer: of any, for each 16 answers, and by the share of its time
         that prompts took."""
-        self.hand_over = LeastSquares([0.02, 0.005])
+        self.hand_over: LeastSquares = LeastSquares(like.hand_over.weights if like else [0.02, 0.005])
         """Seconds from P's answer to D's first event: of any, and for each 256 tokens."""
         self.answers = self.tokens = 0
         """Answers that were placed here to be decoded, begun or not; and the prompts' tokens."""
@@ -361,11 +366,14 @@ class PlacementCosts:
     ways: Counter[Way] = field(default_factory=Counter)
     dice: random.Random = field(default_factory=random.Random)
     _engines: WeakKeyDictionary[Instance, EngineCosts] = field(default_factory=WeakKeyDictionary)
+    _alike: dict[tuple[str, int], EngineCosts] = field(default_factory=lambda: defaultdict(EngineCosts))
+    """What those of one model and size share: one that is new would get nothing if it seemed slower."""
 
     def of(self, instance: Instance) -> EngineCosts:
         found = self._engines.get(instance)
         if found is None:
-            found = self._engines[instance] = EngineCosts()
+            like = self._alike[instance.ping.model, instance.ping.tp_size]
+            found = self._engines[instance] = EngineCosts(like)
         if instance.report is not found.report and instance.report is not None:
             found.follow(instance.report)
         return found

@@ -60,6 +60,7 @@ class RoutingRequest:
         prompt: its length and its beginning.
         session: to which it belongs; "" if it names none.
         tenant: whose it is, for the queue; None if there are no tenants.
+        base: the base model of those that serve it, with a tenant; "" if that is not known.
         asked: tokens of its answer at most, with a tenant; 0 if it does not say.
         only: the D that has what it goes on with; None if any may serve it.
     """
@@ -70,6 +71,7 @@ class RoutingRequest:
     tenant: Tenant | None = None
     asked: int = 0
     only: Instance | None = None
+    base: str = ""
 
 
 class Pick(NamedTuple):

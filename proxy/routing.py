@@ -197,7 +197,10 @@ class _FleetCache:
         self._until = min(well, default=float("inf"))
         self.prefillers = registry.routable("P", now)
         self.decoders = registry.routable("D", now)
-        self.names = frozenset().union(*(each.names for each in candidates))
+        self.bases: dict[str, str] = {}
+        """By the name of a model or adapter, the base model of a D that serves it."""
+        for each in self.decoders:
+            self.bases |= dict.fromkeys(each.names, each.ping.model or min(each.names, default=""))
         contexts = [each.context for each in self.decoders]
         self.context = max(contexts) if contexts and all(contexts) else None
         sides = self.prefillers, self.decoders
@@ -219,12 +222,17 @@ class _FleetCache:
         """For this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
         if not self.decoders:
             raise NoInstance(_why_none(self.registry, "D"))
-        if self._alike and model not in self.names:
-            model = None  # see `_serving`: as for a request that names none
+        if model not in self.bases:
+            everyone = (each for role in ROLES.values() for each in self.registry.known(role))
+            served = any(each.serves(model) for each in self.decoders)
+            if not served and any(model in each.names for each in everyone):
+                raise NoInstance(f"No decode instance that serves the model `{model}` is ready.")
+            if self._alike:
+                model = None  # see `_serving`: as for a request that names none
         known = None if avoid else self._fleets.get(model)
         if known is None:
             known = _Fleet(self, model, avoid)
-            if not avoid and (model is None or model in self.names):  # so that clients cannot make entries
+            if not avoid and (model is None or model in self.bases):  # so that clients cannot make entries
                 self._fleets[model] = known
         return known
 
@@ -426,8 +434,13 @@ class Router:
 
     def knows(self, model: str | None, now: float) -> bool:
         """Whether an instance has listed this model, as far as any is known to list models."""
-        names = self._fleet_cache(now).names
+        names = self._fleet_cache(now).bases
         return model is None or not names or model in names
+
+    def base_of(self, model: str | None, now: float) -> str:
+        """The base model of a D that may serve this one; "" if none is known."""
+        bases = self._fleet_cache(now).bases
+        return bases.get(model or "") or next(iter(bases.values()), "")
 
     def longest_context(self, now: float) -> int | None:
         """Tokens of any model's context, at most; None if that is not known."""

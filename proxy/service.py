@@ -94,7 +94,7 @@ class Proxy:
             session = request.headers.get(self.routing.session_header, "")
             only, asked = None, 0
             if body.previous:
-                only, name = self.responses.find(body.previous, self.clock())
+                only, name = self.responses.find(body.previous)
                 body.go_on_from(name)
             context = self.router.longest_context(self.clock())
             if context is not None and body.one_prompt and request.path in PAIRED:
@@ -102,10 +102,13 @@ class Proxy:
             if tenant is not None and request.path not in UNCOMPUTED:
                 tenant.spend(body.prompt.tokens)
                 asked = body.asked
-            wants = RoutingRequest(body.model, body.prompt, session, tenant, asked, only)
             record.model = body.model
             if not self.router.knows(body.model, self.clock()):
                 await asyncio.shield(self._look_at_models(request))
+            elif context is None and ("Authorization" in request.headers or "X-Api-Key" in request.headers):
+                self._look_at_models(request)  # perhaps they show their lists only to who has this key
+            base = "" if tenant is None else self.router.base_of(body.model, self.clock())
+            wants = RoutingRequest(body.model, body.prompt, session, tenant, asked, only, base)
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
                     response = await self._serve(request, body, place, active)
@@ -168,6 +171,8 @@ class Proxy:
             culprit = outcome.culprit
             assert culprit is not None
             active.note_failure(outcome)
+            if outcome.response.status == 404:  # as below, of a P
+                self._look_at_models(request)
             doubted += ((culprit, outcome.verdict.charge),)
             decides, alone = again is RetryKind.ALONE, self.limits.decode_alone > 0
             if decides and alone and self.admission.move_to_decode_alone(place, active.failed):
@@ -179,6 +184,8 @@ class Proxy:
                 tries += not uncounted
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
+            if outcome.moved:
+                continue  # others have no room any more: it stays
             if decides or culprit is not attempt.choice.prefill or not alone:
                 return outcome.response
             if not self.admission.move_to_decode_alone(place, active.failed):

@@ -263,9 +263,15 @@ async def test_it_is_said_why_one_cannot_go_on(dispatch: Dispatch) -> None:
         why = await deployment.refusal(400, {**body, "previous_response_id": "resp_" + "0" * 32}, PATH)
         assert "not found" in why and "this proxy has not passed it on" in why
         (holder,) = (each for each in deployment.decodes if each.requests)
+        known = deployment.known(holder)
+        known.drained = True
+        await deployment.refusal(503, {**body, "previous_response_id": first}, PATH)
+        del deployment.registry._instances[known.key]  # as if its pings had been lost for a while
+        await deployment.ready(1, 2)
+        await deployment.serves(1, {**body, "previous_response_id": first}, PATH)
         await deployment.goodbye(holder)
         why = await deployment.refusal(400, {**body, "previous_response_id": first}, PATH)
-        assert first in why and "takes no requests any more" in why
+        assert first in why and "is gone" in why
         (other,) = (each for each in deployment.decodes if each is not holder)
         assert not other.requests, "it could only have said that it does not know it"
 
@@ -299,9 +305,9 @@ def test_the_oldest_are_forgotten() -> None:
     decode, stored = join(registry, ping("D")), StoredResponses(registry, most=2)
     for number in range(3):
         stored.note(f"resp_{number}", decode, f"resp_at_d_{number}")
-    assert stored.find("resp_2", 0.0) == (decode, "resp_at_d_2")
+    assert stored.find("resp_2") == (decode, "resp_at_d_2")
     with pytest.raises(ProxyError, match="'resp_0' not found"):
-        stored.find("resp_0", 0.0)
+        stored.find("resp_0")
 
 
 def cut(text: bytes, size: int) -> Iterator[bytes]:
@@ -463,6 +469,13 @@ async def test_what_is_remembered_is_for_those_who_show_the_key(
     assert await listed(lonely, "a key") == (200, ["tiny", "other", "one"])
 
 
+async def test_a_list_that_only_a_client_s_key_opens_tells_the_context(lonely: Deployment) -> None:
+    """Without that a chat without a bound does not go on elsewhere, and its first token is never P's."""
+    known = lonely.known(await lonely.newcomer("D", key="a key", context=4096))
+    await lonely.serves(1, headers={"Authorization": "Bearer a key"})
+    await eventually(lambda: known.context == 4096)
+
+
 async def test_if_none_answers_it_is_a_502(lonely: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     await two(lonely)
     monkeypatch.setattr("p2pkv_proxy.models._LIST_SECONDS", 0.3)
@@ -522,6 +535,20 @@ async def test_an_adapter_that_is_unloaded_at_one_is_served_by_the_other(unlike:
             assert answer.status in (200, 404)
         await quiet(unlike)
     await unlike.serves(4, model="late")
+
+
+async def test_a_p_that_has_an_adapter_no_more_is_not_asked_for_it_again(
+    unlike: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others that have it would show up its refusals as failures."""
+    monkeypatch.setattr("p2pkv_proxy.attempt._VERDICT_SECONDS", 0.01)
+    await loads(unlike, "late", *unlike.instances)
+    await unlike.serves(4, model="late")
+    for each in unlike.prefills:
+        each.models = ("tiny",)
+    all_do(unlike.decodes, proxy_behaviours.with_a_p(proxy_behaviours.never, with_adapters))
+    await unlike.serves(1, model="late")
+    await eventually(lambda: not any("late" in unlike.known(each).names for each in unlike.prefills))
 
 
 async def test_a_name_that_nobody_has_is_looked_for_once_for_all_who_ask(unlike: Deployment) -> None:

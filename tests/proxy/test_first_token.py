@@ -362,7 +362,7 @@ async def test_an_answer_that_ended_with_its_first_token_costs_its_tenant_no_mor
         usual = tenant.answer
         await ask(deployment, body)
         await eventually(lambda: tenant.under_way == 0)
-        assert tenant.answer < usual and tenant.used < usual / 2
+        assert tenant.answer < usual and tenant.used["tiny"] < usual / 2
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -376,7 +376,7 @@ async def test_a_tenant_pays_for_each_token_once(path: str, greedy: bool, dispat
         await eventually(lambda: tenant.under_way == 0)
         assert deployment.proxy.counters.first_tokens == 1
         events = [*engine.events(path, body, "one-server")]
-        assert tenant.used == 1 + tenant.prompt_tokens + len(events)
+        assert tenant.used["tiny"] == 1 + tenant.prompt_tokens + len(events)
 
 
 async def test_p_lets_go_of_what_no_d_will_ask_for() -> None:

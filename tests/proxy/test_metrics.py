@@ -362,7 +362,10 @@ async def test_the_page_on_operations_names_each_metric_with_its_labels(concurre
         for group in re.findall(r"by \(([^)]*)\)", query)
         for label in group.split(", ")
     }
-    assert used <= set().union(*there.values()) | {"le"}
+    assert used <= set().union(*there.values()) | {"le", "instance"}
+    for query in ours:  # of several proxies each counts its own requests, and all instances
+        assert "instances{" not in query or query.startswith("min(sum by (instance)"), query
+        assert "instance_load{" not in query or query.startswith("sum"), query
 
 
 # examples/grafana.json: whatever it asks for exists, here, in the connector or in vLLM's own source.

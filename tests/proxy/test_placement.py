@@ -120,6 +120,16 @@ def learned(router: Router, instance: Instance, prompt: float, step: float) -> E
     return engine
 
 
+def test_one_that_is_new_is_taken_for_as_fast_as_those_that_are_known() -> None:
+    """Much faster than the first weights say; else it would get nothing until these are busy."""
+    router, pool = fleet("both", "both")
+    engine = router.costs.of(pool[0])
+    for _ in range(50):
+        engine.prompt.learn(0.004, 1.0, 1.0, 0.0)
+        engine.step.learn(0.007, 1.0, 0.0, 0.0)
+    assert {router.choose(request(256), 0.0).decode for _ in pool} == {*pool}
+
+
 def test_an_idle_pool_serves_a_request_whole() -> None:
     router, pool = fleet("both", "both")
     for each in pool:
@@ -269,6 +279,23 @@ def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int
     for each in pool:
         engine = router.costs.of(each)
         assert (engine.answers, len(engine._queue), engine.tokens) == (0, 0, 0)
+
+
+async def test_who_waits_to_go_on_elsewhere_counts_as_no_prompt_meanwhile() -> None:
+    router, (p, *both) = fleet("P", "D", "D")
+    router._registry.limit_places(1)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: 0.0)
+    async with admission.place(request(500), paired=True) as place:
+        elsewhere = PrefillMode.WANTED, frozenset({lost := place.choice.decode})
+        (other,) = (each for each in both if each is not lost)
+        other.count_place(1, decode_alone=False)
+        assert not admission.move(place, *elsewhere)
+        waits = asyncio.create_task(admission.move_in_time(place, *elsewhere))
+        await eventually(lambda: admission.waiting == 1)
+        assert router.costs.of(p).tokens == router.costs.of(lost).answers == 0
+        other.count_place(-1, decode_alone=False)
+        admission.advance()
+        assert await waits and router.costs.of(p).tokens == 500
 
 
 def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:

@@ -423,6 +423,22 @@ async def test_a_drain_with_a_deadline_moves_as_many_as_others_have_room_for(fir
         assert all(same(answer, whole(COMPLETION)) for answer in await asyncio.gather(*asking))
 
 
+async def test_a_drain_fails_no_request_whose_room_elsewhere_is_taken_meanwhile(
+    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deployed(dispatch, 1, 2, max_requests=1) as deployment:
+        other = after(release := asyncio.Event(), generates())
+        take_turns(deployment.decodes, never_a_token, other, generates())
+        asking = [asyncio.create_task(ask(deployment, GREEDY))]
+        await eventually(lambda: sum(asked(deployment.decodes)) == 1)
+        monkeypatch.setattr("p2pkv_proxy.admission.pause", lambda _: 0.5)
+        drain(deployment)
+        asking.append(asyncio.create_task(ask(deployment, GREEDY)))
+        for each in asking:
+            assert same(await each, whole(COMPLETION))
+            release.set()
+
+
 @pytest.mark.parametrize("streams", [True, False], ids=["begun", "not begun"])
 async def test_a_request_moves_as_often_as_its_d_is_drained(streams: bool) -> None:
     """To a D that is resumed, too. No move is a try, and none counts in the budget: the only try is left."""

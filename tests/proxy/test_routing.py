@@ -254,6 +254,18 @@ async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back(concur
     assert (p.tokens, d.tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("roles", ["PD", ["both"]])
+@pytest.mark.parametrize("others", ["y", "yz"])
+def test_a_model_that_is_out_for_now_is_no_unknown_one_and_not_asked_of_others(
+    roles: Any, others: str
+) -> None:
+    router, pool = fleet(*((role, {"model": model}) for model in "x" + others for role in roles))
+    pool[len(roles) - 1].drained = True
+    with pytest.raises(NoInstance, match="No decode instance that serves the model `x` is ready"):
+        router.choose(RoutingRequest("x"), 0.0)
+    assert router.choose(RoutingRequest("y"), 0.0).decode.names == {"y"}
+
+
 # What the router keeps of all instances between two requests is what it would compute anew.
 
 

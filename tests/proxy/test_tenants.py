@@ -116,12 +116,36 @@ async def test_a_crowd_for_one_model_does_not_wait_at_the_cost_of_another_tenant
     async with admission.place(request(one, model="a"), paired=False):
         place = admission.place(request(one, model="a"), paired=False)
         waiter = asyncio.ensure_future(place.__aenter__())
-        await eventually(lambda: one.waiting == 1)
+        await eventually(lambda: one.waiting.total() == 1)
         async with admission.place(request(other, model="b"), paired=False):
             assert admission.waiting == 1
     await waiter
     await place.__aexit__(None, None, None)
-    assert (one.waiting, other.waiting, admission.under_way) == (0, 0, 0)
+    assert (one.waiting.total(), other.waiting.total(), admission.under_way) == (0, 0, 0)
+
+
+async def test_who_waits_for_a_slow_model_is_not_ahead_by_what_others_used_of_a_fast_one() -> None:
+    router, _ = fleet(("D", {"model": "slow"}), ("D", {"model": "fast"}), room=1)
+    admission, (crowd, late, other) = (
+        Admission(router, Limits(), RequestCounters(), lambda: 0.0),
+        some(1, 1, 1),
+    )
+    got = list[Tenant]()
+
+    async def enter(who: Tenant, model: str) -> None:
+        asked = RoutingRequest(model, tenant=who, base=router.base_of(model, 0.0))
+        async with admission.place(asked, paired=False):
+            got.append(who)
+
+    async with admission.place(RoutingRequest("slow"), paired=False):
+        tasks = [asyncio.create_task(enter(crowd, "slow")) for _ in range(10)]
+        await eventually(lambda: admission.waiting == 10)
+        for _ in range(100):
+            await enter(other, "fast")
+        tasks += [asyncio.create_task(enter(late, "slow")) for _ in range(10)]
+        await eventually(lambda: admission.waiting == 20)
+    await asyncio.gather(*tasks)
+    assert got[100:110].count(late) == 5
 
 
 async def test_many_places_at_once_are_shared_too_if_one_asks_for_several_models() -> None:
@@ -147,13 +171,13 @@ async def test_many_places_at_once_are_shared_too_if_one_asks_for_several_models
 
 def test_a_large_bound_of_answers_costs_what_answers_have_and_what_comes_is_paid() -> None:
     (one,) = some(1)
-    paid = one.pay(100, 32_000)
-    assert paid < 1000 and one.used == 1 + 100 + paid
-    one.settle(paid, 700)
-    assert one.used == 1 + 100 + 700
+    paid = one.pay("", 100, 32_000)
+    assert paid < 1000 and one.used[""] == 1 + 100 + paid
+    one.settle("", paid, 700)
+    assert one.used[""] == 1 + 100 + 700
     for _ in range(200):
-        one.settle(one.pay(100, 0), 700)
-    assert 600 < one.pay(100, 32_000) <= 700 and one.pay(100, 3) == 3
+        one.settle("", one.pay("", 100, 0), 700)
+    assert 600 < one.pay("", 100, 32_000) <= 700 and one.pay("", 100, 3) == 3
 
 
 @pytest.mark.parametrize(
@@ -177,10 +201,10 @@ async def test_a_streamed_answer_costs_what_came_of_it_although_its_client_left(
         deployment.d.behaviour = streams(asyncio.Event())
         response = await deployment.begin(headers=bearer(ALICE), prompt=[7] * 100, max_tokens=32_000)
         alice = deployment.proxy.tenants.by_name["alice"]
-        before = alice.used
+        before = alice.used["tiny"]
         response.close()
         await quiet(deployment)
-        assert 101 < alice.used <= 101 + 2 < before and alice.under_way == 0
+        assert 101 < alice.used["tiny"] <= 101 + 2 < before and alice.under_way == 0
 
 
 async def test_a_full_queue_turns_away_those_who_fill_it() -> None:
@@ -200,15 +224,15 @@ async def test_a_full_queue_turns_away_those_who_fill_it() -> None:
         tasks = [asyncio.create_task(enter(greedy)) for _ in range(30)]
         await eventually(lambda: len(ended) == 20 and admission.waiting == 10)
         tasks += [asyncio.create_task(enter(modest)) for _ in range(4)]
-        await eventually(lambda: modest.waiting == 4)
-        assert (greedy.waiting, admission.waiting) == (6, 10)
+        await eventually(lambda: modest.waiting.total() == 4)
+        assert (greedy.waiting.total(), admission.waiting) == (6, 10)
         tasks += [asyncio.create_task(enter(modest)) for _ in range(4)]
         await eventually(lambda: len(ended) == 28)
-        assert (greedy.waiting, modest.waiting) == (5, 5)
+        assert (greedy.waiting.total(), modest.waiting.total()) == (5, 5)
     await asyncio.gather(*tasks)
     assert Counter(ended) == {(greedy, 429): 25, (greedy, 200): 5, (modest, 429): 3, (modest, 200): 5}
     assert (greedy.refused["queue"], modest.refused["queue"]) == (25, 3)
-    assert (greedy.waiting, modest.waiting, admission.waiting) == (0, 0, 0)
+    assert (greedy.waiting.total(), modest.waiting.total(), admission.waiting) == (0, 0, 0)
 
 
 async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
@@ -217,11 +241,11 @@ async def test_those_who_leave_or_wait_too_long_are_counted_out() -> None:
     async with admission.place(RoutingRequest(), paired=False):
         places = [admission.place(request(who), paired=False) for who in (one, other, one)]
         late = [asyncio.ensure_future(each.__aenter__()) for each in places]
-        await eventually(lambda: (one.waiting, other.waiting) == (2, 1))
+        await eventually(lambda: (one.waiting.total(), other.waiting.total()) == (2, 1))
         late[0].cancel()
         ended = await asyncio.gather(*late, return_exceptions=True)
     assert [type(each) for each in ended] == [asyncio.CancelledError, ProxyError, ProxyError]
-    assert (one.waiting, other.waiting) == (0, 0)
+    assert (one.waiting.total(), other.waiting.total()) == (0, 0)
 
 
 @settings(max_examples=50)
@@ -399,7 +423,7 @@ async def test_a_prompt_counts_no_more_than_the_context_has() -> None:
         await deployment.newcomer("D", context=100)
         await deployment.serves(1, headers=bearer(ALICE), prompt="x" * 100_000)
         assert "in 9 s" in await deployment.refusal(429, headers=bearer(ALICE), prompt="x")
-        assert 100 < tenants["tenants"].by_name["alice"].used < 200
+        assert 100 < tenants["tenants"].by_name["alice"].used["tiny"] < 200
 
 
 @pytest.mark.parametrize(
@@ -410,11 +434,11 @@ async def test_an_answer_that_is_no_stream_costs_its_tokens_too(path: str, name:
     async with deployed("concurrent", 1, 1, **tenants) as deployment:
         alice = tenants["tenants"].by_name["alice"]
         for each in (3000, 1):
-            before = alice.used
+            before = alice.used["tiny"]
             deployment.d.behaviour = answers(lambda _: web.json_response({"usage": {name: each}}))  # noqa: B023
             await deployment.serves(1, {"messages": []}, path, headers=bearer(ALICE))
             await eventually(lambda: not deployment.proxy.admission.under_way)
-            assert each < alice.used - before < each + 10
+            assert each < alice.used["tiny"] - before < each + 10
         assert alice.answer > 64
 
 
