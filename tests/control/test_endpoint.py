@@ -279,3 +279,19 @@ def test_a_slow_name_server_holds_up_no_numeric_address(
         endpoint.dial(Address(host, 9))
     assert threads["tcp://127.0.0.1:9"] == threads["tcp://[::1]:9"] == 1
     assert threads["tcp://localhost:9"] & 1 == 0 < threads["tcp://localhost:9"]
+
+
+@pytest.mark.parametrize(("failure", "six"), [(0, 0), (socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 0)])
+def test_a_proxys_name_is_looked_up_as_ipv6_where_it_has_no_ipv4_address(
+    monkeypatch: pytest.MonkeyPatch, failure: int, six: int
+) -> None:
+    def look_up(host: str, port: None, family: int) -> list[str]:
+        if failure:
+            raise socket.gaierror(failure, host)
+        return [host]
+
+    monkeypatch.setattr("p2pkv.control.endpoint.getaddrinfo", look_up)
+    ours = Endpoint(None, dials="proxy")
+    dialed = ours.dial(Address(f"proxy-{failure}", 9))
+    assert dialed._socket is not None and dialed._socket.getsockopt(zmq.IPV6) == six
+    ours.close()
