@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -59,6 +60,13 @@ WARM_UP_BLOCKS = 3
 """Full blocks of the prompt that an instance sends itself before it registers."""
 
 
+@dataclass
+class FirstRank(vllms.KVConnectorHandshakeMetadata):
+    """Where rank 0 listens, for its scheduler: Ray may have put it on another host."""
+
+    host: str
+
+
 class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
     """P pushes its KV layer by layer to D; with kv_both an instance is either, as each request's id says."""
 
@@ -105,7 +113,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         config, options, cache = self._vllm_config, self.options, self._kv_cache_config
         for note in options.notes:
             log.warning("%s", note)
-        pairs = Pairs(options.address, options.role, options.is_of_instance)
+        self._pairs = pairs = Pairs(options.address, options.role, options.is_of_instance)
         self._backoff = IdleBackoff(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
@@ -142,6 +150,18 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             # To the ranks on this host, vLLM's first: beats arrive nowhere else. Ray may put them anywhere.
             local = range(options.engine_ranks // config.parallel_config.nnodes_within_dp)
             self._beats = BeatSender([str(options.address.shifted(rank)) for rank in local], self._beat)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        first, here = metadata.get((0, 0)), self.options.host
+        if not isinstance(first, FirstRank) or first.host == here:
+            return
+        if self.options.proxies:
+            log.warning(
+                f"rank 0 is at {first.host}, so the proxy sends requests there; if the HTTP server is at "
+                f"{here} alone, leave proxy_ip out, and list this instance on the proxy"
+            )
+        self.options = replace(self.options, host=first.host)
+        self._pairs.move(self.options.address, self.options.is_of_instance)
 
     def _kv_both_quotas(self, third: int) -> tuple[BlockQuota, BlockQuota]:
         """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
@@ -297,6 +317,10 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         return self.producer is not None and self.producer.finished(request, block_ids), None
 
     # Worker side.
+
+    def get_handshake_metadata(self) -> FirstRank | None:
+        first = self._vllm_config.parallel_config.rank == 0 and not describe.on_one_host(self._vllm_config)
+        return FirstRank(self.options.host) if first else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start this rank: it listens from here on, and pings the proxy if it is the first."""

@@ -27,6 +27,8 @@ from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, sta
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import Layer, LocalGroup
 from p2pkv.kv.cache import PagedCache, RankCache
+from p2pkv.links.base import LinkError
+from p2pkv.links.tcp import listen, numeric
 from p2pkv.page_packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import DRAFTER
@@ -109,11 +111,21 @@ def replica(config: VllmConfig) -> int | None:
 def http_address(config: VllmConfig, options: Options) -> Address | None:
     """Where requests for this engine go; None without http_port."""
     parallel, address = config.parallel_config, options.http_address
-    elsewhere = data_parallel(config) and parallel.data_parallel_rank_local != parallel.data_parallel_index
-    if address is not None and elsewhere and not parallel.local_engines_only:
-        # One HTTP server for all nodes, on the first one.
-        return Address(parallel.data_parallel_master_ip, address.port)
-    return address
+    if address is None or not data_parallel(config) or parallel.local_engines_only:
+        return address
+    # One HTTP server for all nodes, on the first one, which may have no engine.
+    first = parallel.data_parallel_master_ip
+    on_first = parallel.data_parallel_rank_local == parallel.data_parallel_index and _is_here(first)
+    return address if on_first else Address(first, address.port)
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address is this machine's."""
+    try:
+        listen(numeric(host)).close()
+    except (LinkError, ValueError):
+        return False
+    return True
 
 
 ATTENTION = (

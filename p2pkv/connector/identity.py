@@ -46,6 +46,9 @@ MAX_HEADER_BYTES = 1 << 27
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""What a training leaves beside them."""
+
 FILE_FORMATS = frozenset(
     {
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
@@ -141,7 +144,21 @@ def weight_files(source: str, revision: str | None, kind: str, cache: str | None
     if kind not in FILE_FORMATS:
         return []
     one = Path(source)
-    return [one] if one.is_file() else _files(_folder(source, revision, cache))
+    return [one] if one.is_file() else _files_read(_folder(source, revision, cache), kind)
+
+
+def _files_read(folder: Path | None, kind: str) -> list[Path]:
+    """Of weights in several forms vLLM reads one, and downloads no other."""
+    suffixes = {"npcache": (".bin",), "pt": (".pt",), "gguf": (".gguf",)}.get(kind, SUFFIXES)
+    forms = ([file for file in _files(folder, (each,)) if file.name not in NO_WEIGHTS] for each in suffixes)
+    files = next(filter(None, forms), [])
+    mistrals = [file for file in files if file.name.startswith("consolidated")]
+    if mistrals and kind in ("auto", "mistral"):
+        return mistrals
+    if folder is None or not (index := folder / "model.safetensors.index.json").is_file():
+        return files
+    named = json.loads(index.read_bytes())["weight_map"].values()
+    return [file for file in files if file.name in named] or files
 
 
 def weights_in_files(files: Iterable[Path]) -> str:
@@ -285,10 +302,13 @@ class Pairs:
     def __init__(
         self, mine: Address, role: InstanceRole, ours: Callable[[Address], bool] | None = None
     ) -> None:
-        self.mine = mine
         self._role = role
-        self._ours = ours or mine.__eq__
         self._warned: set[str] = set()
+        self.move(mine, ours)
+
+    def move(self, mine: Address, ours: Callable[[Address], bool] | None = None) -> None:
+        """This engine's rank 0 is at `mine`."""
+        self.mine, self._ours = mine, ours or mine.__eq__
 
     def of(self, request: Request) -> Paired | None:
         """The pair, or None for a request that this instance serves by itself."""
