@@ -9,7 +9,6 @@ import logging
 import sys
 import time
 import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -37,6 +36,7 @@ from p2pkv.engine.core_liveness import Beat
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.mps_check import warn_of_turns
+from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import fit
 
 if TYPE_CHECKING:
@@ -58,13 +58,6 @@ SWITCH_SECONDS = 0.0002
 
 WARM_UP_BLOCKS = 3
 """Full blocks of the prompt that an instance sends itself before it registers."""
-
-
-@dataclass
-class FirstRank(vllms.KVConnectorHandshakeMetadata):
-    """Where rank 0 listens, for its scheduler: Ray may have put it on another host."""
-
-    host: str
 
 
 class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
@@ -152,16 +145,16 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self._beats = BeatSender([str(options.address.shifted(rank)) for rank in local], self._beat)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Ray may have put rank 0 on another host than this scheduler."""
         first, here = metadata.get((0, 0)), self.options.host
-        if not isinstance(first, FirstRank) or first.host == here:
-            return
-        if self.options.proxies:
-            log.warning(
-                f"rank 0 is at {first.host}, so the proxy sends requests there; if the HTTP server is at "
-                f"{here} alone, leave proxy_ip out, and list this instance on the proxy"
-            )
-        self.options = replace(self.options, host=first.host)
-        self._pairs.move(self.options.address, self.options.is_of_instance)
+        if isinstance(first, Address) and first.host != here:
+            if self.options.proxies:
+                log.warning(
+                    f"the proxy sends requests to {first.host}, where rank 0 is: if the HTTP server is at "
+                    f"{here} alone, leave proxy_ip out, and list this instance on the proxy"
+                )
+            self.options = replace(self.options, host=first.host)
+            self._pairs.mine, self._pairs.ours = first, self.options.is_of_instance
 
     def _kv_both_quotas(self, third: int) -> tuple[BlockQuota, BlockQuota]:
         """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
@@ -318,9 +311,10 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
 
     # Worker side.
 
-    def get_handshake_metadata(self) -> FirstRank | None:
-        first = self._vllm_config.parallel_config.rank == 0 and not describe.on_one_host(self._vllm_config)
-        return FirstRank(self.options.host) if first else None
+    def get_handshake_metadata(self) -> Any:
+        config = self._vllm_config
+        first = config.parallel_config.rank == 0 and not describe.on_one_host(config)
+        return self.options.address if first else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start this rank: it listens from here on, and pings the proxy if it is the first."""

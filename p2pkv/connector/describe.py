@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -27,8 +28,6 @@ from p2pkv.connector.recurrent import conv_dim_first, form_of, is_recurrent, sta
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.stage_layers import Layer, LocalGroup
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.links.base import LinkError
-from p2pkv.links.tcp import listen, numeric
 from p2pkv.page_packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import DRAFTER
@@ -120,10 +119,10 @@ def http_address(config: VllmConfig, options: Options) -> Address | None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether an address is this machine's."""
+    """Whether it is an IPv4 address of this machine."""
     try:
-        listen(numeric(host)).close()
-    except (LinkError, ValueError):
+        socket.create_server((host, 0)).close()
+    except OSError:
         return False
     return True
 

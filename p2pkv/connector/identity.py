@@ -46,9 +46,6 @@ MAX_HEADER_BYTES = 1 << 27
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
-NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-"""What a training leaves beside them."""
-
 FILE_FORMATS = frozenset(
     {
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
@@ -150,8 +147,7 @@ def weight_files(source: str, revision: str | None, kind: str, cache: str | None
 def _files_read(folder: Path | None, kind: str) -> list[Path]:
     """Of weights in several forms vLLM reads one, and downloads no other."""
     suffixes = {"npcache": (".bin",), "pt": (".pt",), "gguf": (".gguf",)}.get(kind, SUFFIXES)
-    forms = ([file for file in _files(folder, (each,)) if file.name not in NO_WEIGHTS] for each in suffixes)
-    files = next(filter(None, forms), [])
+    files = next(filter(None, (_files(folder, (suffix,)) for suffix in suffixes)), [])
     mistrals = [file for file in files if file.name.startswith("consolidated")]
     if mistrals and kind in ("auto", "mistral"):
         return mistrals
@@ -302,13 +298,10 @@ class Pairs:
     def __init__(
         self, mine: Address, role: InstanceRole, ours: Callable[[Address], bool] | None = None
     ) -> None:
+        self.mine = mine
+        self.ours = ours or mine.__eq__
         self._role = role
         self._warned: set[str] = set()
-        self.move(mine, ours)
-
-    def move(self, mine: Address, ours: Callable[[Address], bool] | None = None) -> None:
-        """This engine's rank 0 is at `mine`."""
-        self.mine, self._ours = mine, ours or mine.__eq__
 
     def of(self, request: Request) -> Paired | None:
         """The pair, or None for a request that this instance serves by itself."""
@@ -330,7 +323,7 @@ class Pairs:
         if self._role != "both":
             halves = {self._role: halves[self._role]}
         mine = [side for side, address in halves.items() if address == self.mine]
-        mine = mine or [side for side, address in halves.items() if self._ours(address)]
+        mine = mine or [side for side, address in halves.items() if self.ours(address)]
         if not mine:
             named = " and ".join(f"{address} as its {side}" for side, address in halves.items())
             self._warn(

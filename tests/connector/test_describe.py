@@ -532,18 +532,15 @@ def test_a_scheduler_learns_from_rank_0_where_it_is(caplog: pytest.LogCaptureFix
     config = vllm_config("D", proxy_ip="127.0.0.1", proxy_port=1, http_port=8000)
     config.parallel_config.distributed_executor_backend = "ray"
     scheduler = P2pKvConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
-    told = []
-    for config.parallel_config.rank in (0, 1):
-        config.kv_transfer_config.kv_connector_extra_config["host"] = "127.0.0.2"
-        there = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
-        told.append(there.get_handshake_metadata())
-    assert told[1] is None
-    asked: Any = SimpleNamespace(kv_transfer_params=None)
-    asked.request_id = inner_id(pair_id("a", decode=replace(D_ADDRESS, host="127.0.0.2")))
-    assert scheduler._pairs.of(asked) is None
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told[0]})
-    assert scheduler._pairs.of(asked) is not None
-    assert "rank 0 is at 127.0.0.2" in caplog.text
+    config.kv_transfer_config.kv_connector_extra_config["host"] = "127.0.0.2"
+    first = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config()).get_handshake_metadata()
+    config.parallel_config.rank = 1
+    other = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config()).get_handshake_metadata()
+    outer = pair_id("a", decode=replace(D_ADDRESS, host="127.0.0.2"))
+    asked: Any = SimpleNamespace(kv_transfer_params=None, request_id=inner_id(outer))
+    assert scheduler._pairs.of(asked) is None is other
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): first})
+    assert scheduler._pairs.of(asked) is not None and "requests to 127.0.0.2" in caplog.text
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])

