@@ -306,6 +306,9 @@ class Endpoint:
         if self._dials == "proxy":
             # With it libzmq takes no IPv4 address of a name that has an IPv6 one, and proxies bind 0.0.0.0.
             socket.setsockopt(zmq.IPV6, not _has_ipv4(address.host))
+            # Else the kernel would send pings to a host that has vanished for a quarter of an hour, although
+            # another may have its name by then.
+            socket.setsockopt(zmq.TCP_MAXRT, 10_000)
         # Else a host that was away and drops packets is tried again up to a minute after it is back.
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(min(self._patience, CONNECT_SECONDS) * 1000))
         connection._watch = watch = HandshakeMonitor(socket, dials=True)

@@ -286,8 +286,10 @@ def test_a_slow_name_server_holds_up_no_numeric_address(
 def test_a_proxys_name_is_looked_up_as_ipv6_where_it_has_no_ipv4_address(
     monkeypatch: pytest.MonkeyPatch, failure: int | None, six: int
 ) -> None:
+    """And a host that has vanished is given up while the new one behind its name is needed."""
     found = Mock(side_effect=[["an address"] if failure is None else socket.gaierror(failure, "none")])
     monkeypatch.setattr(module, "getaddrinfo", found)
     with opened(dials="proxy") as endpoint:
         dialed = endpoint.dial(Address(f"proxy-{six}{failure or ''}", 9))
         assert dialed._socket is not None and dialed._socket.getsockopt(zmq.IPV6) == six
+        assert 0 < dialed._socket.getsockopt(zmq.TCP_MAXRT) <= 10_000
