@@ -10,6 +10,8 @@ import difflib
 import os
 import reprlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from socket import getaddrinfo
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
@@ -497,6 +499,13 @@ def _notes(options: Options, former_way: bool) -> Iterator[str]:
             f"the ping to {' and '.join(map(str, options.proxies))} is not authenticated (the ranks are); "
             "for p2pkv-proxy with the secret, set discovery to 'curve'"
         )
+    with suppress(OSError):  # a rank cannot listen then, and says so
+        here = str(getaddrinfo(options.host, None)[0][4][0])
+        if is_loopback(here) and not is_loopback(options.host):
+            yield (
+                f"host {options.host} is {here} on this machine (/etc/hosts?), which no other one reaches: "
+                "give this machine's address as host"
+            )
     if options.secret is None and not is_loopback(options.host):
         yield (
             f"traffic to and from {options.address} is unauthenticated and unencrypted: anyone who reaches "

@@ -77,6 +77,11 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             f"ranks answer; links that are up: {links}"
         )
         yield Finding(role, sentence, ok=first["role"] in (role, "both"))
+        for number, rank in enumerate(ranks):
+            if odd := [each for each in ("fit", "link", "addresses") if rank.get(each) != first.get(each)]:
+                differ = fit_differences(str(rank.get("fit", "")), str(first.get("fit", ""))) or odd
+                sentence = f"it and rank 0 differ in {' and '.join(differ)}: start all with the same files"
+                yield Finding(f"{role} rank {number}", sentence, ok=False)
     if len(firsts) == 2:
         one, two = firsts
         yield same("link", str(one.get("link")), str(two.get("link")), ("P", "D"), SAME_NCCL)

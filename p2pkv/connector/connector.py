@@ -36,6 +36,7 @@ from p2pkv.engine.core_liveness import Beat
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.mps_check import warn_of_turns
+from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import fit
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         config, options, cache = self._vllm_config, self.options, self._kv_cache_config
         for note in options.notes:
             log.warning("%s", note)
-        pairs = Pairs(options.address, options.role, options.is_of_instance)
+        self._pairs = pairs = Pairs(options.address, options.role, options.is_of_instance)
         self._backoff = IdleBackoff(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
@@ -142,6 +143,18 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             # To the ranks on this host, vLLM's first: beats arrive nowhere else. Ray may put them anywhere.
             local = range(options.engine_ranks // config.parallel_config.nnodes_within_dp)
             self._beats = BeatSender([str(options.address.shifted(rank)) for rank in local], self._beat)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Ray may have put rank 0 on another host than this scheduler."""
+        first, here = metadata.get((0, 0)), self.options.host
+        if isinstance(first, Address) and first.host != here:
+            if self.options.proxies:
+                log.warning(
+                    f"the proxy sends requests to {first.host}, where rank 0 is: if the HTTP server is at "
+                    f"{here} alone, leave proxy_ip out, and list this instance on the proxy"
+                )
+            self.options = replace(self.options, host=first.host)
+            self._pairs.mine, self._pairs.ours = first, self.options.is_of_instance
 
     def _kv_both_quotas(self, third: int) -> tuple[BlockQuota, BlockQuota]:
         """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
@@ -297,6 +310,11 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         return self.producer is not None and self.producer.finished(request, block_ids), None
 
     # Worker side.
+
+    def get_handshake_metadata(self) -> Any:
+        config = self._vllm_config
+        first = config.parallel_config.rank == 0 and not describe.on_one_host(config)
+        return self.options.address if first else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start this rank: it listens from here on, and pings the proxy if it is the first."""

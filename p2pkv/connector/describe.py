@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -109,11 +110,21 @@ def replica(config: VllmConfig) -> int | None:
 def http_address(config: VllmConfig, options: Options) -> Address | None:
     """Where requests for this engine go; None without http_port."""
     parallel, address = config.parallel_config, options.http_address
-    elsewhere = data_parallel(config) and parallel.data_parallel_rank_local != parallel.data_parallel_index
-    if address is not None and elsewhere and not parallel.local_engines_only:
-        # One HTTP server for all nodes, on the first one.
-        return Address(parallel.data_parallel_master_ip, address.port)
-    return address
+    if address is None or not data_parallel(config) or parallel.local_engines_only:
+        return address
+    # One HTTP server for all nodes, on the first one, which may have no engine.
+    first = parallel.data_parallel_master_ip
+    on_first = parallel.data_parallel_rank_local == parallel.data_parallel_index and _is_here(first)
+    return address if on_first else Address(first, address.port)
+
+
+def _is_here(host: str) -> bool:
+    """Whether it is an IPv4 address of this machine."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
 
 
 ATTENTION = (

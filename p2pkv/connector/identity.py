@@ -141,7 +141,20 @@ def weight_files(source: str, revision: str | None, kind: str, cache: str | None
     if kind not in FILE_FORMATS:
         return []
     one = Path(source)
-    return [one] if one.is_file() else _files(_folder(source, revision, cache))
+    return [one] if one.is_file() else _files_read(_folder(source, revision, cache), kind)
+
+
+def _files_read(folder: Path | None, kind: str) -> list[Path]:
+    """Of weights in several forms vLLM reads one, and downloads no other."""
+    suffixes = {"npcache": (".bin",), "pt": (".pt",), "gguf": (".gguf",)}.get(kind, SUFFIXES)
+    files = next(filter(None, (_files(folder, (suffix,)) for suffix in suffixes)), [])
+    mistrals = [file for file in files if file.name.startswith("consolidated")]
+    if mistrals and kind in ("auto", "mistral"):
+        return mistrals
+    if folder is None or not (index := folder / "model.safetensors.index.json").is_file():
+        return files
+    named = json.loads(index.read_bytes())["weight_map"].values()
+    return [file for file in files if file.name in named] or files
 
 
 def weights_in_files(files: Iterable[Path]) -> str:
@@ -286,8 +299,8 @@ class Pairs:
         self, mine: Address, role: InstanceRole, ours: Callable[[Address], bool] | None = None
     ) -> None:
         self.mine = mine
+        self.ours = ours or mine.__eq__
         self._role = role
-        self._ours = ours or mine.__eq__
         self._warned: set[str] = set()
 
     def of(self, request: Request) -> Paired | None:
@@ -310,7 +323,7 @@ class Pairs:
         if self._role != "both":
             halves = {self._role: halves[self._role]}
         mine = [side for side, address in halves.items() if address == self.mine]
-        mine = mine or [side for side, address in halves.items() if self._ours(address)]
+        mine = mine or [side for side, address in halves.items() if self.ours(address)]
         if not mine:
             named = " and ".join(f"{address} as its {side}" for side, address in halves.items())
             self._warn(

@@ -15,7 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import islice
+from socket import AF_INET, EAI_AGAIN, gaierror, getaddrinfo
 from typing import Any, NamedTuple
 
 import zmq
@@ -302,8 +304,11 @@ class Endpoint:
         if self._members is not None:
             self._members.join(socket, self._dials)
         if self._dials == "proxy":
-            # "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
-            socket.setsockopt(zmq.IPV6, ":" in address.host)
+            # With it libzmq takes no IPv4 address of a name that has an IPv6 one, and proxies bind 0.0.0.0.
+            socket.setsockopt(zmq.IPV6, not _has_ipv4(address.host))
+            # Else the kernel would send pings to a host that has vanished for a quarter of an hour, although
+            # another may have its name by then.
+            socket.setsockopt(zmq.TCP_MAXRT, 10_000)
         # Else a host that was away and drops packets is tried again up to a minute after it is back.
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(min(self._patience, CONNECT_SECONDS) * 1000))
         connection._watch = watch = HandshakeMonitor(socket, dials=True)
@@ -458,6 +463,15 @@ class Endpoint:
         socket.setsockopt(zmq.SNDHWM, self._queue)
         socket.setsockopt(zmq.RCVHWM, self._queue)
         return socket
+
+
+@cache
+def _has_ipv4(host: str) -> bool:
+    """True also for a name that cannot be looked up now."""
+    try:
+        return bool(getaddrinfo(host, None, AF_INET))
+    except gaierror as error:
+        return error.errno == EAI_AGAIN
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:

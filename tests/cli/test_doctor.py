@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from p2pkv.cli import link_check, main
 from p2pkv.cli.doctor import examine, ipc_sentence
@@ -415,6 +416,10 @@ def test_all_ranks_of_a_pair_are_asked(capsys: pytest.CaptureFixture[str]) -> No
         assert "[ok] link:      memory on both" in said
         assert main(["doctor", "--pair", str(d.address), str(p.address)]) == 1
         assert f"[!!] P:         {d.address} is a D" in capsys.readouterr().out
+        context = p.ranks[1].rank.context
+        context.hello = replace(context.hello, weights="another node's")
+        assert main(ask) == 1
+        assert "[!!] P rank 1:  it and rank 0 differ in weights: start" in capsys.readouterr().out
         p.ranks[1].rank.stop()
         assert main(ask) == 1
         assert f"[!!] P rank 1:  nothing at {p.address.shifted(1)} answered" in capsys.readouterr().out

@@ -45,6 +45,7 @@ from p2pkv.protocol.messages import Hello
 from support.connector.instances import (
     ATTENTION,
     BLOCK,
+    D_ADDRESS,
     FULL,
     LAYERS,
     P_ADDRESS,
@@ -52,8 +53,10 @@ from support.connector.instances import (
     be_data_parallel,
     caches_of,
     hello_with,
+    inner_id,
     kv_cache_config,
     kv_groups,
+    pair_id,
     vllm_config,
     write,
 )
@@ -239,7 +242,12 @@ def test_the_same_files_at_another_place_have_the_same_fingerprint(copy: Path) -
     for kind in ("safetensors", "runai_streamer"):
         assert fingerprint(served(copy, {"load_format": kind})) == one
     assert fingerprint(served(copy, max_model_len=256)) == one
-    split = served(copy)
+    index = {"weight_map": {"a": next(copy.glob("*.safetensors")).name}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "training_args.bin"):
+        (copy / name).write_bytes(b"vLLM does not read it")
+        assert fingerprint(served(copy, {"load_format": "hf"})) == one, name
+    split = served(copy, {"load_format": "hf"})
     split.parallel_config.tensor_parallel_size = 2
     assert fingerprint(split) == one
 
@@ -519,6 +527,22 @@ def test_ranks_on_several_hosts_learn_each_others_addresses(
     assert said.addresses == (f"10.0.0.1:{1000 * index}", mine) and said.address == mine
 
 
+def test_a_scheduler_learns_from_rank_0_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Ray may put it on another host, and VLLM_HOST_IP of the server is not the workers'."""
+    config = vllm_config("D", proxy_ip="127.0.0.1", proxy_port=1, http_port=8000)
+    config.parallel_config.distributed_executor_backend = "ray"
+    scheduler = P2pKvConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+    config.kv_transfer_config.kv_connector_extra_config["host"] = "127.0.0.2"
+    first = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config()).get_handshake_metadata()
+    config.parallel_config.rank = 1
+    other = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config()).get_handshake_metadata()
+    outer = pair_id("a", decode=replace(D_ADDRESS, host="127.0.0.2"))
+    asked: Any = SimpleNamespace(kv_transfer_params=None, request_id=inner_id(outer))
+    assert scheduler._pairs.of(asked) is None is other
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): first})
+    assert scheduler._pairs.of(asked) is not None and "requests to 127.0.0.2" in caplog.text
+
+
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_the_ports_of_a_data_parallel_engine(model: str) -> None:
     config = with_parallel(tensor_parallel_size=2, data_parallel_size=4, data_parallel_index=3)
@@ -531,16 +555,18 @@ def test_the_ports_of_a_data_parallel_engine(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("balancing", "index", "start", "number", "host"),
+    ("balancing", "index", "start", "number", "first", "host"),
     [
-        ("internal", 1, 0, 1, "127.0.0.1"),
-        ("internal", 3, 2, 3, "10.0.0.9"),  # on the second node; the HTTP server is on the first
-        ("hybrid", 3, 2, 1, "127.0.0.1"),
-        ("external", 3, 3, 0, "127.0.0.1"),
+        ("internal", 1, 0, 1, "127.0.0.9", "127.0.0.1"),
+        ("internal", 3, 2, 3, "10.0.0.9", "10.0.0.9"),  # on the second node; the HTTP server is on the first
+        ("internal", 3, 2, 3, "127.0.0.9", "127.0.0.9"),  # two nodes on one machine
+        ("internal", 1, 0, 1, "10.0.0.9", "10.0.0.9"),  # the first has --data-parallel-size-local 0
+        ("hybrid", 3, 2, 1, "10.0.0.9", "127.0.0.1"),
+        ("external", 3, 3, 0, "10.0.0.9", "127.0.0.1"),
     ],
 )
 def test_a_ping_has_the_engines_http_server_and_its_number_there(
-    balancing: str, index: int, start: int, number: int, host: str
+    balancing: str, index: int, start: int, number: int, first: str, host: str
 ) -> None:
     config = vllm_config("D", proxy_ip="127.0.0.1", proxy_port=1, http_port=8000)
     options = options_of(config)
@@ -548,7 +574,7 @@ def test_a_ping_has_the_engines_http_server_and_its_number_there(
     be_data_parallel(config, index, start)
     config.parallel_config.data_parallel_hybrid_lb = balancing == "hybrid"
     config.parallel_config.data_parallel_external_lb = balancing == "external"
-    config.parallel_config.data_parallel_master_ip = "10.0.0.9"
+    config.parallel_config.data_parallel_master_ip = first
     assert replica(config) == number
     assert str(http_address(config, options)) == f"{host}:8000"
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -275,3 +276,16 @@ def test_a_slow_name_server_holds_up_no_numeric_address(
         endpoint.dial(Address(host, 9))
     assert threads["tcp://127.0.0.1:9"] == threads["tcp://[::1]:9"] == 1
     assert threads["tcp://localhost:9"] & 1 == 0 < threads["tcp://localhost:9"]
+
+
+@pytest.mark.parametrize(("failure", "six"), [(None, 0), (socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 0)])
+def test_a_proxys_name_is_looked_up_as_ipv6_where_it_has_no_ipv4_address(
+    monkeypatch: pytest.MonkeyPatch, failure: int | None, six: int
+) -> None:
+    """And a host that has vanished is given up while the new one behind its name is needed."""
+    found = Mock(side_effect=[["an address"] if failure is None else socket.gaierror(failure, "none")])
+    monkeypatch.setattr(module, "getaddrinfo", found)
+    with opened(dials="proxy") as endpoint:
+        dialed = endpoint.dial(Address(f"proxy-{six}{failure or ''}", 9))
+        assert dialed._socket is not None and dialed._socket.getsockopt(zmq.IPV6) == six
+        assert 0 < dialed._socket.getsockopt(zmq.TCP_MAXRT) <= 10_000

@@ -165,6 +165,13 @@ class TestBadInput:
         (note,) = options({"http_port": 8100}).notes
         assert "no proxy" in note
 
+    def test_a_name_that_means_loopback_here_is_pointed_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Debian's /etc/hosts has 127.0.1.1 for the machine's own name."""
+        for address, notes in (("127.0.1.1", 1), ("10.0.0.7", 0)):
+            found = [(0, 0, 0, "", (address, 0))]
+            monkeypatch.setattr("p2pkv.config.getaddrinfo", lambda *_, found=found: found)
+            assert len(options({"host": "node-7"}, environ={"P2PKV_SECRET": SECRET}).notes) == notes
+
     def test_chunks_must_fit_into_staging(self) -> None:
         said = refused({"staging_bytes": MIB, "chunk_bytes": 2 * MIB})
         assert str(MIB) in said and str(2 * MIB) in said
