@@ -72,11 +72,14 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             continue
         first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
         firsts.append(first)
+        stopped = next((str(rank["engine"]) for rank in ranks if rank.get("engine", "runs") != "runs"), "")
         sentence = (
             f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
             f"ranks answer; links that are up: {links}"
         )
-        yield Finding(role, sentence, ok=first["role"] in (role, "both"))
+        if stopped:
+            sentence += f"; it cannot serve now: {stopped}"
+        yield Finding(role, sentence, ok=first["role"] in (role, "both") and not stopped)
     if len(firsts) == 2:
         one, two = firsts
         yield same("link", str(one.get("link")), str(two.get("link")), ("P", "D"), SAME_NCCL)
