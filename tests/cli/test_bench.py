@@ -65,6 +65,9 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--tokens", "100000000"], "choose shorter prompts"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["--json", "/tmp"], "name a file in it"),
+        (["--json", "/dev/full", "--tokens", "2", "--repeat", "1"], "No space left on device"),
+        (["--plot", "/tmp/plot.png"], "--plot is for --link nccl or ipc, not host"),
+        (["--fan-out", "2", "--link", "paced"], "not paced: leave it out"),
         (["--layer-ms", "-1"], "choose 0 or more milliseconds"),
     ],
 )
