@@ -29,7 +29,8 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code. `p2pkv --help` imports neither torch nor vLLM."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="p2pkv", description=p2pkv.__doc__)
+    ends = "Exit code 0 if all is well, 1 if not, as a sentence says, 2 for a wrong option, 130 after Ctrl-C."
+    parser = argparse.ArgumentParser(prog="p2pkv", description=p2pkv.__doc__, epilog=ends)
     parser.add_argument("--version", action="version", version=f"p2pkv {p2pkv.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((each for each in arguments if not each.startswith("-")), None)

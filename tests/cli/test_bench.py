@@ -78,6 +78,15 @@ def test_what_cannot_be_measured(
     assert sentence in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "wrong", [("--wire", "0"), ("--prompt", "nan"), ("--in-flight", "0"), ("--tokens", "x")]
+)
+def test_numbers_that_mean_nothing(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--link", "paced", *wrong])
+    assert "_positive" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_kv_of_another_place_is_noticed(layout: Layout, tp: int) -> None:
