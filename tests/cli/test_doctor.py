@@ -84,7 +84,7 @@ def test_what_cannot_be_used_is_a_sentence(
     ("spoil", "what", "words"),
     [
         (lambda patch: patch.setenv("VLLM_PLUGINS", "a,p2pkv"), "plug-in", ""),
-        (lambda patch: patch.setenv("VLLM_PLUGINS", "a,b"), "plug-in", "VLLM_PLUGINS is 'a,b': add p2pkv"),
+        (lambda patch: patch.setenv("VLLM_PLUGINS", "a,b"), "plug-in", "VLLM_PLUGINS is 'a,b'; add p2pkv"),
         (lambda patch: patch.setattr(f"{FACTORY}.get_connector_class_by_name", Mock()), "plug-in", "another"),
         (lambda patch: patch.setitem(sys.modules, "p2pkv.connector", None), "plug-in", "p2pkv.connector"),
         (lambda patch: patch.setattr("vllm.platforms.current_platform", Mock()), "vLLM", "finds no device"),
