@@ -444,6 +444,8 @@ def _expected(kind: msgspec.inspect.Type) -> str:
             return f"one of {', '.join(map(str, values))}"
         case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.LiteralType(values=values)):
             return f"a list of names out of {', '.join(map(str, values))}"
+        case msgspec.inspect.StrType(max_length=int(most)):
+            return f"a text in quotes of at most {most} characters"
         case msgspec.inspect.CustomType():
             return 'a list of networks, as ["10.0.0.0/8"]'
     return "a text in quotes"

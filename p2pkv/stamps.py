@@ -8,14 +8,17 @@ which all know the request.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
 VARIABLE = "P2PKV_STAMPS"
 FIELDS = 4
 _UNIQUE = re.compile(r"(?<![0-9a-f])([0-9a-f]{32})(?![0-9a-f])")
@@ -37,7 +40,7 @@ class Stamps:
     def __init__(self, who: str, folder: str) -> None:
         self.who = who
         self._folder = Path(folder)
-        self._file: int | None = None
+        self._file = -1
         self._pid = 0
         self._seen: set[tuple[str, str]] = set()
 
@@ -49,13 +52,13 @@ class Stamps:
         if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
         self._seen.add((station, unique))
-        if self._pid != os.getpid():  # vLLM forks its processes
-            self._pid = os.getpid()
-            path = self._folder / f"{self._pid}.stamps"
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        assert self._file is not None
         line = f"{time.monotonic() if at is None else at:.6f}\t{self.who}\t{station}\t{unique}\n"
-        os.write(self._file, line.encode())
+        with suppress(OSError):  # a full disk is no reason to end an engine
+            if self._pid != os.getpid():  # vLLM forks its processes
+                path = self._folder / f"{os.getpid()}.stamps"
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                self._pid = os.getpid()
+            os.write(self._file, line.encode())
 
     def wrap(
         self, owner: Any, method: str, station: str, keys: Keys, *, after: bool = False, again: bool = False
@@ -79,5 +82,10 @@ class Stamps:
 
 def wanted() -> Stamps | None:
     """None if this process shall make no stamps."""
-    who, colon, folder = os.environ.get(VARIABLE, "").partition(":")
-    return Stamps(who, folder) if colon and Path(folder).is_dir() else None
+    who, _, folder = os.environ.get(VARIABLE, "").partition(":")
+    if not who:
+        return None
+    if not os.path.isdir(folder):
+        logger.warning("no stamps: %s has %r, no folder; expected such as P:/tmp/stamps", VARIABLE, folder)
+        return None
+    return Stamps(who, folder)

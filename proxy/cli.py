@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve(arguments, members))
     except (OSError, NoTracing) as error:
-        print(f"p2pkv-proxy: {error}", file=sys.stderr)
+        hosts = f" (--host {arguments.host}, --discovery {arguments.discovery})"
+        unknown = isinstance(error, socket.gaierror)
+        print(f"p2pkv-proxy: {error}{hosts if unknown else ''}", file=sys.stderr)
         return 1
     return 0
 

@@ -101,13 +101,13 @@ def run(args: argparse.Namespace) -> int:
             if args.fan_out:
                 fans = fanout.measure(args.link, ["cpu"], args.fan_out, args.chunk_bytes, args.repeat)
                 results["fan_out"] = fans
+        print(report(results))
+        if args.fan_out:
+            print("", *fanout.table(results["fan_out"]), sep="\n")
+        _write(args, results)
     except (BenchError, LinkError, OSError) as error:
         print(f"FAIL: {error}", flush=True)
         return 1
-    print(report(results))
-    if args.fan_out:
-        print("", *fanout.table(results["fan_out"]), sep="\n")
-    _write(args, results)
     return 0
 
 
@@ -248,6 +248,10 @@ def _check_output(args: argparse.Namespace) -> None:
             raise BenchError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
         if file is not None and file.is_dir():
             raise BenchError(f"{file} cannot be written: it is a folder; name a file in it")
+    gpus = [name for name, kind in KINDS.items() if kind.memory == "cuda"]
+    for option, given, kinds in (("--plot", args.plot, gpus), ("--fan-out", args.fan_out, KINDS)):
+        if given and args.link not in kinds:
+            raise BenchError(f"{option} is for --link {' or '.join(kinds)}, not {args.link}: leave it out")
 
 
 def _check_tokens(args: argparse.Namespace) -> None:
@@ -282,7 +286,7 @@ def _available_bytes() -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return number

@@ -175,5 +175,5 @@ def value_of(layer: int, cell: int) -> int:
 def _samples(tokens: int, heads: int) -> list[tuple[int, int, int]]:
     """(layer, token, head) at the corners and in the middle of what travels."""
     layers, ends = (0, LAYERS // 2, LAYERS - 1), sorted({0, heads - 1})
-    places = sorted({0, tokens // 2, tokens - 2})
+    places = sorted({0, (tokens - 1) // 2, tokens - 2})
     return [(layer, token, head) for layer in layers for token in places for head in ends]

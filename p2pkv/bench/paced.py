@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import socket
 import statistics
@@ -410,13 +411,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     paced.add_argument(
         "--wire",
         nargs="+",
-        type=float,
+        type=_above_zero,
         default=WIRES,
         metavar="GB/S",
         help="rates of the wire; with ipc of P's gather, which writes to D's memory (default: %(default)s)",
     )
     paced.add_argument(
-        "--prompt", nargs="+", type=_mib, default=PROMPTS, metavar="MIB", help="sizes (default: 16 512)"
+        "--prompt", nargs="+", type=_prompt, default=PROMPTS, metavar="MIB", help="sizes (default: 16 512)"
     )
     paced.add_argument(
         "--message",
@@ -427,7 +428,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the option chunk_bytes (default: what it is on a GPU, 64 MiB)",
     )
     paced.add_argument(
-        "--in-flight", type=int, default=1, help="the option nccl_in_flight (default: %(default)s)"
+        "--in-flight",
+        type=int,
+        choices=range(1, 9),
+        default=1,
+        metavar="N",
+        help="the option nccl_in_flight (default: %(default)s)",
     )
     paced.add_argument(
         "--group",
@@ -448,6 +454,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the H100 showed on 2026-11-26, P and D on one card: messages of 64 KiB to 16 MiB of a "
         "prompt of 64 MiB",
     )
+
+
+def _above_zero(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def _prompt(text: str) -> int:
+    return int(_above_zero(text) * MIB)
 
 
 def _mib(text: str) -> int:

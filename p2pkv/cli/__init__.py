@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,25 +29,31 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code. `p2pkv --help` imports neither torch nor vLLM."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="p2pkv", description=p2pkv.__doc__)
+    ends = "Exit code 0 if all is well, 1 if not, as a sentence says, 2 for a wrong option, 130 after Ctrl-C."
+    parser = argparse.ArgumentParser(prog="p2pkv", description=p2pkv.__doc__, epilog=ends)
     parser.add_argument("--version", action="version", version=f"p2pkv {p2pkv.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((each for each in arguments if not each.startswith("-")), None)
-    for name, (path, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if name == wanted:
-            try:
-                module = importlib.import_module(path)
-            except ImportError as error:
-                parser.exit(
-                    1, f"p2pkv {name}: {error}; this command needs what vLLM brings: run it beside vLLM\n"
-                )
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
     try:
+        for name, (path, summary) in _COMMANDS.items():
+            command = commands.add_parser(
+                name, help=summary, description=summary[0].upper() + summary[1:] + "."
+            )
+            if name == wanted:
+                module = importlib.import_module(path)
+                module.add_arguments(command)
+                command.set_defaults(run=module.run)
+        args = parser.parse_args(arguments)
         code = args.run(args)
+        print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads what we print has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except ImportError as error:
+        parser.exit(1, f"p2pkv {wanted}: {error}; this command needs what vLLM brings: run it beside vLLM\n")
+    except OSError as error:
+        parser.exit(1, f"p2pkv {wanted}: {error}\n")
     assert isinstance(code, int)
     return code

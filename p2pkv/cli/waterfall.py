@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from p2pkv.stamps import FIELDS, VARIABLE
+from p2pkv.stamps import FIELDS, VARIABLE, unique_of
 
 Way = dict[tuple[str, str], float]
 """Of one request: seconds of each station, by who and name."""
@@ -39,10 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     ways = read(args.folder)
-    if args.request:
-        ways = {unique: way for unique, way in ways.items() if unique == args.request}
+    whose = "requests that passed a proxy or a server"
+    if args.request and ways:
+        whose = f"request {args.request!r}: expected its 32 hex digits, or its whole id"
+        ways = {unique: way for unique, way in ways.items() if unique == unique_of(args.request)}
     if not ways:
-        print(f"{args.folder} has no stamps of requests that passed a proxy or a server", file=sys.stderr)
+        print(f"{args.folder} has no stamps of {whose}", file=sys.stderr)
         return 1
     for line in lines(rows(ways.values())):
         print(line)

@@ -83,11 +83,16 @@ class TinyModel(TinyFiles):
     max_positions: int = 2048
 
     def write(self, directory: Path) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         silent = write_tokenizer(self.vocab, self.max_positions, directory)
         _write_json(directory / "config.json", self.config())
-        save_file(dict(self.weights(silent)), directory / "model.safetensors", metadata={"format": "pt"})
+        file = directory / "model.safetensors"
+        try:
+            save_file(dict(self.weights(silent)), file, metadata={"format": "pt"})
+        except SafetensorError as error:  # which is no OSError, on a full disk either
+            raise OSError(f"{file} cannot be written: {error}") from None
 
     def config(self) -> dict[str, Any]:
         """What config.json holds."""

@@ -65,6 +65,9 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--tokens", "100000000"], "choose shorter prompts"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["--json", "/tmp"], "name a file in it"),
+        (["--json", "/dev/full", "--tokens", "2", "--repeat", "1"], "No space left on device"),
+        (["--plot", "/tmp/plot.png"], "--plot is for --link nccl or ipc, not host"),
+        (["--fan-out", "2", "--link", "paced"], "not paced: leave it out"),
         (["--layer-ms", "-1"], "choose 0 or more milliseconds"),
     ],
 )
@@ -73,6 +76,15 @@ def test_what_cannot_be_measured(
 ) -> None:
     assert main(["bench", *arguments]) == 1
     assert sentence in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--wire", "0"), ("--prompt", "nan"), ("--in-flight", "0"), ("--tokens", "x")]
+)
+def test_numbers_that_mean_nothing(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--link", "paced", *wrong])
+    assert "_positive" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -301,9 +302,14 @@ def test_a_model_is_made_once_even_by_several_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_failed_attempt_leaves_nothing(tmp_path: Path) -> None:
+    from safetensors import SafetensorError
+
     greedy = TinyLlama(layers=1, vocab=1 << 20)
     with pytest.raises(ValueError, match="choose a smaller vocab"):
         ensure_model(greedy, tmp_path)
+    with pytest.raises(OSError, match="cannot be written: disk"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", Mock(side_effect=SafetensorError("disk is full")))
+        ensure_model(SMALL, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

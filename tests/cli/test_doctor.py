@@ -21,18 +21,21 @@ from p2pkv.cli.doctor import examine, ipc_sentence
 from p2pkv.cli.findings import Finding
 from p2pkv.control.security import members_of
 from p2pkv.demo.processes import free_ports
+from p2pkv.engine.core_liveness import Beat
 from p2pkv.links.base import LinkError, LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE
 from support.cuda.ipc import SimulatedGpu, SimulatedMemory
-from support.engine.engines import Geometry, engines, make_engine
+from support.engine.engines import Geometry, engines, make_engine, on_engine_thread
 from support.links.memory import MemoryNetwork
 from support.links.pairs import nccl_links
 from support.nccl.fakes import fake_nccl4py, install
 from support.waiting import wait_for
 
 SECRET = "a secret of the tests"
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory"
+busy = Mock(side_effect=RuntimeError("busy"))
 
 
 @pytest.fixture(autouse=True)
@@ -62,25 +65,64 @@ def test_a_rank_tells_members_what_it_counts(
     assert "handshakes_failed    1" in said and SECRET not in said
 
 
-def test_a_bad_secret_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--rank", "127.0.0.1:9", "--secret-file", "/nonexistent"]) == 1
-    assert "[!!] secret_file '/nonexistent' cannot be read" in capsys.readouterr().out
-
-
-def test_what_the_command_needs_and_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--rank", "127.0.0.1:9", "--secret-file", "/nonexistent"], "secret_file '/nonexistent' cannot be"),
+        (["--secret-file", "/nonexistent"], "secret:    not usable (secret_file '/nonexistent'"),
+        (["--link", "nccl"], "--link is for --listen and --connect"),
+    ],
+)
+def test_what_cannot_be_used_is_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "p2pkv.cli.doctor", None)
+    assert main(["doctor", *arguments]) == 1
+    assert f"[!!] {sentence}" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("spoil", "what", "words"),
+    [
+        (lambda patch: patch.setenv("VLLM_PLUGINS", "a,p2pkv"), "plug-in", ""),
+        (lambda patch: patch.setenv("VLLM_PLUGINS", "a,b"), "plug-in", "VLLM_PLUGINS is 'a,b'; add p2pkv"),
+        (lambda patch: patch.setattr(f"{FACTORY}.get_connector_class_by_name", Mock()), "plug-in", "another"),
+        (lambda patch: patch.setitem(sys.modules, "p2pkv.connector", None), "plug-in", "p2pkv.connector"),
+        (lambda patch: patch.setattr("vllm.platforms.current_platform", Mock()), "vLLM", "finds no device"),
+        (lambda patch: patch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1"), "vLLM", "unset it"),
+        (lambda patch: patch.setenv(SECRET_VARIABLE, SECRET), "secret", ""),
+        (lambda patch: patch.setenv(SECRET_VARIABLE, "short"), "secret", "has 5 bytes: expected at least"),
+        (lambda patch: patch.setattr("torch.cuda.is_available", busy), "torch", "not usable (busy)"),
+    ],
+)
+def test_what_a_server_would_meet_is_a_fault(
+    spoil: Callable[[pytest.MonkeyPatch], None], what: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    found = next(finding for finding in examine() if finding.about == what)
+    assert found.ok is not bool(words) and words in found.sentence and SECRET not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments"),
+    [
+        ("p2pkv.cli.doctor", ["doctor"]),
+        ("p2pkv.cli.link_check", ["doctor", "--pair", "127.0.0.1:9", "127.0.0.1:10"]),
+    ],
+)
+def test_what_the_command_needs_and_is_not_installed_is_named(
+    missing: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delattr("p2pkv.cli.link_check")
     with pytest.raises(SystemExit, match="1"):
-        main(["doctor"])
+        main(arguments)
     assert "run it beside vLLM" in capsys.readouterr().err
 
 
-def test_who_interrupts_it_sees_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(args: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("p2pkv.cli.doctor.run", interrupted)
+@pytest.mark.parametrize("place", ["p2pkv.cli.doctor.run", "importlib.import_module"])
+def test_who_interrupts_it_sees_no_traceback(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, Mock(side_effect=KeyboardInterrupt))
     assert main(["doctor"]) == 130
 
 
@@ -416,6 +458,12 @@ def test_all_ranks_of_a_pair_are_asked(capsys: pytest.CaptureFixture[str]) -> No
         assert "[ok] link:      memory on both" in said
         assert main(["doctor", "--pair", str(d.address), str(p.address)]) == 1
         assert f"[!!] P:         {d.address} is a D" in capsys.readouterr().out
+        core = d.ranks[0].rank.core
+        on_engine_thread(
+            d.ranks[0].rank, lambda: core.steps.note(Beat(steps=1, work=False, paused=True), 0.0)
+        )
+        assert main(ask) == 1
+        assert "links that are up: 0; it cannot serve now: paused" in capsys.readouterr().out
         context = p.ranks[1].rank.context
         context.hello = replace(context.hello, weights="another node's")
         assert main(ask) == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +66,41 @@ def test_the_command_shows_all_or_some(tmp_path: Path, capsys: pytest.CaptureFix
     assert "   4.00   4.00  P       request" in capsys.readouterr().out
     assert main(["waterfall", str(tmp_path), "--request", TWO]) == 0
     assert "   5.00   5.00  P       request" in capsys.readouterr().out
+    assert main(["waterfall", str(tmp_path), "--request", ID.replace(ONE, TWO)]) == 0
+    assert "   5.00   5.00  P       request" in capsys.readouterr().out
     assert main(["waterfall", str(tmp_path), "--request", "none"]) == 1
-    assert "no stamps" in capsys.readouterr().err
+    assert "no stamps of request 'none': expected its 32 hex digits" in capsys.readouterr().err
+    (tmp_path / "folder.stamps").mkdir()
+    with pytest.raises(SystemExit, match="1"):
+        main(["waterfall", str(tmp_path)])
+    assert "p2pkv waterfall: [Errno 21] Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("full", "status", "said"), [(True, 1, "No space left"), (False, 141, "")])
+def test_what_nobody_can_read_leaves_no_traceback(full: bool, status: int, said: str, tmp_path: Path) -> None:
+    stamped(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as device:
+        out = device.fileno() if full else writer
+        command = [sys.executable, "-m", "p2pkv.cli", "waterfall", str(tmp_path)]
+        done = subprocess.run(
+            command, check=False, stdout=out, stderr=subprocess.PIPE, text=True, timeout=100
+        )
+    os.close(writer)
+    assert done.returncode == status and said in done.stderr and done.stderr.count("\n") == bool(said)
 
 
 def test_methods_are_wrapped_only_where_stamps_are_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert wanted() is None
-    monkeypatch.setenv(VARIABLE, f"P:{tmp_path}/not there")
-    assert wanted() is None
+    assert wanted() is None and not caplog.messages
+    for nowhere in ("P", "P:", f"P:{tmp_path}/not there"):
+        monkeypatch.setenv(VARIABLE, nowhere)
+        assert wanted() is None
+        assert "no folder; expected such as P:/tmp/stamps" in caplog.messages.pop()
+    Stamps("P", f"{tmp_path}/not there").stamp("request", ONE)  # a disk that is full or gone fails no request
     monkeypatch.setenv(VARIABLE, f"P:{tmp_path}")
     stamps = wanted()
 

@@ -129,7 +129,7 @@ def test_doctor_without_vllm_names_what_is_missing(alone: Path, tmp_path: Path) 
     done = run_clean(alone / "p2pkv", "doctor", cwd=tmp_path)
     assert done.returncode == 1
     wrong = re.findall(r"^\[!!\] (.*?): ", done.stdout, re.M)
-    assert wrong == ["torch", "vLLM", "packages"], done.stdout + done.stderr
+    assert wrong == ["torch", "vLLM", "plug-in", "packages"], done.stdout + done.stderr
     assert "[ok] proxy:     p2pkv-proxy can run here" in done.stdout
 
 

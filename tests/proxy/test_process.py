@@ -10,8 +10,11 @@ import re
 import resource
 import signal
 import socket
+import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import aiohttp
@@ -44,6 +47,22 @@ def test_it_takes_all_the_descriptors_that_it_may(few_descriptors: int) -> None:
         command.says(rf"serving on .*discovery on tcp://127\.0\.0\.1:{port}, concurrent")
         limits = Path(f"/proc/{command.process.pid}/limits").read_text()
         assert re.search(rf"Max open files +{few_descriptors} +{few_descriptors} ", limits)
+
+
+def test_without_its_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    monkeypatch.setitem(sys.modules, "p2pkv_proxy.cli", None)
+    run = EntryPoint("p2pkv-proxy", project["scripts"]["p2pkv-proxy"], "console_scripts").load()
+    assert run() == 1
+    assert "it needs p2pkv's extra `proxy`" in capsys.readouterr().err
+
+
+def test_a_host_without_an_address_is_named() -> None:
+    with running("--port", "0", "--host", "nowhere.invalid") as command:
+        assert command.end() == 1
+        assert "(--host nowhere.invalid, --discovery 127.0.0.1:30001)" in command.log
 
 
 def test_a_taken_port_is_said_in_a_sentence() -> None:
