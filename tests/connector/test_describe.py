@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector, P2pNcclConnector, describe
@@ -554,11 +556,18 @@ def test_a_ping_has_the_engines_http_server_and_its_number_there(
 
 
 def test_runners_that_draw_otherwise_have_other_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU none takes a seed."""
-    v1, v2 = (SimpleNamespace(use_v2_model_runner=each) for each in (False, True))
+    """On a CPU none takes a seed. With guesses V1 has used its seed before it draws the first token."""
+    v1, v1_guesses, v2, v2_guesses = (
+        SimpleNamespace(use_v2_model_runner=runner, speculative_config=guesses)
+        for runner, guesses in itertools.product((False, True), (None, object()))
+    )
     assert describe.sampler(v1) == describe.sampler(v2) == ""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     assert len({describe.sampler(v1), describe.sampler(v2), ""}) == 3
+    assert (describe.sampler(v1_guesses), describe.sampler(v2_guesses)) == ("", describe.sampler(v2))
+    seeded = torch.Generator().manual_seed(1)
+    generate_uniform_probs(3, [3], {0: seeded}, torch.device("cpu"))
+    assert not torch.equal(seeded.get_state(), torch.Generator().manual_seed(1).get_state())
 
 
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
