@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 from vllm.v1 import kv_cache_interface as vllms
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.version import __version__ as version
 
 from p2pkv.config import ConfigError, Options
@@ -168,10 +170,11 @@ def prompt_tail(config: VllmConfig) -> int:
 def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Options) -> int:
     """What the ping says of it. Where layers see a window or keep a state, or a drafter reads ahead, the
     token that P computes is not the one behind the whole prompt, or D needs more than that. Penalties that
-    the model's own configuration sets count tokens of the answer."""
+    the model's own configuration sets count tokens of the answer; so may the server's logits processors."""
     defaults = config.model_config.get_diff_sampling_param()
     penalties = defaults.get("presence_penalty") or defaults.get("frequency_penalty")
-    if not computes_last_token(kv_config) or prompt_tail(config) > 1 or penalties:
+    counts = penalties or config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP)
+    if not computes_last_token(kv_config) or prompt_tail(config) > 1 or counts:
         return 0
     return 1 if options.decodes and defaults.get("max_tokens") else 2
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy as copy_of
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -654,11 +655,17 @@ OF_64 = SlidingWindowSpec(
     ],
 )
 def test_the_ping_says_whether_ps_token_is_the_first(
-    role: str, spec: Any, defaults: dict[str, Any], level: int
+    role: str, spec: Any, defaults: dict[str, Any], level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = vllm_config(role)
     config.model_config.override_generation_config = defaults
-    assert first_token_level(config, kv_cache_config(spec=spec), options_of(config)) == level
+    told = partial(first_token_level, config, kv_cache_config(spec=spec), options_of(config))
+    assert told() == level
+    with monkeypatch.context() as patch:
+        patch.setattr(config.model_config, "logits_processors", ["of.the:Server"])
+        assert told() == 0, "it may count the answer's tokens"
+    monkeypatch.setattr(describe, "entry_points", lambda group: [group])
+    assert told() == 0, "a plug-in's as well"
 
 
 def test_the_ping_says_how_many_tokens_have_room_ahead() -> None:
