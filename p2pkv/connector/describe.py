@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 from vllm.v1 import kv_cache_interface as vllms
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.version import __version__ as version
 
 from p2pkv.config import ConfigError, Options
@@ -180,7 +182,9 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
     itself sets may count tokens of the answer: penalties, logits processors, a watermark, a bound of all."""
     model, defaults = config.model_config, config.model_config.get_diff_sampling_param()
     counts = any(defaults.get(f"{name}_penalty") for name in ("presence", "frequency"))
-    counts |= bool(model.logits_processors or config.watermark_config)
+    counts |= bool(
+        model.logits_processors or entry_points(group=LOGITSPROCS_GROUP) or config.watermark_config
+    )
     bounds = options.decodes and defaults.get("max_tokens")
     of_all = model.override_generation_config.get("max_new_tokens")
     counts |= bool(bounds and (of_all or model.generation_config not in ("auto", "vllm")))
@@ -191,8 +195,11 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
 def sampler(config: VllmConfig) -> str:
     """What draws tokens here: with one seed vLLM's two model runners draw different tokens, and so may its
     versions. "" on a CPU, where no request may have a seed: vLLM's engine core ends when one that has a seed
-    and a prompt computed in part is in a step with others, as torch's CPU generator has no offset."""
-    return "" if current_platform.is_cpu() else f"vLLM {version}, V{1 + config.use_v2_model_runner} runner"
+    and a prompt computed in part is in a step with others, as torch's CPU generator has no offset. Nor has
+    V1 with guesses a name: D's first step has room for them, and takes more numbers from the seed."""
+    guesses = config.speculative_config is not None and not config.use_v2_model_runner
+    named = not (guesses or current_platform.is_cpu())
+    return f"vLLM {version}, V{1 + config.use_v2_model_runner} runner" if named else ""
 
 
 def ahead_tokens(kv_config: KVCacheConfig, options: Options) -> int:

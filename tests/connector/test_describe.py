@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from copy import deepcopy as copy_of
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector, P2pNcclConnector, describe
@@ -580,11 +583,18 @@ def test_a_ping_has_the_engines_http_server_and_its_number_there(
 
 
 def test_runners_that_draw_otherwise_have_other_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU none takes a seed."""
-    v1, v2 = (SimpleNamespace(use_v2_model_runner=each) for each in (False, True))
+    """On a CPU none takes a seed. With guesses V1 has used its seed before it draws the first token."""
+    v1, v1_guesses, v2, v2_guesses = (
+        SimpleNamespace(use_v2_model_runner=runner, speculative_config=guesses)
+        for runner, guesses in itertools.product((False, True), (None, object()))
+    )
     assert describe.sampler(v1) == describe.sampler(v2) == ""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     assert len({describe.sampler(v1), describe.sampler(v2), ""}) == 3
+    assert (describe.sampler(v1_guesses), describe.sampler(v2_guesses)) == ("", describe.sampler(v2))
+    seeded = torch.Generator().manual_seed(1)
+    generate_uniform_probs(3, [3], {0: seeded}, torch.device("cpu"))
+    assert not torch.equal(seeded.get_state(), torch.Generator().manual_seed(1).get_state())
 
 
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
@@ -675,13 +685,21 @@ OF_64 = SlidingWindowSpec(
     ],
 )
 def test_the_ping_says_whether_ps_token_is_the_first(
-    role: str, spec: Any, defaults: dict[str, Any], more: dict[str, Any], level: int
+    role: str,
+    spec: Any,
+    defaults: dict[str, Any],
+    more: dict[str, Any],
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`defaults`: of the model; `more`: the server's options."""
     config = vllm_config(role)
     for name, value in {"try_get_generation_config": defaults.copy, **more}.items():
         setattr(config if name == "watermark_config" else config.model_config, name, value)
-    assert first_token_level(config, kv_cache_config(spec=spec), options_of(config)) == level
+    told = partial(first_token_level, config, kv_cache_config(spec=spec), options_of(config))
+    assert told() == level
+    monkeypatch.setattr(describe, "entry_points", lambda group: [group])
+    assert told() == 0, "a plug-in's logits processors, too"
 
 
 def test_the_ping_says_how_many_tokens_have_room_ahead() -> None:
