@@ -1,7 +1,5 @@
 """`p2pkv-proxy`, and `python -m p2pkv_proxy`: says what to install where the extra `proxy` is missing."""
 
-from __future__ import annotations
-
 import sys
 
 

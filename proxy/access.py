@@ -8,8 +8,6 @@ after a pause begins with the cost at which places are given out now, so nobody 
 one base model cost is compared apart, as other models are served faster or slower.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import math

@@ -2,8 +2,6 @@
 dashboard, a file that loads nothing from elsewhere. No answer holds a ZMQ address or a secret.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -5,8 +5,6 @@ Requests that the same instances can serve get their places in the order of arri
 used least of its share goes first (access.py). A request that waits for one model holds up none for others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import itertools

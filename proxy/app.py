@@ -1,7 +1,5 @@
 """The HTTP server: clients' connections, what is done around each request, and the endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

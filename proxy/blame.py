@@ -14,8 +14,6 @@
 - What this proxy itself lacks, such as descriptors, is no instance's failure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum, auto
 

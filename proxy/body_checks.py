@@ -5,8 +5,6 @@ values are counted, without making objects of them: the proxy only skips them, i
 Token ids and escaped characters, which cost both of them less, have bounds of their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterator

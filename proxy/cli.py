@@ -1,7 +1,5 @@
 """The command `p2pkv-proxy`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

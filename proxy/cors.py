@@ -1,7 +1,5 @@
 """What browsers may do from pages of other origins: vLLM's options, as it means them. Off by default."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

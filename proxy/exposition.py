@@ -1,7 +1,5 @@
 """GET /metrics, for Prometheus: what a proxy counts and holds, beside what metrics.py measures."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator

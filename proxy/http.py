@@ -1,7 +1,5 @@
 """Endpoints, headers that the proxy passes on, and errors in JSON, as OpenAI's clients expect them. No IO."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec

@@ -1,7 +1,5 @@
 """The bounds of one proxy, and what it counts of those that were met."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -6,8 +6,6 @@ made it (VLLM_ENABLE_RESPONSES_API_STORE=1), under the id that the request had t
 another id.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """The options of `p2pkv-proxy`: how each is read and checked, and what the proxy is built from."""
 
-from __future__ import annotations
-
 import argparse
 import resource
 import textwrap

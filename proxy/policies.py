@@ -7,8 +7,6 @@ text, or of the token ids if the client sends these. Equal chains mean equal beg
 What an instance still has in its cache the proxy can only guess, from what it has sent there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import OrderedDict, deque

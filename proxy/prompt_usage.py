@@ -5,8 +5,6 @@ prompt, knows what its prefix cache really had. Both say it at /v1/responses, el
 --enable-prompt-tokens-details. And how many tokens an answer has that is no stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable, Mapping

@@ -8,8 +8,6 @@ can be given in each of these ways, under the same name:
     max-requests = 64                  in the file, which is TOML
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import logging

@@ -1,7 +1,5 @@
 """Where `p2pkv waterfall` looks at a request in the proxy: see `p2pkv.stamps`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from p2pkv.stamps import Stamps

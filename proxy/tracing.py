@@ -5,8 +5,6 @@ Without it the client's own `traceparent` reaches the instances as every other h
 ours, so that their spans lie below the span of the call that caused them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

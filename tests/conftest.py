@@ -1,7 +1,5 @@
 """What every test finds as it should be."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

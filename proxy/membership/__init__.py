@@ -3,8 +3,6 @@
 This package needs no proxy: give a `Membership` an aiohttp session, have it `listen`, and `run` it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ other, and the handshake of the ranks refuses what does not fit.
 An instance that pings by itself is left to its pings, listed or not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The discovery socket: takes pings in, whatever else arrives there."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

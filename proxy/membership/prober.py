@@ -11,8 +11,6 @@ One that has said goodbye computes nothing more. vLLM closes its port then, and 
 it sends what it has computed, and requests that never reached its engine get their end only after 20 s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

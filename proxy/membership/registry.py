@@ -11,8 +11,6 @@ instance that pings with this address is a mistake or an attack, and is refused.
 kill -9 too, loses its connection; so its successor is taken at once.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 fake_vllm.py PORT
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

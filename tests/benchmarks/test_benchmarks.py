@@ -1,7 +1,5 @@
 """The benchmarks: their clients and statistics, each script from its options to its page, simulations."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

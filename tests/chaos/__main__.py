@@ -3,8 +3,6 @@
 It has parts of a minute or more, each with engines of its own and a model, mostly a hybrid one.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,7 +1,5 @@
 """The forward thread of a D: admits what P has begun, keeps prefixes, computes what failed, checks bytes."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

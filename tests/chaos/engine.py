@@ -4,8 +4,6 @@ What the parent and an engine say to each other is JSON, one object a message. T
 only it can see; what it finds broken it says as `violation`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -4,8 +4,6 @@ It has no clock and never sleeps: whoever runs it, in a process of its own or on
 time it is, and lets pass the seconds that its turns yield.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

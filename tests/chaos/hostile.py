@@ -1,7 +1,5 @@
 """What a bad member and a stranger say to a control port during the run."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

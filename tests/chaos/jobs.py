@@ -1,7 +1,5 @@
 """The requests of a run: drawn, routed to the two engines, and held to their deadlines."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The engines' processes as the parent sees them: start, order, freeze, kill."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

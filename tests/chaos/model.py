@@ -4,8 +4,6 @@ KV is a pure function of (prompt, group, layer, token, head, channel), so every 
 A state after `n` tokens is what a row of token `n` would be.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The forward thread of a P: prompts in chunks, layer by layer, with aborts and preemptions."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

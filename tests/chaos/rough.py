@@ -4,8 +4,6 @@ TCP mends lost packets itself, and what is left of them for those
 who use it is this: bytes come late and in other pieces than they were sent, or the connection ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

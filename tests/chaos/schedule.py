@@ -1,7 +1,5 @@
 """Which fault happens when, to whom: a pure function of the seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A short chaos run, and what its parts promise."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

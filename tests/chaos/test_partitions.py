@@ -4,8 +4,6 @@ Real ranks with a secret, over TCP, in processes of their own. Each side has its
 is cut nobody tells it anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

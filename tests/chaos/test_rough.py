@@ -4,8 +4,6 @@ Real ranks in processes of their own. Either the control connection (ZMQ with CU
 relay that is rough with them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import random

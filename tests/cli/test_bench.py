@@ -1,7 +1,5 @@
 """`p2pkv bench` at its smallest: it runs, measures what it says, and notices KV that is not P's."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """The demo's HTTP client, how it compares answers, its server processes, and its tiny model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

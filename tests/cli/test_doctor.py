@@ -1,7 +1,5 @@
 """`p2pkv doctor`: a rank that runs is asked; NCCL and CUDA; two hosts, with a real link between them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """Stamps of requests, and the table that `p2pkv waterfall` makes of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Engines that are whole but for the model; and vLLM's sources, which p2pkv's lists are held against."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The made-up engine of support/connector refuses every command that the real one could not carry out.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

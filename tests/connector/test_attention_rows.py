@@ -1,7 +1,5 @@
 """How a layer's rows lie in its blocks, by vLLM's own descriptions of layers and for each type of cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Instances of kv_both, each P of some requests and D of others at the same time: whole but for the model."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a D caches after a load, by vLLM's own block manager: of a window all that a hit may show."""
 
-from __future__ import annotations
-
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec

@@ -3,8 +3,6 @@
 One table for vLLM's schedulers, our connectors and real ranks; the proxy's own stages are its tests'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine core's beats, between real processes and of vLLM's own scheduler."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

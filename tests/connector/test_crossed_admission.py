@@ -1,7 +1,5 @@
 """P full of what D cannot admit, D full of what P cannot begin: all complete, whatever the orders."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

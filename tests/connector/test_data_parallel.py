@@ -1,8 +1,6 @@
 """Instances of several data-parallel engines: real schedulers, connectors, ranks and blocks, without vLLM's
 servers."""
 
-from __future__ import annotations
-
 import time
 from itertools import product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """D's connector inside vLLM's own scheduler: what waits, what is loaded, and what happens if it is not."""
 
-from __future__ import annotations
-
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 

@@ -1,7 +1,5 @@
 """Requests that wait for P in vLLM's own scheduler of D: no pass comes to them until it has news of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

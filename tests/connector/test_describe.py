@@ -1,7 +1,5 @@
 """What an instance says of itself to its peers, and the configurations that it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

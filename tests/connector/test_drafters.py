@@ -1,7 +1,5 @@
 """Speculative decoding: what an instance says of its drafter, and which tokens D computes for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

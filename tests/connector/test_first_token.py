@@ -1,7 +1,5 @@
 """P's token is the client's: what P and D make of the prompt then."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """P's blocks that wait for a D: one D that takes nothing leaves P to the others. vLLM's own scheduler."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 

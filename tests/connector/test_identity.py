@@ -1,7 +1,5 @@
 """Which requests are the same: digests of prompts, and what makes them different."""
 
-from __future__ import annotations
-
 import os
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps that compute nothing: which of them wait for news, what ends the wait, how vLLM's processes nap."""
 
-from __future__ import annotations
-
 import inspect
 import queue
 import threading

@@ -4,8 +4,6 @@ A kind that is listed neither here nor in vllm_interface.md fails a test: somebo
 lists are of the classes in vLLM's sources; what is refused is asked of p2pkv itself.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

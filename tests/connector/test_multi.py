@@ -1,7 +1,5 @@
 """p2pkv beside a storing connector, in vLLM's MultiConnector and in ours: who loads, who pushes, and when."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

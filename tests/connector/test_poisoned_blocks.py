@@ -4,8 +4,6 @@ vLLM's schedulers and block managers, real ranks and links; `real_ranks.starting
 gives out, and checks what every forward reads and what every prefix cache keeps.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

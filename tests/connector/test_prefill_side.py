@@ -1,7 +1,5 @@
 """P's connector inside vLLM's own scheduler: what the workers are told of prompts, and who keeps pages."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

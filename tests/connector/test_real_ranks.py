@@ -1,7 +1,5 @@
 """P and D whole but for the model: vLLM's schedulers, our connectors, real ranks, links and pages."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

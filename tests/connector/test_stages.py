@@ -1,7 +1,5 @@
 """What pipeline stages exchange, over vLLM's own groups of processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.connection import Connection
 

@@ -4,8 +4,6 @@ The shapes are vLLM's own. How vLLM divides a state over its ranks is written do
 elements of one global state that each rank holds.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product

@@ -4,8 +4,6 @@ A layer's convolution has a weight for each channel: loaded from numbered channe
 numbers of the channels in its part of the window, in their order.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

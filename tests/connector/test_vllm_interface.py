@@ -4,8 +4,6 @@ VLLM_SOURCES=folder also those of a vLLM that is only read.
 What a version adds or changes fails a test here, so that somebody looks at it before users meet it.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What p2pkv replaces in vLLM: where, where not, and that the compatibility page lists it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Weights that change while an instance runs: what they are called, and that vLLM's calls are noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No answer comes from KV of other weights: what vLLM's scheduler and our connector do when they change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The made-up model's KV depends on its weights, and every forward checks what it 
 soon as a request that began after a change attends to KV of before.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

@@ -1,7 +1,5 @@
 """One rank's worker: the engine's commands in the order in which vLLM's two runners call it."""
 
-from __future__ import annotations
-
 import socket
 import uuid
 from collections.abc import Callable, Sequence

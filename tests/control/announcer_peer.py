@@ -3,8 +3,6 @@
 `python announcer_peer.py ANNOUNCEMENT`, as JSON; JSON lines both ways.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The process that announces an instance: beside a worker that is busy, frozen, killed, or ends well."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

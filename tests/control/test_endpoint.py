@@ -1,7 +1,5 @@
 """Dialed lines: shut when the other side is none of ours, dialed again when told to."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Keys that follow from a secret, and the ZAP handler that asks for them."""
 
-from __future__ import annotations
-
 import secrets
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines within this process: over links of its memory or, for the tests about NCCL, over simulated NCCL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A P and a D with few file descriptors. JSON lines both ways: `descriptors_peer.py LIMIT [SECRET]`."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@
 as vLLM's worker does: SIGTERM raises SystemExit in the main thread; then the pinger is stopped, and the rank.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,8 +1,6 @@
 """Staging is small, and some peers are slow: who is slow waits alone, and nothing is dropped. Cores on a
 virtual clock."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The wall clock jumps by hours and years, both ways: nothing happens early, late, or twice. Nobody looks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

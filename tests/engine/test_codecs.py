@@ -1,7 +1,5 @@
 """Two engines whose blocks differ in size or packing: what P computed is what D holds, token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from msgspec.structs import replace

@@ -1,8 +1,6 @@
 """What an engine thread looks at does not grow with what waits, and P and D copy at the same time: looks are
 counted and orders compared, no time is measured."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

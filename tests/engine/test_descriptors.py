@@ -1,7 +1,5 @@
 """A process that runs out of file descriptors: its ranks go on, and serve again when there are some."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines whose copies are only queued when the calls return: nothing is said before it is true."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

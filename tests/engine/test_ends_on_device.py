@@ -3,8 +3,6 @@
 The device is tests/support/cuda/device.py; it refuses what a real one refuses, or crashes for.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What one engine sees when the other is absent, unfit, gone, or talks nonsense. Cores on a virtual clock."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

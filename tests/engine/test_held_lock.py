@@ -4,8 +4,6 @@ Here it does so while D first connects, which is the system's, ZMQ's and Python'
 moments is in tests/virtual/test_silence.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

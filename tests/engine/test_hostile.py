@@ -1,7 +1,5 @@
 """Strangers and bad peers at a rank that runs: it counts, drops, and serves the next transfer."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

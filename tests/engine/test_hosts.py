@@ -1,7 +1,5 @@
 """Engines whose ranks listen on several hosts (addresses of loopback), at any ports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 

@@ -3,8 +3,6 @@
 The two have other layers, other heads, other rows and other block tables, and their layers take turns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A link breaks: what it carried fails, and what waits for its turn goes over the next one. Idle ones are
 closed. And the ends of a link as the engines see them: late words, and slow links."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

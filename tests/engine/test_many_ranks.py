@@ -1,7 +1,5 @@
 """Engines of many ranks, of unlike shapes, push prompts of a thousand tokens; every byte is compared."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import dataclass

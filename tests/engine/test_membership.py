@@ -1,7 +1,5 @@
 """Ranks with a secret: members transfer, strangers get nothing, and both sides say why."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -1,8 +1,6 @@
 """Engines over NCCL links: what they do beyond pushing, which `test_push` shows for every kind of link. When
 a link is closed and built again is in tests/engine/test_link_ends.py."""
 
-from __future__ import annotations
-
 import threading
 import time
 

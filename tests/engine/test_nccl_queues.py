@@ -3,8 +3,6 @@
 Not verified on a GPU: see tests/support/nccl/gpu.py for the rules of the simulated one.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """P reads a prompt's pages after its forward has written them, and never after somebody else got them."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small parts of an engine by themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Links that D builds to the P's that the proxy names, before any request: cores on a virtual clock."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from itertools import pairwise

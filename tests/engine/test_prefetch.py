@@ -2,8 +2,6 @@
 clock; what the two conversations decide is in tests/protocol/test_prefetch.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from virtual.pair import LEASE, TOKEN, VirtualPair, value

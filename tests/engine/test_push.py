@@ -3,8 +3,6 @@
 tests/engine/test_many_ranks.py has engines of many ranks.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

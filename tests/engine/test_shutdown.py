@@ -1,7 +1,5 @@
 """How a rank ends: stopped under load, and what its peers hear of it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random

@@ -1,7 +1,5 @@
 """A process with a rank is stopped or killed under load: what is left behind, how the next one starts."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterator

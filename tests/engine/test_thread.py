@@ -1,8 +1,6 @@
 """The engine thread as the forward thread sees it: it says that something has happened, and it may end before
 its rank is stopped, at its own start or by what is no error of a turn. Nothing may go on as if it lived."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A byte that changes between P's slot and D's pages: with checksums its request fails, and no other."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from unittest.mock import Mock

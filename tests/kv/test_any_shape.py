@@ -4,8 +4,6 @@ P's and D's parallelism, block sizes, layouts and packings are drawn by themselv
 holds in the end is compared with a slice of one global tensor.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Undoing CPU attention's packing, against vLLM's own operator where vLLM is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Copies on a CPU: other threads run meanwhile; columns. test_rectangles.py has which bytes are copied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What CuPy and the driver are told, by pretend ones: the real ones need a device."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import sys

@@ -1,7 +1,5 @@
 """The checksums of a buffer: by XXH3, by torch and by the kernel as C, against plain references."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

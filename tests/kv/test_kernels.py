@@ -1,7 +1,5 @@
 """The kernels' index arithmetic, run on a CPU, against rows found one by one."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 

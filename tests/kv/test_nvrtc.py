@@ -1,7 +1,5 @@
 """The kernels compiled for real GPUs, by NVRTC as CuPy calls it. That takes no GPU; running them would."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gather and scatter of random rectangles between random geometries, against rows found one by one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What a cache says of itself, and what it refuses: the sentence names what was wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

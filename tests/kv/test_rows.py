@@ -1,7 +1,5 @@
 """How large the rows of a copy are: that is what makes gather and scatter fast."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Block tables on their way to a device that has other work: no call waits for it, and none is mixed up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any

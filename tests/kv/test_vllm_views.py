@@ -1,7 +1,5 @@
 """Layers as vLLM's own allocation code makes them, in each of its layouts."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """What base.py promises, for every kind of link."""
 
-from __future__ import annotations
-
 import threading
 
 import msgspec

@@ -1,7 +1,5 @@
 """The simulated CUDA device refuses what a real one refuses, or crashes for; and nothing else."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The injected faults do what they say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

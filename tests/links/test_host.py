@@ -1,7 +1,5 @@
 """Which way a host link takes: shared memory where it can be had, TCP elsewhere; who is not dialed."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -1,7 +1,5 @@
 """Host links over TCP: strangers kept out, bad peers survived."""
 
-from __future__ import annotations
-
 import socket
 
 import msgspec

@@ -1,7 +1,5 @@
 """What host links hold, and what returns when they end."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -1,7 +1,5 @@
 """CUDA IPC links beyond the contract: who owns D's memory, what runs on the device, and who is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Two processes on one card without CUDA MPS: when a rank and `p2pkv doctor` say so."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

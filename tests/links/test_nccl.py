@@ -1,7 +1,5 @@
 """What only NCCL links do: open on helper threads, give up, quarantine, share one device's memory."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """What is asked of nccl4py, and how it is refused where it is missing."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """What a communicator takes by NCCL's source, as docs/decisions/nccl-memory.md says; and equal buffers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ that all do so at once are in tests/engine/test_nccl_queues.py.
 Not verified on a GPU: `nccl_simulated_gpu` has the rules of real ones, and where each comes from.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The simulated NCCL finds what NCCL leaves undefined, so that no other test can rest on it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import torch

@@ -1,7 +1,5 @@
 """When a link's operations are looked at."""
 
-from __future__ import annotations
-
 from math import inf
 
 import pytest

@@ -1,8 +1,6 @@
 """Links between GPUs to a process that dies, or is frozen and wakes up. Host links: with engines, in
 tests/engine/test_shutdown_processes.py."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Any interleaving of two ends delivers what was sent, and returns both to zero."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 

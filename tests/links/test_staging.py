@@ -1,7 +1,5 @@
 """A rank's staging: what a link may have of it, and when its memory goes back to the system."""
 
-from __future__ import annotations
-
 import mmap
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The engine's thread hangs in a call to the device, and its links are broken from outside."""
 
-from __future__ import annotations
-
 import threading
 import time
 

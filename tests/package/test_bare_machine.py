@@ -1,7 +1,5 @@
 """`make gpu-test` where there is nothing but torch, numpy and pytest: no msgspec, no pyzmq, no plug-ins."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """`make dist`, what a stranger has who installs the wheel and not the repository, and the lock files."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The pages as a site: built without a warning, so without a dead link, and with short ways."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

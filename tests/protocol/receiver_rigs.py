@@ -1,7 +1,5 @@
 """A Receiver of two sources, and ways to bring it into each of its states."""
 
-from __future__ import annotations
-
 from p2pkv.plan import Edge, make_plan
 from p2pkv.protocol.handshake import Assignment, RowFormat
 from p2pkv.protocol.messages import Chunk, Offer, Piece, Sent

@@ -1,7 +1,5 @@
 """Messages of every kind: any that the declared types allow, and one of each."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from hypothesis import strategies as st

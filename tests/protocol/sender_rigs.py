@@ -1,7 +1,5 @@
 """A Sender with a clock that stands still, and ways to bring it into each of its states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec import UNSET

@@ -1,7 +1,5 @@
 """A prompt that is computed when D asks for it: D cuts the chunks, and grants them with its `Want`."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Cutting on P and counting on D: together an exact cover of the extent, whatever the order of things."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from math import gcd

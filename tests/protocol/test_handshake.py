@@ -1,7 +1,5 @@
 """Who may work with whom, in sentences; and when a D says Hello."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes from the network: a message of the protocol, or BadMessage; never anything else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """What is pushed before D's request has come: P keeps its pages, and D may let go as if it had never been."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """D's side: event in, then the state and what is to be done; leases by a virtual clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

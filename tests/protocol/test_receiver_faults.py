@@ -1,7 +1,5 @@
 """D's side: wrong, stale and repeated words of P; how loads end."""
 
-from __future__ import annotations
-
 import pytest
 from protocol.receiver_rigs import (
     ATTEMPT,

@@ -1,7 +1,5 @@
 """What form rows travel in, from two descriptions of a cache."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

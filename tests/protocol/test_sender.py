@@ -1,7 +1,5 @@
 """P's side: event in, then the states and what is to be done; chunks, and leases by a virtual clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """P's side: wrong, stale and repeated words of D; preemption; how transfers end."""
 
-from __future__ import annotations
-
 import pytest
 from protocol.sender_rigs import (
     KEY,

@@ -1,7 +1,5 @@
 """Fixtures of the proxy's tests: a running proxy and fake instances that ping it."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import sys

@@ -1,7 +1,5 @@
 """What a fake instance does with a request."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """A headless Chromium, driven over its own debugging protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

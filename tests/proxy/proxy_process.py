@@ -1,7 +1,5 @@
 """The real command in a process of its own, with its log gathered."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

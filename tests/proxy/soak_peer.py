@@ -3,8 +3,6 @@
 A line of its log: the coroutines of its tasks, and how many objects there are that belong to one request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Who may ask the proxy: API keys, TLS, and browsers on pages of other origins."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import ssl

@@ -1,7 +1,5 @@
 """A herd of requests and the places at instances: who is served, who waits, who is turned away."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator

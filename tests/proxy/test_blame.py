@@ -1,7 +1,5 @@
 """Who is to blame, whose breaker counts a failure, what is sent again, and when a breaker is open."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools

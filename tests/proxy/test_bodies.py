@@ -1,7 +1,5 @@
 """What P and D get in place of the client's body, of any size and content."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -2,8 +2,6 @@
 
 A stand-in generates; the answer is cut anywhere, twice, and compared with the same answer without a cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

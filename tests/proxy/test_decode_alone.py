@@ -1,7 +1,5 @@
 """D alone: it computes the prompt of a request that no P can serve, and a short one, within its share."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

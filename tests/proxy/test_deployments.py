@@ -5,8 +5,6 @@ script that drains an instance before its pod stops is run against a real proxy.
 the files against the specifications, by packages that they install into an environment of their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,8 +1,6 @@
 """The ping, its answer, and the thread that pings: whatever is no ping is refused and nothing else. The port
 among strangers, with a secret and without."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

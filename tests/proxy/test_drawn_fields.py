@@ -4,8 +4,6 @@ Of each class all fields are drawn, with values by their types, alone and in pai
 body it takes P's, both have the same prompt, and nothing that the client sent is lost on D.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The endpoints beside completions and chat: whom they reach, with which body, id and usage; models."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """What becomes of the other leg, and of the client, when a leg fails; and of a second try."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

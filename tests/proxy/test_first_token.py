@@ -1,7 +1,5 @@
 """The first token of a stream comes from P, and the client's answer is one server's all the same."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What a vLLM gives up, told to stop, it calls a success; the client gets an error, or another's answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterable

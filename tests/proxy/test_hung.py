@@ -1,7 +1,5 @@
 """An engine that hangs behind a living HTTP server, or that vLLM's /pause has paused; and deadlines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

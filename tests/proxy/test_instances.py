@@ -1,7 +1,5 @@
 """Instances as an operator sees and drains them, over HTTP and on the dashboard."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Instances that the command line lists: there while /health answers, paired by what their ranks say."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import threading

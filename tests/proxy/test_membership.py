@@ -1,7 +1,5 @@
 """Instances that come, go, restart, lie or are not ready, over real pings; and those of several engines."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The proxy's /metrics: what it says, and that nobody makes it grow; what examples/grafana.json asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Which P's the proxy names to a D in answer to its pings; and instances of both roles."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Placement by predicted cost: what is learned, what is chosen from it, and what the pages show."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

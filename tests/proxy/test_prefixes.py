@@ -1,7 +1,5 @@
 """What the proxy makes of prompts without a tokenizer, and the index of their beginnings."""
 
-from __future__ import annotations
-
 import base64
 import random
 import tracemalloc

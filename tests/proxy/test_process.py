@@ -1,7 +1,5 @@
 """The real command: it starts, serves, and stops, under load, too; and its options."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

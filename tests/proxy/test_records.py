@@ -1,7 +1,5 @@
 """What the log and the traces say of one request, and what of its ids and its trace reaches the instances."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Who exists, under which address, who fits whom, and who is chosen."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

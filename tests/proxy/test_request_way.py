@@ -6,8 +6,6 @@ beside it, such as the watch over instances, does not run each time: so of sever
 are in all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

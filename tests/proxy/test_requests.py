@@ -1,7 +1,5 @@
 """What P, D and the client each get of a request that goes well, and what a client gets wrong, and hears."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """A stream outlives its decode instance: proxy, stand-ins for vLLM over real HTTP, and a client."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

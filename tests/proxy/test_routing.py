@@ -1,7 +1,5 @@
 """The policies, each by itself, what they weigh, and what the router keeps between two requests."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

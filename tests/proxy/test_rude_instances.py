@@ -1,7 +1,5 @@
 """Instances that answer anything but what they should. The client gets one answer, and nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,8 +1,6 @@
 """Thousands of requests through the real command, and 64 streams at a time, while instances and clients fail,
 come and go: every answer is right or says that it is not, and afterwards nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

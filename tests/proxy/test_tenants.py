@@ -1,7 +1,5 @@
 """Tenants: what a full one gets, what the others notice of it, and who of those that wait goes next."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """One call to one instance, ended at the worst of moments; and what of an answer is its first token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,8 +1,6 @@
 """What the proxy knows of vLLM's HTTP servers, held against vLLM's own code: how each endpoint writes an
 answer that it gives up, and which headers control it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path

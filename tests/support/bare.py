@@ -1,7 +1,5 @@
 """Virtual environments with few packages, made without a network."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

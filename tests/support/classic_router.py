@@ -14,8 +14,6 @@ For tests: do our instances register, are the answers right? It is written from 
     python tests/support/classic_router.py --port 10001 --discovery 127.0.0.1:30001
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

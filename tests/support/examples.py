@@ -1,7 +1,5 @@
 """What examples/ start, as p2pkv reads it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

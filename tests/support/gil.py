@@ -1,7 +1,5 @@
 """Whether a copy lets other Python threads run meanwhile."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

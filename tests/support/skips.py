@@ -4,8 +4,6 @@ A test that is skipped shows nothing, and the exit status would be 0. With `--ci
 for want of something that the machine of the CI has fails, too.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

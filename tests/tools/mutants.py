@@ -5,8 +5,6 @@ test must say that nothing was broken. A mutant that survives, or whose text is 
 makes the exit status 1. So does a test of the tables that fails on the tree as it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

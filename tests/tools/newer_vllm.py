@@ -10,8 +10,6 @@ The new environment sees everything that is installed here, and its own vLLM bef
 some hundreds of MB, only text files are kept.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Writes docs/options.md from the declarations: `python tests/tools/options_page.py`, or `make pages`."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

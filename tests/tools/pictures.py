@@ -4,8 +4,6 @@ docs/pair.svg is drawn from BOXES and ARROWS. docs/dashboard.png is a screenshot
 in front of the tests' fake instances; it takes a Chromium (Debian: `apt-get install chromium`).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import io

@@ -6,8 +6,6 @@ whose caller and callee are in different files, less those that the turn would h
 package of links counts as one file. The tests' network and link stand for `control/endpoint.py` and `links/`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

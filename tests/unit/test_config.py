@@ -1,7 +1,5 @@
 """Options: defaults, numbers as strings, the former connector's names, and a sentence for each bad one."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 from pathlib import Path

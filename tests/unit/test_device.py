@@ -1,7 +1,5 @@
 """Fences: free on a CPU, an event on CUDA. Streams of the driver, and threads that ignore graph captures."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The scripts in examples/ start what they say, with options that p2pkv takes. The programs are stand-ins."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

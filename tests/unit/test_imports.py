@@ -1,7 +1,5 @@
 """Who may import whom, read from every module's own source, so that a rule cannot rot unseen."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The log at a bounded rate."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Who may write what, what a change may touch: scripts, no style guide, that print what breaks a rule."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

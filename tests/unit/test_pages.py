@@ -1,7 +1,5 @@
 """Pages: links, commands, options, tests and refusals that exist; and no binaries in the repository."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

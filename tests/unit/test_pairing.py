@@ -1,7 +1,5 @@
 """Addresses, request ids that carry a pair, and transfer keys that P and D agree on."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import string

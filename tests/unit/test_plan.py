@@ -1,7 +1,5 @@
 """Plans, checked by carrying one out on small arrays: every cell of D once, from a rank that has it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from copy import copy

@@ -1,7 +1,5 @@
 """What vLLM sees of p2pkv at start. A made-up vLLM on disk stands in, in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Intervals, ownerships of an axis, where two of them meet; and tokens that two ranks have in common."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

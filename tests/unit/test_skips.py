@@ -1,7 +1,5 @@
 """A skip that nobody has allowed fails the run; a mutant whose place is gone shows nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The shared secret as it is read, and networks as they are written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

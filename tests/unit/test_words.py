@@ -1,8 +1,6 @@
 """The words that users and newcomers meet: of class names, options, metrics and log lines each is one that an
 engineer knows (words.txt), or one of ours that the glossary of docs/design.md explains."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

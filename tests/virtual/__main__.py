@@ -3,8 +3,6 @@
 It has parts of about half a minute, each with engines of its own: a model and ranks are drawn for each.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """A clock that stands still while anybody works, and jumps to what is due next."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable

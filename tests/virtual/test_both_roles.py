@@ -1,7 +1,5 @@
 """Two ranks of both roles, each P and D of the other at once."""
 
-from __future__ import annotations
-
 import pytest
 from virtual.pair import BLOCKS, HALF, LEASE, TOKENS, VirtualPair, value
 

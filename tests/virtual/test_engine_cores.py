@@ -1,8 +1,6 @@
 """The engine core is a process of its own: one that is stopped, hung or paused is vouched for no longer than
 one whose step hangs. And each state of a transfer ends by itself, however lively both sides are."""
 
-from __future__ import annotations
-
 import pytest
 from virtual.pair import BLOCKS, GRACE, HALF, LEASE, LONG, STALL, TOKENS, VirtualEngine, VirtualPair, value
 

@@ -4,8 +4,6 @@ vLLM's own schedulers and our connector; the ranks are made up, and a transfer t
 1, so that only the thirds of an instance of both roles (docs/design.md) keep blocks free.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from itertools import permutations

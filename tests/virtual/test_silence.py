@@ -1,7 +1,5 @@
 """Who is busy, idle or silent for less than its time is waited for; who hangs or is gone is not."""
 
-from __future__ import annotations
-
 import pytest
 from virtual.pair import BLOCKS, GRACE, HALF, LEASE, LONG, STALL, TOKENS, VirtualPair, value
 

@@ -1,7 +1,5 @@
 """Runs in one thread on a virtual clock, and what makes them worth anything: a seed gives exactly one run."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import logging

@@ -5,8 +5,6 @@ What holds at any time is checked by the run as it goes (bytes, blocks, bounds, 
 of each walk everything heals, ends, works and is at rest.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Nothing here asks for the time, for a random number of its own, or for the order
 same run in every process, which its trace proves.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import Counter, deque

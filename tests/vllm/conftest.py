@@ -1,7 +1,5 @@
 """Real vLLM servers for the end-to-end tests: started once, when the first test needs them."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ Runs inside the first namespace; the second is entered by its process:
 each host has one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

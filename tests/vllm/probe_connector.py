@@ -15,8 +15,6 @@ With `$P2PKV_PROBE_POISON` set, D fills every block that a load is given with by
 of numbers, before the load begins: an answer shows whether D reads what was not sent.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Each request leaves a note in `$P2PKV_STUB_NOTES`, and waits until the other rol
 is answered only if Ray asks P and D at once and under one id. D answers with that id.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Real servers of kv_both: a pool of them behind the proxy, and one beside a fixed P or a fixed D."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 tests/connector/test_cancel.py has every stage, with vLLM's schedulers and real ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The first tests use the servers that all tests share. The others start their own (`make test-long`).
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

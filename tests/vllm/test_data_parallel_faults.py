@@ -4,8 +4,6 @@ Every request is answered, other servers go on, and what was frozen comes back. 
 frozen engine goes on with a dense model; with experts vLLM computes in lockstep, so it stops too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ P's engines may be behind several HTTP servers (hybrid, external), or on a node 
 each engine where it is. All on one host. What vLLM does not start is in docs/compatibility.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

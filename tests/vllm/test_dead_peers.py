@@ -4,8 +4,6 @@ All requests end, the survivor goes on, and both are back where they were. Whate
 answered: D computes what P cannot. Who is slow loses nothing at all.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A tiny DeepSeek V4, with the plug-in deepseek_v4: a plain server, and a P and a D held against it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

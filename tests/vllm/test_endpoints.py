@@ -1,8 +1,6 @@
 """The proxy's endpoints, by the clients that people use (curl, the SDKs of OpenAI and Anthropic): what they
 get is a single server's, and where P helps, from KV that really moved. More are in test_other_clients.py."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every request ends, new ones go elsewhere, and what was stopped or paused is as before when it goes on.
 """
 
-from __future__ import annotations
-
 import time
 import urllib.request
 from collections.abc import Iterator

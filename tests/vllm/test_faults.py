@@ -1,7 +1,5 @@
 """Real servers that die, that do not fit, or that are started wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -1,8 +1,6 @@
 """Real servers: the first token comes from P, another D goes on where one is lost in mid answer, and the
 answers are a single server's. tests/proxy/test_resume.py has more of the latter, and drains."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

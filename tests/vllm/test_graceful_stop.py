@@ -1,7 +1,5 @@
 """A P that is told to stop with `--shutdown-timeout` finishes what it has taken on, and nobody notices."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

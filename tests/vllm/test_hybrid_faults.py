@@ -4,8 +4,6 @@ Whatever of a load has failed, D computes all of that request, and what it answe
 finds pages that hold what P computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

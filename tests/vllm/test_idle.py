@@ -1,7 +1,5 @@
 """Real servers rest while they wait for one another, where vLLM by itself would step and spin."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

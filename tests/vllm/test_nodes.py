@@ -1,7 +1,5 @@
 """Instances with ranks on two hosts, i.e. network namespaces: D's blocks are P's, answers one server's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ LiteLLM comes from the Python Package Index into an environment of its own, whic
 it cannot be had, its tests are skipped and say why.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

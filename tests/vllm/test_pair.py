@@ -1,7 +1,5 @@
 """A pair of real servers answers as a single server does, from KV that really moved."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pkv.demo import answers, client

@@ -1,7 +1,5 @@
 """A D that takes KV before its request has come, with a P that is asked first and a D that is asked then."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

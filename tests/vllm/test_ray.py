@@ -5,8 +5,6 @@ keeps it. `ray[llm]` would bring another vLLM, so what else of it is needed is n
 had, the test is skipped and says why.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

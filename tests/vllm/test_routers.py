@@ -4,8 +4,6 @@
 Where it cannot be had, its tests are skipped and say why.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

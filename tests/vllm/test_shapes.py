@@ -5,8 +5,6 @@ EAGLE head, and a copy of the model, which guesses right as long as its KV is ri
 drafter's KV is P's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

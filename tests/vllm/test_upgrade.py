@@ -6,8 +6,6 @@ environment of its own. Two P and two D of the one are replaced by turns by thos
 streams that never cease, and no request notices.
 """
 
-from __future__ import annotations
-
 import http.client
 import io
 import itertools

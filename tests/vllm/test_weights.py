@@ -1,7 +1,5 @@
 """Real servers whose weights change: afterwards they answer as one that was started with the new ones."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`vllm bench serve`: the `vllm` command of the CPU build looks for a distribution of that name and fails."""
 
-from __future__ import annotations
-
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

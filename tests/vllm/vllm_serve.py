@@ -1,7 +1,5 @@
 """`vllm serve`: the `vllm` command of the CPU build looks for a distribution of that name and fails."""
 
-from __future__ import annotations
-
 from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -4,8 +4,6 @@ vLLM 0.32's CPU kernels for this model need neither, but the code around them do
 writes KV. A plug-in of vLLM, for the servers of tests: see `plugin_environment` in `support.servers`.
 """
 
-from __future__ import annotations
-
 from functools import cache, wraps
 from typing import Any
 

@@ -4,8 +4,6 @@ On a GPU vLLM forks them by itself; on a CPU it spawns them, and each imports to
 of vLLM, for the servers of tests: see `plugin_environment` in `support.servers`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from functools import cache
 from typing import Any

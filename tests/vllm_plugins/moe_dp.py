@@ -5,8 +5,6 @@ vLLM 0.32 has neither collective for the CPU, and its kernel for experts takes a
 A plug-in of vLLM, for the servers of tests: see `plugin_environment` in `support.servers`.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache, wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """Kinds of KV groups, as vLLM describes them, also of whole models, and what a made-up model writes."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

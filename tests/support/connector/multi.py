@@ -1,7 +1,5 @@
 """vLLM's MultiConnector with p2pkv and a storing connector in it, around vLLM's own scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ reads can be checked: what was pushed, what a prefix cache kept, what a preempti
 vLLM gives out is poisoned first, and zeroed where vLLM's runners zero it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 So the same questions can be asked of a vLLM that is installed and of one that is only unpacked.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator

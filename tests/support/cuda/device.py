@@ -18,8 +18,6 @@ bytes, is a refusal, which `SimulatedCuda.let_go` reports. The rules, and where 
   something under way on it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

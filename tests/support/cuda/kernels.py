@@ -1,7 +1,5 @@
 """The CUDA kernels on a CPU: their text compiled by gcc as C, and a loop in place of the grid."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import shutil

@@ -1,7 +1,5 @@
 """One request between a made-up P and D: what both are told of it, step by step, and how it ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from p2pkv.engine import commands as do

@@ -3,8 +3,6 @@
 Shape legend: H heads, N tokens in a page.
 """
 
-from __future__ import annotations
-
 import torch
 
 from p2pkv.page_packings import DENSE, packing_of

@@ -1,7 +1,5 @@
 """Random paged memory, and its reference: every row of a rectangle found by itself, the slow way."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Shape legend: L layers, B kernel blocks, H KV heads of a rank, N tokens in a ker
 the K and V of one head, T tokens of the prompt.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Pairs of link ends for the tests of p2pkv.links."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

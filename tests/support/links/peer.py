@@ -3,8 +3,6 @@
 `python peer.py P|D shared-memory|tcp|ipc|nccl`; JSON lines both ways.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

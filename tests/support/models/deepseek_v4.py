@@ -4,8 +4,6 @@ Shape legend: E hidden size, A attention heads, D head_dim, Q rank of queries, O
 groups, S residual streams (hyper-connections), X experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

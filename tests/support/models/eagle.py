@@ -4,8 +4,6 @@ It reads a token and the model's last hidden state of the token before it, and h
 own sizes, which vLLM numbers behind the model's. Embedding and output are the model's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

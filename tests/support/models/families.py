@@ -1,8 +1,6 @@
 """Tiny models of many families, which transformers builds, with random weights of which an answer depends on
 all of the prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

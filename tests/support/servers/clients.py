@@ -1,8 +1,6 @@
 """What people's clients ask, each as a function of the server's address. It returns what the client got,
 without what differs between two servers by itself, such as ids and times."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What the tests of data-parallel servers share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families

@@ -1,7 +1,5 @@
 """A P and some D's behind one proxy, to which something happens under requests; and what must hold then."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """The servers that the end-to-end tests share, and what the tests ask of them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Reads what tests/vllm/probe_connector.py writes down, and compares the pages of D with those of P."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Other people's routers as processes, for tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
