@@ -29,11 +29,11 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_950),
-        ("lines of proxy", lines("proxy"), 9_840),
-        ("lines of tests", lines("tests"), 60_060),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_940),
+        ("lines of proxy", lines("proxy"), 9_825),
+        ("lines of tests", lines("tests"), 59_660),
         ("lines of benchmarks", lines("benchmarks"), 3_670),
-        ("words of README.md and docs/", words(), 21_980),
+        ("words of README.md and docs/", words(), 21_975),
     ]
 
 

@@ -238,6 +238,14 @@ class Watched(MultiInstance):
         self.bad: set[int] = set()
         super().__init__(*args, **options)
 
+    @property
+    def recompute(self) -> set[str]:
+        """Running requests that have yet to compute what a failed load has left. vLLM's prefix cache keeps it
+        meanwhile: where such a request ends or is preempted, others take it, also without p2pkv."""
+        table = self.scheduler.kv_cache_manager.get_block_ids
+        running = [each.request_id for each in self.scheduler.running]
+        return {each for each in running if not self.bad.isdisjoint(table(each)[0])}
+
     def _run(self, scheduled: Any) -> Any:
         output = super()._run(scheduled)
         (store,) = [m for m in scheduled.kv_connector_metadata.metadata if isinstance(m, StoreMetadata)]
@@ -263,6 +271,8 @@ class Watched(MultiInstance):
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_d_never_gets_what_a_failed_load_has_left_on_p(data: st.DataObject) -> None:
+    """Explored for long it finds what vLLM 0.32 does by itself: one step ahead, and where two requests share
+    a block that did not come, the second keeps a token that it has computed on it."""
     ahead = data.draw(st.integers(0, 1), "ahead")
     p = Watched("P", policy="recompute", ahead=ahead, budget=data.draw(st.sampled_from([48, 200]), "budget"))
     prompts = [tokens(70, number) for number in range(2)]
@@ -283,9 +293,12 @@ def test_d_never_gets_what_a_failed_load_has_left_on_p(data: st.DataObject) -> N
             p.stores[0].spoil = True
         elif move == "forget":
             p.drain()
-            with contextlib.suppress(RuntimeError):
-                p.scheduler.reset_prefix_cache(reset_running_requests=True)
-        elif live := [each for each in requests if not each.is_finished()]:
+            if not p.recompute:
+                with contextlib.suppress(RuntimeError):
+                    p.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif live := [
+            each for each in requests if not each.is_finished() and each.request_id not in p.recompute
+        ]:
             p.abort(data.draw(st.sampled_from(live)))
     for _ in range(100):
         if not p.scheduler.requests:

@@ -75,6 +75,7 @@ def test_both_groups_arrive_whole_and_the_state_is_the_last_one(tps: tuple[int, 
     pair = Pair(tps)
     pair.ask(cached)
     pair.step(0, 40)
+    pair.until(lambda: value(pair.d, "bytes_scattered"))
     pair.step(40, STOP)
     pair.arrives(cached)
     pair.rest("k")
@@ -97,4 +98,17 @@ def test_a_load_of_which_the_state_alone_does_not_come_or_comes_wrong_fails(faul
     pair.fails(words)
     assert not pair.d.ranks[0].heard(do.Loaded("k"))
     assert all(bool((page.view(torch.int32) == CANARY).all()) for page in pair.d.ranks[0].pages[1])
+    pair.rest("k")
+
+
+def test_p_keeps_its_blocks_until_the_state_too_is_sent() -> None:
+    pair = Pair()
+    pair.ask()
+    pair.step(0, STOP, ATTENTION.layers)
+    pair.until(lambda: value(pair.d, "bytes_scattered") == 3 * STOP * 4 * 8 * 4)
+    pair.d.rank.stand_still(0.5)  # it has no room for it meanwhile
+    pair.step(0, STOP, STATE.layers)
+    pair.lasts(lambda: not pair.p.all_heard(do.BlocksFree("k")), 0.4)
+    pair.p.wait(do.BlocksFree("k"))
+    pair.arrives(0)
     pair.rest("k")

@@ -50,7 +50,7 @@ Coverage.__init__: a load is done although its state is missing
 -         self._taken
 +         self.left = sum(each.nbytes for each in extents.by_group.values() if each.ready is None)
 +         self._taken
-> tests/engine/test_kv_groups.py tests/virtual/test_walks.py
+> tests/engine/test_kv_groups.py
 Extent.sendable: a state travels before the last token of the prompt is computed
 -         if self.ready is not None:
 -             return self.start
@@ -197,7 +197,7 @@ Sender.kept_until: P keeps blocks for as long as any D claims them (K3)
 ~ end = self._moved + self.terms.wait => end = self._moved + 1e9
 Sender.kept_until: a paused P keeps blocks for a D that takes nothing (K3)
 ~ min(end, max(self._moved, paused_since) + self.terms.lease) => end
-> tests/virtual/test_walks.py
+> tests/engine/test_kv_groups.py
 SendState.drained: P's blocks are free while a chunk of a KV group beside the first is to be read
 -         return self.cutter is not None and not self.cutter.left and not self.announced
 +         under_way = {piece.group for _, pieces in self.announced.values() for piece in pieces}

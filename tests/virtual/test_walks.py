@@ -92,7 +92,7 @@ class Walk(RuleBasedStateMachine):
 
 Walk.TestCase.settings = settings(
     deadline=None,
-    max_examples=int(os.environ.get("P2PKV_EXAMPLES", "10")),
+    max_examples=int(os.environ.get("P2PKV_EXAMPLES", "20")),
     stateful_step_count=30,
     suppress_health_check=list(HealthCheck),
 )
