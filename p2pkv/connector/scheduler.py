@@ -130,12 +130,10 @@ class ProducerScheduler(ConnectorScheduler):
         """`batches`: the most steps that vLLM has under way at once."""
         super().__init__(pairs, tables, quota)
         self._held = held
-        self._batches = batches
-        self._steps = 0
         self._looked_up: dict[str, tuple[Request, int]] = {}
         """Requests that vLLM has looked up for the next step: how many tokens its prefix cache has."""
-        self._filled: deque[tuple[int, set[int]]] = deque()
-        """Blocks that another connector fills in steps whose results are not known, by step."""
+        self._filled: deque[set[int]] = deque(maxlen=batches)
+        """Blocks that another connector fills, of each of the last steps, whose results may not be known."""
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
         self._duplicates: dict[str, _Prompt] = {}
@@ -241,7 +239,7 @@ class ProducerScheduler(ConnectorScheduler):
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
-        if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks):
+        if any(not filled.isdisjoint(table) for filled in self._filled for table in blocks):
             # That load may fail, and what D has got cannot be taken back.
             prompt.unannounced = blocks
             return
@@ -257,20 +255,18 @@ class ProducerScheduler(ConnectorScheduler):
 
     def _note_loads(self, output: SchedulerOutput) -> None:
         """Keep in mind which blocks another connector fills during this step."""
-        self._steps += 1
-        # The steps are reported to vLLM in their order, and has no more than so many under way.
-        while self._filled and self._filled[0][0] <= self._steps - self._batches:
-            self._filled.popleft()
         state, filled = output.kv_connector_block_state, set[int]()
         for request_id, (request, local) in self._looked_up.items():
-            stop = request.num_computed_tokens
+            stop, stats = request.num_computed_tokens, request.prefill_stats
+            if stats is not None and not request.num_preemptions:
+                local = stats.num_local_cached_tokens  # with what is cached of a further block
             if state is not None and request_id in output.num_scheduled_tokens and stop > local:
                 tables = state.get_block_ids(request_id) or ()
                 for size, table in self._tables.of_tokens(tables):
                     filled.update(table[local // size : -(-stop // size)])
         self._looked_up.clear()
-        if filled:
-            self._filled.append((self._steps, filled))
+        # The steps are reported to vLLM in their order, and it has no more than so many under way.
+        self._filled.append(filled)
 
     def _settled(self, fresh: set[int], blocks: tuple[list[int], ...], cached: int) -> int:
         """How many of the cached tokens were computed before this step, which writes the `fresh` blocks.

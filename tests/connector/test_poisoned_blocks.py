@@ -152,6 +152,19 @@ def test_prefixes_that_p_or_d_or_both_have_already(
     assert p.passed > 0 or kind.name != "states-in-mid-step"
 
 
+def test_a_prompt_that_goes_on_in_a_cached_block_is_pushed_from_its_first_step_on(engines: Start) -> None:
+    """What vLLM itself has cached of a block is no load of another connector, which might fail."""
+    (kind,) = (each for each in KINDS if each.name == "parts-of-blocks")
+    p, d = engines(1, 1, blocks=80, kind=kind, budget=200)
+    start = tokens(60, "start")
+    for number, prompt in enumerate((start, [*start, *tokens(40, "more")])):
+        before = len(p.metas)
+        ask_both(p, d, number, prompt)
+        finish(p, d)
+    (step,) = p.metas[before].prefills
+    assert (step.cached, step.start) == (2 * BLOCK, 3 * BLOCK)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_came_of_a_load_that_failed_is_computed_again(kind: Kind, engines: Start) -> None:
     p, d = engines(1, 1, blocks=80, kind=kind, budget=64, policy="recompute", chunk_bytes=1024)
