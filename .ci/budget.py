@@ -29,9 +29,9 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_940),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_935),
         ("lines of proxy", lines("proxy"), 9_825),
-        ("lines of tests", lines("tests"), 59_660),
+        ("lines of tests", lines("tests"), 59_680),
         ("lines of benchmarks", lines("benchmarks"), 3_670),
         ("words of README.md and docs/", words(), 21_975),
     ]

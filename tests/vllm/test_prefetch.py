@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 
@@ -50,6 +51,18 @@ def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
     answer(fleet, taker, *prompts)
     # vLLM shows counters when it steps.
     wait_until(lambda: counter(taker, "bytes_prefetched") - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
+
+
+def test_two_tokens_may_come_ahead(fleet: Fleet, taker: VllmServer) -> None:
+    """P pushes so few when it answers, so the request that follows may overtake them: not each time. Nor are
+    P and D connected when the first comes."""
+    before, numbers = counter(taker, "bytes_prefetched"), count()
+
+    def ahead() -> bool:
+        answer(fleet, taker, tokens(2, f"ahead, two, {next(numbers)}"))
+        return counter(taker, "bytes_prefetched") > before
+
+    wait_until(ahead, "two tokens that come before their request", 60.0)
 
 
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 2 * CHUNK + 40])
