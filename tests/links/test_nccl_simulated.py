@@ -27,7 +27,7 @@ def violations(*simulations: SimulatedNccl) -> list[str]:
 
 def test_the_simulation_finds_a_second_thread() -> None:
     p, first, d, _ = raw_pair()
-    assert p.async_error(first) == SUCCESS
+    wait_for(lambda: p.async_error(first) == SUCCESS)
     with ThreadPoolExecutor(1, "owner") as pool:
         pool.submit(p.async_error, first).result(10)
     assert violations(p, d) == []  # handed over, once
