@@ -17,7 +17,8 @@ def install(stamps: Stamps) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
     def headed(protocol: Any) -> Iterable[str]:
         return [value.decode("latin-1") for name, value in protocol.headers if name == b"x-request-id"]
@@ -55,8 +56,9 @@ def install(stamps: Stamps) -> None:
 
     stamps.wrap(Scheduler, "add_request", "core: request", one)
     stamps.wrap(Scheduler, "_update_after_schedule", "core: step", scheduled)
-    stamps.wrap(GPUModelRunner, "execute_model", "worker: step begins", scheduled)
-    stamps.wrap(GPUModelRunner, "execute_model", "worker: step has ended", scheduled, after=True)
+    for runner in (V1Runner, V2Runner):
+        stamps.wrap(runner, "execute_model", "worker: step begins", scheduled)
+        stamps.wrap(runner, "execute_model", "worker: step has ended", scheduled, after=True)
     stamps.wrap(P2pKvConnector, "update_state_after_alloc", "core: blocks", one)
     stamps.wrap(P2pKvConnector, "update_connector_output", "core: load seen", received)
     stamps.wrap(Scheduler, "update_from_output", "core: step's result", scheduled)
