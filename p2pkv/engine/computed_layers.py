@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from p2pkv.device import Fence
+from p2pkv.device import PASSED, Fence
 from p2pkv.engine import commands as do
 
 Prompts = tuple[tuple[str, int], ...]
@@ -15,7 +15,9 @@ Order = Callable[[do.Command], None]
 
 
 class ComputedLayers:
-    """The layers of one step. The engine is woken when there is a message's worth of them, not sooner."""
+    """The layers of one step. The engine is woken when there is a message's worth of them, not sooner, and on
+    a device that waits for the forward thread to launch only behind the last one: a push would take the
+    interpreter's lock from it, and end hardly sooner."""
 
     def __init__(self, layers: int, record: Callable[[], Fence]) -> None:
         """`layers`: in the rank's cache; `record`: makes a fence behind the current stream's work."""
@@ -26,10 +28,14 @@ class ComputedLayers:
         self._stride = 1
         # The run of layers that are computed and that the engine does not know of.
         self._run = 0, 0
+        self._launched: Fence = PASSED
+        """Behind what the device had to compute a message's worth of layers ago."""
 
     def begin(self, prompts: Prompts, stride: int) -> None:
         """A step begins. `prompts`: () if it computes none that P sends; `stride`: layers of a message."""
         self.prompts, self._stride, self._run = prompts, stride, (0, 0)
+        if prompts and stride < self._layers:
+            self._launched = self.record()
 
     def computed(self, index: int, order: Order) -> None:
         """This layer's KV of the step is written, or queued on the current stream."""
@@ -38,8 +44,14 @@ class ComputedLayers:
             self._run = index, index
         self._run = self._run[0], index + 1
         # The last layer's too: the step's end may come only after sampling.
-        if self._run[1] - self._run[0] >= self._stride or index == self._layers - 1:
+        full = (self._run[1] - self._run[0]) % self._stride == 0
+        if index == self._layers - 1 or (full and not self._device_waits()):
             self._hand_over(order)
+
+    def _device_waits(self) -> bool:
+        """Whether it has computed all that was launched a message's worth of layers ago."""
+        before, self._launched = self._launched, self.record()
+        return before is not PASSED and before.ready()
 
     def _hand_over(self, order: Order) -> None:
         first, stop = self._run

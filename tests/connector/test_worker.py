@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from p2pkv.connector.metadata import EndedRequest, PrefillStep, StepMetadata
 from p2pkv.connector.vllm_patches import EARLY_REVOCATION
 from p2pkv.connector.worker import Worker
 from p2pkv.engine import commands as do
+from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.pairing import Address
 from support.connector.instances import BLOCK, LAYERS, FakeRank, kv_cache_config, vllm_config
 
@@ -200,6 +202,17 @@ def test_the_last_layers_hook_says_what_does_not_fill_a_message(make: Make) -> N
     runner.forward = lambda: (forward(), seen.extend(rank.said(do.Computed)))  # type: ignore[method-assign, func-returns-value]
     runner.step(prefill_step(16, first=True))
     assert [(each.layer, each.layer_stop) for each in seen] == [(0, 2)]
+
+
+@pytest.mark.parametrize(("waits", "runs"), [(True, [(0, 6)]), (False, [(0, 2), (2, 4), (4, 6)])])
+def test_where_the_device_waits_for_launches_nothing_is_said_before_the_last_layer(
+    waits: bool, runs: list[tuple[int, int]]
+) -> None:
+    layers, said = ComputedLayers(6, lambda: Mock(ready=lambda: waits)), list[Any]()
+    layers.begin((("k", 16),), 2)
+    for index in range(6):
+        layers.computed(index, said.append)
+    assert [(each.layer, each.layer_stop) for each in said] == runs
 
 
 @pytest.mark.parametrize("message", [1, 99])

@@ -15,6 +15,7 @@ from p2pkv.device import give_stream, make_recorder, own_stream, take_stream
 from p2pkv.kv import PagedCache, checksum, copiers, small_copies
 from p2pkv.kv.copiers import KernelCopier
 from support.kv.pages import POISON, check_exchange
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.gpu
 
@@ -115,21 +116,29 @@ def _gather(cache: PagedCache):
 @pytest.mark.parametrize("behind", [1, 16])
 def test_a_link_that_launches_ahead_holds_up_no_other_stream(behind: int) -> None:
     """As `nccl_in_flight` above 1 assumes, of a link that is busy alone."""
+    import cupy
+
+    spin = cupy.RawKernel('extern "C" __global__ void spin(volatile int* go) { while (!*go); }', "spin")
     record, cells = make_recorder(cuda()), torch.zeros(2, device="cuda")
+    go = torch.zeros(1, dtype=torch.int32).pin_memory()
+    for cell in (cells[:1], cells[1:]):
+        cell.add_(0)  # CUDA may load a kernel only when nothing runs
     models = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(3))]
     handles = [take_stream(cuda().index, first=True) for _ in range(8)]
     for handle, model in itertools.product(handles, models):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
-            torch.cuda._sleep(SLEEP_CYCLES // 50)
-            slept = record()
+        go.zero_()
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle)), cupy.cuda.ExternalStream(handle):
+            spin((1,), (1,), (np.intp(go.data_ptr()),))
             for _ in range(behind):
                 cells[:1].add_(1)
         with torch.cuda.stream(model):
             cells[1:].add_(1)
-            record().wait()
-        assert not slept.ready()
-    torch.cuda.synchronize()
+            passed = record()
+        try:
+            wait_for(passed.ready)
+        finally:
+            go.fill_(1)
+        torch.cuda.synchronize()
     assert cells.tolist() == [behind * len(handles) * len(models), len(handles) * len(models)]
     for handle in handles:
         give_stream(cuda().index, handle, first=True)
