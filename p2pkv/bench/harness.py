@@ -1,7 +1,5 @@
 """What the measurements of `p2pkv bench` share: processes, ranks, bare links, devices."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,8 +4,6 @@ Gather and scatter beside a plain copy on the device; p2pkv's bare link beside N
 whole push beside the bare link. Prints a table, writes JSON and, with matplotlib, a plot.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -89,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
+def rows_of(both: "Messages", sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
     """One row a size; what is compared is measured in turn. `raw`: whether NCCL itself is measured too."""
     on_device = both.on_device(sizes)
     rows: Rows = []

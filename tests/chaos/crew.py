@@ -1,5 +1,7 @@
 """All ranks of one engine as its scheduler has them: an order goes to all, and an outcome is that of all."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 

@@ -1,5 +1,7 @@
 """vLLM's own scheduler around our connector, with workers whose engine is made up. No server, no model."""
 
+from __future__ import annotations
+
 import copy
 import random
 import tempfile

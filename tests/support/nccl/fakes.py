@@ -4,8 +4,6 @@ Their functions have the parameters of CuPy 14.2.0 and nccl4py 0.6.0; a test com
 modules where those can be imported.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types
@@ -83,7 +81,7 @@ def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
             self.data = data
 
         @staticmethod
-        def from_buffer(buffer: bytes) -> UniqueId:
+        def from_buffer(buffer: bytes) -> "UniqueId":
             return UniqueId(bytes(buffer))
 
         def __bytes__(self) -> bytes:
