@@ -165,10 +165,6 @@ class SimulatedNccl(Nccl):
         for root in list(self._roots.values()):
             root.close()
 
-    def disown(self) -> None:
-        """The next thread that calls is the owner."""
-        self._owner = 0
-
     # The seam.
 
     def version(self) -> int:
