@@ -1,6 +1,6 @@
 """Recurrent layers of every kind: vLLM's shapes, what each rank holds of one global state, and its memory.
 
-How vLLM divides a state is written down here by hand; tests/connector/test_states_vllm.py compares it with
+How vLLM divides a state is written down here by hand; tests/connector/test_states.py compares it with
 what vLLM's own layers do to their weights.
 """
 
