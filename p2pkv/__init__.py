@@ -1,7 +1,5 @@
 """p2pkv: moves the KV cache of a prompt from a vLLM prefill instance to a decode instance, layer by layer."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 try:

@@ -4,8 +4,6 @@ Options are written in `--kv-transfer-config`, under `kv_connector_extra_config`
 connector that p2pkv succeeds are understood.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import reprlib
@@ -335,7 +333,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         engine: tuple[int, int, bool] = (0, 1, False),
         former: bool = False,
         environ: Mapping[str, str] = os.environ,
-    ) -> Options:
+    ) -> "Options":
         """The options in `extra` (kv_connector_extra_config), defaults for the rest.
 
         `role` is vLLM's kv_role; `kv_port` may be None for the default; `gpu_bytes` is the memory of one GPU;

@@ -4,8 +4,6 @@ The forward thread records a fence per layer hook, and the engine's thread polls
 The engine's thread records one behind each of its own copies, since on CUDA these are only queued.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import threading

@@ -1,8 +1,6 @@
 """What a router that hands P's token on to the client says of it to P and to D: kv_transfer_params with one
 field of this name, and one of these values."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Any
 

@@ -9,8 +9,6 @@ What two ranks have in common is numbered on its own, from 0, in the order of th
 numbers, so each rank counts rows without a gap, whatever the other's division is.
 """
 
-from __future__ import annotations
-
 from functools import cached_property, lru_cache
 from math import lcm
 

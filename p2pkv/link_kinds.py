@@ -5,8 +5,6 @@ option `link` and its documentation, `p2pkv doctor`, `p2pkv bench` and the links
 here, and the handshake compares `LinkFactory.kind`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

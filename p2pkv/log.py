@@ -1,7 +1,5 @@
 """Logging at a bounded rate, so that neither strangers nor a fault that lasts can fill the log."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Hashable

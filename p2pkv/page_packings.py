@@ -10,8 +10,6 @@ Packing only moves elements, so here they are bits of some width, and each direc
 Shape legend: N tokens in a page, D elements of K (and of V), C = 2 * D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ P is the instance that prefills, D the one that decodes. A router gives both the
 A transfer key is what is equal on both sides: the id and the prompt index, without the wrapping.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import secrets
@@ -107,7 +105,7 @@ class Address:
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def shifted(self, ranks: int) -> Address:
+    def shifted(self, ranks: int) -> "Address":
         """The address `ranks` ports further: rank r of an engine listens on the first port + r."""
         return Address(self.host, self.port + ranks)
 

@@ -4,8 +4,6 @@ A plan is pure: P and D compute it alike from the two handshakes, and compare it
 addresses, tokens or leases; those are bound to it later. Each KV group is planned by itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator

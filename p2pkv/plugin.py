@@ -4,8 +4,6 @@ vLLM calls `register` in each of its processes, whether p2pkv is used there or n
 imports nothing heavy, and a vLLM that it does not know still starts.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from importlib import import_module

@@ -6,8 +6,6 @@ cover it (the axis is split), equal ones (it is replicated), or equal ones in gr
 replicated). Sizes need not divide each other, and two ownerships of an axis may have nothing in common.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -37,7 +35,7 @@ class Interval(Struct, frozen=True, order=True, array_like=True):
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.stop))
 
-    def intersect(self, other: Interval) -> Interval:
+    def intersect(self, other: "Interval") -> "Interval":
         """What both hold; empty, at the later start, if they do not meet."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))

@@ -6,8 +6,6 @@ line for each stamp: seconds of this host's monotonic clock, the name, the stati
 which all know the request.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -3,8 +3,6 @@
 Sentences and values only; `control.security` derives keys from the secret.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Self

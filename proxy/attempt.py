@@ -10,8 +10,6 @@ who is to blame (blame.py decides), and whether the request may be sent again. H
   complete. So does the client when it leaves, which cancels the handler.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -166,7 +164,7 @@ class Attempt:
             if plan is not None:
                 plan.leave()
 
-    def resumed_by(self, continuation: Continuation) -> Attempt:
+    def resumed_by(self, continuation: Continuation) -> "Attempt":
         """Another one, which goes on with the answer of which this one has sent the last so far."""
         return replace(
             self,

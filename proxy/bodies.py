@@ -6,8 +6,6 @@ something here are decoded. What P and D get is made of the same views. A body i
 request gets a place, and held until no instance will be sent it any more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import hashlib
@@ -407,7 +405,7 @@ class _PromptField(NamedTuple):
     ids: bool
 
     @classmethod
-    def of(cls, value: Raw) -> _PromptField:
+    def of(cls, value: Raw) -> "_PromptField":
         view = memoryview(value)
         beginning = bytes(view[:_LOOK_BYTES])
         if beginning == b"null":

@@ -6,8 +6,6 @@ those of the first one. What the client has beyond that point comes again, and i
 it comes otherwise, as it may with sampling, the answer cannot go on.
 """
 
-from __future__ import annotations
-
 import re
 
 import msgspec
@@ -39,7 +37,7 @@ class Continuation:
         before: tokens of the answer that are part of this instance's prompt.
     """
 
-    def __init__(self, transcript: Transcript, context: int, former: Continuation | None) -> None:
+    def __init__(self, transcript: Transcript, context: int, former: "Continuation | None") -> None:
         before, offset, ids, chars = transcript.rewind()
         self._transcript = transcript
         self._wanted = transcript.wanted

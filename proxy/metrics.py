@@ -7,8 +7,6 @@ Labels are bounded: endpoints are ours, models are those that instances have reg
 series end some time after it has left. Their label is `address`: Prometheus's `instance` is the proxy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time
@@ -177,7 +175,7 @@ class Metrics:
         except KeyError:
             return self._series.setdefault((metric, labels), metric.labels(*labels))
 
-    def ended(self, record: RequestRecord, outcome: RequestEnd) -> None:
+    def ended(self, record: "RequestRecord", outcome: RequestEnd) -> None:
         self._one(self._requests, record.endpoint, self.model_label(record.model), outcome).inc()
         self.totals[outcome] += 1
         if record.tenant:
@@ -312,7 +310,7 @@ class RequestSpan:
         """A call begins; `headers`, which it will have, then name its parent."""
         return CallSpan()
 
-    def end(self, record: RequestRecord) -> None:
+    def end(self, record: "RequestRecord") -> None:
         """The request has ended."""
 
 

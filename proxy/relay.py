@@ -1,7 +1,5 @@
 """Passes the instances' answers on to the client as they come, without instances' ids and addresses."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -68,19 +66,19 @@ class Relay:
     request: web.Request
     answer: aiohttp.ClientResponse
     head: bytes
-    scrubber: Scrubber
+    scrubber: "Scrubber"
     pace: StreamTimer | None = None
     most_silence: float = math.inf
     transcript: Transcript | None = None
     continuation: Continuation | RepeatedAnswer | None = None
     prefilled: asyncio.Future[bytes | None] | None = None
-    former: InitVar[Relay | None] = None
+    former: "InitVar[Relay | None]" = None
     complete: bool = field(init=False, default=False)
     resumable: bool = field(init=False, default=False)
     broken: CallEnd | None = field(init=False, default=None)
     diverged: bool = field(init=False, default=False)
 
-    def __post_init__(self, former: Relay | None) -> None:
+    def __post_init__(self, former: "Relay | None") -> None:
         longest = LONGEST_EVENT if self.transcript is None else _LONGEST_READ
         self._filter = AnswerFilter(self.request.path, self.scrubber, self.pace is not None, longest)
         self._stream = self.continuation or self.transcript

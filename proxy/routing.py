@@ -13,8 +13,6 @@ An instance of both roles is among the P's and among the D's. If it is the best 
 short prompt goes to 2 before 1.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
@@ -136,7 +134,7 @@ class Choice(NamedTuple):
 class _Fleet:
     """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
 
-    _of: _FleetCache
+    _of: "_FleetCache"
     _model: str | None
     _avoid: frozenset[Instance]
 

@@ -1,7 +1,5 @@
 """What becomes of one client's request: it is taken in, given a place and tried at one pair after another."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
@@ -131,7 +129,7 @@ class Proxy:
         return look
 
     async def _serve(
-        self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
+        self, request: web.Request, body: Body, place: RequestPlace, active: "ActiveRequest"
     ) -> web.StreamResponse:
         record = request[RECORD]
         doubted: tuple[tuple[Instance, Charge], ...] = ()
@@ -192,7 +190,7 @@ class Proxy:
                 return self._shed(attempt, outcome, record)
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
 
-    async def _go_on(self, attempt: Attempt, outcome: Outcome, active: ActiveRequest) -> None:
+    async def _go_on(self, attempt: Attempt, outcome: Outcome, active: "ActiveRequest") -> None:
         """Brings a stream, whose last attempt had this outcome, to its end by instances that can go on
         with it (continuation.py), or with an error. Raises ClientGone."""
         transcript, place = attempt.transcript, attempt.place
@@ -224,7 +222,7 @@ class Proxy:
             self.counters.not_resumed += 1
             await last.give_up()
 
-    def _unable(self, active: ActiveRequest) -> frozenset[Instance]:
+    def _unable(self, active: "ActiveRequest") -> frozenset[Instance]:
         """Instances that cannot go on with this request: they have failed it, or their context is unknown and
         only that bounds its answer, which has begun."""
         if active.transcript is None or not active.transcript.needs_context:

@@ -3,8 +3,6 @@
 A P and a D in two processes, with made-up pages of Llama-8B's KV geometry in place of vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

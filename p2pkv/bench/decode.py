@@ -4,8 +4,6 @@ it.
 `harness.start_decode` starts it with the number of a socket; it ends when that socket does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

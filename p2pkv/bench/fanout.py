@@ -7,8 +7,6 @@ only the number of links differs.
 Communicators: links come up one by one, and after each one we ask the device how much memory it has left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

@@ -4,8 +4,6 @@ Their rows stand for several tokens, lie in planes, or belong to a window. As vL
 all layers of a cache side by side, and a window has blocks for what is in it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Gather and scatter beside a plain copy on the device; p2pkv's bare link beside N
 whole push beside the bare link. Prints a table, writes JSON and, with matplotlib, a plot.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -62,19 +60,13 @@ Rows = list[dict[str, Any]]
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All rates in bytes per second, by size of message and by fan-out; with NCCL bytes of each communicator.
 
-    Raises BenchError without a device, or, with NCCL, without CuPy.
+    Raises BenchError without a device.
     """
     chosen, by_nccl = devices(args.link), args.link == "nccl"
     # First: see there.
     communicators = fanout.measure_communicators("nccl", chosen) if by_nccl else None
-    try:
-        with messages(args.link, chosen, SIZES, TOTAL) as both:
-            rows = rows_of(both, SIZES, args.repeat, raw=by_nccl)
-    except ImportError as error:
-        raise BenchError(
-            f"--link nccl compares with NCCL's own calls, made through CuPy ({error}): install cupy-cuda12x "
-            "or cupy-cuda13x, for the CUDA in torch.version.cuda"
-        ) from None
+    with messages(args.link, chosen, SIZES, TOTAL) as both:
+        rows = rows_of(both, SIZES, args.repeat, raw=by_nccl)
     every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     fan_outs = args.fan_out or fanout.FAN_OUTS
     names = sorted({torch.cuda.get_device_name(device) for device in chosen})
@@ -89,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
+def rows_of(both: "Messages", sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
     """One row a size; what is compared is measured in turn. `raw`: whether NCCL itself is measured too."""
     on_device = both.on_device(sizes)
     rows: Rows = []
@@ -312,7 +304,7 @@ class Messages:
         return self.total / (received - begin)
 
     def raw(self, size: int) -> float:
-        """Bytes per second of NCCL's own send and receive. Raises ImportError without CuPy."""
+        """Bytes per second of NCCL's own send and receive."""
         name = new_name() if self._raw is None else ""
         sizes = [size] * (self.total // size)
         self.pipe.send(order="raw", name=name, sizes=sizes)

@@ -4,8 +4,6 @@ What a message costs besides its bytes, on P and on D, where that time goes, and
 wire of a given rate. `paced_card` has what stands in for the card. No bytes move, so no content is checked.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -3,8 +3,6 @@
 All times are of the monotonic clock, which the two processes share.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

@@ -1,7 +1,5 @@
 """The `p2pkv` command: demo, bench, doctor."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

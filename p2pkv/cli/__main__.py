@@ -1,7 +1,5 @@
 """`python -m p2pkv.cli`, the same as the `p2pkv` command."""
 
-from __future__ import annotations
-
 import sys
 
 from p2pkv.cli import main

@@ -1,7 +1,5 @@
 """`p2pkv doctor`: what is installed here, and what p2pkv can use of it, in sentences."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata
@@ -244,7 +242,7 @@ def _ipc() -> Finding:
         return Finding("IPC link", f"not usable: {error}")
 
 
-def ipc_sentence(drivers: Sequence[CudaMemory]) -> str:
+def ipc_sentence(drivers: "Sequence[CudaMemory]") -> str:
     """What the devices of these drivers, numbered as they come, can do."""
     if mute := [str(number) for number, each in enumerate(drivers) if not each.exportable()]:
         return f"not usable on device {', '.join(mute)}, whose memory cannot be exported as a file descriptor"

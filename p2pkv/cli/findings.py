@@ -1,7 +1,5 @@
 """What `p2pkv doctor` reports, line by line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@ instance: the two doctors exchange Hellos over a connection as ranks have it, bu
 the kind that instances would have, and move some messages. As between ranks, D dials, and P sends.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -136,7 +134,7 @@ class PeerReport(Struct, frozen=True, forbid_unknown_fields=True):
     network: dict[str, str]
 
     @classmethod
-    def this_side(cls, link: str, way: str) -> PeerReport:
+    def this_side(cls, link: str, way: str) -> "PeerReport":
         network = {name: os.environ[name] for name in NETWORK if name in os.environ}
         return cls(p2pkv.__version__, PROTOCOL_VERSION, plugin.vllm_version() or "none", link, way, network)
 

@@ -1,7 +1,5 @@
 """`p2pkv waterfall`: where requests were at which moment, from the stamps of `p2pkv.stamps`, as a table."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import defaultdict

@@ -10,8 +10,6 @@ Each plane of a layer, or of its slots, and each slot without planes, becomes a 
 own; these groups have the same block table. What is not certain is refused, with the layer's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple

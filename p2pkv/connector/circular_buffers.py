@@ -6,8 +6,6 @@ cache, and a prefix ends with a whole pool; so D needs the ring as it is when P 
 `stop`, like a recurrent state. It travels whole, one row for each head. Every rank has all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

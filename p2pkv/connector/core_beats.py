@@ -5,8 +5,6 @@ datagram to a Unix socket whose name is made of that rank's address. docs/design
 engine", has why, and what follows from beats and from their absence.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

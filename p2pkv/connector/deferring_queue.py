@@ -5,8 +5,6 @@ may be counted and removed like them, but passes do not come to it until the con
 docs/design.md, "Requests that wait for P", has the reasons.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
 

@@ -4,8 +4,6 @@ D, and, in an instance of both roles, all prompts for others and all loads.
 docs/design.md, "Instances of both roles", argues why these bounds prevent deadlocks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

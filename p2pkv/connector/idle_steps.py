@@ -3,8 +3,6 @@
 docs/design.md, "Idle steps", has the whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

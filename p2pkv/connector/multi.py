@@ -9,8 +9,6 @@ It is used by its path, so that vLLM treats it as what it is:
 `{"kv_connector": "MultiConnector", "kv_connector_module_path": "p2pkv.connector.multi", ...}`.
 """
 
-from __future__ import annotations
-
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBaseType
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as vllms

@@ -17,8 +17,6 @@ rows are the same for both layouts that vLLM has: SD, [steps, channels], where a
 What is not certain is refused, with the layer's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -100,7 +98,7 @@ class Axis:
         """Heads on a rank."""
         return max(1, self.heads // tp)
 
-    def whole(self) -> Axis:
+    def whole(self) -> "Axis":
         """The same, undivided: every rank has all of it."""
         return Axis(1, self.heads * self.size, shared=True)
 

@@ -4,8 +4,6 @@ A rank of vLLM knows the layers of its stage only. P and D number their KV group
 are, so each rank has to know all groups of the model, and how many of their layers lie on which stage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Sequence

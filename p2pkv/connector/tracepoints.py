@@ -1,7 +1,5 @@
 """Where `p2pkv waterfall` looks at a request in vLLM's processes: see `p2pkv.stamps`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ P's `Offer` carries the name that `Generation` gives them, and D loads a prompt 
 docs/design.md, "Weights that change", has the rules.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -59,7 +57,7 @@ class Generation:
     under way, and after one has failed, the name is one that no other instance has.
     """
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: "VllmConfig") -> None:
         self._model = source_of_weights(config.model_config), config.model_config.revision
         self._load = str(config.load_config.load_format), config.load_config.download_dir
         self._named = ""
@@ -162,7 +160,7 @@ def other_weights(theirs: str | None, mine: str) -> str:
     )
 
 
-def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
+def forget_prefixes(manager: "KVCacheManager", requests: "Iterable[Request]") -> None:
     """Empty vLLM's prefix cache, also of blocks that are in use. What `requests` compute from now on rests on
     what they have computed before, so it is never found there; the requests themselves go on."""
     for request in requests:

@@ -4,8 +4,6 @@ During the forward it only appends to a queue. `preempt` waits for copies on the
 idle step waits for events.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -13,8 +13,6 @@ instance reaches the child, too.
 What the proxies answer to a D, its partners, the child passes on; the worker looks at each beat.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -3,8 +3,6 @@
 It is started by the `Announcer` of a worker, which `announcer` describes, and imports neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -15,8 +15,6 @@ thread dies of an unknown type. An old router takes it for one more ping and for
 There is one answer, to a ping that asks for it: the partners of a D. Other proxies answer nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Annotated, Literal

@@ -5,8 +5,6 @@ are, and nothing that a peer sends makes an endpoint raise. All calls but `wake`
 owns the endpoint. `inspect` is for other processes: it asks a running rank what it holds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """The pings by which proxies learn of an instance, from a thread."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

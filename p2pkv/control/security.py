@@ -6,8 +6,6 @@ hold the same keys and have the same rights. Ranks and proxies answer with diffe
 request id makes a rank dial a proxy's port, the handshake fails.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import time

@@ -3,8 +3,6 @@
 vLLM compiles in them what it compiles in its first steps, so no client waits for that.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

@@ -1,7 +1,5 @@
 """Greedy answers of two servers, asked for with the margins of their choices, and compared token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

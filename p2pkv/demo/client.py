@@ -1,7 +1,5 @@
 """A small blocking client of the OpenAI API and of /metrics, on the standard library alone."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

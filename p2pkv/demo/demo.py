@@ -1,7 +1,5 @@
 """`p2pkv demo`: a prefill and a decode server behind the proxy, beside one plain server that checks them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import time

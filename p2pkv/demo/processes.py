@@ -1,7 +1,5 @@
 """One server process with its children: start it, wait until it serves, stop it, leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

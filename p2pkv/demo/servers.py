@@ -1,7 +1,5 @@
 """Real vLLM servers and the proxy as child processes, for the demo, the tests and the benchmarks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Commands are small and frozen; handing one over is an append to a deque.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

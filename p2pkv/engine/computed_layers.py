@@ -1,7 +1,5 @@
 """The forward thread's part of a push: which layers of a step are computed, in runs that fill a message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from p2pkv.device import PASSED, Fence

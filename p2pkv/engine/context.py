@@ -1,7 +1,5 @@
 """What the parts of one rank share: what it was made with, effects, timers, counters, copies under way."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter, deque

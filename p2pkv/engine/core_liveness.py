@@ -3,8 +3,6 @@
 docs/design.md, "Who vouches for an engine", has what follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from msgspec import Struct

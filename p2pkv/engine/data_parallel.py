@@ -5,8 +5,6 @@ engine that is named. So whichever engine has the request sends that one `Prompt
 engine (`Redirect`). What an engine has been sent counts for a lease; it is repeated while P has the request.
 """
 
-from __future__ import annotations
-
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context, ExpiringDict, log
 from p2pkv.engine.effects import Timer

@@ -3,8 +3,6 @@
 It calls the ranks of P (`from_prefill`), and is called by none of them: see `effects`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Claims of ranks of D for prompts that P's scheduler has not announced yet."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 

@@ -6,8 +6,6 @@ left (see `Core`). So no handler runs inside another. The effects that are about
 `to_decode`, those about ranks of P in `from_prefill`.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import deque
@@ -61,7 +59,7 @@ class Timer:
 
     __slots__ = ("_timers", "act", "due")
 
-    def __init__(self, timers: Timers, act: Callable[[float], object]) -> None:
+    def __init__(self, timers: "Timers", act: Callable[[float], object]) -> None:
         self._timers = timers
         self.act = act
         self.due = inf

@@ -1,8 +1,6 @@
 """What the peers of both sides (`to_decode`, `from_prefill`) have in common: the table of them, and when a
 link is too much or stands still."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 

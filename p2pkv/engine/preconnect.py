@@ -7,8 +7,6 @@ when there are `max_links` already. A rank of P that a request has needed is tha
 kept, with its link, for as long as its P is a partner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """KV that has come to D: a chunk, and the memory where chunks wait for their request (`prefetch_bytes`)."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field, replace
 

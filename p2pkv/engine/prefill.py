@@ -3,8 +3,6 @@
 It calls the ranks of D (`to_decode`), and is called by none of them: see `effects`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A rank has a PrefillRole, a DecodeRole or both. Each matches everything once, in its three tables.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar

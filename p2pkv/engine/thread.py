@@ -1,7 +1,5 @@
 """The thread of a rank: it gives a `Core` its turns, and carries what the forward thread orders to it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Importing it needs numpy and torch; xxhash (CPU) and CuPy (CUDA) are imported wh
 here knows vLLM, the protocol or a link.
 """
 
-from __future__ import annotations
-
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.page_packings import DENSE, cpu_codec
 

@@ -6,8 +6,6 @@ does not matter. The mixing is invertible, so a change within one word always ch
 algorithms find accidents. Neither is safe against bytes that were chosen.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

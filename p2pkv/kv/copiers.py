@@ -4,8 +4,6 @@ On a CPU numpy does it (`host.py`), on CUDA a kernel that CuPy compiles, and wit
 kernels, which are the kernels' reference too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import struct
@@ -48,7 +46,7 @@ BLOCKS_PER_PROCESSOR = 8
 """Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
 
 
-def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
+def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> "Copier":
     """Numpy's on a CPU; on CUDA the kernels', if CuPy is there to launch them, else torch's."""
     if not tensors or (device := tensors[0].device).type == "cpu":
         return HostCopier(pages, tensors)
@@ -186,7 +184,7 @@ class KernelCopier:
     digest_name = FOLD
 
     def __init__(
-        self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: DriverLauncher
+        self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: "DriverLauncher"
     ) -> None:
         # An address is an offset into a storage that begins at 0 and that all layers share.
         addressed = [replace(page, storage=0, offset=page.storage + page.offset) for page in pages]

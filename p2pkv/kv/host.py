@@ -9,8 +9,6 @@ GIL meanwhile, whereas torch would start a second OpenMP team on cores that the 
 of its threads cannot be set for one thread alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -7,8 +7,6 @@ heads lie inside tokens and all are wanted, one (token, head) where not. Address
 is named units or blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -5,8 +5,6 @@ operation of a link waits for: CUDA C++ Programming Guide of CUDA 12, "Implicit 
 takes all of it, and a copy takes none.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable

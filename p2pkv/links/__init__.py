@@ -1,7 +1,5 @@
 """The data plane: links of several kinds (`p2pkv.link_kinds`) behind the interface in `base`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -26,8 +26,6 @@ memory, it is where D's buffer lies, and P gathers straight into it. With NCCL i
 of the message, because NCCL itself would not notice a wrong one.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -85,7 +83,7 @@ class LinkEnd(ABC):
         up: both ends are.
     """
 
-    guard: Guard
+    guard: "Guard"
     share: StagingShare
     closed = False
     up = False

@@ -5,8 +5,6 @@ memory for its own device. The driver frees it when the last mapping and the las
 process that is killed leaves its peer no dangling address.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
@@ -50,7 +48,7 @@ class ExportedBlock:
     nbytes: int
 
 
-def allocate(driver: CudaMemory, nbytes: int) -> ExportedBlock:
+def allocate(driver: "CudaMemory", nbytes: int) -> ExportedBlock:
     """New memory of the device. Raises MemoryError if the device is full, CudaError."""
     step = driver.granularity()
     whole = -(-nbytes // step) * step
@@ -67,7 +65,7 @@ def allocate(driver: CudaMemory, nbytes: int) -> ExportedBlock:
         driver.drop(handle)
 
 
-def open_block(driver: CudaMemory, fd: int, nbytes: int) -> torch.Tensor:
+def open_block(driver: "CudaMemory", fd: int, nbytes: int) -> torch.Tensor:
     """uint8 [nbytes]: all memory of another process, while a tensor of it exists. Raises CudaError."""
     handle = driver.import_fd(fd)
     try:
@@ -76,7 +74,7 @@ def open_block(driver: CudaMemory, fd: int, nbytes: int) -> torch.Tensor:
         driver.drop(handle)
 
 
-def _mapped(driver: CudaMemory, handle: int, nbytes: int) -> torch.Tensor:
+def _mapped(driver: "CudaMemory", handle: int, nbytes: int) -> torch.Tensor:
     with contextlib.ExitStack() as undo:
         address = driver.reserve(nbytes)
         undo.callback(driver.free, address, nbytes)

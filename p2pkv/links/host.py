@@ -4,8 +4,6 @@ D offers both in its acceptance. P takes the memory if it can open it, and TCP i
 for both: one arena, into which P writes itself, or the TCP reader writes for it.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import weakref
@@ -47,7 +45,7 @@ class HostAcceptance(base.Acceptance, frozen=True, tag="host", rename=_ON_THE_WI
     port: Port
 
 
-def make_links(settings: LinkSettings) -> HostLinks:
+def make_links(settings: LinkSettings) -> "HostLinks":
     """Raises ValueError for a host that peers cannot dial."""
     return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
@@ -71,7 +69,7 @@ class HostLinks(base.GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]
         namespace = this_namespace() if self.shared_memory else None
         return HostInvitation(version=1, nonce=nonce, namespace=namespace)
 
-    def _accept(self, invited: HostInvitation, window: int) -> tuple[HostInbound, HostAcceptance]:
+    def _accept(self, invited: HostInvitation, window: int) -> "tuple[HostInbound, HostAcceptance]":
         nonce = secrets.token_bytes(base.NONCE_BYTES)
         shared = self.shared_memory and invited.namespace == this_namespace()
         nonces = invited.nonce, nonce
@@ -127,7 +125,7 @@ class HostReceive:
         "buffer", "landed", "nbytes", "offset", "released", "remote_slot", "stamp",
     )  # fmt: skip
 
-    def __init__(self, link: HostInbound, arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
+    def __init__(self, link: "HostInbound", arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
         self.buffer: torch.Tensor = arena.pool.tensor(offset, nbytes)
         self.remote_slot = memory.to_remote_slot(offset, sequence)
         self.nbytes = nbytes

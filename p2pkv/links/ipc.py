@@ -4,8 +4,6 @@ For two servers on one GPU, and for GPUs of one host that reach each other's mem
 one block, which P maps once for all its links to that rank.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

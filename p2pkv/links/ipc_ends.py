@@ -4,8 +4,6 @@ No kernel waits for the other process. P asks its own event whether the gather i
 D, whose later work on any stream reads what was written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -80,7 +78,7 @@ class IpcContext:
 class IpcReceive:
     """One posted receive: a slot that P fills."""
 
-    _link: IpcInbound
+    _link: "IpcInbound"
     offset: int
     remote_slot: int
     buffer: torch.Tensor
@@ -235,7 +233,7 @@ class IpcInbound(Inbound):
 class IpcSend:
     """One send; its buffer is D's slot."""
 
-    _link: IpcOutbound
+    _link: "IpcOutbound"
     sequence: int
     buffer: torch.Tensor
     written: CudaEvent | None = None

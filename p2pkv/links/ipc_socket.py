@@ -4,8 +4,6 @@ The socket has a random name and no file (an abstract address), so both processe
 namespace of one host. Either end's death closes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

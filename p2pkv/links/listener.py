@@ -1,7 +1,5 @@
 """A listening socket that lets one caller in."""
 
-from __future__ import annotations
-
 import hmac
 import socket
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Without MPS the processes on a card take turns. Two ranks of a link that share a
 other's turn at every message (docs/operations.md, "Two servers on one card").
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -5,8 +5,6 @@ of the header serves one message at a time: message number `sequence` uses entry
 are never cleared. They hold the message's number plus one, so an old value is never taken for a new one.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import mmap
@@ -226,7 +224,7 @@ class SharedSend:
 
     __slots__ = ("_entry", "_link", "_words", "buffer", "sequence")
 
-    def __init__(self, link: SharedOutbound, arena: Arena, sequence: int, buffer: torch.Tensor) -> None:
+    def __init__(self, link: "SharedOutbound", arena: Arena, sequence: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.sequence = sequence
         self._link = link

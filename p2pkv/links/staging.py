@@ -1,8 +1,6 @@
 """A rank's staging: the budget that all its links share, the slots of a pool, and host links' pool. The pool
 of links between GPUs (`gpu`) has the same slots."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 import time

@@ -6,8 +6,6 @@ plain sockets and not ZMQ: the kernel copies straight into the slot of the poste
 costs no memory beyond a hello.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import mmap
 import socket
@@ -119,7 +117,7 @@ class TcpSend:
 
     __slots__ = ("_link", "buffer", "committed", "header", "nbytes", "offset", "sequence")
 
-    def __init__(self, link: TcpOutbound, sequence: int, offset: int, buffer: torch.Tensor) -> None:
+    def __init__(self, link: "TcpOutbound", sequence: int, offset: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.sequence = sequence
         self.offset = offset

@@ -4,8 +4,6 @@ A call to CUDA may wait for all that runs on the device, and an operation of a l
 done its part. The thread that would notice that the peer is dead, and abort the link, is the one that waits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -6,8 +6,6 @@ row per request has the one unit [0, 1), which can travel once all tokens that D
 Where context parallelism divides the tokens, those that both ranks keep are counted (see `interleave.py`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ has such rows, and a packed one can make them if the packing is known. A dense r
 tokens is alike on both sides, or there is no common form.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -134,7 +132,7 @@ class Assignment(Struct, frozen=True, dict=True):
     groups: tuple[GroupAssignment, ...]
 
     @classmethod
-    def of(cls, edges: Sequence[Edge], wires: Sequence[RowFormat]) -> Assignment:
+    def of(cls, edges: Sequence[Edge], wires: Sequence[RowFormat]) -> "Assignment":
         return cls(tuple(GroupAssignment(edge, wires[edge.group]) for edge in edges))
 
     def extents(self, start: int, stop: int) -> Extents:

@@ -16,8 +16,6 @@ leaves it out:
 Versions that do not know it drop it. A rank that must know looks for it in its peer's messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Set
 from typing import Annotated, Any, Literal, get_args
 

@@ -7,8 +7,6 @@ WAITING -> OFFERED -> LOADING -> DONE         (any) -> ENDED
            OFFERED -> AHEAD -> LOADING or DONE
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
@@ -266,7 +264,7 @@ class Receiver:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
         return self._end(reason, m.Cancel(self.key, self.attempt, reason))
 
-    def again(self, attempt: int, lease_from: float) -> Receiver:
+    def again(self, attempt: int, lease_from: float) -> "Receiver":
         """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
         known = self.tokens, self.digest, self.terms
         other = Receiver(self.key, attempt, *known, lease_from, self.prefetch)

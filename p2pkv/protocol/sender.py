@@ -7,8 +7,6 @@ send:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
          CLAIMED -> AHEAD -> SENDING or DONE
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto

@@ -4,8 +4,6 @@ What we did wrong and what a peer did wrong are two errors: a LocalProtocolError
 RemoteProtocolError ends the peer's transfer and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

@@ -6,8 +6,6 @@ the hash of their names, and a D's part of it begins at the hash of its own. So 
 each P gets about as many, and an instance that comes or goes changes the lists of a few D's.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -94,7 +92,7 @@ class LinkedPairs:
         self._usual = max(2, self._each * len(self._ds) // len(self._ps))
 
     @classmethod
-    def of(cls, prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> LinkedPairs | None:
+    def of(cls, prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> "LinkedPairs | None":
         """None if all links can stand, or nothing is known about that."""
         most = min((each.ping.partners for each in decoders), default=0)
         if not most or max(len(prefillers), len(decoders)) <= most:

@@ -1,7 +1,5 @@
 """The parent of the run: routes a load to the engines, does the scheduled faults, watches the deadlines."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random
@@ -67,7 +65,7 @@ class LiveRun(Run):
         self.faults: Counter[str] = Counter()
         self.violations: list[str] = []
 
-    def __enter__(self) -> LiveRun:
+    def __enter__(self) -> "LiveRun":
         for door in self._doors:
             door.start()
         for machine in self.machines.values():

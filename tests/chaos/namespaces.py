@@ -1,7 +1,5 @@
 """Two network namespaces with a cable between them, and engines that run inside."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -42,7 +40,7 @@ class Cable:
     def __init__(self) -> None:
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Cable:
+    def __enter__(self) -> "Cable":
         for tool in TOOLS:
             if shutil.which(tool) is None:
                 raise Unavailable(f"this needs {', '.join(TOOLS)}, and there is no {tool}")

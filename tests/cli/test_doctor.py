@@ -148,15 +148,11 @@ def about(what: str) -> Finding:
     return found
 
 
-def nccl() -> Finding:
-    return about("NCCL link")
-
-
 @pytest.mark.parametrize("device", [False, True])
 def test_no_binding_is_a_fault_with_a_device(patch: pytest.MonkeyPatch, device: bool) -> None:
     patch.setattr(torch.cuda, "is_available", lambda: device)
     patch.setattr(torch.cuda, "device_count", lambda: 0)
-    found = nccl()
+    found = about("NCCL link")
     assert found.ok is not device
     said = "extra cuda12 or cuda13" if device else "not usable: nccl4py cannot be imported"
     assert said in found.sentence
@@ -164,7 +160,7 @@ def test_no_binding_is_a_fault_with_a_device(patch: pytest.MonkeyPatch, device: 
 
 def test_a_library_that_torch_lacks_is_named(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("p2pkv.cli.doctor._nccl", lambda: ctypes.CDLL("libnothing.so"))
-    assert "not usable (libnothing.so" in nccl().sentence
+    assert "not usable (libnothing.so" in about("NCCL link").sentence
 
 
 @pytest.mark.parametrize("device", [True, False])
@@ -173,7 +169,7 @@ def test_version_binding_and_library_are_shown(patch: pytest.MonkeyPatch, device
     install(patch, nccl__bindings__nccl=module)
     patch.setattr(torch.cuda, "is_available", lambda: device)
     patch.setattr(torch.cuda, "device_count", lambda: 0)
-    found = nccl()
+    found = about("NCCL link")
     assert found.ok and "NCCL 2.32.3 through nccl4py 0.6.0 (" in found.sentence
     assert ("torch finds no CUDA device" in found.sentence) is not device
 

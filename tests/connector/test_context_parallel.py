@@ -1,7 +1,5 @@
 """Context parallelism as vLLM's own functions have it: slots, blocks, ranks, and what a Hello has of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ class Pointer:
     def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
 
-    def __add__(self, offset: Any) -> Pointer:
+    def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + offset)
 
 

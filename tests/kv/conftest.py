@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from support.cuda.kernels import NO_GCC, CpuLauncher, compiled

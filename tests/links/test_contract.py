@@ -8,6 +8,7 @@ import torch
 
 from p2pkv.links import host, ipc, nccl
 from p2pkv.links.base import LinkError, LinkFactory, SetupBlob
+from support.links.faulty import FaultyLinks
 from support.links.pairs import KINDS, connect, from_another_thread, make_factories
 from support.waiting import wait_for
 
@@ -215,3 +216,23 @@ def test_close_aborts_every_link(kind: str) -> None:
 )
 def test_fields_have_the_names_of_the_first_version(blob: type[SetupBlob], names: str) -> None:
     assert [field.encode_name for field in msgspec.structs.fields(blob)] == names.split()
+
+
+# The faults that tests inject do what they say.
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_frozen_then_awake(who: str) -> None:
+    p, d = make_factories("faulty")
+    pair, frozen = connect((p, d), 1 << 16), p if who == "P" else d
+    receive, send = pair.begin(100)
+    assert isinstance(frozen, FaultyLinks)
+    frozen.frozen = True
+    send.buffer.fill_(4)
+    send.commit()
+    for _ in range(20):
+        pair.poll()
+        assert not receive.done() and not send.done()
+    frozen.frozen = False
+    pair.until(lambda: receive.done() and send.done())
+    assert torch.equal(receive.buffer, send.buffer)

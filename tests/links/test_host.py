@@ -44,8 +44,6 @@ def test_over_tcp_a_message_leaves_as_soon_as_it_is_filled(tcp: HostLinks) -> No
 
 
 FIRST_BLOBS = """
-from __future__ import annotations
-
 import threading
 
 from p2pkv.links.base import SetupBlob, decode_blob, encode_blob

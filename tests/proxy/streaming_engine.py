@@ -5,8 +5,6 @@ Some characters take two tokens, and the text of a token that may begin a stop s
 incremental detokenizer does it. Ids of a prompt are taken as they are; a text has an id for each character.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -215,7 +213,7 @@ class Answer:
     """Names in events with choices: in those that go on, and in the one that ends it."""
 
     @classmethod
-    def of(cls, data: bytes) -> Answer:
+    def of(cls, data: bytes) -> "Answer":
         made = cls()
         for event in data.decode().split("\n\n"):
             if event == "data: [DONE]":

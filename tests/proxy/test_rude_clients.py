@@ -1,7 +1,5 @@
 """Clients that leave at any moment, or send anything: nothing of them is left, and others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip
@@ -40,7 +38,7 @@ class Client:
         self._deployment = deployment
         self._tls = tls
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> "Client":
         self.reader, self.writer = await connect(self._deployment.url)
         if self._tls is not None:
             await self.writer.start_tls(self._tls, server_hostname="127.0.0.1")

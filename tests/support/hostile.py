@@ -1,7 +1,5 @@
 """What strangers do to a port: greetings, garbage, and messages that are nearly right."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct
@@ -79,7 +77,7 @@ class Canary:
         self._open: list[socket.socket] = []
         self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
 
-    def __enter__(self) -> Canary:
+    def __enter__(self) -> "Canary":
         self._thread.start()
         return self
 

@@ -184,7 +184,7 @@ Receiver.offer: a D that was offered a prompt before never learns that it is rea
 > tests/virtual/test_engine_cores.py
 Receiver._bound: a request that D never admits waits without end (K3)
 ~ return None if self.prefetch or self._idle else self.waits_since + self.terms.wait => return None
-> tests/protocol/test_receiver_faults.py
+> tests/protocol/test_receiver.py
 Source.announced: D counts chunks that P has sent against what P may announce
 ~ self._unsent >= MAX_CHUNKS => len(self.chunks) >= MAX_CHUNKS
 == p2pkv/protocol/sender.py > tests/protocol/test_cut.py

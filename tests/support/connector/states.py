@@ -1,10 +1,8 @@
 """Recurrent layers of every kind: vLLM's shapes, what each rank holds of one global state, and its memory.
 
-How vLLM divides a state is written down here by hand; tests/connector/test_states_vllm.py compares it with
+How vLLM divides a state is written down here by hand; tests/connector/test_states.py compares it with
 what vLLM's own layers do to their weights.
 """
-
-from __future__ import annotations
 
 import contextlib
 import random
@@ -357,7 +355,7 @@ class Held:
     def page(self, layer: int) -> torch.Tensor:
         return self.layers[layer].tensor[self.blocks[self.side.tables[layer]][0], 0, 0]
 
-    def put(self, truth: Truth) -> None:
+    def put(self, truth: "Truth") -> None:
         """What a forward writes: this rank's part of the global states."""
         for number in range(LAYERS):
             page = self.page(number)
@@ -407,7 +405,7 @@ class Truth:
     states: list[torch.Tensor]
 
     @classmethod
-    def of(cls, model: Model, dtypes: tuple[torch.dtype, ...], seed: int) -> Truth:
+    def of(cls, model: Model, dtypes: tuple[torch.dtype, ...], seed: int) -> "Truth":
         noise = torch.Generator().manual_seed(seed)
 
         def some(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -13,8 +13,6 @@ mapped, or not yet allowed, faults as it does on a device. What CUDA leaves unde
 - A range is not unmapped while a copy may still touch it: cuda.h does not say whether cuMemUnmap waits.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -31,7 +29,7 @@ GRANULARITY = 2 << 20
 CARD = b"the only card..."
 CPU = 1  # DLPack's kDLCPU
 INVALID, FULL = (1, "CUDA_ERROR_INVALID_VALUE"), (2, "CUDA_ERROR_OUT_OF_MEMORY")
-ALL: weakref.WeakSet[SimulatedMemory] = weakref.WeakSet()
+ALL: "weakref.WeakSet[SimulatedMemory]" = weakref.WeakSet()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = c_void_p
@@ -51,7 +49,7 @@ def let_go() -> None:
 
 
 class SimulatedEvent:
-    def __init__(self, gpu: SimulatedGpu) -> None:
+    def __init__(self, gpu: "SimulatedGpu") -> None:
         self._gpu = gpu
         self._held = gpu.held
 

@@ -5,8 +5,6 @@ Programming Guide 13, "Asynchronous Execution"), and a fence is a place in that 
 cuEventRecord and cuEventQuery). All threads share one order here, where CUDA has one for each stream.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -51,7 +49,7 @@ class Device:
             self._free = True
             self._advance(len(self._work))
 
-    def fence(self) -> FakeFence:
+    def fence(self) -> "FakeFence":
         with self._changed:
             return FakeFence(self, self._queued)
 

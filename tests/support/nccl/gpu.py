@@ -24,8 +24,6 @@ docs/userguide/source of NVIDIA/nccl):
 Not simulated: a launch queue that is full, in which the host waits, too (NVIDIA/nccl issue 1766).
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -43,7 +41,7 @@ class Work:
 
     stream: int
     processors: int
-    begin: Callable[[Work], None]
+    begin: "Callable[[Work], None]"
     running: bool = False
     done: bool = False
 

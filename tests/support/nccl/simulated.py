@@ -27,8 +27,6 @@ functions are NVIDIA/nccl's and have been read in v2.28.9 and v2.30.7.
   "CUDA_LAUNCH_BLOCKING".
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools
@@ -53,7 +51,7 @@ TICK = 0.005
 LAUNCH_POLLS = 2
 HEADER = struct.Struct("<cQHH")
 """b"M", bytes, and of the group the place and the size."""
-ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
+ALL: "weakref.WeakSet[SimulatedNccl]" = weakref.WeakSet()
 
 
 def let_go() -> None:
@@ -166,10 +164,6 @@ class SimulatedNccl(Nccl):
                 self._end(comm)
         for root in list(self._roots.values()):
             root.close()
-
-    def disown(self) -> None:
-        """The next thread that calls is the owner."""
-        self._owner = 0
 
     # The seam.
 
