@@ -23,7 +23,7 @@ from p2pkv.engine.thread import Rank
 from p2pkv.kv import PagedCache, RankCache
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory, Outbound, Send
-from p2pkv.links.nccl_bindings import IN_PROGRESS, MOST_CTAS, SHARED_GPU, SUCCESS, load_nccl
+from p2pkv.links.nccl_bindings import SHARED_GPU
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 
@@ -326,44 +326,52 @@ def _rectangle(nbytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (0, layers), (0, blocks // layers * LAYOUT.block)
 
 
-# NCCL's own send and receive, without p2pkv's link: what a link is compared with.
+# NCCL's own send and receive, through CuPy and without p2pkv's link: what a link is compared with.
+
+UINT8 = 1
+"""NCCL's number for the type uint8."""
 
 
 def new_name() -> str:
-    """The name of a new communicator, in hex."""
-    return load_nccl().unique_id().hex()
+    """The name of a new communicator, in hex. Raises ImportError without CuPy."""
+    from cupy.cuda import nccl
+
+    name = nccl.get_unique_id()
+    return bytes(part & 0xFF for part in name).hex()
+
+
+def _takes_bytes() -> bool:
+    import cupy
+
+    return int(cupy.__version__.split(".")[0]) >= 14
 
 
 class RawNccl:
-    """One of two ranks on torch's current device, with as many channels as NCCL takes by itself. Making it
-    waits for the other."""
+    """One of two ranks on torch's current device. Making it waits for the other. Raises ImportError."""
 
     def __init__(self, name: bytes, rank: int) -> None:
-        self._nccl = load_nccl(MOST_CTAS)
-        self._comm = self._nccl.init(2, name, rank)
-        self._wait("NCCL's init")
+        from cupy.cuda import nccl
+
+        # CuPy 13 takes and gives a tuple of signed numbers, CuPy 14 bytes.
+        signed = tuple(part - 256 if part > 127 else part for part in name)
+        self._comm: Any = nccl.NcclCommunicator(2, name if _takes_bytes() else signed, rank)
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def send(self, flat: torch.Tensor, sizes: list[int]) -> None:
         """Send messages of these sizes, one after the other out of `flat`, and wait until they are gone."""
-        self._each(self._nccl.send, flat, sizes, peer=1)
+        self._each(self._comm.send, flat, sizes, peer=1)
 
     def receive(self, flat: torch.Tensor, sizes: list[int]) -> None:
         """Receive them into `flat`, and wait until they are there."""
-        self._each(self._nccl.recv, flat, sizes, peer=0)
+        self._each(self._comm.recv, flat, sizes, peer=0)
 
     def close(self) -> None:
-        self._nccl.abort(self._comm)
+        """End the communicator. `abort`, since `destroy` may wait for a peer that has gone."""
+        self._comm.abort()
 
-    def _each(self, call: Callable[..., None], flat: torch.Tensor, sizes: list[int], peer: int) -> None:
+    def _each(self, call: Any, flat: torch.Tensor, sizes: list[int], peer: int) -> None:
         offset = 0
         for size in sizes:
-            call(flat.data_ptr() + offset, size, peer, self._comm, self._stream.cuda_stream)
-            self._wait("a call of NCCL")
+            call(flat.data_ptr() + offset, size, UINT8, peer, self._stream.cuda_stream)
             offset += size
         self._stream.synchronize()
-
-    def _wait(self, what: str) -> None:
-        poll_until(lambda: None, lambda: self._nccl.async_error(self._comm) != IN_PROGRESS, what)
-        if (status := self._nccl.async_error(self._comm)) != SUCCESS:
-            raise BenchError(f"{what} failed with result {status}")

@@ -60,13 +60,19 @@ Rows = list[dict[str, Any]]
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All rates in bytes per second, by size of message and by fan-out; with NCCL bytes of each communicator.
 
-    Raises BenchError without a device.
+    Raises BenchError without a device, or, with NCCL, without CuPy.
     """
     chosen, by_nccl = devices(args.link), args.link == "nccl"
     # First: see there.
     communicators = fanout.measure_communicators("nccl", chosen) if by_nccl else None
-    with messages(args.link, chosen, SIZES, TOTAL) as both:
-        rows = rows_of(both, SIZES, args.repeat, raw=by_nccl)
+    try:
+        with messages(args.link, chosen, SIZES, TOTAL) as both:
+            rows = rows_of(both, SIZES, args.repeat, raw=by_nccl)
+    except ImportError as error:
+        raise BenchError(
+            f"--link nccl compares with NCCL's own calls, made through CuPy ({error}): install cupy-cuda12x "
+            "or cupy-cuda13x, for the CUDA in torch.version.cuda"
+        ) from None
     every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     fan_outs = args.fan_out or fanout.FAN_OUTS
     names = sorted({torch.cuda.get_device_name(device) for device in chosen})
@@ -304,7 +310,7 @@ class Messages:
         return self.total / (received - begin)
 
     def raw(self, size: int) -> float:
-        """Bytes per second of NCCL's own send and receive."""
+        """Bytes per second of NCCL's own send and receive. Raises ImportError without CuPy."""
         name = new_name() if self._raw is None else ""
         sizes = [size] * (self.total // size)
         self.pipe.send(order="raw", name=name, sizes=sizes)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +24,7 @@ from p2pkv.links.nccl_bindings import (
     version_name,
 )
 from support.cuda.device import MOST_URGENT, SimulatedCuda
-from support.nccl.fakes import UNIQUE_ID, Asked, FakeNcclError, fake_nccl4py, install
+from support.nccl.fakes import UNIQUE_ID, Asked, FakeNcclError, fake_cupy, fake_nccl4py, install
 
 NOBODY = {"nccl": None, "nccl__bindings": None, "nccl__bindings__nccl": None}
 
@@ -198,7 +199,7 @@ def test_names_of_versions_and_libraries() -> None:
     assert library_paths() and all("libnccl.so" in path or "library" in path for path in library_paths())
 
 
-# The real module, where it is installed.
+# The real modules, where they are installed.
 
 
 def parameters(call: Callable[..., object], doc: str | None) -> list[str]:
@@ -212,11 +213,27 @@ def parameters(call: Callable[..., object], doc: str | None) -> list[str]:
     return [name for name in names if name != "self"]
 
 
-def test_nccl4py_is_as_the_fake_says() -> None:
+def real(name: str) -> Any:
     try:
-        module = importlib.import_module("nccl.bindings.nccl")
+        return importlib.import_module(name)
     except Exception as error:
-        pytest.skip(f"nccl.bindings.nccl cannot be imported here: {error}")
+        pytest.skip(f"{name} cannot be imported here: {error}")
+
+
+def test_cupy_is_as_the_fake_says() -> None:
+    """What `p2pkv bench` compares a link with."""
+    module = real("cupy.cuda.nccl")
+    fake = fake_cupy("14.2.0")[1]
+    for name in ("send", "recv", "abort"):
+        true, ours = getattr(module.NcclCommunicator, name), getattr(fake.NcclCommunicator, name)
+        assert parameters(true, true.__doc__) == parameters(ours, None), name
+    init = parameters(module.NcclCommunicator, module.NcclCommunicator.__doc__)
+    assert init == parameters(fake.NcclCommunicator, None)
+    assert callable(module.get_unique_id)
+
+
+def test_nccl4py_is_as_the_fake_says() -> None:
+    module = real("nccl.bindings.nccl")
     fake, _ = fake_nccl4py()
     for name in nccl_bindings.NEEDED:
         true, ours = getattr(module, name), getattr(fake, name)

@@ -63,7 +63,7 @@ ALLOWED = (
     Allowed(
         "tests/links/test_nccl_bindings.py",
         "cannot be imported here|NCCL",
-        "nccl4py comes with the requirements for CUDA",
+        "CuPy and nccl4py come with the requirements for CUDA",
     ),
     Allowed("tests/proxy/test_records.py", "opentelemetry", "the extra `traces`"),
     Allowed("tests/proxy/test_deployments.py", "pip", "validators, from a package index"),

@@ -1,7 +1,7 @@
-"""A module that looks like NCCL's Python binding and does nothing but write down what it was asked.
+"""Modules that look like NCCL's Python bindings and do nothing but write down what they were asked.
 
-Its functions have the parameters of nccl4py 0.6.0; a test compares them with the real module where that can
-be imported.
+Their functions have the parameters of CuPy 14.2.0 and nccl4py 0.6.0; a test compares them with the real
+modules where those can be imported.
 """
 
 import inspect
@@ -21,7 +21,7 @@ class FakeNcclError(RuntimeError):
 
 
 class Asked:
-    """What the fake module was asked, in order; `fail` names a call that fails next, and how."""
+    """What a fake module was asked, in order; `fail` names a call that fails next, and how."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -43,6 +43,29 @@ class Asked:
         said = [inspect.Parameter(each, kind) for each in parameters.split()]
         vars(called)["__signature__"] = inspect.Signature(said)
         return staticmethod(called)
+
+
+def fake_cupy(version: str) -> tuple[types.ModuleType, types.ModuleType, Asked]:
+    """`cupy` and `cupy.cuda.nccl`; before version 14 unique ids are tuples of signed numbers."""
+    asked = Asked()
+    as_bytes = int(version.split(".")[0]) >= 14
+
+    class NcclCommunicator:
+        def __init__(self, ndev: int, commId: Any, rank: int, config: Any = None) -> None:
+            asked.note("init", ndev, commId, rank)
+
+        send = asked.function("send", "sendbuf count datatype peer stream")
+        recv = asked.function("recv", "recvbuf count datatype peer stream")
+        abort = asked.function("abort")
+
+    signed = tuple(part - 256 if part > 127 else part for part in UNIQUE_ID)
+    nccl, cupy = types.ModuleType("cupy.cuda.nccl"), types.ModuleType("cupy")
+    vars(nccl).update(
+        NcclCommunicator=NcclCommunicator,
+        get_unique_id=asked.function("get_unique_id", answer=UNIQUE_ID if as_bytes else signed),
+    )
+    vars(cupy).update(__version__=version)
+    return cupy, nccl, asked
 
 
 def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
