@@ -318,6 +318,8 @@ class Attempt:
         with self._decode_call() as call, ExitStack() as cleanup:
             prefilling = asyncio.create_task(self._prefill())
             cleanup.callback(self._end_prefill, prefilling)
+            for _ in range(2):  # P's request goes out before D's is made, which waits for P anyway
+                await asyncio.sleep(0)
             decoding = asyncio.create_task(self._decode(call))
             # Its failure may go unread, because P's came first.
             decoding.add_done_callback(lambda done: done.cancelled() or done.exception())
