@@ -15,6 +15,7 @@ import ipaddress
 import re
 import secrets
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Self
 
@@ -157,6 +158,7 @@ def find_pair(request_id: str) -> Pair | None:
     return found[0] if found else None
 
 
+@lru_cache(maxsize=16)  # for its pair, and for its key
 def _locate(request_id: str) -> tuple[Pair, str, int] | None:
     """The pair in an id, its addresses as they are spelled there, and the prompt index after it."""
     _, mark, rest = request_id.partition(PREFILL_MARK)

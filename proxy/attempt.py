@@ -37,7 +37,7 @@ from .metrics import RECORD
 from .prompt_usage import answer_tokens, last_usage
 from .relay import ClientGone, Relay, Scrubber, refusal, to_instance
 from .transcript import COMPLETIONS, Transcript
-from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, shown
+from .upstream import EVENT_END, EVENT_STREAM, Begun, Call, CallFailed, Client, Reply, shown, split_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class Attempt:
                 await relay.begin(events + end)
                 await relay.finish(b"" if self.transcript.done else ending(self.transcript))
                 return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
-            await relay.begin(token.going_on)
+            await relay.begin(token.going_on, token.prompt)
             kept = False  # D asks, or is gone
         except ClientGone:
             return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
@@ -299,6 +299,8 @@ class Attempt:
     async def _rest_of_prefill(self, call: Call, answered: ClientResponse, head: bytes) -> bytes:
         """What P's answer has behind its token, read so that the connection can be used again."""
         try:
+            for _ in range(2):  # the client gets the token first
+                await asyncio.sleep(0)
             rest = await call.read_rest(answered)
         except CallFailed as error:
             logger.info(
@@ -316,6 +318,8 @@ class Attempt:
         with self._decode_call() as call, ExitStack() as cleanup:
             prefilling = asyncio.create_task(self._prefill())
             cleanup.callback(self._end_prefill, prefilling)
+            for _ in range(2):  # P's request goes out before D's is made, which waits for P anyway
+                await asyncio.sleep(0)
             decoding = asyncio.create_task(self._decode(call))
             # Its failure may go unread, because P's came first.
             decoding.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -552,6 +556,7 @@ class Attempt:
         if self._plan is not None:
             self._plan.leave()
         answered, head = answer
+        head = split_prompt(head)[0] if self._repeated else head  # P's answer had it, too
         streamed = answered.content_type == EVENT_STREAM
         pace = self.record.streams(head, again=self.former is not None) if streamed else None
         if pace is not None:
@@ -565,7 +570,7 @@ class Attempt:
         held, goes_on = self.transcript if streamed else None, self.continuation or self._repeated
         ps = None if self.choice.prefill is None else self._prefilled
         relay = self.relay = Relay(
-            self.request, *answer, self._scrubber, pace, silence, held, goes_on, ps, self.former
+            self.request, answered, head, self._scrubber, pace, silence, held, goes_on, ps, self.former
         )
         if prefilling is not None and not self.body.one_prompt:
             prefilling.add_done_callback(self._interrupt)

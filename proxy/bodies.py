@@ -48,7 +48,7 @@ _NOT_FOR_PREFILL_OF_RESPONSES = frozenset({"include", "top_logprobs", "backgroun
 
 _SMALL = 64
 """Bytes of the longest value that is decoded: numbers, true, false and null are shorter."""
-_SMALL_BODY = 1 << 16
+_SMALL_BODY, _SMALL_PIECE = 1 << 16, 1 << 12
 _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
 
@@ -242,8 +242,9 @@ class Body:
 
     def _with_fields(self, *pieces: Piece) -> Content:
         assert self._made is not None, "a body that was let go cannot be sent"
-        # A small one is joined here, once, for all that follows.
-        made = Content(pieces if self._size > _SMALL_BODY else (b"".join(pieces),))
+        # What is small is joined here, once, for all that follows: each piece is sent by itself.
+        runs = itertools.groupby(pieces, lambda piece: self._size > _SMALL_BODY and len(piece) > _SMALL_PIECE)
+        made = Content(tuple(piece for large, run in runs for piece in (run if large else [b"".join(run)])))
         self._made.append(made)
         return made
 

@@ -33,8 +33,8 @@ from .bodies import Body
 from .limits import RequestCounters
 from .membership.instance import Instance
 from .routing import Choice
-from .transcript import COMPLETIONS, DATA_SPACE, GOES_ON, PROMPT_IDS, TextChoice, Transcript, text_of
-from .upstream import EVENT_END
+from .transcript import COMPLETIONS, DATA_SPACE, GOES_ON, TextChoice, Transcript, text_of
+from .upstream import EVENT_END, split_prompt
 
 Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed", "late"]
 REASONS: dict[Why, str] = {
@@ -68,28 +68,27 @@ _OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n\Z)')
 
 @dataclass(frozen=True)
 class PrefillToken:
-    """P's answer: the events up to its one token. `prompt`: how many bytes the prompt's token ids take, and
-    `prompt_tokens`: how many they are."""
+    """P's answer: the events up to its one token, and apart from them the token ids of the `prompt`, with
+    commas; `prompt_tokens`: how many these are."""
 
     events: bytes
     choice: TextChoice
-    prompt: int
+    prompt: bytes
     prompt_tokens: int
 
     @classmethod
     def of(cls, head: bytes) -> PrefillToken:
         """Of the answer, up to its first event with content. Raises ValueError if that is not vLLM's."""
+        head, prompt = split_prompt(head)
         start = head.rfind(_CHOICE)
         start = head.rfind(DATA_SPACE, 0, start) if start >= 0 else -1
         end = head.find(EVENT_END, start)
-        at = head.find(PROMPT_IDS)
-        if min(start, end, at) < 0:
+        if min(start, end) < 0 or not prompt:
             raise ValueError("no event with a token, or without the prompt's")
         choice = text_of(head[start:end])
         if len(choice.token_ids or ()) != 1 or choice.finish_reason is None:
             raise ValueError("an event without a token, with several, or without the reason of the end")
-        ids = head[at + len(PROMPT_IDS) : head.find(b"]", at)]
-        return cls(head[: end + len(EVENT_END)], choice, len(ids), ids.count(b",") + 1)
+        return cls(head[: end + len(EVENT_END)], choice, prompt, prompt.count(b",") + 1)
 
     @property
     def ends(self) -> bool:
@@ -246,4 +245,4 @@ class FirstTokens:
             return "parser"
         if not text or transcript.wanted.may_begin_stop(text):
             return "token"
-        return None if transcript.has_room(token.prompt) else "memory"
+        return None if transcript.has_room(len(token.prompt)) else "memory"

@@ -197,11 +197,11 @@ class Relay:
         self.broken = self._end
         return False
 
-    async def begin(self, events: bytes) -> None:
+    async def begin(self, events: bytes, prompt: bytes = b"") -> None:
         """Sends the first events of a stream, in place of `run`: another instance goes on with it, unless
-        `finish` follows. Raises ClientGone."""
+        `finish` follows. `prompt`: as in `Transcript.begin`. Raises ClientGone."""
         assert self.transcript is not None
-        await self._send(self.transcript.feed(self._filter.rewritten(events)))
+        await self._send(self.transcript.begin(self._filter.rewritten(events), prompt))
         self.resumable = True
 
     async def finish(self, data: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from .bodies import Body, Fields, plain
-from .upstream import EVENT_END, is_servers_error
+from .upstream import EVENT_END, NO_PROMPT_IDS, PROMPT_IDS, is_servers_error, split_prompt
 
 _decoder = msgspec.json.Decoder(Fields)
 _DATA = b"data:"
@@ -170,8 +170,7 @@ class Wanted:
         return context if self.chat else _DEFAULT_MAX_TOKENS
 
 
-_IDS, PROMPT_IDS = b'"token_ids":[', b'"prompt_token_ids":['
-_NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
+_IDS, _NO_IDS = b'"token_ids":[', b'"token_ids":null'
 """Neither can begin within a JSON string, where quotes are escaped."""
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
 _ONLY_USAGE = b'"choices":[]'
@@ -303,6 +302,12 @@ class Transcript:
             return self._passed(data)  # one, as nearly always
         return b"".join(self._passed(event) for event in self.events(data))
 
+    def begin(self, events: bytes, prompt: bytes) -> bytes:
+        """The same, for the first events, without the token ids of the `prompt`; b"": they have them."""
+        self._prompt = prompt
+        passed, shown = self.feed(events), prompt and self.wanted.shows_ids
+        return passed.replace(NO_PROMPT_IDS, PROMPT_IDS + prompt + b"]", 1) if shown else passed
+
     def events(self, data: bytes) -> Iterator[bytes]:
         """One by one, up to an error of the instance."""
         *events, rest = data.split(EVENT_END)
@@ -343,7 +348,7 @@ class Transcript:
         if self.wanted.shows_ids:
             return event
         event = event[:at] + _NO_IDS + event[end + 1 :]
-        return _without_prompt(event) if first else event
+        return split_prompt(event)[0] if first else event
 
     def _note(self, event: bytes, ids: bytes) -> None:
         start = event.find(self._text)
@@ -394,9 +399,9 @@ class Transcript:
             if self.possible and is_servers_error(fields_of(event)):
                 self.failed = event
                 return b""
-        elif not self.head and PROMPT_IDS in event:
+        elif not self.head and (self._prompt or PROMPT_IDS in event):
             self._begin(event)
-            return event if self.wanted.shows_ids else _without_prompt(event)
+            return event if self.wanted.shows_ids else split_prompt(event)[0]
         elif not self.finished and event.startswith(_DATA):
             if b'"delta":{}' in event and GOES_ON in event and not self.wanted.shows_tokens:
                 return b""  # which vLLM sends only because the ids were asked for
@@ -406,12 +411,11 @@ class Transcript:
 
     def _begin(self, event: bytes) -> None:
         """Takes in the first event, with the prompt's tokens."""
-        self.head = _without_prompt(event)
-        at = event.find(PROMPT_IDS)
-        if at < 0:
+        self.head, ids = split_prompt(event)
+        self._prompt = ids or self._prompt
+        if not self._prompt:
             self.drop()
             return
-        self._prompt = event[at + len(PROMPT_IDS) : event.find(b"]", at)]
         self.prompt_tokens = self._prompt.count(b",") + 1
         self.memory.held += len(self._prompt)
         self._count()
@@ -461,11 +465,6 @@ def fields_of(event: bytes) -> Fields:
 def text_of(event: bytes) -> TextChoice:
     """Of an event with a choice. Raises msgspec.MsgspecError."""
     return _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
-
-
-def _without_prompt(event: bytes) -> bytes:
-    at = event.find(PROMPT_IDS)
-    return event if at < 0 else event[:at] + _NO_PROMPT_IDS + event[event.find(b"]", at) + 1 :]
 
 
 def end_of_offsets(choice: Fields) -> int:

@@ -350,13 +350,13 @@ class Call:
             while chunk := await response.content.readany():
                 head += chunk
                 if streamed and b"\n" in chunk:
-                    event = first_content(head)
+                    event = first_content(split_prompt(head)[0])
                 if event is not None or len(head) > most:
                     break
         except (aiohttp.ClientError, OSError) as error:
             what = "first token" if streamed else "answer was complete"
             raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
-        self._check_begin(response, head, event)
+        self._check_begin(response, split_prompt(head)[0], event)
         return head
 
     def _check_begin(self, response: aiohttp.ClientResponse, head: bytes, event: Any) -> None:
@@ -403,6 +403,18 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         return Reply(response.status, response.headers, bytes(body))
     except (aiohttp.ClientError, OSError) as error:
         raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
+
+
+PROMPT_IDS, NO_PROMPT_IDS = b'"prompt_token_ids":[', b'"prompt_token_ids":null'
+"""Neither can begin within a JSON string, where quotes are escaped."""
+
+
+def split_prompt(events: bytes) -> tuple[bytes, bytes]:
+    """The events without the token ids of the prompt, which may be very many; and these, with commas: b"" if
+    they are not there, or not all of them."""
+    before, _, rest = events.partition(PROMPT_IDS)
+    ids, end, behind = rest.partition(b"]")
+    return (before + NO_PROMPT_IDS + behind, ids) if end else (events, b"")
 
 
 # The first event of a stream: vLLM sends the head of a success before it knows if it can generate anything.

@@ -109,6 +109,7 @@ def test_what_does_not_change_the_kv_does_not_change_the_digest() -> None:
     one = make_request("cmpl-a-0-12345678", [1, 2, 3], max_tokens=1)
     two = make_request("chatcmpl-b-12345678", [1, 2, 3], max_tokens=9, params={"x": 1}, priority=3)
     assert prompt_digest(one) == prompt_digest(two) == prompt_digest(prompt())
+    assert prompt_digest(one).hex() == "b1d9297b90d2cc044b0ea4fa7e00ed0b", "as in any other version"
 
 
 def test_a_picture_is_known_by_what_the_model_is_given_not_by_vllms_name_for_it() -> None:

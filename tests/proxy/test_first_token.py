@@ -96,7 +96,7 @@ def handed_on(
     relay = filter_of(path)
     if plan.ends_with(token, CONTEXT):
         return transcript.feed(relay.feed(head)), 0
-    got = transcript.feed(relay.feed(token.going_on))
+    got = transcript.begin(relay.feed(token.going_on), token.prompt)
     transcript.settle()
     if plan.what is None:
         goes_on: Continuation | RepeatedAnswer = RepeatedAnswer(transcript, token.choice)
