@@ -42,7 +42,9 @@ BUSY_LINKS = 4
 RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have blocks may take."""
 
-PatchName = Literal["weights", "engine_core", "spin_wait", "early_revocation", "deferral", "paused_loads"]
+PatchName = Literal[
+    "weights", "engine_core", "spin_wait", "early_revocation", "deferral", "paused_loads", "prompt_tail"
+]
 """The patches of `p2pkv.connector.vllm_patches`."""
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -181,8 +183,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     for 20 us at a time, for P and D that share a few cores with nothing else"""
 
     skip_patches: tuple[PatchName, ...] = ()
-    """names, as `["deferral"]` | no | [patches of vLLM](compatibility.md#what-p2pkv-replaces-in-vllm) to
-    leave out: `weights`, `engine_core`, `spin_wait`, `early_revocation`, `deferral`, `paused_loads`"""
+    """names, as `["deferral"]` | no | [patches](compatibility.md#what-p2pkv-replaces-in-vllm) to leave out:
+    `weights`, `engine_core`, `spin_wait`, `early_revocation`, `deferral`, `paused_loads`, `prompt_tail`"""
 
     warm_up_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 120.0
     """seconds | no | how long an instance waits for its own `/health`, and again for its first prompts,

@@ -12,13 +12,14 @@ import importlib
 import inspect
 import logging
 import queue
+import re
 import socket
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -50,6 +51,7 @@ _ENGINE_CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+_TEXT = "vllm.v1.engine.detokenizer"
 
 MAX_PARTIAL = 1024
 """Messages kept that some ranks have sent and others have not yet."""
@@ -523,7 +525,43 @@ class PausedLoads(Patch):
         return original(scheduler, reset_running_requests, reset_connector)
 
 
-WEIGHTS, ENGINE_CORE, SPIN_WAIT = WeightWatch(), EngineCore(), SpinWait()
+class PromptTail(Patch):
+    """The end of a prompt, where vLLM would decode all of it, twice, before the first token has its text.
+
+    With the decoders known here the end decides what text follows if it ends with a whole character and has a
+    token with text that is no single byte: then no byte before the end belongs with one of the answer.
+    """
+
+    name = "prompt_tail"
+    replaced = (
+        Function(
+            _TEXT, "FastIncrementalDetokenizer.__init__", ("self", "tokenizer", "request"), {"DecodeStream"}
+        ),
+    )
+    without = "vLLM decodes the whole prompt before a request's first token has its text"
+
+    LENGTH = 32
+    KNOWN = re.compile(  # of most models; Llama's; Gemma's, which is Llama's without Strip
+        r'{"type":"(ByteLevel|Metaspace)"|'
+        r'{"type":"Sequence","decoders":\[{"type":"Replace","pattern":{"String":"\u2581"},"content":" "},'
+        r'{"type":"ByteFallback"},{"type":"Fuse"}(,{"type":"Strip","content":" ","start":1,"stop":0})?]}'
+    )
+
+    def instead_of_init__(self, original: Original, made: Any, tokenizer: Any, request: Any) -> None:
+        original(made, tokenizer, request)
+        with suppress(Exception):  # a prompt without ids, or another kind of tokenizer
+            tail = request.prompt_token_ids[-self.LENGTH :]
+            if self._suffices(tail, made.tokenizer, made.skip_special_tokens):
+                made.stream = type(made.stream)(ids=tail, skip_special_tokens=made.skip_special_tokens)
+
+    def _suffices(self, tail: list[int], tokenizer: Any, skip_special: bool) -> bool:
+        known = self.KNOWN.match(tokenizer.decoder.__getstate__().decode()) is not None
+        whole = not tokenizer.decode(tail, skip_special).endswith("\ufffd")
+        tokens = (tokenizer.id_to_token(each) for each in tail if tokenizer.decode([each], skip_special))
+        return known and whole and any(not token.startswith("<0x") for token in tokens)
+
+
+WEIGHTS, ENGINE_CORE, SPIN_WAIT, PROMPT_TAIL = WeightWatch(), EngineCore(), SpinWait(), PromptTail()
 EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS = EarlyRevocation(), Deferral(), PausedLoads()
-PATCHES: tuple[Patch, ...] = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS)
+PATCHES = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS, PROMPT_TAIL)
 """All patches, one of each in a process, whose engine cores, queues and runners share their class."""
