@@ -12,10 +12,13 @@ Order = Callable[[do.Command], None]
 """Hands a command to the rank."""
 
 
+BEHIND = 4
+"""Layers by which a GPU has to be behind the forward thread so that this thread has time for a push."""
+
+
 class ComputedLayers:
     """The layers of one step. The engine is woken when there is a message's worth of them, not sooner, and on
-    a device that waits for the forward thread to launch only behind the last one: a push would take the
-    interpreter's lock from it, and end hardly sooner."""
+    a device that waits for the forward thread to launch only behind the last one."""
 
     def __init__(self, layers: int, record: Callable[[], Fence]) -> None:
         """`layers`: in the rank's cache; `record`: makes a fence behind the current stream's work."""
@@ -27,7 +30,7 @@ class ComputedLayers:
         # The run of layers that are computed and that the engine does not know of.
         self._run = 0, 0
         self._launched: Fence = PASSED
-        """Behind what the device had to compute a message's worth of layers ago."""
+        """Behind the layer that is BEHIND layers before the run is full, or one message's worth."""
 
     def begin(self, prompts: Prompts, stride: int) -> None:
         """A step begins. `prompts`: () if it computes none that P sends; `stride`: layers of a message."""
@@ -41,15 +44,17 @@ class ComputedLayers:
             self._hand_over(order)
             self._run = index, index
         self._run = self._run[0], index + 1
-        # The last layer's too: the step's end may come only after sampling.
         full = (self._run[1] - self._run[0]) % self._stride == 0
+        # The last layer's too: the step's end may come only after sampling.
         if index == self._layers - 1 or (full and not self._device_waits()):
             self._hand_over(order)
+        if (self._run[1] - self._run[0]) % self._stride == max(self._stride - BEHIND, 0):
+            self._launched = self.record()
 
     def _device_waits(self) -> bool:
-        """Whether it has computed all that was launched a message's worth of layers ago."""
-        before, self._launched = self._launched, self.record()
-        return before is not PASSED and before.ready()
+        """Whether it is so close behind the forward thread that a push, which takes the interpreter's lock
+        from that thread, would hold it up."""
+        return self._launched is not PASSED and self._launched.ready()
 
     def _hand_over(self, order: Order) -> None:
         first, stop = self._run
