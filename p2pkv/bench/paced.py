@@ -6,6 +6,7 @@ wire of a given rate. `paced_card` has what stands in for the card. No bytes mov
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from p2pkv.config import Options, default_chunk
 from p2pkv.control.endpoint import Connection
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
+from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.engine.thread import Rank
 from p2pkv.kv import RankCache
 from p2pkv.pairing import Address
@@ -144,6 +146,11 @@ class Forward:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def kernels(self) -> int:
+        """Of a step."""
+        return self._count
+
     def stop(self) -> None:
         self._over.set()
         self._thread.join(DEADLINE_SECONDS)
@@ -162,6 +169,17 @@ class Forward:
         for _ in range(self._count):
             self._launch()
         return time.perf_counter() - begin
+
+
+class AtOnce(ComputedLayers):
+    """Hands each message's worth of layers to the engine, also where that holds the forward thread up."""
+
+    def _device_waits(self) -> bool:
+        return False
+
+
+STEPS: dict[str, type[ComputedLayers] | None] = {"alone": None, "at once": AtOnce, "p2pkv": ComputedLayers}
+"""What a step of P hands to its engine."""
 
 
 class PacedSide:
@@ -191,6 +209,8 @@ class PacedSide:
         self.record = paced.device.record_event
         self._launcher = PacedLauncher(paced.device, gathers_to_peer=False)
         self._forward: Forward | None = None
+        self._kernels = 0
+        """Of a layer; 0: not known yet."""
         self.rank = Rank(hello_of(settings, LAYOUT, cache, links.kind), settings, cache, links)
         self.meter = Meter(self.rank, paced.device.clock.spent)
         let_libzmq_first()
@@ -200,8 +220,24 @@ class PacedSide:
 
     def start_forward(self) -> None:
         """Let a forward thread launch kernels from here on."""
-        self._forward = Forward(lambda: self._launcher.launch("p2pkv_digest", 1, (1, 1), (0, 0, 0)))
+        self._forward = Forward(self._launch)
         self._forward.start()
+
+    def _launch(self) -> None:
+        self._launcher.launch("p2pkv_digest", 1, (1, 1), (0, 0, 0))
+
+    def step(self, layer_seconds: float, computed: Callable[[int], None]) -> float:
+        """Launch a step of LAYERS layers, which the device computes in so much time each; seconds that this
+        thread took. `computed`: vLLM's hook of a layer."""
+        self._kernels = self._kernels or max(1, Forward(self._launch).kernels // LAYERS)
+        begin = time.monotonic()
+        for layer in range(LAYERS):
+            for _ in range(self._kernels):
+                self._launch()
+            self._launcher.compute(layer_seconds)
+            time.sleep(0)  # as kernels of torch do, it lets the interpreter's lock go
+            computed(layer)
+        return time.monotonic() - begin
 
     def stop_forward(self, begin: float, end: float) -> list[float]:
         """Seconds of its steps between these times; it has ended."""
@@ -233,18 +269,46 @@ class PacedPair:
             if self.push(MIB)["seconds"] < 0.1:
                 break
 
-    def push(self, nbytes: int) -> dict[str, Any]:
-        """One prompt, all computed when D asks: seconds until D has it, and what each side's engine spent."""
+    def _offer(self, nbytes: int) -> tuple[str, int]:
+        """A prompt of so many bytes: its key, and its tokens. D learns that P computes it."""
         rank, tokens = self._side.rank, nbytes // TOKEN_BYTES + 1
         self._keys += 1
         key = f"paced-{self._keys}"
         rank.do(do.HoldPrompt(key, self._decode))
         rank.do(do.OfferPrompt(key, self._decode, tokens, b"bench"))
         rank.do(do.PromptBlocks(key, (self._side.table(tokens),)))
+        self._pipe.send(key=key, prefill=str(self._side.address), tokens=tokens)
+        return key, tokens
+
+    def step(self, nbytes: int, layer_seconds: float, way: str) -> dict[str, float]:
+        """A step that computes such a prompt while D waits for it (`STEPS`): seconds that the forward thread
+        took, and from its begin until D has loaded."""
+        side, kind = self._side, STEPS[way]
+        if kind is None:
+            took, fence = side.step(layer_seconds, lambda layer: None), side.record()
+            while not fence.ready():
+                time.sleep(0.001)
+            return {"step": took}
+        key, tokens = self._offer(nbytes)
+        self._pipe.expect("begun")
+        self._pipe.send(go=True)
+        time.sleep(0.005)  # until P knows what D wants
+        layers, begin = kind(LAYERS, side.record), time.monotonic()
+        layers.begin(((key, tokens),), side.rank.layers_per_message(tokens))
+        took = side.step(layer_seconds, lambda layer: layers.computed(layer, side.rank.do))
+        layers.end(side.rank.do)
+        loaded = self._pipe.expect("loaded")["loaded"] - begin
+        wait_for(side.rank, do.BlocksFree(key))
+        side.rank.do(do.Forget(key))
+        return {"step": took, "loaded": loaded}
+
+    def push(self, nbytes: int) -> dict[str, Any]:
+        """One prompt, all computed when D asks: seconds until D has it, and what each side's engine spent."""
+        rank = self._side.rank
+        key, tokens = self._offer(nbytes)
         rank.do(do.Computed(((key, tokens),), 0, LAYERS, self._side.record()))
         rank.do(do.Flush((key,)))
         chunks = rank.counters.values["chunks_sent"]
-        self._pipe.send(key=key, prefill=str(self._side.address), tokens=tokens)
         self._pipe.expect("begun")
         before = self._side.meter.read()
         self._pipe.send(go=True)
@@ -334,19 +398,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for prompt in [H100_PROMPT] if args.h100 else args.prompt:
                 for chunk in SIZES if args.h100 else args.message:
                     if chunk <= prompt:
-                        rows.append(_row(over, card, nccl, prompt, chunk, args.repeat, args.forward))
+                        rows.append(_row(over, card, nccl, prompt, chunk, args))
     return {"rows": rows, "card": SOURCES}
 
 
 def _row(
-    over: str, card: Card, nccl: dict[str, Any], prompt: int, chunk: int, repeat: int, forward: bool
+    over: str, card: Card, nccl: dict[str, Any], prompt: int, chunk: int, args: argparse.Namespace
 ) -> dict[str, Any]:
+    steps: dict[str, dict[str, list[dict[str, float]]]] = {}
     with contextlib.closing(PacedPair(over, card, nccl, prompt, chunk)) as pair:
         pair.push(prompt)
-        pushes = [pair.push(prompt) for _ in range(repeat)]
-        steps = {side: pair.forward(side, prompt) for side in "PD"} if forward else {}
+        pushes = [pair.push(prompt) for _ in range(args.repeat)]
+        forward = {side: pair.forward(side, prompt) for side in "PD"} if args.forward else {}
+        for layer_ms in args.step_ms:
+            turns = steps[str(layer_ms)] = {way: [] for way in STEPS}
+            for _, way in itertools.product(range(1 + args.repeat), STEPS):
+                turns[way].append(pair.step(prompt, layer_ms / 1e3, way))
+            for measured in turns.values():
+                del measured[0]  # which warmed up
     row = {"over": over, "wire": card.wire, "prompt": prompt, "chunk": chunk}
-    return row | nccl | {"pushes": pushes, "forward": steps}
+    return row | nccl | {"pushes": pushes, "forward": forward, "steps": steps}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -378,6 +449,12 @@ def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 f"on {side} is {pushed / alone:.3f} times slower while pushes run at "
                 f"{steps['rate'] / 1e9:.1f} GB/s"
             )
+        for layer_ms, turns in row["steps"].items():
+            shown = (f"{way} {_medians(turns[way])}" for way in STEPS)
+            yield (
+                f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB, the GPU takes "
+                f"{layer_ms} ms a layer; P's forward thread, and until D has loaded, ms: {', '.join(shown)}"
+            )
     yield ""
     yield "Where it goes: µs a message, on P / on D"
     yield f"{'over':<5} {'wire':>5} {'prompt':>8} {'message':>8} " + "".join(
@@ -389,6 +466,15 @@ def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         both = (f"{sides['P'][name]:.0f} / {sides['D'][name]:.0f}" for name in Meter.STATIONS)
         parts = "".join(f"{each:>15}" for each in both)
         yield f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB {chunk:>8.2f} {parts}"
+
+
+def _medians(steps: Sequence[dict[str, float]]) -> str:
+    """Milliseconds, with the lowest and the highest."""
+    parts = []
+    for name in steps[0]:
+        each = sorted(step[name] * 1e3 for step in steps)
+        parts.append(f"{statistics.median(each):.1f} [{each[0]:.1f} - {each[-1]:.1f}]")
+    return " and ".join(parts)
 
 
 def _side(pushes: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
@@ -445,6 +531,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also how much slower a thread gets that launches kernels from Python all the time, as vLLM's "
         "forward does, while prompts are pushed one after the other",
+    )
+    paced.add_argument(
+        "--step-ms",
+        nargs="+",
+        type=_above_zero,
+        default=[],
+        metavar="MS",
+        help="also how long a step takes P's forward thread, and when D has its KV, if a layer takes the "
+        "GPU so long: with nothing to push, with pushes of all that is computed, and with p2pkv's",
     )
     paced.add_argument(
         "--h100",

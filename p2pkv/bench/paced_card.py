@@ -257,6 +257,10 @@ class PacedLauncher(DriverLauncher):
         rate = self._gather if name.startswith("p2pkv_gather") else self._device.card.memory
         self._device.current.launch(nbytes / rate)
 
+    def compute(self, seconds: float) -> None:
+        """Keep the current stream busy for so long."""
+        self._device.current.launch(seconds)
+
     def stream(self) -> int:
         return self._device.current.number
 

@@ -330,7 +330,7 @@ def test_a_push_takes_no_less_than_the_wire_and_each_station_is_counted(
     over: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "paced.json"
-    sizes = ["--prompt", "16", "--message", "4", "--wire", "20", "--repeat", "2"]
+    sizes = ["--prompt", "16", "--message", "4", "--wire", "20", "--repeat", "2", "--step-ms", "0.1"]
     assert main(["bench", "--link", "paced", "--over", over, *sizes, "--json", str(file)]) == 0
     results = json.loads(file.read_text())
     (row,) = results["rows"]
@@ -342,6 +342,9 @@ def test_a_push_takes_no_less_than_the_wire_and_each_station_is_counted(
             assert min(spent[name] for name in ("kernels", "events", "messages", "naps", "rest", "cpu")) > 0
             assert (spent["NCCL"] > 0) == (over == "nccl")
             assert spent["turns"] > spent["kernels"] + spent["events"] + spent["NCCL"] + spent["rest"]
+    for way, turns in row["steps"]["0.1"].items():
+        assert len(turns) == 2 and ("loaded" in turns[0]) == (way != "alone")
+        assert all(turn["step"] > 0 and turn.get("loaded", 1) >= 16 * MIB / 20e9 for turn in turns)
     assert results["card"] == paced_card.SOURCES
     shown = capsys.readouterr().out
     assert f"{over:<5}    20   16 MiB     4.00" in shown and "Where it goes" in shown
