@@ -43,7 +43,7 @@ RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have blocks may take."""
 
 PatchName = Literal[
-    "weights", "engine_core", "spin_wait", "early_revocation", "deferral", "paused_loads", "prompt_tail"
+    "weights", "engine_core", "spin_wait", "early_revocation", "deferral", "paused_loads", "prompt_end"
 ]
 """The patches of `p2pkv.connector.vllm_patches`."""
 
@@ -184,7 +184,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     skip_patches: tuple[PatchName, ...] = ()
     """names, as `["deferral"]` | no | [patches](compatibility.md#what-p2pkv-replaces-in-vllm) to leave out:
-    `weights`, `engine_core`, `spin_wait`, `early_revocation`, `deferral`, `paused_loads`, `prompt_tail`"""
+    `weights`, `engine_core`, `spin_wait`, `early_revocation`, `deferral`, `paused_loads`, `prompt_end`"""
 
     warm_up_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 120.0
     """seconds | no | how long an instance waits for its own `/health`, and again for its first prompts,

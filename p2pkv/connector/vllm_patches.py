@@ -525,14 +525,14 @@ class PausedLoads(Patch):
         return original(scheduler, reset_running_requests, reset_connector)
 
 
-class PromptTail(Patch):
+class PromptEnd(Patch):
     """The end of a prompt, where vLLM would decode all of it, twice, before the first token has its text.
 
     With the decoders known here the end decides what text follows if it ends with a whole character and has a
     token with text that is no single byte: then no byte before the end belongs with one of the answer.
     """
 
-    name = "prompt_tail"
+    name = "prompt_end"
     replaced = (
         Function(
             _TEXT, "FastIncrementalDetokenizer.__init__", ("self", "tokenizer", "request"), {"DecodeStream"}
@@ -550,18 +550,18 @@ class PromptTail(Patch):
     def instead_of_init__(self, original: Original, made: Any, tokenizer: Any, request: Any) -> None:
         original(made, tokenizer, request)
         with suppress(Exception):  # a prompt without ids, or another kind of tokenizer
-            tail = request.prompt_token_ids[-self.LENGTH :]
-            if self._suffices(tail, made.tokenizer, made.skip_special_tokens):
-                made.stream = type(made.stream)(ids=tail, skip_special_tokens=made.skip_special_tokens)
+            end = request.prompt_token_ids[-self.LENGTH :]
+            if self._suffices(end, made.tokenizer, made.skip_special_tokens):
+                made.stream = type(made.stream)(ids=end, skip_special_tokens=made.skip_special_tokens)
 
-    def _suffices(self, tail: list[int], tokenizer: Any, skip_special: bool) -> bool:
+    def _suffices(self, end: list[int], tokenizer: Any, skip_special: bool) -> bool:
         known = self.KNOWN.match(tokenizer.decoder.__getstate__().decode()) is not None
-        whole = not tokenizer.decode(tail, skip_special).endswith("\ufffd")
-        tokens = (tokenizer.id_to_token(each) for each in tail if tokenizer.decode([each], skip_special))
+        whole = not tokenizer.decode(end, skip_special).endswith("\ufffd")
+        tokens = (tokenizer.id_to_token(each) for each in end if tokenizer.decode([each], skip_special))
         return known and whole and any(not token.startswith("<0x") for token in tokens)
 
 
-WEIGHTS, ENGINE_CORE, SPIN_WAIT, PROMPT_TAIL = WeightWatch(), EngineCore(), SpinWait(), PromptTail()
+WEIGHTS, ENGINE_CORE, SPIN_WAIT, PROMPT_END = WeightWatch(), EngineCore(), SpinWait(), PromptEnd()
 EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS = EarlyRevocation(), Deferral(), PausedLoads()
-PATCHES = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS, PROMPT_TAIL)
+PATCHES = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS, PROMPT_END)
 """All patches, one of each in a process, whose engine cores, queues and runners share their class."""

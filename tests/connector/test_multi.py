@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.request import Request
 
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.vllm_patches import PROMPT_TAIL
+from p2pkv.connector.vllm_patches import PROMPT_END
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters
 from support.connector.instances import BLOCK, each_pace, each_policy, inner_id, pair_id, tokens, vllm_config
@@ -332,7 +332,7 @@ def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None
     logging.log(lambda text, *args: lines.append(text % args))
     assert "2001" in lines[0]
     before = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "both", "engine": "0"}) or 0
-    with mock.patch.object(PROMPT_TAIL, "install") as install:  # this call is that of an API server
+    with mock.patch.object(PROMPT_END, "install") as install:  # this call is that of an API server
         prom = KVConnectorProm(p.config, ["model_name", "engine"], {0: ["both", "0"]})
     install.assert_called_once_with(())
     prom.observe(payload, 0)
@@ -347,12 +347,12 @@ def test_prometheus_has_one_counter_for_each_and_engines_have_labels() -> None:
     labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
     # The second as when an engine is made anew in this process.
     for counts, total in (({"bytes_sent": 10, "unknown": 3}, 10), ({"bytes_sent": 1}, 11)):
-        config = vllm_config("P", skip_patches=["prompt_tail"])
+        config = vllm_config("P", skip_patches=["prompt_end"])
         made = P2pKvConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], labels)
         made.observe(counts, engine_idx=1)
         for engine, expected in (("0", None), ("1", total)):
             of = {"model_name": "m", "engine": engine}
             assert REGISTRY.get_sample_value("p2pkv_bytes_sent_total", of) == expected
-    assert not PROMPT_TAIL.installed
+    assert not PROMPT_END.installed
     exposed = {family.name for family in REGISTRY.collect() if family.name.startswith("p2pkv_")}
     assert exposed == {f"p2pkv_{name}" for name in Counters.NAMES}

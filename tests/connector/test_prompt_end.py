@@ -1,4 +1,4 @@
-"""An answer has the same text whether vLLM decodes a prompt's end or all of it: the patch `prompt_tail`."""
+"""An answer has the same text whether vLLM decodes a prompt's end or all of it: the patch `prompt_end`."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer as Vllms
 
-from p2pkv.connector.vllm_patches import PromptTail
+from p2pkv.connector.vllm_patches import PromptEnd
 
 BYTES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 DECODERS = {
@@ -29,7 +29,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), min_size=1).map(lambda pieces: " ".joi
 
 def detokenizer(kind: str, prompt: list[str], skip: bool, end: int) -> Vllms:
     """vLLM's, which is to have so many tokens of the prompt; 0: all."""
-    tokenizer, patch = Tokenizer(models.BPE(vocab=NUMBERS, merges=[])), PromptTail()
+    tokenizer, patch = Tokenizer(models.BPE(vocab=NUMBERS, merges=[])), PromptEnd()
     tokenizer.decoder, patch.LENGTH = DECODERS[kind], end
     tokenizer.add_special_tokens(["<s>"])
     params = SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=False)
