@@ -80,8 +80,7 @@ class PrefillToken:
     def of(cls, head: bytes) -> PrefillToken:
         """Of the answer, up to its first event with content. Raises ValueError if that is not vLLM's."""
         head, prompt = split_prompt(head)
-        start = head.rfind(_CHOICE)
-        start = head.rfind(DATA_SPACE, 0, start) if start >= 0 else -1
+        start = head.rfind(DATA_SPACE, 0, max(0, head.rfind(_CHOICE)))
         end = head.find(EVENT_END, start)
         if min(start, end) < 0 or not prompt:
             raise ValueError("no event with a token, or without the prompt's")

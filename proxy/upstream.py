@@ -410,8 +410,7 @@ PROMPT_IDS, NO_PROMPT_IDS = b'"prompt_token_ids":[', b'"prompt_token_ids":null'
 
 
 def split_prompt(events: bytes) -> tuple[bytes, bytes]:
-    """The events without the token ids of the prompt, which may be very many; and these, with commas: b"" if
-    they are not there, or not all of them."""
+    """Events without the prompt's token ids, and these, with commas; b"" if they are not there, or not all."""
     before, _, rest = events.partition(PROMPT_IDS)
     ids, end, behind = rest.partition(b"]")
     return (before + NO_PROMPT_IDS + behind, ids) if end else (events, b"")
