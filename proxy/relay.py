@@ -90,7 +90,6 @@ class Relay:
         if former is None:
             headers = self.scrubber.headers(to_client(self.answer.headers))
             self.response = web.StreamResponse(status=self.answer.status, headers=headers)
-            self.response._send_headers_immediately = False  # but with the first bytes, in one write
             if self.request.version < HttpVersion11:
                 self.response.force_close()  # nothing else shows the end; aiohttp would keep it open
         else:
