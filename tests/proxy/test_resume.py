@@ -338,17 +338,20 @@ async def test_all_streams_of_a_lost_d_go_on() -> None:
 @pytest.mark.parametrize("max_wait", [30.0, 0.2], ids=["in time", "too late"])
 async def test_a_stream_waits_for_room_at_another_d_before_newcomers(max_wait: float) -> None:
     async with deployed("concurrent", 1, 2, max_requests=1, max_wait=max_wait) as deployment:
-        release, admission = asyncio.Event(), deployment.proxy.admission
-        take_turns(deployment.decodes, pausing(release), generates(lost_after=5), generates())
+        lose, release, admission = asyncio.Event(), asyncio.Event(), deployment.proxy.admission
+        lost = after(lose, generates(lost_after=5))
+        take_turns(deployment.decodes, pausing(release), lost, generates())
         asking = []
         for number in (1, 2):
             asking.append(asyncio.create_task(ask(deployment, COMPLETION)))
             await eventually(lambda: sum(asked(deployment.decodes)) == number)  # noqa: B023
         if max_wait < 1:
+            lose.set()
             assert "died" in (await asking.pop()).error["message"]
         else:
-            await eventually(lambda: admission.waiting == 1)
             asking.append(asyncio.create_task(ask(deployment, COMPLETION)))
+            await eventually(lambda: admission.waiting == 1)
+            lose.set()
             await eventually(lambda: admission.waiting == 2)
         release.set()
         assert all(same(answer, whole(COMPLETION)) for answer in await asyncio.gather(*asking))
