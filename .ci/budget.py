@@ -29,11 +29,11 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_935),
-        ("lines of proxy", lines("proxy"), 9_825),
-        ("lines of tests", lines("tests"), 59_680),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_845),
+        ("lines of proxy", lines("proxy"), 9_820),
+        ("lines of tests", lines("tests"), 59_665),
         ("lines of benchmarks", lines("benchmarks"), 3_670),
-        ("words of README.md and docs/", words(), 21_975),
+        ("words of README.md and docs/", words(), 21_880),
     ]
 
 
