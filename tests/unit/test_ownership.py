@@ -98,6 +98,7 @@ def test_a_file_of_the_engine_writes_only_fields_of_its_own_classes(path: Path) 
 
 AIOHTTP_S = {
     "response.headers",
+    "self.response._send_headers_immediately",
     "app.cleanup_ctx",
     "app.middlewares",
     "app.on_response_prepare",
