@@ -410,7 +410,7 @@ PROMPT_IDS, NO_PROMPT_IDS = b'"prompt_token_ids":[', b'"prompt_token_ids":null'
 
 
 def split_prompt(events: bytes) -> tuple[bytes, bytes]:
-    """Events without the prompt's token ids, and these, with commas; b"" if not all of them are there."""
+    """Events without the prompt's token ids, and these, with commas: b"" if they are not there whole."""
     before, _, rest = events.partition(PROMPT_IDS)
     ids, end, behind = rest.partition(b"]")
     return (before + NO_PROMPT_IDS + behind, ids) if end else (events, b"")
