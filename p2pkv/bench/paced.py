@@ -171,14 +171,14 @@ class Forward:
         return time.perf_counter() - begin
 
 
-class AtOnce(ComputedLayers):
+class EarlyLayers(ComputedLayers):
     """Hands each message's worth of layers to the engine, also where that holds the forward thread up."""
 
     def _device_waits(self) -> bool:
         return False
 
 
-STEPS: dict[str, type[ComputedLayers] | None] = {"alone": None, "at once": AtOnce, "p2pkv": ComputedLayers}
+STEPS: dict[str, type[ComputedLayers] | None] = {"alone": None, "at once": EarlyLayers, "p2pkv": ComputedLayers}
 """What a step of P hands to its engine."""
 
 

@@ -260,6 +260,9 @@ StagingShare.grants: D's staging is granted without a budget
 ~ return left >= 0 and (not self.held or self.held + need <= left) => return True
 StagingShare.grants: one P may hold all of D's staging
 ~ return left >= 0 and (not self.held or self.held + need <= left) => return left >= 0
+== p2pkv/engine/computed_layers.py > tests/connector/test_worker.py
+ComputedLayers._device_waits: pushes hold up a forward thread for which the GPU waits
+~ is not PASSED and => is PASSED and
 == p2pkv/engine/core.py > tests/virtual/test_both_roles.py
 Core._receive_unowned: two ranks of both roles answer each other's Stranger without end
 ~ elif self.prefill is not None and not isinstance(message, UnknownPeer): => elif self.prefill is not None:
