@@ -178,7 +178,11 @@ class EarlyLayers(ComputedLayers):
         return False
 
 
-STEPS: dict[str, type[ComputedLayers] | None] = {"alone": None, "at once": EarlyLayers, "p2pkv": ComputedLayers}
+STEPS: dict[str, type[ComputedLayers] | None] = {
+    "alone": None,
+    "at once": EarlyLayers,
+    "p2pkv": ComputedLayers,
+}
 """What a step of P hands to its engine."""
 
 
