@@ -13,7 +13,7 @@ Order = Callable[[do.Command], None]
 
 
 BEHIND = 4
-"""Layers by which a GPU has to be behind the forward thread so that this thread has time for a push."""
+"""With more layers than these yet to compute a GPU does not notice that a push holds up the forward thread."""
 
 
 class ComputedLayers:
@@ -30,7 +30,7 @@ class ComputedLayers:
         # The run of layers that are computed and that the engine does not know of.
         self._run = 0, 0
         self._launched: Fence = PASSED
-        """Behind the layer that is BEHIND layers before the run is full, or one message's worth."""
+        """Recorded BEHIND layers before a message is full, or at its first layer if it has no more."""
 
     def begin(self, prompts: Prompts, stride: int) -> None:
         """A step begins. `prompts`: () if it computes none that P sends; `stride`: layers of a message."""
@@ -52,8 +52,8 @@ class ComputedLayers:
             self._launched = self.record()
 
     def _device_waits(self) -> bool:
-        """Whether it is so close behind the forward thread that a push, which takes the interpreter's lock
-        from that thread, would hold it up."""
+        """Whether the GPU is so close behind the forward thread that it would wait, too, if a push took the
+        interpreter's lock from that thread."""
         return self._launched is not PASSED and self._launched.ready()
 
     def _hand_over(self, order: Order) -> None:
