@@ -13,7 +13,7 @@ Order = Callable[[do.Command], None]
 
 
 BEHIND = 4
-"""With more layers than these yet to compute a GPU does not notice that a push holds up the forward thread."""
+"""With more layers than these to compute a GPU does not notice that a push holds up the forward thread."""
 
 
 class ComputedLayers:
