@@ -289,9 +289,8 @@ class PacedPair:
         took, and from its begin until D has loaded."""
         side, kind = self._side, STEPS[way]
         if kind is None:
-            took, fence = side.step(layer_seconds, lambda layer: None), side.record()
-            while not fence.ready():
-                time.sleep(0.001)
+            took = side.step(layer_seconds, lambda layer: None)
+            side.record().wait()  # the next step is not to queue behind this one
             return {"step": took}
         key, tokens = self._offer(nbytes)
         self._pipe.expect("begun")
