@@ -144,7 +144,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     rank is busy; else one, and with kv_both always. Behind a second one the model's kernels might wait; with
     `2` large messages were 1.2 times as fast on an H200"""
 
-    nccl_group_bytes: Annotated[int, Meta(ge=0, le=1 << 32)] = 64 << 20
+    nccl_group_bytes: Annotated[int, Meta(ge=0, le=1 << 32)] = 16 * MIB
     """bytes | no | messages of an NCCL link that are ready together are launched together, up to so many
     bytes (P's counts); 0: each alone"""
 
@@ -355,16 +355,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             secret = read_secret(_read("secret_file", given.get("secret_file"), str | None), environ)
         except TrustError as error:
             raise ConfigError(str(error)) from None
+        default = default_staging(gpu_bytes)
+        chunk = default_chunk(_read("staging_bytes", given.get("staging_bytes", default), int), has_gpu)
         values: dict[str, Any] = {
             "kv_port": DEFAULT_KV_PORT if kv_port is None else kv_port,
             "host": default_host,
             "engine_index": engine[0],
             "engine_ranks": engine[1],
             "data_parallel": engine[2],
-            "staging_bytes": (staging := default_staging(gpu_bytes)),
-            "chunk_bytes": default_chunk(
-                _read("staging_bytes", given.get("staging_bytes", staging), int), has_gpu
-            ),
+            "staging_bytes": default,
+            "chunk_bytes": chunk,
+            "nccl_group_bytes": 2 * chunk,
             "warm_up_api_key": environ.get("VLLM_API_KEY", ""),
             "secret": secret,
             "discovery": "curve" if secret and not former else "plain",

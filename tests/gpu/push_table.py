@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--short-kib", type=int, nargs="+", default=SHORT_KIB)
     parser.add_argument("--total-mib", type=int, default=TOTAL_MIB)
     parser.add_argument("--in-flight", type=int, default=1, help="the option nccl_in_flight")
-    parser.add_argument("--group-mib", type=int, default=64, help="the option nccl_group_bytes")
+    parser.add_argument("--group-mib", type=int, default=128, help="the option nccl_group_bytes")
     args = parser.parse_args(argv)
     sizes, total = [each << 10 for each in args.sizes_kib], args.total_mib << 20
     nccl = {"nccl_in_flight": args.in_flight, "nccl_group_bytes": args.group_mib << 20}

@@ -30,6 +30,7 @@ DEPENDS = {
     "allowed_peers": "any",
     "staging_bytes": "1/128 of the GPU's memory, from 64 MiB to 1 GiB; 64 MiB without a GPU",
     "chunk_bytes": "1/16 of `staging_bytes`, from 8 to 64 MiB; 8 MiB without a GPU",
+    "nccl_group_bytes": "twice the default of `chunk_bytes`",
     "prefetch_bytes": "0: off",
     "warm_up_api_key": "the variable `VLLM_API_KEY`",
 }

@@ -56,7 +56,8 @@ class TestDefaults:
     ) -> None:
         given = {} if staging is None else {"staging_bytes": staging * MIB}
         for read in (given, {name: str(value) for name, value in given.items()}):
-            assert options(read, has_gpu=True, gpu_bytes=gpu << 30).chunk_bytes == chunk * MIB
+            made = options(read, has_gpu=True, gpu_bytes=gpu << 30)
+            assert (made.chunk_bytes, made.nccl_group_bytes) == (chunk * MIB, 2 * chunk * MIB)
         assert options(given).chunk_bytes == 8 * MIB
         assert options(given | {"chunk_bytes": MIB}, has_gpu=True).chunk_bytes == MIB
 
