@@ -25,8 +25,9 @@ LEAST_PACED = 1 << 20
 PACED = 32
 """Operations of a link of which the fastest says how fast the wire is."""
 
-EARLY = 0.5
-"""Part of the time that an operation is thought to take, after which it is looked at."""
+EARLY, LATE, MARGIN = 0.5, 0.9, 1e-4
+"""An operation is looked at MARGIN seconds before it is thought to end, at the latest after LATE of the time
+that it is thought to take, never before EARLY of it."""
 
 MAX_PAUSE = 0.001
 """Seconds that a pause lasts at most: an operation may have become much faster."""
@@ -112,10 +113,12 @@ class PollTimer:
         self._nbytes = 0
 
     def pause(self) -> float:
-        """Seconds until it may be done; 0 if that is not known, inf if none is under way."""
+        """Seconds until it may be done; at most 0 if that is not known, inf if none is under way."""
         if not self._nbytes:
             return inf
-        return self._began + EARLY * self._nbytes * min(self._took, default=0.0) - time.monotonic()
+        takes = self._nbytes * min(self._took, default=0.0)
+        first = max(EARLY * takes, min(LATE * takes, takes - MARGIN))
+        return self._began + first - time.monotonic()
 
 
 def pause_of(pauses: Iterable[float], least: float) -> float:

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from p2pkv.links import gpu
-from p2pkv.links.gpu import EARLY, LEAST_PACED, MAX_PAUSE, PACED, PollTimer, pause_of
+from p2pkv.links.gpu import LEAST_PACED, MAX_PAUSE, PACED, PollTimer, pause_of
 
 MIB = 1 << 20
 LEAST = 20e-6
@@ -31,18 +31,23 @@ def took(pace: PollTimer, clock: Clock, nbytes: int, seconds: float) -> None:
     pace.end()
 
 
-def test_an_operation_is_looked_at_when_the_fastest_before_it_would_be_nearly_done(clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("takes", "looked_at"), [(0.0001, 0.00005), (0.0004, 0.0003), (0.0008, 0.0007), (0.004, 0.0036)]
+)
+def test_an_operation_is_looked_at_when_the_fastest_before_it_would_be_nearly_done(
+    clock: Clock, takes: float, looked_at: float
+) -> None:
     pace = PollTimer()
     assert pace.pause() == inf
     pace.begin(8 * MIB)
     assert pace.pause() <= 0, "nothing was measured yet"
-    clock.now += 0.0008
+    clock.now += 2 * takes
     pace.end()
     took(pace, clock, 8 * MIB, 0.08)  # it waited for the peer
     pace.begin(4 * MIB)
-    assert pace.pause() == pytest.approx(EARLY * 0.0004)
+    assert pace.pause() == pytest.approx(looked_at)
     clock.now += 0.0003
-    assert pace.pause() == pytest.approx(EARLY * 0.0004 - 0.0003)
+    assert pace.pause() == pytest.approx(looked_at - 0.0003)
 
 
 def test_a_wire_that_has_become_slower_is_believed_after_some_operations(clock: Clock) -> None:
@@ -51,7 +56,7 @@ def test_a_wire_that_has_become_slower_is_believed_after_some_operations(clock: 
     for _ in range(PACED):
         took(pace, clock, 8 * MIB, 0.0006)
     pace.begin(8 * MIB)
-    assert pace.pause() == pytest.approx(EARLY * 0.0006)
+    assert pace.pause() == pytest.approx(0.0005)
 
 
 def test_small_operations_say_nothing_about_the_wire(clock: Clock) -> None:
