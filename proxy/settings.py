@@ -101,8 +101,6 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
             if isinstance(options[name], argparse._AppendAction):
                 several = [text] if text.startswith("[") else text.split(",")
                 value = [each.strip() for each in several if each.strip()]
-                if not value and name == "api-key":
-                    value = [""]  # so that it is refused: who sets one wants authentication
             found[name] = variable, value
     return found
 
@@ -115,6 +113,8 @@ def _read(action: argparse.Action, value: Any) -> Any:
         return text in _YES
     several = isinstance(action, argparse._AppendAction)
     values = value if isinstance(value, list) else [value]
+    if not values and action.dest == "api_key":
+        values = [""]  # so that it is refused: who sets it wants authentication
     demand(several or len(values) == 1, "expected one value, not a list")
     read = []
     for each in values:
