@@ -198,7 +198,7 @@ class _FleetCache:
         self.bases: dict[str, str] = {}
         """By the name of a model or adapter, the base model of a D that serves it."""
         for each in self.decoders:
-            self.bases |= dict.fromkeys(each.names, each.ping.model or min(each.names, default=""))
+            self.bases |= dict.fromkeys(each.names, _base(each))
         contexts = [each.context for each in self.decoders]
         self.context = max(contexts) if contexts and all(contexts) else None
         sides = self.prefillers, self.decoders
@@ -221,9 +221,8 @@ class _FleetCache:
         if not self.decoders:
             raise NoInstance(_why_none(self.registry, "D"))
         if model not in self.bases:
-            everyone = (each for role in ROLES.values() for each in self.registry.known(role))
             served = any(each.serves(model) for each in self.decoders)
-            if not served and any(model in each.names for each in everyone):
+            if not served and any(model in each.names for each in _everyone(self.registry)):
                 raise NoInstance(f"No decode instance that serves the model `{model}` is ready.")
             if self._alike:
                 model = None  # see `_serving`: as for a request that names none
@@ -464,6 +463,12 @@ class Router:
         """What is missing, in sentences; without a D nothing is served, without a P perhaps by D alone."""
         registry, roles = self._registry, ROLES.values()
         absent = [_why_none(registry, role) for role in roles if not registry.routable(role, now)]
+        if (served := [each.names for each in registry.routable("D", now)]) and all(served):
+            names = frozenset[str]().union(*served)
+            out = {_base(each) for each in _everyone(registry) if each.names and names.isdisjoint(each.names)}
+            absent += [
+                f"No decode instance that serves the model `{model}` is ready." for model in sorted(out)
+            ]
         misfits = Counter((each.role, names) for each, names in registry.misfits().items())
         return absent + [
             f"{count} {ROLE_NAMES[role]} instance{'s fit' if count > 1 else ' fits'} no "
@@ -474,6 +479,16 @@ class Router:
     def has_pair(self, now: float) -> bool:
         """Whether there is a pair for any request at all."""
         return bool(_matching(self._registry.routable("P", now), self._registry.routable("D", now)))
+
+
+def _everyone(registry: Registry) -> list[Instance]:
+    """Those of both roles, and those that left lately."""
+    return [*registry.known("P"), *registry.known("D"), *registry.lost]
+
+
+def _base(instance: Instance) -> str:
+    """The model whose adapters its other names may be; "" if none is known."""
+    return instance.ping.model or min(instance.names, default="")
 
 
 def _why_none(registry: Registry, role: Role) -> str:

@@ -31,6 +31,7 @@ MAX_INSTANCES = 4096
 _DOUBT = 0.65
 """Share of `life` without a ping until an instance's /health is asked, and its address may be another's."""
 _COMPLAIN_SECONDS = 60.0
+_LOST_SECONDS = 600.0  # a large model takes minutes to load
 
 
 def random_turn() -> int:
@@ -51,6 +52,7 @@ class Registry:
     Attributes:
         claims_refused: pings under the address of another live instance.
         full: the D's whose places are all taken.
+        lost: those that left lately, whose models are expected back.
         version: grows when an instance comes, goes, or may be given requests and could not before, or the
             other way round; unless time alone is the reason.
     """
@@ -62,6 +64,7 @@ class Registry:
     claims_refused: int = 0
     version: int = 0
     full: set[Instance] = field(default_factory=set)
+    lost: list[Instance] = field(default_factory=list)
     _room: float = float("inf")
     _instances: dict[InstanceKey, Instance] = field(default_factory=dict)
     _leavers: list[Instance] = field(default_factory=list)
@@ -191,8 +194,7 @@ class Registry:
         if self._holds(known, leaver, now):
             self._refuse(leaver, known, now)
         else:
-            del self._instances[known.key]
-            self._change()
+            self._remove(known)
             self._breakers.pop(known.key, None)
             self._drained.pop(known.key, None)
             known.left = now
@@ -211,9 +213,9 @@ class Registry:
     def expire(self, now: float) -> list[Instance]:
         """Removes and returns those that are gone, with those that have said goodbye since the last call."""
         dead = [instance for instance in self._instances.values() if not self.alive(instance, now)]
+        self.lost = [each for each in self.lost if now - each.last_seen < _LOST_SECONDS]
         for instance in dead:
-            del self._instances[instance.key]
-            self._change()
+            self._remove(instance)
             lost = "" if self.overdue(instance, now) else ", and its connection is closed"
             logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
         self._log_silent(now)
@@ -223,6 +225,11 @@ class Registry:
             del self._breakers[key]
         leavers, self._leavers = self._leavers, []
         return dead + leavers
+
+    def _remove(self, instance: Instance) -> None:
+        del self._instances[instance.key]
+        self._change()
+        self.lost.append(instance)
 
     def _log_silent(self, now: float) -> None:
         silent = {each for each in self._instances.values() if each.silent(now)}

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -254,14 +255,31 @@ async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back(concur
 
 @pytest.mark.parametrize("roles", ["PD", ["both"]])
 @pytest.mark.parametrize("others", ["y", "yz"])
+@pytest.mark.parametrize("how", ["drained", "all gone"])
 def test_a_model_that_is_out_for_now_is_no_unknown_one_and_not_asked_of_others(
-    roles: Any, others: str
+    how: str, roles: Any, others: str
 ) -> None:
-    router, pool = fleet(*((role, {"model": model}) for model in "x" + others for role in roles))
-    pool[len(roles) - 1].drained = True
-    with pytest.raises(NoInstance, match="No decode instance that serves the model `x` is ready"):
-        router.choose(RoutingRequest("x"), 0.0)
-    assert router.choose(RoutingRequest("y"), 0.0).decode.names == {"y"}
+    """Once all that served it have been gone for ten minutes it is."""
+    registry, now, why = Registry(), 0.0, "No decode instance that serves the model `x` is ready"
+    router, pool = fleet(
+        *((role, {"model": model}) for model in "x" + others for role in roles), registry=registry
+    )
+    if how == "drained":
+        pool[len(roles) - 1].drained = True
+    else:
+        for now in (20.0, 599.0):
+            for each in pool[len(roles) :]:
+                each.pinged(each.ping, now)
+            registry.expire(now)
+    with pytest.raises(NoInstance, match=why):
+        router.choose(RoutingRequest("x"), now)
+    assert router.missing(now) == [f"{why}."]
+    assert router.choose(RoutingRequest("y"), now).decode.names == {"y"}
+    if how == "all gone":
+        registry.expire(now := now + 1.0)
+        assert router.missing(now) == []
+        with nullcontext() if others == "y" else pytest.raises(UnknownModel):
+            assert router.choose(RoutingRequest("x"), now).decode.names == {"y"}, "who says that it has none"
 
 
 # What the router keeps of all instances between two requests is what it would compute anew.
