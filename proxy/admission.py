@@ -122,8 +122,8 @@ class RequestPlace:
 
 Demand = tuple[str | None, PrefillMode, Instance | None]
 """A model, what P is to do, and the only D: who wants the same can be served by the same instances."""
-QueueKey = tuple[Demand, Tenant | None, frozenset[Instance]]
-"""Whose requests go in the order of arrival: they may not go to these instances."""
+Want = tuple[Demand, frozenset[Instance]]
+"""Those who want the same, and may not go to these instances: one tenant's go in the order of arrival."""
 _BEFORE_ALL = 1 << 62
 
 
@@ -144,8 +144,8 @@ class _Waiter:
         return self.request.tenant if self.lost is None else None
 
     @property
-    def line(self) -> QueueKey:
-        return (self.request.model, self.mode, self.request.only), self.tenant, self.avoid
+    def want(self) -> Want:
+        return (self.request.model, self.mode, self.request.only), self.avoid
 
     @property
     def used(self) -> float:
@@ -161,13 +161,16 @@ class Admission:
     _counters: RequestCounters
     _clock: Callable[[], float]
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _queues: dict[QueueKey, dict[_Waiter, None]] = field(default_factory=dict)
+    _queues: dict[Want, dict[Tenant | None, dict[_Waiter, None]]] = field(default_factory=dict)
     _places: set[RequestPlace] = field(default_factory=set)
     budget: RetryBudget = field(default_factory=RetryBudget)
 
     @property
     def waiting(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(map(len, self._lines()))
+
+    def _lines(self) -> Iterator[dict[_Waiter, None]]:
+        return (queue for lines in self._queues.values() for queue in lines.values())
 
     @property
     def under_way(self) -> int:
@@ -189,12 +192,12 @@ class Admission:
         finally:
             self._leave(place)
 
-    def can_move(
-        self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance], others: int = 0
+    def has_room(
+        self, request: RoutingRequest, mode: PrefillMode, avoid: frozenset[Instance], others: int = 0
     ) -> bool:
-        """Whether there are other instances with room, also when `others` other requests like it come."""
+        """Whether there are instances with room, also when `others` other requests like it come."""
         try:
-            _, able = self._router.able(place.request, self._clock(), mode=mode, avoid=avoid)
+            _, able = self._router.able(request, self._clock(), mode=mode, avoid=avoid)
         except Unroutable:
             return False
         return not others or sum(each.room - each.places for each in able) > others
@@ -237,11 +240,17 @@ class Admission:
 
     def advance(self) -> None:
         """Gives out what places there are; call it when there may be new ones."""
-        queues = self._queues.values()
+        # There may be a thousand tenants: of those who want what is full, one is looked at.
+        ones = [(next(iter(next(iter(lines.values())))), lines) for lines in self._queues.values()]
+        served = [lines for one, lines in ones if self.has_room(one.request, one.mode, one.avoid)]
+        queues = (queue for lines in served for queue in lines.values())
         firsts = [(first.used, first.number, first) for queue in queues if (first := _first(queue))]
         heapq.heapify(firsts)
+        barred = set[Want]()
         while firsts and self._router.has_room(self._clock()):
             used, number, waiter = heapq.heappop(firsts)
+            if waiter.want in barred:
+                continue
             if used < waiter.used:  # its tenant got a place in another line meanwhile
                 heapq.heappush(firsts, (waiter.used, number, waiter))
                 continue
@@ -249,16 +258,18 @@ class Admission:
                 waiter.placed.set_result(self._place_of(waiter))
             except Unroutable:
                 # An instance may come, or come back, before the wait is over.
+                if waiter.mode is not PrefillMode.SKIP_IF_SHORT:
+                    barred.add(waiter.want)
                 continue
             except Exception as error:  # this request's alone: the caller may serve another one
                 waiter.placed.set_exception(error)
             self._remove(waiter)
-            if following := _first(self._queues.get(waiter.line, {})):
+            if following := _first(self._queues.get(waiter.want, {}).get(waiter.tenant, {})):
                 heapq.heappush(firsts, (following.used, following.number, following))
 
     def close(self, failure: ProxyError) -> None:
         """Turns away all who wait."""
-        for waiter in [waiter for queue in self._queues.values() for waiter in queue]:
+        for waiter in [waiter for queue in self._lines() for waiter in queue]:
             if not waiter.placed.done():
                 waiter.placed.set_exception(failure)
 
@@ -271,7 +282,7 @@ class Admission:
 
     async def _queue(self, waiter: _Waiter) -> RequestPlace:
         placed = waiter.placed
-        self._queues.setdefault(waiter.line, {})[waiter] = None
+        self._queues.setdefault(waiter.want, {}).setdefault(waiter.tenant, {})[waiter] = None
         if waiter.tenant is not None:
             waiter.tenant.wait(waiter.request.base, 1)
         try:
@@ -315,13 +326,16 @@ class Admission:
         return place
 
     def _remove(self, waiter: _Waiter) -> None:
-        queue = self._queues.get(waiter.line, {})
+        lines = self._queues.get(waiter.want, {})
+        queue = lines.get(waiter.tenant, {})
         if waiter in queue:
             del queue[waiter]
             if waiter.tenant is not None:
                 waiter.tenant.wait(waiter.request.base, -1)
         if not queue:
-            self._queues.pop(waiter.line, None)
+            lines.pop(waiter.tenant, None)
+        if not lines:
+            self._queues.pop(waiter.want, None)
 
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
@@ -343,12 +357,12 @@ class Admission:
         tenants; raises ProxyError if that is the newcomer."""
         if newcomer is None:
             return False
-        crowds = [line[1] for line in self._queues if line[1] is not None]
+        crowds = [each for lines in self._queues.values() for each in lines if each is not None]
         most = max(crowds, key=lambda each: (each.crowd, each is newcomer))
         if most is newcomer:
             raise most.crowd_out()
-        lines = [queue for line, queue in self._queues.items() if line[1] is most]
-        waiters = [each for queue in lines for each in queue if not each.placed.done()]
+        queues = [lines.get(most, {}) for lines in self._queues.values()]
+        waiters = [each for queue in queues for each in queue if not each.placed.done()]
         if waiters:
             last = max(waiters, key=lambda each: each.number)
             last.placed.set_exception(most.crowd_out())
@@ -420,7 +434,9 @@ class Retries:
         if tries > self.limits.retries:
             return False
         alone = instance is place.choice.prefill and self.limits.decode_alone > 0
-        return alone or self.admission.can_move(place, place.mode_after(instance), failed | {instance})
+        return alone or self.admission.has_room(
+            place.request, place.mode_after(instance), failed | {instance}
+        )
 
     async def try_elsewhere(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
@@ -428,7 +444,7 @@ class Retries:
         """Moves a request away from those that failed it. False if that was its last try. `tries`: without
         those that count as none, see `Outcome.uncounted`; `free`: the budget does not count."""
         mode = place.mode_after(culprit)
-        if tries > self.limits.retries or not self.admission.can_move(place, mode, failed):
+        if tries > self.limits.retries or not self.admission.has_room(place.request, mode, failed):
             return False
         if not free and not self.spend():
             return False

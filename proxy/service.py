@@ -261,7 +261,7 @@ class Proxy:
             place = attempt.place
             mode, avoid = place.mode_after(place.choice.decode), self._unable(active)
             wants = place.request.model, mode, place.request.only
-            if self.admission.can_move(place, mode, avoid, moved[wants]):
+            if self.admission.has_room(place.request, mode, avoid, moved[wants]):
                 moved[wants] += attempt.move()
 
     def counted(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ from aiohttp import web
 from proxy_behaviours import Seen, after, answer_json
 from proxy_fakes import Deployment, FakeInstance, deployed, fleet, join, ping, quiet
 
+from p2pkv_proxy.access import Tenants, TenantSettings
 from p2pkv_proxy.admission import Admission
 from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
@@ -269,30 +270,34 @@ async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> N
     assert served == [0, 1, 2, 3, 4, 5] and not admission._queues
 
 
-async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, looks = Registry(), 0
-    several = [(role, {"model": model}) for model in "ab" for role in "PD"]
-    router, _ = fleet(*several, registry=registry, room=2)
+@pytest.mark.parametrize("tenants", [None, Tenants({f"t{n}": TenantSettings() for n in range(200)})])
+async def test_those_who_wait_for_one_model_cost_the_others_nothing(
+    tenants: Tenants | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same request of each tenant makes a line of its own."""
+    looks = 0
+    router, _ = fleet(*((role, {"model": model}) for model in "ab" for role in "PD"), room=2)
     admission = Admission(router, Limits(max_waiting=200), RequestCounters(), lambda: 0.0)
 
-    async def once(model: str) -> None:
-        async with admission.place(RoutingRequest(model), paired=True):
+    async def once(model: str, number: int) -> None:
+        tenant = tenants.by_name[f"t{number}"] if tenants else None
+        async with admission.place(RoutingRequest(model, tenant=tenant), paired=True):
             pass
 
-    def looked(*arguments: Any) -> Any:
+    def looked(*arguments: Any, **more: Any) -> Any:
         nonlocal looks
         looks += 1
-        return routable(*arguments)
+        return able(*arguments, **more)
 
-    routable = registry.routable
+    able = router._able
     async with (
         admission.place(RoutingRequest("a"), paired=True),
         admission.place(RoutingRequest("a"), paired=True),
     ):
-        asked = [asyncio.create_task(once("a")) for _ in range(200)]
+        asked = [asyncio.create_task(once("a", number)) for number in range(200)]
         await eventually(lambda: admission.waiting == 200)
-        monkeypatch.setattr(registry, "routable", looked)
-        await once("b")
+        monkeypatch.setattr(router, "_able", looked)
+        await once("b", 0)
         monkeypatch.undo()
         assert looks < 20
         assert admission.waiting == 200
