@@ -155,7 +155,7 @@ class Tenant:
         under_way: its requests, those that wait for a place among them.
         waiting: of these, those that wait, by base model.
         answer: tokens of an answer, on the average of the latest.
-        prompt_tokens: how many have been let in so far.
+        prompt_tokens: how many of prompts that got a place.
         refused: with 429, by reason.
     """
 
@@ -203,7 +203,10 @@ class Tenant:
                 why = f"has sent as many prompt tokens as it may, {rate} a second"
                 raise self._full("tokens", why, math.ceil(-self._left / rate))
             self._left -= tokens
-        self.prompt_tokens += tokens
+
+    def give_back(self, tokens: int) -> None:
+        """No instance was asked for a prompt for which it has spent so many."""
+        self._left += tokens
 
     def wait(self, base: str, more: int) -> None:
         """So many more of its requests wait for a place; -1: one has stopped waiting."""

@@ -90,25 +90,27 @@ class Proxy:
                 why = "this proxy takes no more in one request (--max-messages)."
                 raise ProxyError(413, f"The request has {many}; {why}")
             session = request.headers.get(self.routing.session_header, "")
-            only, asked = None, 0
+            only, asked, spent = None, 0, 0
             if body.previous:
                 only, name = self.responses.find(body.previous)
                 body.go_on_from(name)
             context = self.router.longest_context(self.clock())
             if context is not None and body.one_prompt and request.path in PAIRED:
                 body.prompt.bound(context)
-            if tenant is not None and request.path not in UNCOMPUTED:
-                tenant.spend(body.prompt.tokens)
-                asked = body.asked
             record.model = body.model
             if not self.router.knows(body.model, self.clock()):
                 await asyncio.shield(self._look_at_models(request))
             elif context is None and ("Authorization" in request.headers or "X-Api-Key" in request.headers):
                 self._look_at_models(request)  # perhaps they show their lists only to who has this key
+            if tenant is not None and request.path not in UNCOMPUTED:
+                tenant.spend(spent := body.prompt.tokens)
+                asked = body.asked
             base = "" if tenant is None else self.router.base_of(body.model, self.clock())
             wants = RoutingRequest(body.model, body.prompt, session, tenant, asked, only, base)
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
+                    if tenant is not None:
+                        tenant.prompt_tokens += spent
                     response = await self._serve(request, body, place, active)
                     if response.status == 404:  # perhaps an adapter that was unloaded there
                         self._look_at_models(request)
@@ -118,6 +120,8 @@ class Proxy:
             except UnknownModel as error:
                 raise ProxyError(404, str(error)) from None
             finally:
+                if tenant is not None and not record.tries:
+                    tenant.give_back(spent)
                 body.let_go()
                 if active.transcript is not None:
                     active.transcript.drop()

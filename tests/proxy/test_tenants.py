@@ -279,7 +279,6 @@ def test_prompt_tokens_stay_within_the_rate_the_burst_and_one_prompt(
             assert (
                 within <= rate * (end - begun + burst) + max((t for _, t in let_in[at:ended]), default=0) + 1
             )
-    assert one.prompt_tokens == sum(tokens for _, tokens in let_in)
 
 
 def test_requests_under_way_are_bounded_and_the_wait_is_that_for_the_next_end() -> None:
@@ -412,6 +411,25 @@ async def test_prompt_tokens_a_second_are_bounded_without_harm_to_another() -> N
         for path in ("/tokenize", "/v1/messages/count_tokens"):
             await deployment.serves(1, None, path, headers=bearer(ALICE))
         assert await deployment.refusal(429, None, "/v1/embeddings", headers=bearer(ALICE), input="x")
+
+
+async def test_a_prompt_that_no_instance_has_seen_costs_nothing() -> None:
+    """It left, or found no place in time."""
+    limits = {"max_requests": 1, "max_wait": 0.1, **house(TenantSettings(prompt_tokens=1, burst_seconds=1))}
+    async with deployed("concurrent", 1, 1, **limits) as deployment:
+        asked = {"headers": bearer(ALICE), "prompt": [7] * 300}
+        with slow(deployment.d):
+            first = asyncio.create_task(deployment.post(headers=bearer(BOB)))
+            await eventually(lambda: called(deployment.d))
+            leaver = asyncio.create_task(deployment.post(**asked))
+            await eventually(lambda: deployment.proxy.admission.waiting == 1)
+            leaver.cancel()
+            await eventually(lambda: deployment.proxy.admission.waiting == 0)
+            assert "within 0.1 seconds" in await deployment.refusal(503, **asked)
+        assert (await first).status == 200
+        await deployment.serves(1, **asked)
+        assert (await page(deployment)).value("tenant_prompt_tokens_total", tenant="alice") == 300
+        assert "1 a second" in await deployment.refusal(429, **asked)
 
 
 async def test_a_prompt_counts_no_more_than_the_context_has() -> None:
