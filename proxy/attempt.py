@@ -180,9 +180,10 @@ class Attempt:
         """Frees D: its stream goes on elsewhere, and what has not begun is tried there. False if it stays."""
         if self.relay is not None and self.relay is not self._handed_on:
             return self.relay.move()
-        if self._decoding is not None:
-            self._decoding.lose("moved")
-        return self._decoding is not None
+        if self._decoding is None or self.body.acts:
+            return False
+        self._decoding.lose("moved")
+        return True
 
     def needs(self, prefill: Instance) -> bool:
         """Whether D may wait for KV of this P: until its first token or, of several prompts, to the end."""
@@ -358,7 +359,7 @@ class Attempt:
 
     def _call(self, role: Role, instance: Instance, tokens: int = 0, path: str = "") -> Call:
         # If P hangs and D has been asked, D's own lease for it ends D's wait.
-        may_leave = role == "D" or self._decoding is None
+        may_leave = (role == "D" or self._decoding is None) and not self.body.acts
         headers = to_instance(self.request.headers, instance, self.request_id)
         tenant = self.place.request.tenant
         if tenant is not None and tenant.settings.priority is not None and "priority" not in self.body.fields:

@@ -105,6 +105,7 @@ class Body:
         wants_pair: whether P can help. Not with beam search, which makes requests of its own, nor with tools
             that vLLM itself calls, since what they return becomes part of a longer prompt, nor where the
             answer is about the prompt's own tokens, whose logits only the prefill itself yields.
+        acts: vLLM itself calls its tools, perhaps, so that what they do must not be done twice.
         one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
         previous: the response that one of /v1/responses goes on with, as the client knows it; "" if none.
         previous_name: the same, as D knows it.
@@ -128,6 +129,8 @@ class Body:
         self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
         self.previous_name = self.previous
         self.stored = responds and _switch(_small(fields, "store") if "store" in fields else True) is True
+        tools = decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")]) if responds else ()
+        self.acts = any(tool.type != "function" for tool in tools or ())
         self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
@@ -154,10 +157,7 @@ class Body:
     def _computes_no_more_than_its_prompt(self) -> bool:
         fields = self.fields
         if self.path == "/v1/responses":
-            if self.previous:
-                return False  # which is at D only
-            tools = decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")])
-            return all(tool.type == "function" for tool in tools or ())  # vLLM itself calls no function
+            return not (self.previous or self.acts)  # what came before is at D only
         off = all(_switch(_small(fields, name)) is False for name in ("use_beam_search", "echo"))
         return off and _small(fields, "prompt_logprobs") is None
 

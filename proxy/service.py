@@ -164,7 +164,8 @@ class Proxy:
             if outcome.verdict.blame is Blame.PROXY:
                 record.end("shed")
             again = outcome.verdict.again
-            if again is RetryKind.NO or self.active.stopping:
+            acted = body.acts and outcome.end not in (CallEnd.CLOSED, CallEnd.UNREACHABLE)
+            if again is RetryKind.NO or acted or self.active.stopping:
                 return outcome.response
             if again is RetryKind.SAME:
                 # Under a new id neither side takes it for the one that was aborted.

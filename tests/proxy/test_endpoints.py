@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import msgspec
 import proxy_behaviours
 import pytest
@@ -181,6 +182,36 @@ async def test_tools_that_vllm_calls_itself_leave_the_request_to_d(concurrent: D
     assert (await concurrent.post(body, "/v1/responses")).status == 200
     assert concurrent.p.requests == []
     assert concurrent.d.requests[0].body["request_id"] == f"resp_{concurrent.d.requests[0].request_id}"
+
+
+async def test_tools_that_vllm_calls_itself_are_not_called_twice() -> None:
+    """Unless the first D has not even been reached."""
+    async with deployed("concurrent", decode=2) as deployment:
+        (first, other), release = deployment.decodes, asyncio.Event()
+        known = deployment.known(first)
+
+        def ask() -> asyncio.Task[aiohttp.ClientResponse]:
+            known.take_turn(-(1 << 31))
+            body = body_of("/v1/responses", tools=[{"type": "mcp", "server_label": "shop"}])
+            return asyncio.create_task(deployment.post(body, "/v1/responses"))
+
+        for first.behaviour, status in (
+            (proxy_behaviours.answer_error(500), 500),
+            (proxy_behaviours.dies, 502),
+            (proxy_behaviours.after(release, proxy_behaviours.answer_json), 200),
+        ):
+            release.clear()
+            before, asking = len(first.requests), ask()
+            await eventually(lambda: len(first.requests) > before)  # noqa: B023
+            deployment.registry.drain(known, drained=True)
+            deployment.proxy.move_away([known])
+            await asyncio.sleep(0.01)
+            release.set()
+            assert (await asking).status == status
+            deployment.registry.drain(known, drained=False)
+        assert not other.requests
+        first.kill()
+        assert (await ask()).status == 200 and len(other.requests) == 1
 
 
 # Responses that go on with one before, which a single D has.
