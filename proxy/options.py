@@ -89,10 +89,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     # fmt: off
     add = partial(settings.add_option, parser)
-    add("--host", "127.0.0.1", what="address to serve on")
+    add("--host", "127.0.0.1", _given, what="address to serve on")
     add("--port", 10001, _port, what="port to serve on")
     add("--discovery", "127.0.0.1:30001", Address.parse, "HOST:PORT", "where instances send their pings")
-    add("--secret-file", None, _file, "FILE",
+    add("--secret-file", None, _given, "FILE",
         "the secret of all instances, so that only they can register; or set P2PKV_SECRET")
     add("--plain-discovery", None, Address.parse, "HOST:PORT",
         "a second place for pings, without the secret: for instances with `discovery: plain`")
@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("operation")
     group.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     add = partial(settings.add_option, group)
-    add(settings.FILE_OPTION, None, _file, "FILE", "a TOML file with options, such as `max-requests = 64`")
+    add(settings.FILE_OPTION, None, _given, "FILE", "a TOML file with options, such as `max-requests = 64`")
     add("--reuse-port", False, what="share --port with other proxies that have this option: the kernel "
         "gives each of them a part of the connections")
     add("--admin", None, Address.parse, "HOST:PORT", "a second address, of this proxy alone: for its "
@@ -130,8 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--allow-credentials", False, what="and with cookies")
     add("--allowed-methods", [], read_list, "METHOD", "and with these methods only")
     add("--allowed-headers", [], read_list, "NAME", "and with these headers only")
-    add("--ssl-certfile", None, _file, "FILE", "serve HTTPS, with this certificate chain (PEM)")
-    add("--ssl-keyfile", None, _file, "FILE", "the certificate's key (PEM)")
+    add("--ssl-certfile", None, _given, "FILE", "serve HTTPS, with this certificate chain (PEM)")
+    add("--ssl-keyfile", None, _given, "FILE", "the certificate's key (PEM)")
     add("--admin-token", "", _token, "TOKEN",
         "what a request to drain or resume an instance has to show; without it none can. Safer in the "
         "environment or the file")
@@ -159,8 +159,8 @@ def _policies() -> str:
     )
 
 
-def _file(text: str) -> str:
-    settings.demand(text, "an empty name names no file: give one, or leave the option out")
+def _given(text: str) -> str:
+    settings.demand(text, "expected a value, not an empty text; or leave the option out")
     return text
 
 

@@ -335,7 +335,7 @@ def test_a_mistake_in_the_environment_names_the_variable(
     assert "P2PKV_PROXY_RETRIES: 'x' is not a whole number" in refused(capsys, RETRIES="x")
     assert "P2PKV_PROXY_LOG_FORMAT: 'xml' is none of text, json" in refused(capsys, LOG_FORMAT="xml")
     assert "an empty key would let every client in" in refused(capsys, API_KEY="")
-    assert "P2PKV_PROXY_CONFIG: an empty name names no file" in refused(capsys, CONFIG="")
+    assert "P2PKV_PROXY_CONFIG: expected a value, not an empty text" in refused(capsys, CONFIG="")
     assert "/nowhere/p.toml cannot be read: No such file" in refused(capsys, "--config=/nowhere/p.toml")
     assert "expected one argument" in refused(capsys, "--config")
     with caplog.at_level(logging.WARNING):
@@ -390,9 +390,10 @@ def test_what_kubernetes_sets_beside_a_service_is_not_for_us(caplog: pytest.LogC
         ("--tenant-header X-Tenant", "--tenant-header needs --tenants"),
         ("--tenants /nowhere/tenants.toml", "cannot be read: No such file"),
         ("--api-key=", "an empty key would let every client in"),
-        ("--ssl-certfile= --ssl-keyfile=", "--ssl-certfile: an empty name names no file"),
-        ("--config=", "--config: an empty name names no file"),
-        ("--secret-file=", "--secret-file: an empty name names no file"),
+        ("--ssl-certfile= --ssl-keyfile=", "--ssl-certfile: expected a value, not an empty text"),
+        ("--host=", "--host: expected a value, not an empty text"),
+        ("--config=", "--config: expected a value, not an empty text"),
+        ("--secret-file=", "--secret-file: expected a value, not an empty text"),
         *(
             (f"--alone-share {share}", f"{share!r} is no share: expected more than 0 and at most 1")
             for share in ("0", "1.5", "-1", "nan", "much")
