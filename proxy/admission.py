@@ -167,10 +167,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._lines()))
-
-    def _lines(self) -> Iterator[dict[_Waiter, None]]:
-        return (queue for lines in self._queues.values() for queue in lines.values())
+        return sum(len(queue) for lines in self._queues.values() for queue in lines.values())
 
     @property
     def under_way(self) -> int:
@@ -269,7 +266,8 @@ class Admission:
 
     def close(self, failure: ProxyError) -> None:
         """Turns away all who wait."""
-        for waiter in [waiter for queue in self._lines() for waiter in queue]:
+        queues = [queue for lines in self._queues.values() for queue in lines.values()]
+        for waiter in itertools.chain.from_iterable(queues):
             if not waiter.placed.done():
                 waiter.placed.set_exception(failure)
 

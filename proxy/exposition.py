@@ -5,6 +5,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import chain, product
+from types import SimpleNamespace
 
 from aiohttp import web
 from prometheus_client import core
@@ -25,18 +26,9 @@ async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
     encode, kind = choose_encoder(request.headers.get("Accept", ""))
     async with proxy.metrics.writing:
         read = tuple(Exposition(proxy).collect())  # in the loop, where all of it changes
-        body = await asyncio.to_thread(encode, _PageMetrics((proxy.metrics.registry.collect(), read)))
+        both = chain(proxy.metrics.registry.collect(), read)
+        body = await asyncio.to_thread(encode, SimpleNamespace(collect=lambda: both))
     return web.Response(body=body, headers={"Content-Type": kind})
-
-
-@dataclass(eq=False)
-class _PageMetrics:
-    """To the library a registry."""
-
-    _parts: Iterable[Iterable[core.Metric]]
-
-    def collect(self) -> Iterable[core.Metric]:
-        return chain.from_iterable(self._parts)
 
 
 @dataclass(eq=False)

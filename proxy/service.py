@@ -92,8 +92,7 @@ class Proxy:
             session = request.headers.get(self.routing.session_header, "")
             only, asked, spent = None, 0, 0
             if body.previous:
-                only, name = self.responses.find(body.previous)
-                body.go_on_from(name)
+                only, body.previous_name = self.responses.find(body.previous)
             context = self.router.longest_context(self.clock())
             if context is not None and body.one_prompt and request.path in PAIRED:
                 body.prompt.bound(context)
