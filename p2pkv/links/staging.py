@@ -94,14 +94,18 @@ class Slots:
         need = aligned(nbytes)
         if share is not None and share.held + need > share.window:
             return None
+        most = self.capacity if share is None else min(self.capacity, share.budget.most)
+        low = self.capacity - most if share is not None and share.sends else 0
         with self._lock:
             for index, (start, stop) in enumerate(self._free):
-                if stop - start >= need:
-                    self._free[index : index + 1] = [(start + need, stop)] if stop - start > need else []
-                    self._taken[start] = need, share
+                begin = max(start, low)
+                if min(stop, low + most) - begin >= need:
+                    rest = (start, begin), (begin + need, stop)
+                    self._free[index : index + 1] = [each for each in rest if each[0] < each[1]]
+                    self._taken[begin] = need, share
                     if share is not None:
                         share.count(need)
-                    return start
+                    return begin
         return None
 
     def check(self, nbytes: int, share: StagingShare | None = None) -> None:

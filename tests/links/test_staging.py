@@ -43,6 +43,19 @@ def test_a_rank_that_carries_both_ways_keeps_a_quarter_for_each() -> None:
     assert receives[0].grants(256)
 
 
+@pytest.mark.parametrize("sends", [False, True])
+def test_that_quarter_lies_together_whatever_the_other_direction_holds(sends: bool) -> None:
+    budget, slots = StagingBudget(1024), Slots(1024)
+    budget.carry_both_ways()
+    one, other = StagingShare(budget, sends=sends), StagingShare(budget, sends=not sends)
+    taken = [slots.take(128, one) for _ in range(6)]
+    for offset in (taken[0], taken[2]):
+        assert offset is not None
+        slots.give(offset)
+    slots.take(256, one)
+    assert other.grants(256) and slots.take(256, other) is not None
+
+
 def test_pages_are_given_back_a_minute_after_the_last_use_and_not_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
