@@ -413,8 +413,8 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     def welcome(self, peer: PrefillPeer, message: m.Welcome, now: float) -> None:
         peer.unanswered_since = None
-        again = peer.hello is not None and peer.hello.incarnation == message.hello.incarnation
-        if message.you != self._ctx.hello.incarnation or again:
+        known = peer.hello.incarnation if peer.dialing.open and peer.hello is not None else ""
+        if message.you != self._ctx.hello.incarnation or message.hello.incarnation == known:
             return
         try:
             peer.welcome(message)

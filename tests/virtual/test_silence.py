@@ -3,6 +3,7 @@
 import pytest
 from virtual.pair import BLOCKS, GRACE, HALF, LEASE, LONG, STALL, TOKENS, VirtualPair, value
 
+from p2pkv.control.endpoint import ConnectionFailure
 from p2pkv.engine import commands as do
 from support.engine.engines import step, wrong_cells
 from support.engine.transfers import arrives, ask
@@ -192,4 +193,17 @@ def test_a_connection_that_went_silent_is_dialed_anew(pair: VirtualPair) -> None
     pair.expect("after")
     pair.computed("after")
     pair.d.wait(do.Begun("after"), LEASE + GRACE)
+    pair.load("after")
+
+
+def test_a_p_whose_handshake_failed_once_while_nobody_asked_is_met_again(pair: VirtualPair) -> None:
+    """It is the same incarnation: its connection ended, and something broke the next one."""
+    pair.expect("before")
+    pair.served("before")
+    (peer,) = pair.d.rank.core.decode.peers
+    pair.d.rank.endpoint.hang_up(peer.connection)
+    pair.d.rank.endpoint._failures.append(ConnectionFailure(peer.connection, "it is broken"))
+    pair.lasts(lambda: True, LEASE)
+    pair.expect("after")
+    pair.computed("after")
     pair.load("after")
