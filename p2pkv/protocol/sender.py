@@ -200,7 +200,8 @@ class Sender:
             raise LocalProtocolError(f"{self.key}: tokens are computed before the prompt was offered")
         for index in range(layer, layer_stop):
             self._computed[index] = max(self._computed[index], stop)
-        if self.prompt.state is PromptPhase.OFFERED and min(self._computed) >= self.tokens:
+        # A pipeline stage may have no KV layers.
+        if self.prompt.state is PromptPhase.OFFERED and min(self._computed, default=stop) >= self.tokens:
             self.prompt.local("COMPLETE")
             self._since = self._moved = now
             # Ranks of D that have not said what they want may ask with grants now.

@@ -32,7 +32,7 @@ from protocol.sender_rigs import (
 from p2pkv.protocol import sender as module
 from p2pkv.protocol.handshake import RowFormat
 from p2pkv.protocol.messages import Chunk, Failed, Piece
-from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEvent, SendPhase
+from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, Sender, SendEvent, SendPhase
 from p2pkv.protocol.state_machine import (
     Decision,
     Finished,
@@ -101,6 +101,13 @@ def test_an_empty_want_before_the_offer_releases_the_pages_when_the_prefill_begi
 def test_a_rank_that_owes_nobody_anything_releases_its_pages_at_once() -> None:
     rig = Rig(expects=())
     assert rig.offer() == [Released(), Finished(True)]
+
+
+def test_a_stage_without_kv_layers_has_computed_a_prompt_with_its_last_token() -> None:
+    sender = Sender(KEY, [()], TERMS)
+    sender.offer(TOKENS, b"prompt")
+    assert sender.computed(0, 0, TOKENS - 1, 0.0) == [] and sender.deadline is None
+    assert sender.computed(0, 0, TOKENS, 1.0) == [] and sender.deadline == 1.0 + LEASE
 
 
 # Every row of the tables.
