@@ -197,9 +197,15 @@ class Core:
         if context.idle_work:
             context.idle_work.popleft()()
         if context.timers.due <= now:
-            for timer in context.timers.take_due(now):
-                timer.act(now)
-                self._apply(now)
+            due = context.timers.take_due(now)
+            try:
+                while due:
+                    due[0].act(now)
+                    self._apply(now)
+                    del due[0]
+            finally:
+                for timer in due:  # an error of ours ends the turn: these are due again soon
+                    timer.by(now + LOOK_SECONDS)
             self._flush(now)
         if self._tick.due > now + TICK and any(role.busy for role in self.roles):
             self._tick.at(now + TICK)

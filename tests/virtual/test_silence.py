@@ -1,10 +1,14 @@
 """Who is busy, idle or silent for less than its time is waited for; who hangs or is gone is not."""
 
+from contextlib import suppress
+
 import pytest
 from virtual.pair import BLOCKS, GRACE, HALF, LEASE, LONG, STALL, TOKENS, VirtualPair, value
 
 from p2pkv.control.endpoint import ConnectionFailure
 from p2pkv.engine import commands as do
+from p2pkv.protocol.sender import Sender
+from p2pkv.protocol.state_machine import Decision
 from support.engine.engines import step, wrong_cells
 from support.engine.transfers import arrives, ask
 
@@ -207,3 +211,24 @@ def test_a_p_whose_handshake_failed_once_while_nobody_asked_is_met_again(pair: V
     pair.expect("after")
     pair.computed("after")
     pair.load("after")
+
+
+def test_an_error_of_ours_in_a_look_at_leases_does_not_end_the_looks(
+    pair: VirtualPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, errors = pair.p.rank.core, [RuntimeError("ours")]
+    turn, tick = core.turn, Sender.tick
+
+    def guarded(now: float) -> None:
+        with suppress(RuntimeError):
+            turn(now)
+
+    def fail_once(self: Sender, *its: float | None) -> list[Decision]:
+        if errors:
+            raise errors.pop()
+        return tick(self, *its)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(core, "turn", guarded)
+    monkeypatch.setattr(Sender, "tick", fail_once)
+    pair.computed()
+    pair.p.wait(do.BlocksFree("k"), 2 * LEASE + GRACE)
