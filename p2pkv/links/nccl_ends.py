@@ -362,6 +362,13 @@ class NcclInbound(NcclEnd, Inbound):
         self.check()
         self.announce(count)
 
+    @property
+    def _turn(self) -> bool:
+        """Between two launches others that have asked come first: P may announce its sends without end."""
+        if self._busy.contended and not self._on_device:
+            self._busy.rest(self)
+        return super()._turn
+
 
 class NcclSend(Operation):
     __slots__ = ()

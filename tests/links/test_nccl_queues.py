@@ -286,6 +286,30 @@ def test_a_link_announces_ahead_only_while_none_waits() -> None:
                first.arrived == second.arrived == AHEAD)  # fmt: skip
 
 
+def test_a_p_that_pushes_without_end_leaves_d_time_for_another() -> None:
+    """D may have one link on its device, and of the first one the next send is always announced."""
+    mesh = Mesh(sides=(2, 1), processors=32)
+    first, second = mesh.lines.values()
+
+    def turn(line: Line) -> None:
+        line.turn_of_p()
+        line.turn_of_d()
+
+    def push() -> None:
+        while len(first.granted) + len(first.receives) < AHEAD:
+            first.grant()
+        while first.decide():
+            pass
+        turn(first)
+
+    wait_for(lambda: push() or first.arrived)
+    second.grant()
+    second.decide()
+    before = first.arrived
+    wait_for(lambda: push() or turn(second) or second.arrived or first.arrived - before > 100)
+    assert second.arrived
+
+
 def test_ranks_that_announce_to_several_before_they_launch_never_wait_in_a_circle() -> None:
     """Each rank may have one link on its device. In one turn of P its links announce one after the other, and
     are launched when all `Sent` messages are out. Both of P's ranks begin with another link, and each of D's
