@@ -6,6 +6,7 @@ idle step waits for events.
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.engine.context import LOOK_SECONDS, Counters
 from p2pkv.engine.core_liveness import Liveness
 from p2pkv.engine.thread import Rank
+
+FAILED = "the step in which P computed this prompt has failed"
 
 
 @dataclass
@@ -239,6 +242,8 @@ class Worker:
         """The engine thread learns of this step's prompts in the next one."""
         self._postponed: list[Command] = []
         """Those of a quiet step."""
+        self._handled = sys.exception()
+        """What vLLM's caller handles when a step begins."""
         rank.call_on_event(self._wakeup.send)
         self.loads = Loads(rank)
 
@@ -264,7 +269,7 @@ class Worker:
         """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends."""
         if self.rank.failure:
             raise RuntimeError(self.rank.failure)
-        self._idle_wait = meta.idle_wait
+        self._idle_wait, self._handled = meta.idle_wait, sys.exception()
         self._wakeup.address, self._wakeup.needed = meta.wakeup_address, not meta.work
         SPIN_WAIT.idle = meta.idle
         if meta.work:
@@ -320,6 +325,9 @@ class Worker:
 
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered, unless it is a quiet step."""
+        if sys.exception() is not self._handled:  # V1 ends a step also if its forward has raised
+            self._postponed += [do.Abort(key, FAILED) for key, _ in self._computed.prompts]
+            self._computed.begin((), 1)
         if not self._quiet:
             for command in self._postponed:
                 self.rank.do(command)

@@ -204,6 +204,14 @@ def test_the_last_layers_hook_says_what_does_not_fill_a_message(make: Make) -> N
     assert [(each.layer, each.layer_stop) for each in seen] == [(0, 2)]
 
 
+def test_what_a_failed_forward_has_not_computed_is_not_sent(make: Make) -> None:
+    runner, rank = make()
+    runner.forward = Mock(side_effect=ValueError)  # type: ignore[method-assign]
+    with pytest.raises(ValueError):
+        runner.step(prefill_step(16, first=True))
+    assert not rank.said(do.Computed)
+
+
 @pytest.mark.parametrize(("waits", "runs"), [(True, [(0, 6)]), (False, [(0, 2), (2, 4), (4, 6)])])
 def test_where_the_device_waits_for_launches_nothing_is_said_before_the_last_layer(
     waits: bool, runs: list[tuple[int, int]]
