@@ -287,6 +287,11 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
             "--enable-elastic-ep is set: this version of p2pkv does not follow data-parallel ranks that come "
             "and go; leave the option out"
         )
+    if parallel.enable_fault_tolerance:
+        raise ConfigError(
+            "--enable-fault-tolerance is set: with it vLLM goes on after a step that has failed, of which "
+            "nobody knows what it has computed, and which transfers had ended; leave the option out"
+        )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             "the external_launcher executor runs a scheduler in each rank, and p2pkv needs one for all: "

@@ -464,6 +464,7 @@ def test_weights_without_files_need_a_name(
     ("sizes", "match"),
     [
         ({"enable_elastic_ep": True}, "--enable-elastic-ep is set"),
+        ({"enable_fault_tolerance": True}, "--enable-fault-tolerance is set"),
         ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
     ],
 )
