@@ -25,6 +25,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.request import RequestStatus
 
 from p2pkv.config import PatchName
 from p2pkv.connector import idle_steps
@@ -485,9 +486,10 @@ class PausedLoads(Patch):
     """Blocks of requests whose KV has come in, given back when vLLM empties a D's caches under load.
 
     `/pause?mode=keep`, and a sleep in that mode, preempt what runs and then empty the prefix cache, which
-    fails while a request holds blocks. vLLM leaves out those that wait for KV. D keeps its engine core at
-    work until that KV has come or failed (`has_pending_push_work`), and then these requests, too, give their
-    blocks back: D computes their prompts itself after `/resume`.
+    fails while a request holds blocks. vLLM leaves out those that wait for KV, or, once it has come, for one
+    more block or an adapter. D keeps its engine core at work until that KV has come or failed
+    (`has_pending_push_work`), and then these requests, too, give their blocks back: D computes their prompts
+    itself after `/resume`.
     """
 
     name = "paused_loads"
@@ -505,6 +507,7 @@ class PausedLoads(Patch):
         ),
         Function(_SCHEDULER, "Scheduler._free_request_blocks", ("self", "request")),
         Function(_SCHEDULER, "Scheduler.has_requests", mentions={"has_pending_push_work"}),
+        Function(_SCHEDULER, "Scheduler.get_request_counts", mentions={"kv_holding_waiting"}),
     )
     without = "vLLM's /pause?mode=keep fails on a D while KV comes in"
 
@@ -516,12 +519,14 @@ class PausedLoads(Patch):
         reset_connector: bool = False,
     ) -> Any:
         if reset_running_requests:
-            for request_id in tuple(scheduler.finished_recving_kv_req_ids):
-                request = scheduler.requests[request_id]
-                scheduler._update_waiting_for_remote_kv(request)
+            for request in tuple(scheduler.kv_holding_waiting):
+                if request.request_id in scheduler.finished_recving_kv_req_ids:
+                    scheduler._update_waiting_for_remote_kv(request)
+                elif request.resumable or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    continue
                 scheduler._free_request_blocks(request)
                 request.num_computed_tokens = 0
-                request.status = type(request.status)["PREEMPTED" if request.num_preemptions else "WAITING"]
+                request.status = RequestStatus["PREEMPTED" if request.num_preemptions else "WAITING"]
         return original(scheduler, reset_running_requests, reset_connector)
 
 

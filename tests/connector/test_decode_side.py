@@ -120,6 +120,24 @@ def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_bl
     d.assert_at_rest()
 
 
+def test_such_a_pause_takes_the_blocks_of_loads_that_have_ended_and_wait_for_one_more() -> None:
+    d = instances.Instance("D", policy="recompute", blocks=6)
+    others = d.ask("cmpl-no-pair-0-12345678", instances.tokens(17, "alone"), max_tokens=40)
+    d.step()
+    paired = d.ask(instances.inner_id(instances.pair_id()), instances.tokens(33))
+    key = d.start_load(paired)
+    d.run_until(lambda: not d.free)
+    d.rank.load(key)
+    d.step(2)
+    assert d.blocks(paired) and paired.request_id not in d.scheduler.finished_recving_kv_req_ids
+    d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    d.finish(paired, others)
+    assert set(d.ended.values()) == {"length"}
+    d.assert_at_rest()
+
+
 @pytest.mark.parametrize(
     "request_id",
     [
