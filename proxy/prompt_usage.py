@@ -38,7 +38,7 @@ _DETAILS: Mapping[str, str] = {
     "/v1/responses": "input_tokens_details",
 }
 # At /v1/messages they stand in the usage itself, and what was cached is not counted among the others.
-_NULL = b"null"
+_NULL = Raw(b"null")
 _READ, _OF_THE_PROMPT = "cache_read_input_tokens", ("input_tokens", "cache_creation_input_tokens")
 
 COUNTS = {path: f'"{_DETAILS.get(path, _READ)}":'.encode() for path in PAIRED}
@@ -82,10 +82,12 @@ def _last_replaced(data: bytes, found: re.Pattern[bytes], made: Callable[[bytes]
 
 
 def _counts_of(path: str, ps: Counts, ds: bytes) -> bytes:
+    counts = decoded(_counts, ds, {})
     if path in _DETAILS:
-        details = bytes(ps.get(_DETAILS[path], _NULL))
-        return ds if details == _NULL else details
-    counts = _counts.decode(ds)
+        # D's stream leaves out what is null, and P's answer may be none.
+        details = decoded(_counts, ps.get(_DETAILS[path], _NULL), {})
+        said = {name: count for name, count in details.items() if name in counts or count != _NULL}
+        return msgspec.json.encode(said) if said else ds
     if _READ not in counts or _READ not in ps:
         return ds
     names = _READ, *_OF_THE_PROMPT

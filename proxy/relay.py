@@ -269,7 +269,8 @@ def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: s
         headers["Authorization"] = f"Bearer {key}"
     if theirs := client.get(REQUEST_ID):
         headers.setdefault(CLIENT_ID, theirs)
-    headers["Content-Type"] = "application/json"
+    # vLLM takes JSON only, which browsers send from pages of other origins only if they may.
+    headers["Content-Type"] = client.get("Content-Type", "")
     # Ids are rewritten in the answer, so it must come as it is.
     headers["Accept-Encoding"] = "identity"
     if instance.replica is not None:

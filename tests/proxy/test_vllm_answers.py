@@ -167,3 +167,6 @@ def test_headers_that_control_vllm_do_not_come_from_clients() -> None:
     kept = {name.lower(): value for name, value in sent.items()}
     assert not stopped & set(kept) and "x-data-parallel-rank" not in kept
     assert kept["x-request-id"] == "id" and kept["x-session-id"] == kept["x-mine"] == "5"
+    assert kept["content-type"] == "5", "vLLM's check of pages that may not ask is the proxy's, too"
+    unnamed = to_instance(CIMultiDictProxy(CIMultiDict()), join(Registry(), ping("D")), "id")
+    assert unnamed["Content-Type"] == ""
