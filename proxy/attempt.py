@@ -559,7 +559,10 @@ class Attempt:
         answered, head = answer
         head = split_prompt(head)[0] if self._repeated else head  # P's answer had it, too
         streamed = answered.content_type == EVENT_STREAM
-        pace = self.record.streams(head, again=self.former is not None) if streamed else None
+        # Who goes on with a chat begins it anew, with an event that is no token.
+        begun = self.continuation is not None and self.body.path != COMPLETIONS
+        new = head.partition(EVENT_END)[2] if begun else head
+        pace = self.record.streams(new, again=self.former is not None) if streamed else None
         if pace is not None:
             self.place.streams(pace)
         elif self.place.request.tenant is not None and answered.content.at_eof():

@@ -1,9 +1,9 @@
 """The rest of a streamed answer, from another instance than its beginning. No IO.
 
 That instance is asked for a completion of the prompt and the answer's tokens up to the resume point, see
-transcript.py; if the client sees log-probabilities of a chat, for a chat with these tokens. Its events become
-those of the first one. What the client has beyond that point comes again, and is not sent a second time; if
-it comes otherwise, as it may with sampling, the answer cannot go on.
+transcript.py; or for a chat with these tokens, out of which vLLM's parsers may take what calls tools. Its
+events become those of the first one. What the client has beyond that point comes again, and is not sent a
+second time; if it comes otherwise, as it may with sampling, the answer cannot go on.
 """
 
 import re
@@ -15,9 +15,9 @@ from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, TextChoice, Transcr
 from .upstream import EVENT_END
 
 _PLAIN = re.compile(
-    rb'data: \{"id":"[^"]*+","object":"text_completion","created":\d++,"model":"[^"\\]*+","choices":\['
-    rb'\{"index":0,"text":"((?:[^"\\]|\\.)++)","logprobs":null,"finish_reason":null,'
-    rb'"stop_reason":null,"prompt_token_ids":null,"token_ids":\[(\d++)\]\}\]\}\n\n'
+    rb'data: \{"id":"[^"]*+","object":"[a-z._]*+","created":\d++,"model":"[^"\\]*+","choices":\['
+    rb'\{"index":0,(?:"text"|"delta":\{"content"):"((?:[^"\\]|\\.)++)"\}?+,"logprobs":null,"finish_reason":null,'
+    rb'(?:"stop_reason":null,"prompt_token_ids":null,)?+"token_ids":\[(\d++)\]\}\]\}\n\n'
 )
 """Nearly each event: one token and its text, without a usage. Only its text goes on, and is not decoded."""
 
@@ -58,13 +58,10 @@ class Continuation:
         left = wanted.most_tokens(context - self._transcript.prompt_tokens) - self.before
         asked |= {"max_tokens": left, "stream": True, "return_token_ids": True}
         asked["min_tokens"] = max(0, wanted.least_tokens - self.before)
-        # A completion's log-probabilities name tokens by their text alone, which several may share.
-        chat = wanted.chat and bool(fields.get("logprobs"))
-        if chat or not wanted.chat:
-            asked |= {name: fields[name] for name in ("logprobs", "top_logprobs") if name in fields}
+        asked |= {name: fields[name] for name in ("logprobs", "top_logprobs") if name in fields}
         prompt = b'{"prompt":[' + self._transcript.all_ids + b"],"
         body = parse(prompt + msgspec.json.encode(asked)[1:], COMPLETIONS)
-        if chat:
+        if wanted.chat:
             body.become_chat()
         return body
 
@@ -113,7 +110,8 @@ class Continuation:
         """A choice in the form of the client's endpoint."""
         if not self._wanted.chat:
             return {**choice, "text": text, "logprobs": logprobs, "prompt_token_ids": None, "token_ids": ids}
-        made = {"index": 0, "delta": {"content": text}, "logprobs": logprobs}
+        said = {"content": text} if text or choice.get("delta") else {}
+        made = {"index": 0, "delta": said, "logprobs": logprobs}
         made["finish_reason"] = finish = choice.get("finish_reason")
         if finish is not None:
             made["stop_reason"] = choice.get("stop_reason")

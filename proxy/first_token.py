@@ -33,7 +33,7 @@ from .bodies import Body
 from .limits import RequestCounters
 from .membership.instance import Instance
 from .routing import Choice
-from .transcript import COMPLETIONS, DATA_SPACE, GOES_ON, TextChoice, Transcript, text_of
+from .transcript import COMPLETIONS, DATA_SPACE, GOES_ON, NOTHING, TextChoice, Transcript, text_of
 from .upstream import EVENT_END, split_prompt
 
 Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed", "late"]
@@ -239,7 +239,7 @@ class FirstTokens:
             return "context"  # D may refuse it
         if plan.ends_with(token, context):
             return None
-        if (text := token.choice.said) is None:
+        if (text := token.choice.said) is None and NOTHING not in token.events:
             self._parsed.add(body.model)
             return "parser"
         if not text or transcript.wanted.may_begin_stop(text):

@@ -173,6 +173,8 @@ class Wanted:
 _IDS, _NO_IDS = b'"token_ids":[', b'"token_ids":null'
 """Neither can begin within a JSON string, where quotes are escaped."""
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
+NOTHING = b'"delta":{}'
+"""Of a token that a parser of tools gives no text; without a wish for ids no such event is sent."""
 _ONLY_USAGE = b'"choices":[]'
 _ERROR = b'data: {"error"'
 GOES_ON, ENDS = b'"finish_reason":null', b'"finish_reason":"'
@@ -347,15 +349,18 @@ class Transcript:
             self._note(event, event[at + len(_IDS) : end])
         if self.wanted.shows_ids:
             return event
+        if self.wanted.chat and not (self.finished or self.wanted.shows_tokens) and NOTHING in event:
+            return b""
         event = event[:at] + _NO_IDS + event[end + 1 :]
         return split_prompt(event)[0] if first else event
 
     def _note(self, event: bytes, ids: bytes) -> None:
         start = event.find(self._text)
-        if start < 0:
+        if start < 0 and NOTHING not in event:
             self.drop()  # reasoning, or a call of a tool
             return
-        if self.plain and ids.isdigit() and not event.startswith(b'"', start + len(self._text)):
+        some = start >= 0 and not event.startswith(b'"', start + len(self._text))
+        if some and self.plain and ids.isdigit():
             # Without a look at the text: each token of nearly each answer comes by here.
             self.note_token(ids)
             return
@@ -403,8 +408,6 @@ class Transcript:
             self._begin(event)
             return event if self.wanted.shows_ids else split_prompt(event)[0]
         elif not self.finished and event.startswith(_DATA):
-            if b'"delta":{}' in event and GOES_ON in event and not self.wanted.shows_tokens:
-                return b""  # which vLLM sends only because the ids were asked for
             self.drop()
         self.counted |= _ONLY_USAGE in event
         return event

@@ -14,6 +14,8 @@ from typing import Any
 WORDS = (" a", " be", " see", "d", "e", "fg", ".", " END", "EN", "D", " ü", "\n")
 HALVES = (b"\xf0\x9f", b"\x98\x80")
 FIRST_HALF, SECOND_HALF, END_OF_TEXT = 30, 31, 32
+CALL, LINE = 9, 13
+"""Where a call of a tool begins and ends."""
 _PIECES = {2 + at: word.encode() for at, word in enumerate(WORDS)} | dict(
     zip((FIRST_HALF, SECOND_HALF), HALVES, strict=True)
 )
@@ -77,10 +79,12 @@ class Detokenizer:
 
 @dataclass
 class Engine:
-    """Answers requests; each chunk has as many tokens as `sizes` says, over and over."""
+    """Answers requests; each chunk has as many tokens as `sizes` says, over and over. A `parser` of tools
+    takes calls out of a chat, and sends no chunk without text unasked."""
 
     model: Model = field(default_factory=Model)
     sizes: Sequence[int] = (1,)
+    parser: bool = False
 
     def events(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
         chat = path == "/v1/chat/completions"
@@ -107,6 +111,10 @@ class Engine:
                 as_ids = bool(body.get("return_tokens_as_token_ids"))
                 logprobs, offset = _logprobs(ids, top, offset, chat=chat, as_ids=as_ids)
             said = {"delta": {"content": text}} if chat else {"text": text}
+            if chat and self.parser and not text:
+                said = {"delta": {}}
+                if not (finish or shows or logprobs):
+                    continue
             choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish}
             if finish or not chat:
                 choice["stop_reason"] = why
@@ -132,13 +140,14 @@ class Engine:
             [stops] if isinstance(stops, str) else stops, bool(body.get("include_stop_str_in_output"))
         )
         most = body.get("max_tokens", DEFAULT_TOKENS if chat else 16)
-        ids, chunk, number = list(prompt), [], 0
+        ids, chunk, number, hidden = list(prompt), [], 0, False
         while True:
             token = self.model.next(ids)
             ids.append(token)
             chunk.append(token)
             count = len(ids) - len(prompt)
-            stop = made.add(token) if token != END_OF_TEXT else None
+            hidden = chat and self.parser and (token == CALL or (hidden and token != LINE))
+            stop = made.add(token) if token != END_OF_TEXT and not hidden else None
             finish = (
                 "stop" if stop is not None or token == END_OF_TEXT else "length" if count >= most else None
             )

@@ -118,6 +118,7 @@ BODIES = st.fixed_dictionaries(
     chunks=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=3, max_size=3),
     cuts=st.tuples(st.integers(1, 6000), st.integers(1, 4000)),
     sizes=st.lists(st.integers(1, 700), max_size=5),
+    parser=st.booleans(),
 )
 def test_a_cut_answer_is_the_whole_one(
     path: str,
@@ -127,12 +128,16 @@ def test_a_cut_answer_is_the_whole_one(
     chunks: list[list[int]],
     cuts: tuple[int, int],
     sizes: list[int],
+    parser: bool,
 ) -> None:
     if logprobs is not None:
         more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
     body = body_of(path, **more)
-    engines = [Engine(Model(salt), each) for each in chunks]
-    got = Answer.of(cut_answer(path, body, engines, list(cuts), sizes))
+    engines = [Engine(Model(salt), each, parser) for each in chunks]
+    data = cut_answer(path, body, engines, list(cuts), sizes)
+    shown = more.get("return_token_ids") or logprobs is not None
+    assert shown or b'"delta":{},"logprobs":null,"finish_reason":null' not in data
+    got = Answer.of(data)
     assert got == Answer.of(b"".join(engines[0].events(path, body, "id-0"))), "as without a proxy"
 
 
@@ -162,7 +167,7 @@ def test_events_that_are_not_decoded_become_what_decoded_ones_do(
         goes_on = Continuation(transcript, CONTEXT, None)
         transcript.plain &= plain is None
         asked = json.loads(bytes(goes_on.body.for_decode("x")))
-        events = Engine(Model(salt), chunks).events(COMPLETIONS, asked, "id-1")
+        events = Engine(Model(salt), chunks).events(goes_on.body.path, asked, "id-1")
         shown = b"".join(goes_on.feed(event) for event in events).decode().split("\n\n")
         state = transcript.finished, transcript.counted, transcript.done
         made = [json.loads(each[6:]) for each in shown if each.startswith("data: {")]
@@ -170,15 +175,17 @@ def test_events_that_are_not_decoded_become_what_decoded_ones_do(
     assert got[0] == got[1]
 
 
-def test_nearly_no_event_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_nearly_no_event_is_decoded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
     monkeypatch.setattr(continuation, "fields_of", lambda event: decoded.append(event) or fields_of(event))
-    body, engine = body_of(COMPLETIONS, max_tokens=60), Engine(Model(4, ends=False))
-    transcript = transcript_of(COMPLETIONS, body)
-    transcript.feed(answer_of(engine, body)[: lost_after(answer_of(engine, body), 1)])
+    body, engine = body_of(path, max_tokens=60), Engine(Model(4, ends=False))
+    transcript = transcript_of(path, body)
+    data = answer_of(engine, body, path)
+    transcript.feed(data[: lost_after(data, 2)])
     goes_on = Continuation(transcript, CONTEXT, None)
     decoded.clear()
-    events = [*engine.events(COMPLETIONS, json.loads(bytes(goes_on.body.for_decode("x"))), "id-1")]
+    events = [*engine.events(path, json.loads(bytes(goes_on.body.for_decode("x"))), "id-1")]
     assert goes_on.feed(b"".join(events)) and len(events) > 58
     halves = sum(
         b'"token_ids":[%d]' % each in event for event in events for each in (FIRST_HALF, SECOND_HALF)

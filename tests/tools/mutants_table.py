@@ -721,7 +721,7 @@ Transcript._note_text: text that a stop string may begin in counts as sent
 ~ self._chars + self.wanted.kept_back => self._chars
 > tests/proxy/test_continuation.py::test_half_a_character_is_generated_anew
 Transcript._note: half a character counts as sent
-~  and not event.startswith(b'"', start + len(self._text)): => :
+~  and not event.startswith(b'"', start + len(self._text)) =>
 == proxy/continuation.py > tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
 Continuation._body: a stream that goes on may generate as many tokens as a new one
 ~ self._transcript.prompt_tokens) - self.before => self._transcript.prompt_tokens)
