@@ -142,6 +142,8 @@ class Attempt:
     def __post_init__(self) -> None:
         self.choice, self.record = self.place.choice, self.request[RECORD]
         decode, self.request_id = self.choice.decode, self.unique
+        if self.transcript is not None:
+            self.transcript.comes_from(decode.ping.resumes)
         # Its engine takes an id that names it twice for a plain request.
         if prefill := decode if self.choice.single_instance else self.choice.prefill:
             self.request_id = mint(prefill.zmq_address, decode.zmq_address, self.unique)

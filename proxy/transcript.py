@@ -236,6 +236,7 @@ class Transcript:
 
     Attributes:
         possible: another instance could go on with it.
+        stays: a D that sends a part of it counts all of its tokens.
         head: the first event, without ids.
         failed: the event, an error of the instance's own, that has come in place of the rest.
         finished: the event with the `finish_reason` has been passed on.
@@ -247,6 +248,7 @@ class Transcript:
     wanted: Wanted
     memory: TranscriptMemory
     possible: bool = True
+    stays: bool = False
     head: bytes = b""
     failed: bytes = b""
     finished: bool = False
@@ -285,7 +287,11 @@ class Transcript:
     @property
     def can_go_on(self) -> bool:
         """Whether another instance can go on with what is known of it now."""
-        return self.possible and self.prompt_tokens > 0
+        return self.possible and not self.stays and self.prompt_tokens > 0
+
+    def comes_from(self, resumes: int) -> None:
+        """A D sends a part of it, whose ping says this of streams that go on."""
+        self.stays |= resumes <= self.wanted.needs_context
 
     @property
     def needs_context(self) -> bool:

@@ -407,6 +407,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             fit=fit(hello),
             partners=options.max_links if options.decodes and options.preconnect else 0,
             first_token=level,
+            resumes=describe.resume_level(config, options),
             sampler=describe.sampler(config),
             parses=bool(config.structured_outputs_config.reasoning_parser),
             ahead_tokens=describe.ahead_tokens(self._kv_cache_config, options) if level else 0,

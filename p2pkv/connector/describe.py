@@ -176,10 +176,9 @@ def prompt_tail(config: VllmConfig) -> int:
     return max(1, int(config.num_prefill_lookahead_tokens))
 
 
-def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Options) -> int:
-    """What the ping says of it. Where layers see a window or keep a state, or a drafter reads ahead, the
-    token that P computes is not the one behind the whole prompt, or D needs more than that. What the server
-    itself sets may count tokens of the answer: penalties, logits processors, a watermark, a bound of all."""
+def resume_level(config: VllmConfig, options: Options) -> int:
+    """What the ping says of streams that go on elsewhere, where a part of the answer is prompt. What the
+    server itself sets may count tokens of the answer: penalties, logits processors, a watermark, a bound."""
     model, defaults = config.model_config, config.model_config.get_diff_sampling_param()
     counts = any(defaults.get(f"{name}_penalty") for name in ("presence", "frequency"))
     counts |= bool(
@@ -188,8 +187,14 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
     bounds = options.decodes and defaults.get("max_tokens")
     of_all = model.override_generation_config.get("max_new_tokens")
     counts |= bool(bounds and (of_all or model.generation_config not in ("auto", "vllm")))
-    first = computes_last_token(kv_config) and prompt_tail(config) == 1 and not counts
-    return (1 if bounds else 2) if first else 0
+    return 0 if counts else 1 if bounds else 2
+
+
+def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Options) -> int:
+    """What the ping says of it. Where layers see a window or keep a state, or a drafter reads ahead, the
+    token that P computes is not the one behind the whole prompt, or D needs more than that."""
+    first = computes_last_token(kv_config) and prompt_tail(config) == 1
+    return resume_level(config, options) if first else 0
 
 
 def sampler(config: VllmConfig) -> str:

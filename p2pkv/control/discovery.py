@@ -4,8 +4,9 @@ A ping is one msgpack map in one frame. Its first three fields are the classic o
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
-`paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`, `ahead_tokens`, `parses` and
-`sampler`. Since version 4 a ping also means that the engine gets on: none comes while it does not.
+`paused`, version 5 `replica`, version 6 `workload`, version 7 `first_token`, `ahead_tokens`, `parses`,
+`sampler` and `resumes`. Since version 4 a ping also means that the engine gets on: none comes while it does
+not.
 
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
 
@@ -94,6 +95,9 @@ class Ping(Struct, frozen=True, kw_only=True):
         sampler: what draws tokens there; two that are equal draw the same with one seed. "": no request may
             have one, or that is not known.
         parses: it has a --reasoning-parser, so that its chats may be other than plain text.
+        resumes: whether a stream may go on from here to another D, and from there to here. 2: yes; 1: only if
+            the request bounds its answer, since the model's own configuration does; 0: no, as what the server
+            sets counts the answer's tokens.
     """
 
     type: Literal["P", "D", "both"]
@@ -117,6 +121,7 @@ class Ping(Struct, frozen=True, kw_only=True):
     ahead_tokens: _Count = 0
     parses: bool = False
     sampler: _Text = ""
+    resumes: Annotated[int, Meta(ge=0, le=1 << 16)] = 2
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):

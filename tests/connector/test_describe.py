@@ -39,6 +39,7 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
     replica,
+    resume_level,
 )
 from p2pkv.connector.identity import ENDS_BYTES, fingerprint
 from p2pkv.plugin import register
@@ -697,6 +698,7 @@ def test_the_ping_says_whether_ps_token_is_the_first(
         setattr(config if name == "watermark_config" else config.model_config, name, value)
     told = partial(first_token_level, config, kv_cache_config(spec=spec), options_of(config))
     assert told() == level
+    assert resume_level(config, options_of(config)) == (2 if spec is OF_64 else level)
     monkeypatch.setattr(describe, "entry_points", lambda group: [group])
     assert told() == 0, "a plug-in's logits processors, too"
 

@@ -169,7 +169,7 @@ class FakeInstance:
         models: names in /v1/models.
         context: tokens of their context there; None if they have none.
         key: if set, /v1/models wants it as a bearer token.
-        fit, version, first_token, ahead_tokens, parses, sampler: as its ping has them.
+        fit, version, first_token, ahead_tokens, parses, sampler, resumes: as its ping has them.
         frozen: /health and /v1/models are never answered any more.
         healths, lists: how often it was asked for /health, and for /v1/models.
         requests: what has arrived, in order.
@@ -188,6 +188,7 @@ class FakeInstance:
     ahead_tokens: int = 1 << 20
     parses: bool = False
     sampler: str = "V2"
+    resumes: int = 2
     frozen: bool = False
     healths: int = 0
     lists: int = 0

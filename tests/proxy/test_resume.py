@@ -153,6 +153,28 @@ async def test_a_chat_without_a_bound_goes_on_where_the_models_context_is_known(
         assert deployment.proxy.counters.not_resumed == (not any(known))
 
 
+@pytest.mark.parametrize(
+    ("resumes", "path", "body", "goes_on"),
+    [
+        (0, COMPLETIONS, COMPLETION, False),
+        (1, COMPLETIONS, COMPLETION, True),
+        (1, CHAT, CHATTED, True),
+        (1, CHAT, UNBOUNDED, False),
+    ],
+)
+async def test_what_the_server_itself_counts_stays(
+    resumes: int, path: str, body: dict[str, Any], goes_on: bool
+) -> None:
+    """Its penalties, or a bound of its own, would begin anew at another D."""
+    async with deployed("concurrent", 1) as deployment:
+        for _ in range(2):
+            await deployment.add("D", context=512, resumes=resumes)
+        await deployment.ready(1, 2)
+        the_first_is_lost(deployment.decodes)
+        assert ((await ask(deployment, body, path)).error is None) == goes_on
+        assert deployment.proxy.counters.resumed == goes_on
+
+
 async def test_ds_that_died_together_are_no_tries() -> None:
     """Their ports refuse: nothing is asked of them, and neither limit nor budget counts."""
     async with deployed("concurrent", 1, 5, resumes=1) as deployment:
