@@ -511,7 +511,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         _log_as_vllm_does()
         # The one call that each API server makes with its configuration, which the engine has checked.
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        patches.PROMPT_END.install(extra.get("skip_patches", ()))
+        patches.PROMPT_END.install(extra.get("skip_patches") or ())
         return P2pKvMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
