@@ -459,13 +459,14 @@ def _proxy(text: str, port: int) -> Address:
 
 def _refuse_unknown(extra: Mapping[str, object]) -> None:
     for name in extra:
-        if name == "kv_port":
-            raise ConfigError("kv_port belongs beside kv_connector_extra_config, not into it; move it there")
+        if name in ("kv_port", "kv_role", "kv_load_failure_policy"):
+            raise ConfigError(f"{name} belongs beside kv_connector_extra_config, not into it; move it there")
         if name not in EXTRA:
-            closest = difflib.get_close_matches(name.lower(), EXTRA, n=1, cutoff=0.0)[0]
+            close = difflib.get_close_matches(name.lower(), EXTRA, n=1)
+            meant = f": did you mean {close[0]!r}?" if close else "."
             raise ConfigError(
-                f"{_short.repr(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
-                f"{closest!r}? There are {', '.join(EXTRA)}; correct or remove it"
+                f"{_short.repr(name)} in kv_connector_extra_config is no option of p2pkv{meant} "
+                f"There are {', '.join(EXTRA)}; correct or remove it"
             )
 
 
@@ -492,7 +493,9 @@ def _notes(options: Options, former_way: bool) -> Iterator[str]:
             "quarter of its staging_bytes: P fills messages up to that; raise staging_bytes or lower "
             "chunk_bytes"
         )
-    if options.data_parallel and options.prefetch_bytes:
+    if options.prefetch_bytes and not options.decodes:
+        yield "prefetch_bytes has no effect on a P: D keeps the room, so set it there"
+    elif options.prefetch_bytes and options.data_parallel:
         yield "prefetch_bytes has no effect: its instance is data-parallel, so P may not know D's engine yet"
     if options.http_port is not None and not options.proxies:
         yield "http_port has no effect without proxy_ip and proxy_port: this instance registers with no proxy"

@@ -134,7 +134,9 @@ class TestBadInput:
         for value in (None, 5):
             said = refused({name: value})
             assert repr(name) in said and f"did you mean {closest!r}" in said
-        assert "belongs beside kv_connector_extra_config" in refused({"kv_port": 21001})
+        for name in ("kv_port", "kv_role", "kv_load_failure_policy"):
+            assert f"{name} belongs beside kv_connector_extra_config" in refused({name: "recompute"})
+        assert "is no option of p2pkv. There are host, " in refused({"engine": 1})
 
     @pytest.mark.parametrize("name", ["proxy_port", "http_port", "kv_port"])
     @pytest.mark.parametrize("value", [0, -1, 65536, "70000"])
@@ -195,7 +197,9 @@ class TestBadInput:
             f"prefetch_bytes is set and staging_bytes only {4 * MIB}: expected more than 2 chunks"
         )
         assert said.endswith("raise staging_bytes or lower chunk_bytes")
-        assert options(sizes | {"prefetch_bytes": MIB, "staging_bytes": 4 * MIB + 1}).prefetch_bytes == MIB
+        enough = sizes | {"prefetch_bytes": MIB, "staging_bytes": 4 * MIB + 1}
+        notes = [str(options(enough, role=role).notes) for role in ("kv_producer", "kv_consumer")]
+        assert ["no effect on a P" in each for each in notes] == [True, False]
 
     def test_links(self) -> None:
         assert "expected one of auto, host, ipc, nccl" in refused({"link": "rdma"})
