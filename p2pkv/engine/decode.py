@@ -634,6 +634,6 @@ class Decode:
             return
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
         if not ok:
-            log.warning("transfer %s failed: %s", key, reason)
+            log.warning("transfer %s failed: %s (P is %s)", key, reason, entry.expect.prefill)
         event = do.Loaded(key, entry.number) if ok else do.LoadFailed(key, reason)
         self._ctx.copies.then(key, lambda _: self._ctx.effects.append(Emit(event)), now)

@@ -488,4 +488,4 @@ class Prefill:
             log.debug("sent %s", key)
         else:
             self._ended.add(key, reason, now)
-            log.warning("transfer %s was not sent: %s", key, reason)
+            log.warning("transfer %s was not sent: %s (D is %s)", key, reason, entry.decode)

@@ -1,6 +1,7 @@
 """What one engine sees when the other is absent, unfit, gone, or talks nonsense. Cores on a virtual clock."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from p2pkv.control.endpoint import PortTaken
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
-from support.engine.engines import Geometry, Make, other_group
-from support.engine.transfers import push
+from support.engine import transfers
+from support.engine.engines import Geometry, Make, other_group, prefill
+from support.engine.transfers import BLOCKS, TOKENS, push
 
 ONE, TWO = Geometry(), Geometry(tp=2)
 NOWHERE = Address("127.0.0.1", 9)
@@ -136,3 +138,18 @@ def test_a_request_paired_with_another_d(pair: VirtualPair) -> None:
     pair.p.do(do.HoldPrompt("k", NOWHERE))
     pair.expect()
     pair.fails(str(NOWHERE))
+
+
+def test_the_log_names_the_one_that_did_not_answer(
+    pair: VirtualPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = pair.more("P")
+    gone.rank.vanish()
+    transfers.expect(gone, pair.d)
+    prefill(pair.p, "k", NOWHERE, TOKENS, BLOCKS, chunk=TOKENS)
+    pair.clock.pass_by(2 * LEASE)
+    for failed in (
+        rf"transfer k failed: P could not be reached.*\(P is {gone.address}\)",
+        rf"transfer k was not sent: D did not answer.*\(D is {NOWHERE}\)",
+    ):
+        assert re.search(failed, caplog.text)
