@@ -61,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
+    if args.link != AUTO and args.listen is args.connect is None:
+        print("[!!] --link is for --listen and --connect: add one of them, or leave it out")
+        return 1
     if {args.rank, args.listen, args.connect} == {None} and args.pair is None:
-        if args.link != AUTO:
-            print("[!!] --link is for --listen and --connect: add one of them, or leave it out")
-            return 1
         return _show(examine(args.secret_file))
     from p2pkv.control.endpoint import PortTaken
     from p2pkv.control.security import NoCurve
@@ -118,6 +118,7 @@ def examine(secret_file: str | None = None) -> Iterator[Finding]:
     needed = {"torch": _torch, "vLLM": _vllm, "plug-in": _plugin, "packages": _packages, "ZMQ": _zmq}
     needed["secret"] = partial(_secret, secret_file)
     others = {"proxy": _proxy, "host link": _host_link, "NCCL link": _nccl, "IPC link": _ipc, "MPS": _mps}
+    others["kernels"] = _kernels
     for about, look in (needed | others).items():
         try:
             yield look()
@@ -251,6 +252,21 @@ def ipc_sentence(drivers: "Sequence[CudaMemory]") -> str:
     pairs = [f"{one} and {other}" for one, other in several if drivers[one].reaches(uuids[other])]
     between = f", and between devices {'; '.join(pairs)}" if pairs else ""
     return f"usable between processes of one user on one GPU{between}, within one network namespace"
+
+
+def _kernels() -> Finding:
+    """Whether CuPy compiles the kernels that gather and scatter; a server runs without it, too."""
+    import torch
+
+    from p2pkv.kv.copiers import CupyLauncher, without_cupy
+
+    if not torch.cuda.is_available():
+        return Finding("kernels", "of no concern: torch finds no CUDA device")
+    try:
+        CupyLauncher(torch.device("cuda", 0))
+    except Exception as error:
+        return Finding("kernels", without_cupy(error))
+    return Finding("kernels", "CuPy compiles those that gather and scatter KV")
 
 
 def _mps() -> Finding:

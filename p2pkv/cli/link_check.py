@@ -58,7 +58,7 @@ SAME_NCCL = "give both the same `link`, and install the same nvidia-nccl package
 def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[Finding]:
     """Do all ranks of both answer, and do the two fit? `p` and `d` are the addresses of their first ranks."""
     firsts = []
-    for role, address in (("P", p), ("D", d)):
+    for role, address, vllms in (("P", p, "kv_producer"), ("D", d, "kv_consumer")):
         ranks: list[dict[str, int | float | str]] = []
         try:
             ranks.append(inspect(address, members=members))
@@ -66,7 +66,8 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             for other in str(ranks[0].get("addresses", "")).split()[1:]:
                 ranks.append(inspect(Address.parse(other), members=members))
         except (TimeoutError, BadMessage) as error:
-            yield Finding(f"{role} rank {len(ranks)}", str(error), ok=False)
+            way = f"from here by {way_to(address.host)}"
+            yield Finding(f"{role} rank {len(ranks)}", f"{error} ({way})", ok=False)
             continue
         first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
         firsts.append(first)
@@ -77,7 +78,11 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         )
         if stopped:
             sentence += f"; it cannot serve now: {stopped}"
-        yield Finding(role, sentence, ok=first["role"] in (role, "both") and not stopped)
+        if first.get("instance"):
+            sentence += "; ask its other data-parallel engines too, at their first ports"
+        if not (fits := first["role"] in (role, "both")):
+            sentence += f"; expected kv_role {vllms} or kv_both: P comes first, then D"
+        yield Finding(role, sentence, ok=fits and not stopped)
         for number, rank in enumerate(ranks):
             if odd := [each for each in ("fit", "link", "addresses") if rank.get(each) != first.get(each)]:
                 differ = fit_differences(str(rank.get("fit", "")), str(first.get("fit", ""))) or odd

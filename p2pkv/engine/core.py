@@ -401,6 +401,7 @@ class Core:
             "model": hello.model,
             "ranks": len(hello.addresses),
             "addresses": " ".join(hello.addresses),
+            "instance": hello.instance,
             "link": hello.link,
             "protocol": hello.version,
             "fit": fit(hello),

@@ -351,15 +351,20 @@ def cupy_launcher(device: torch.device) -> CupyLauncher | None:
     """The launcher for this CUDA device, or None, with a line in the log, where CuPy cannot be used."""
     try:
         return CupyLauncher(device)
-    except ImportError as error:
+    except Exception as error:
+        log.warning("%s", without_cupy(error))
+    return None
+
+
+def without_cupy(error: Exception) -> str:
+    """What follows from this error of `CupyLauncher`, and what to do."""
+    if isinstance(error, ImportError):
         reason, advice = f"CuPy cannot be imported ({error})", "install cupy-cuda12x or cupy-cuda13x"
-    except Exception as error:  # its compiler or CUDA's headers are missing, its cache cannot be written, ...
+    else:  # its compiler or CUDA's headers are missing, its cache cannot be written, ...
         reason = f"CuPy cannot compile p2pkv's kernels ({type(error).__name__}: {error})"
         advice = (
             "install NVRTC and the CUDA runtime's headers beside CuPy, or set CUPY_CACHE_DIR to a folder "
             "that can be written"
         )
-    log.warning(
-        "%s: KV is gathered and scattered by torch's index kernels, which are slower; %s", reason, advice
-    )
-    return None
+    slower = "KV is gathered and scattered by torch's index kernels, which are slower"
+    return f"{reason}: {slower}; {advice}"

@@ -69,6 +69,7 @@ def test_a_rank_tells_members_what_it_counts(
         (["--rank", "127.0.0.1:9", "--secret-file", "/nonexistent"], "secret_file '/nonexistent' cannot be"),
         (["--secret-file", "/nonexistent"], "secret:    not usable (secret_file '/nonexistent'"),
         (["--link", "nccl"], "--link is for --listen and --connect"),
+        (["--rank", "127.0.0.1:9", "--link", "nccl"], "--link is for --listen and --connect"),
     ],
 )
 def test_what_cannot_be_used_is_a_sentence(
@@ -156,6 +157,9 @@ def test_no_binding_is_a_fault_with_a_device(patch: pytest.MonkeyPatch, device: 
     assert found.ok is not device
     said = "extra cuda12 or cuda13" if device else "not usable: nccl4py cannot be imported"
     assert said in found.sentence
+    assert about("kernels").sentence.startswith("CuPy cannot be imported" if device else "of no concern")
+    patch.setattr("p2pkv.kv.copiers.CupyLauncher", Mock())
+    assert about("kernels").sentence.startswith("CuPy compiles" if device else "of no concern")
 
 
 def test_a_library_that_torch_lacks_is_named(patch: pytest.MonkeyPatch) -> None:
@@ -451,7 +455,8 @@ def test_all_ranks_of_a_pair_are_asked(capsys: pytest.CaptureFixture[str]) -> No
         assert "all 1 of its ranks answer; links that are up: 0" in said
         assert "[ok] link:      memory on both" in said
         assert main(["doctor", "--pair", str(d.address), str(p.address)]) == 1
-        assert f"[!!] P:         {d.address} is a D" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"[!!] P:         {d.address} is a D" in said and "expected kv_role kv_producer or" in said
         core = d.ranks[0].rank.core
         on_engine_thread(
             d.ranks[0].rank, lambda: core.steps.note(Beat(steps=1, work=False, paused=True), 0.0)
@@ -460,8 +465,12 @@ def test_all_ranks_of_a_pair_are_asked(capsys: pytest.CaptureFixture[str]) -> No
         assert "links that are up: 0; it cannot serve now: paused" in capsys.readouterr().out
         context = p.ranks[1].rank.context
         context.hello = replace(context.hello, weights="another node's")
+        first = p.ranks[0].rank.context
+        first.hello = replace(first.hello, instance=str(p.address))
         assert main(ask) == 1
-        assert "[!!] P rank 1:  it and rank 0 differ in weights: start" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "[!!] P rank 1:  it and rank 0 differ in weights: start" in said
+        assert "links that are up: 0; ask its other data-parallel engines too" in said
         p.ranks[1].rank.stop()
         assert main(ask) == 1
         assert f"[!!] P rank 1:  nothing at {p.address.shifted(1)} answered" in capsys.readouterr().out
