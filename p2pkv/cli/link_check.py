@@ -66,8 +66,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             for other in str(ranks[0].get("addresses", "")).split()[1:]:
                 ranks.append(inspect(Address.parse(other), members=members))
         except (TimeoutError, BadMessage) as error:
-            way = f"from here by {way_to(address.host)}"
-            yield Finding(f"{role} rank {len(ranks)}", f"{error} ({way})", ok=False)
+            yield Finding(f"{role} rank {len(ranks)}", f"{error} (by {way_to(address.host)})", ok=False)
             continue
         first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
         firsts.append(first)
@@ -91,11 +90,19 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
     if len(firsts) == 2:
         one, two = firsts
         yield same("link", str(one.get("link")), str(two.get("link")), ("P", "D"), SAME_NCCL)
-        differ = fit_differences(str(one.get("fit", "")), str(two.get("fit", "")))
+        on_p, on_d = (str(each.get("fit", "")) for each in (one, two))
+        differ = [
+            f"{name} ({' and '.join(values(name, on_p, on_d))})" for name in fit_differences(on_p, on_d)
+        ]
         sentence = f"{one.get('model')} on P and {two.get('model')} on D may be a pair"
         if differ:
             sentence = f"they are no pair: {' and '.join(differ)} differ (docs/compatibility.md)"
         yield Finding("fit", sentence, ok=not differ)
+
+
+def values(name: str, *fits: str) -> list[str]:
+    """What these texts of `Ping.fit` have of this name."""
+    return [dict(each.partition("=")[::2] for each in fit.split(", ")).get(name, "none") for fit in fits]
 
 
 def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> Finding:

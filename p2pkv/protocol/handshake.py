@@ -215,8 +215,8 @@ def negotiate(mine: Hello, theirs: Hello) -> Plan:
     if theirs.role == "P":
         _check_places(theirs)
     alike = f"serve the same model (here {mine.model}, there {theirs.model}), configured alike"
+    weights = "weights", mine.weights, theirs.weights, alike + _drafters(mine, theirs)
     same: list[tuple[str, object, object, str]] = [
-        ("weights", mine.weights, theirs.weights, alike + _drafters(mine, theirs)),
         ("links", mine.link, theirs.link, SAME_LINK),
         ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),
     ]
@@ -228,7 +228,9 @@ def negotiate(mine: Hello, theirs: Hello) -> Plan:
     if verified(mine, theirs):
         advice = "a CPU and a GPU compute different ones; leave `verify` out on both sides"
         same.append(("checksums", mine.digest, theirs.digest, advice))
-    for what, here, there, advice in same:
+    # The weights' name has the configuration in it, of which the cache of the same model says more.
+    alone = mine.model == theirs.model and DRAFTER not in mine.weights + theirs.weights
+    for what, here, there, advice in [*same, weights] if alone else [weights, *same]:
         if here != there:
             raise Refused(f"{_differ(what, mine, theirs, here, there)}; {advice}")
     for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=True)):

@@ -480,7 +480,7 @@ def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     network = MemoryNetwork()
     with engines(Geometry(), Geometry(layers=(6,)), lambda side, rank: network.rank()) as (p, d):
         *_, fit = link_check.ask_instances(p.address, d.address, None)
-        assert not fit.ok and "they are no pair: layers in all differ" in fit.sentence
+        assert not fit.ok and "they are no pair: layers in all (4 and 6) differ" in fit.sentence
     one, two = Geometry(), Geometry()
     with engines(one, two, lambda side, rank: network.rank(), secret=SECRET.encode()) as (p, d):
         members = members_of(SECRET.encode())

@@ -104,6 +104,10 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
         hello("D", cache(dtype="uint8 (fp8_e4m3)", row_bytes=32)),
         ["types differ: bfloat16 at p:21000, uint8 (fp8_e4m3) at d:22000", "--kv-cache-dtype", "--dtype"],
     ),
+    "dtype, and so the weights": (
+        hello("D", cache(dtype="float32"), weights="v"),
+        ["types differ: bfloat16 at p:21000, float32 at d:22000", "--dtype"],
+    ),
     "names": (
         hello("D", cache(layer_names="names-b")),
         ["KV layers differ: names-a at p:21000, names-b at d:22000"],
