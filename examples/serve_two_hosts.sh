@@ -43,7 +43,10 @@ esac
 
 MODEL=${2:?"say which model: examples/serve_two_hosts.sh $WHAT path-or-name"}
 shift 2
-exec vllm serve "$MODEL" --host "$HERE" --port "$HTTP_PORT" --shutdown-timeout 10 --kv-transfer-config "{
-    \"kv_connector\": \"P2pKvConnector\", \"kv_role\": \"$ROLE\", \"kv_port\": $KV_PORT,
-    \"kv_connector_extra_config\": {\"host\": \"$HERE\", \"secret_file\": \"$P2PKV_SECRET_FILE\",
-        \"proxy_ip\": \"$PROXY\", \"proxy_port\": \"$DISCOVERY_PORT\", \"http_port\": \"$HTTP_PORT\"}}" "$@"
+# The GPU keeps room for staging and NCCL. If KV does not come, D computes the prompt itself.
+exec vllm serve "$MODEL" --host "$HERE" --port "$HTTP_PORT" --gpu-memory-utilization 0.85 --shutdown-timeout 30 \
+    --kv-transfer-config "{
+        \"kv_connector\": \"P2pKvConnector\", \"kv_role\": \"$ROLE\", \"kv_port\": $KV_PORT,
+        \"kv_load_failure_policy\": \"recompute\",
+        \"kv_connector_extra_config\": {\"host\": \"$HERE\", \"secret_file\": \"$P2PKV_SECRET_FILE\",
+            \"proxy_ip\": \"$PROXY\", \"proxy_port\": \"$DISCOVERY_PORT\", \"http_port\": \"$HTTP_PORT\"}}" "$@"

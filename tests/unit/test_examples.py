@@ -90,6 +90,9 @@ def test_two_hosts(programs: Path, tmp_path: Path, what: str, role: str) -> None
     made = options_of(server["arguments"], has_gpu=True)
     assert (made.role, made.proxies, made.discovery) == (role, (Address("10.0.0.1", 30001),), "curve")
     assert made.http_address == Address("10.0.0.2", 8100) and made.secret
+    # As docs/install.md has it, which says so.
+    assert "--gpu-memory-utilization 0.85 --shutdown-timeout 30" in " ".join(server["arguments"])
+    assert any('"kv_load_failure_policy": "recompute"' in each for each in server["arguments"])
     (proxy,) = started(programs, str(EXAMPLES / "serve_two_hosts.sh"), "proxy", **environ)
     assert proxy["program"] == "p2pkv-proxy" and "--secret-file" in proxy["arguments"]
 
