@@ -100,6 +100,8 @@ class ListedWatch:
                 trouble = "" if answer.status == 200 else f"its /health answered {answer.status}"
         except TimeoutError:
             # It may be busy. If it stays so it becomes silent, as if its pings had stopped.
+            if self._ping is None and not self._logged:
+                self._log("it gets no requests: its /health does not answer; is the address right?")
             return
         except (aiohttp.ClientError, OSError) as error:
             if is_ours(error):

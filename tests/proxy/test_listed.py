@@ -119,8 +119,15 @@ async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFi
     assert f"decode instance {d.http_address}, which is listed, gets no requests: its /health" in caplog.text
 
 
-async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -> None:
-    async with listing(FakeInstance("D"), FakeInstance("D")) as deployment:
+async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv_proxy.membership.listed._TIMEOUT", aiohttp.ClientTimeout(total=0.3))
+    dead = FakeInstance("P")
+    dead.frozen = True
+    async with listing(FakeInstance("D"), FakeInstance("D"), dead) as deployment:
+        never = f"prefill instance {dead.http_address}, which is listed: it gets no requests: its"
+        await eventually(lambda: never in caplog.text)
         await deployment.ready(prefill=0, decode=2)
         frozen, other = deployment.decodes
         frozen.frozen = True
@@ -132,8 +139,8 @@ async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -
             )
         )
         await deployment.serves(3)
-        assert asked(deployment.decodes) == [0, 3]
-        frozen.frozen = False
+        assert asked(deployment.decodes) == [0, 3] and caplog.text.count("/health does not") == 1
+        frozen.frozen = dead.frozen = False
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "members"])
