@@ -133,7 +133,14 @@ class Prober:
                 return
             await self._learn_models(instance)
         except (aiohttp.ClientError, OSError) as error:
-            logger.debug("%s is not ready: %r", instance, error)
+            new = not (instance.context or is_ours(error))
+            if new and self._complaints.admits(("health", instance.name)):
+                logger.warning(
+                    "%s gets no requests: its /health cannot be asked from here (%r); is its `host` one "
+                    "that this machine reaches, and http_port its --port?",
+                    instance,
+                    error,
+                )
         except Exception:  # one instance's answer must not end the probing of all
             logger.exception("%s could not be probed", instance)
         else:

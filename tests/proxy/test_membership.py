@@ -34,7 +34,9 @@ async def test_nobody_is_there(lonely: Deployment) -> None:
     ]
 
 
-async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> None:
+async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with deployed("concurrent", alone_share=0) as lonely:
         await lonely.add("D")
         p = await lonely.add("P", health=503)
@@ -45,6 +47,12 @@ async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> No
         p.health = 200
         await lonely.ready(prefill=1, decode=1)
         assert (await lonely.post()).status == 200
+        other = await lonely.add("P", health=503)
+        other.refuse()
+        said = (
+            f"prefill instance {other.http_address} gets no requests: its /health cannot be asked from here"
+        )
+        await eventually(lambda: said in caplog.text)
 
 
 async def leaves(deployment: Deployment, instance: FakeInstance) -> None:
