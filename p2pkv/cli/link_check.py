@@ -282,7 +282,7 @@ class Conversation:
                 if isinstance(message, kind):
                     return message
                 raise CheckFailed(f"the other doctor sent {type(message).__name__}: expected {kind.__name__}")
-        raise CheckFailed(f"no doctor has sent anything for {seconds:g} s")
+        raise CheckFailed(f"no doctor has answered for {seconds:g} s; of an instance there, ask with --pair")
 
     def expect_nothing(self) -> None:
         """Between two looks at a link. Raises CheckFailed if the other side has sent anything."""

@@ -417,6 +417,16 @@ def test_a_link_that_p_cannot_begin_is_a_sentence_on_both_sides(
     assert (p.failure, d.failure) == ("no such interface", "the other side failed: no such interface")
 
 
+def test_an_instance_that_listens_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = MemoryNetwork()
+    monkeypatch.setattr(link_check, "ANSWER_SECONDS", 2.0)
+    with (
+        engines(Geometry(), Geometry(), lambda side, rank: network.rank()) as (p, _),
+        pytest.raises(link_check.CheckFailed, match="of an instance there, ask with --pair"),
+    ):
+        next(link_check.connect(p.address, None, "host"))
+
+
 def test_nobody_listens(
     address: Address, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
