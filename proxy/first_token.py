@@ -195,7 +195,8 @@ class FirstTokens:
             return "request"
         unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
         drawn = fields.get("seed") is not None and not wanted.greedy
-        inexact = drawn or (unbounded and not wanted.chat)
+        # P is told to bound its answer, for which vLLM leaves room where it cuts a prompt.
+        inexact = drawn or (unbounded and (not wanted.chat or "truncate_prompt_tokens" in body.fields))
         if inexact or not (unbounded or most >= max(1, least)):
             return "request"
         parses = prefill.ping.parses or decode.ping.parses or body.model in self._parsed

@@ -445,6 +445,7 @@ async def test_where_it_is_not_exact_or_not_to_be_it_is_not_done(case: str) -> N
         ({"max_tokens": 0}, "request"),
         ({"max_completion_tokens": 0}, "request"),
         ({"max_tokens": None, "min_tokens": CONTEXT}, "context"),
+        ({"max_tokens": None, "truncate_prompt_tokens": -1}, "request"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "parser"),
     ],
     ids=str,
