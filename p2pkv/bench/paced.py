@@ -299,6 +299,7 @@ class PacedPair:
         layers, begin = kind(LAYERS, side.record), time.monotonic()
         layers.begin(((key, tokens),), side.rank.layers_per_message(tokens))
         took = side.step(layer_seconds, lambda layer: layers.computed(layer, side.rank.do))
+        layers.ended()
         layers.end(side.rank.do)
         loaded = self._pipe.expect("loaded")["loaded"] - begin
         wait_for(side.rank, do.BlocksFree(key))

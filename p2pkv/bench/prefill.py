@@ -89,6 +89,7 @@ class Hook:
 
     def end(self) -> None:
         """The sweep at the end of the step."""
+        self._computed.ended()
         self._computed.end(self._rank.do)
 
 

@@ -6,7 +6,6 @@ idle step waits for events.
 
 import gc
 import math
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.engine.context import LOOK_SECONDS, Counters
 from p2pkv.engine.core_liveness import Liveness
 from p2pkv.engine.thread import Rank
-
-FAILED = "the step in which P computed this prompt has failed"
 
 
 @dataclass
@@ -242,8 +239,6 @@ class Worker:
         """The engine thread learns of this step's prompts in the next one."""
         self._postponed: list[Command] = []
         """Those of a quiet step."""
-        self._handled = sys.exception()
-        """What vLLM's caller handles when a step begins."""
         rank.call_on_event(self._wakeup.send)
         self.loads = Loads(rank)
 
@@ -253,7 +248,7 @@ class Worker:
         """Nothing reads the revoked prompts' blocks any more when this returns."""
         # Some runners leave out the end of a step: V1's on all but the last stage, with a drafter.
         self._quiet = False
-        self.end()
+        self._sweep()
         if meta.now and meta.invalidate is None:
             # They are loaded while vLLM prepares the step.
             expects = [each for each in meta.expects if each[1].key in meta.now]
@@ -266,10 +261,11 @@ class Worker:
         self.rank.revoke(revoked)
 
     def begin(self, meta: StepMetadata) -> None:
-        """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends."""
-        if self.rank.failure:
-            raise RuntimeError(self.rank.failure)
-        self._idle_wait, self._handled = meta.idle_wait, sys.exception()
+        """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends. Or
+        if a step has failed: vLLM may have sent this one before it knew, and it uses what is not computed."""
+        if failure := self.rank.failure or self._computed.failure:
+            raise RuntimeError(failure)
+        self._idle_wait = meta.idle_wait
         self._wakeup.address, self._wakeup.needed = meta.wakeup_address, not meta.work
         SPIN_WAIT.idle = meta.idle
         if meta.work:
@@ -325,9 +321,10 @@ class Worker:
 
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered, unless it is a quiet step."""
-        if sys.exception() is not self._handled:  # V1 ends a step also if its forward has raised
-            self._postponed += [do.Abort(key, FAILED) for key, _ in self._computed.prompts]
-            self._computed.begin((), 1)
+        self._computed.ended()
+        self._sweep()
+
+    def _sweep(self) -> None:
         if not self._quiet:
             for command in self._postponed:
                 self.rank.do(command)
@@ -342,7 +339,8 @@ class Worker:
 
         A step that computes nothing waits for the engine thread here, up to `StepMetadata.idle_wait`.
         """
-        # An engine that is idle after this must not count as hung, and some runners leave out the end.
+        # Some runners leave out the end, and an engine that is idle after this must not count as hung.
+        self._computed.ended()
         self.rank.steps.end()
         self._take_events()
         if self._idle_wait and not self.loads.has_output and self._free.isdisjoint(self._ended):

@@ -1,5 +1,6 @@
 """The forward thread's part of a push: which layers of a step are computed, in runs that fill a message."""
 
+import sys
 from collections.abc import Callable
 
 from p2pkv.device import PASSED, Fence
@@ -29,12 +30,19 @@ class ComputedLayers:
         self._stride = 1
         # The run of layers that are computed and that the engine does not know of.
         self._run = 0, 0
+        self.failure = ""
+        """Why no step may follow: vLLM's scheduler takes what one that failed should compute for computed."""
+        self._whole = False
+        """The step's forward has not failed."""
+        self._handled: BaseException | None = None
+        """What was being handled when the step began: vLLM may run within an `except`."""
         self._launched: Fence = PASSED
         """Recorded BEHIND layers before a message is full, or at its first layer if it has no more."""
 
     def begin(self, prompts: Prompts, stride: int) -> None:
         """A step begins. `prompts`: () if it computes none that P sends; `stride`: layers of a message."""
         self.prompts, self._stride, self._run = prompts, stride, (0, 0)
+        self._whole, self._handled = False, sys.exception()
         if prompts and stride < self._layers:
             self._launched = self.record()
 
@@ -62,9 +70,18 @@ class ComputedLayers:
             order(do.Computed(self.prompts, first, stop, self.record()))
         self._run = stop, stop
 
+    def ended(self) -> None:
+        """vLLM says that the step's forward has ended: its V1 runner says so of one that has raised, too."""
+        self._whole = sys.exception() in (None, self._handled)
+
     def end(self, order: Order) -> None:
-        """The step is over: all layers are computed, also those that were not reported. Idempotent."""
-        if self.prompts:
-            order(do.Computed(self.prompts, 0, self._layers, self.record()))
-            order(do.Flush(tuple(key for key, _ in self.prompts)))
-            self.prompts = ()
+        """All layers of the step are computed, also those that were not reported, unless its forward has
+        failed. Idempotent."""
+        prompts, self.prompts = self.prompts, ()
+        if prompts and self._whole:
+            order(do.Computed(prompts, 0, self._layers, self.record()))
+            order(do.Flush(tuple(key for key, _ in prompts)))
+        elif prompts:
+            self.failure = "a step of P has failed in its forward"
+            for key, _ in prompts:
+                order(do.Abort(key, self.failure))

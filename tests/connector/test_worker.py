@@ -204,14 +204,6 @@ def test_the_last_layers_hook_says_what_does_not_fill_a_message(make: Make) -> N
     assert [(each.layer, each.layer_stop) for each in seen] == [(0, 2)]
 
 
-def test_what_a_failed_forward_has_not_computed_is_not_sent(make: Make) -> None:
-    runner, rank = make()
-    runner.forward = Mock(side_effect=ValueError)  # type: ignore[method-assign]
-    with pytest.raises(ValueError):
-        runner.step(prefill_step(16, first=True))
-    assert not rank.said(do.Computed)
-
-
 @pytest.mark.parametrize(("waits", "runs"), [(True, [(0, 6)]), (False, [(0, 2), (2, 4), (4, 6)])])
 def test_where_the_device_waits_for_launches_nothing_is_said_before_the_last_layer(
     waits: bool, runs: list[tuple[int, int]]
@@ -221,6 +213,33 @@ def test_where_the_device_waits_for_launches_nothing_is_said_before_the_last_lay
     for index in range(6):
         layers.computed(index, said.append)
     assert [(each.layer, each.layer_stop) for each in said] == runs
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_forward_that_raises_has_computed_no_more_than_its_hooks_have_said(
+    make: Make, error: type[BaseException]
+) -> None:
+    """As a signal does. V1 ends such a step, too, a P that stops goes on with what is computed, and where it
+    does not stop vLLM may have sent the next step already."""
+    runner, rank = make(hooked=[LAST])
+    forward = runner.forward
+    try:
+        raise KeyError  # a step within an `except` is one as any
+    except KeyError:
+        runner.step(prefill_step(16, first=True))
+
+    def fail() -> None:
+        forward()
+        raise error
+
+    runner.forward = fail  # type: ignore[method-assign]
+    with pytest.raises(error):
+        runner.step(prefill_step(32, first=False))
+    runner.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a step of P has failed"):
+        runner.step(prefill_step(48, first=False))
+    assert covered(rank) == {0: 16, 1: 32}
+    assert [each.key for each in rank.said(do.Abort)] == ["k"]
 
 
 @pytest.mark.parametrize("message", [1, 99])

@@ -263,6 +263,8 @@ StagingShare.grants: one P may hold all of D's staging
 == p2pkv/engine/computed_layers.py > tests/connector/test_worker.py
 ComputedLayers._device_waits: pushes hold up a forward thread for which the GPU waits
 ~ is not PASSED and => is PASSED and
+ComputedLayers.ended: P pushes what a forward that has raised has not computed
+~ sys.exception() in (None, self._handled) => True
 == p2pkv/engine/core.py > tests/virtual/test_both_roles.py
 Core._receive_unowned: two ranks of both roles answer each other's Stranger without end
 ~ elif self.prefill is not None and not isinstance(message, UnknownPeer): => elif self.prefill is not None:
@@ -390,7 +392,7 @@ Registry.candidates: a paused instance gets requests (K3)
 ~ not (each.drained or each.paused) => not each.drained
 == p2pkv/connector/worker.py > tests/engine/test_thread.py
 Worker.begin: a rank whose thread has ended takes part in steps (K9)
-~ if self.rank.failure: => if False:
+~ self.rank.failure or self._computed.failure => self._computed.failure
 > tests/connector/test_weights_real_ranks.py
 Worker.wake: blocks of prompts that P had before its sleep are never free
 ~ self._free.add(key) => pass
