@@ -141,6 +141,11 @@ class InboundLink:
         return self._inbound is not None and self._up
 
     @property
+    def starves(self) -> bool:
+        """Whether an admitted chunk waits for room, and no other one has any."""
+        return self.up and bool(self.waiting) and not (self.posted or self.waiting[0].reserve)
+
+    @property
     def busy(self) -> bool:
         """Whether the next turn may find something to do here."""
         if self.waiting or self.posted:
@@ -525,7 +530,9 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         """The bytes of the oldest receive have been read."""
         try:
             if peer.link.landed(receiving):
-                self._post(peer)
+                # Its room is for the link that has waited longest, if one has none.
+                starving = (other for other in self._active if other.link.starves)
+                self.post_others(PostRemaining(next(starving, peer)), now)
                 self._arrive(peer)
         except LinkError as error:
             self._broken(peer, error, now)
@@ -536,6 +543,8 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         link, effects = peer.link, self._ctx.effects
         while link.waiting and (new := link.post()) is not None:
             effects.append(ReceivePosted(peer, new.key, new.chunk, link.number, new.receive.remote_slot))
+            self._active.pop(peer, None)  # its next turn comes behind the others'
+            self._active[peer] = None
             if link.waiting and any(other.link.waiting for other in self.active if other is not peer):
                 break
             if link.waiting and len(link.posted) == 1 and self._ctx.blocks_thread(new.chunk.nbytes, True):

@@ -221,3 +221,18 @@ def test_ranks_that_grant_in_different_orders_do_not_lock_each_other(
     for each in d.ranks:
         assert each.rank.counters.values["chunks_waited"] > 0
     rig.all_at_rest()
+
+
+def test_ps_that_come_later_get_room_while_others_push_without_end() -> None:
+    """D has room for four messages, and five P's have long prompts for it."""
+    rig = Rig(Geometry(blocks=480))
+    ps = {key: rig.p if key == "a" else rig.more("P") for key in "abcdefgh"}
+    tokens = {key: 96 if key in "fgh" else 60 * 16 for key in ps}
+    for key, p in ps.items():
+        begin(p, rig.d, key, tokens[key], list(range(60)))
+        rig.d.wait(do.Begun(key))
+    for number, key in enumerate(ps):
+        transfers.load(rig.d, key, tokens[key], [60 * number + each for each in range(60)])
+    for key in "fgh":
+        rig.d.wait(do.Loaded(key))
+    assert not any(rig.d.all_heard(do.Loaded(key)) for key in "abcde")
